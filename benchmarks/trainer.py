@@ -1,0 +1,246 @@
+"""The trainer against a bare PyTorch loop on the same model, data and optimizer.
+
+    python benchmarks/trainer.py [--rounds 5] [--cases S,M,XS,S2]
+
+Each round starts both as processes of their own, one after the other, so that a noisy machine disturbs both alike;
+the table gives medians over rounds of each side and of the ratio within a round. One thread per rank. Throughput is in
+tokens per second of CPU time on one rank (wall time moves with the neighbours) and of wall time on two.
+
+The loop is what a careful person writes by hand: fused AdamW, clipping, autocast for bf16, `fully_shard` per layer and
+root on two ranks, one printed line per step. It reads the same token file and makes the same model class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model size and layout; `steps` are timed after `warmup` ones."""
+
+    args: dict[str, object]
+    seq_len: int
+    batch: int
+    dtype: str
+    ranks: int
+    warmup: int
+    steps: int
+
+
+S = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
+CASES = {
+    "XS": Case({"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 2048}, 64, 1, "float32", 1, 20, 100),
+    "S": Case(S, 2048, 1, "float32", 1, 2, 6),
+    "M": Case(
+        {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 32000}, 512, 4, "bfloat16", 1, 2, 5
+    ),
+    "S2": Case(S, 2048, 1, "float32", 2, 2, 6),
+}
+
+
+class Clock:
+    """Readings at the start of every step and at the end: CPU and wall seconds of this process."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[float, float]] = []
+
+    def read(self) -> None:
+        self.readings.append((time.process_time(), time.time()))
+
+    def report(self, case: Case, launched_at: float, modules: int) -> None:
+        """Print one JSON line: seconds per timed step, launch to end of step 1, peak memory, modules imported."""
+        timed = self.readings[case.warmup :]
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(timed, timed[1:], strict=False)]
+        print("RESULT " + json.dumps({
+            "cpu_s": statistics.median(s[0] for s in steps),
+            "wall_s": statistics.median(s[1] for s in steps),
+            "start_cpu_s": self.readings[1][0],
+            "start_wall_s": self.readings[1][1] - launched_at,
+            "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "modules": modules,
+        }), flush=True)  # fmt: skip
+
+
+def run_ours(case: Case, launched_at: float, folder: str) -> None:
+    """The shipped trainer with every step logged, checkpoints off; only a clock is added."""
+    from torchtitan_like import train
+
+    clock, modules = Clock(), 0
+
+    class Timed(train.Trainer):
+        def _build_optimizer(self) -> None:
+            nonlocal modules
+            modules = len(sys.modules)
+            super()._build_optimizer()
+
+        def train_step(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            clock.read()
+            return super().train_step(*args, **kwargs)
+
+        def _finish(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            clock.read()
+            return super()._finish(*args, **kwargs)
+
+    train.Trainer = Timed  # type: ignore[misc]
+    overrides = {
+        "job.dump_folder": folder,
+        "model.hf_assets_path": str(ROOT / "tests/assets/tokenizer"),
+        "training.dataset": "shakespeare",
+        "training.seq_len": case.seq_len,
+        "training.local_batch_size": case.batch,
+        "training.steps": case.warmup + case.steps,
+        "training.mixed_precision_param": case.dtype,
+        "activation_checkpoint.mode": "none",
+        "metrics.log_freq": 1,
+        "lr_scheduler.warmup_steps": 2,
+        "data.cache_folder": str(Path(folder).parent / "tokens"),
+        **{f"model.args.{key}": value for key, value in case.args.items()},
+    }
+    code = train.main([part for key, value in overrides.items() for part in (f"--{key}", str(value))])
+    assert code == 0, code
+    if int(os.environ.get("RANK", 0)) == 0:
+        clock.report(case, launched_at, modules)
+
+
+def run_loop(case: Case, launched_at: float, folder: str) -> None:
+    """The bare loop."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+
+    from torchtitan_like.models.spec import get_spec, resolve_args
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    spec = get_spec("llama3")
+    torch.manual_seed(0)
+    model = spec.build(resolve_args(spec, "debugmodel", dict(case.args)))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02) if p.ndim > 1 else torch.nn.init.ones_(p)
+    model.init_buffers(torch.device("cpu"))
+    if world_size > 1:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        for layer in model.layers.values():
+            fully_shard(layer)
+        fully_shard(model)
+    modules = len(sys.modules)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = np.memmap(next(Path(folder).parent.glob("tokens/**/*.bin")), dtype=np.uint16)
+    per_step = case.batch * case.seq_len * world_size
+    clock = Clock()
+    for step in range(case.warmup + case.steps):
+        clock.read()
+        begin = (step * per_step + rank * case.batch * case.seq_len) % (len(tokens) - per_step - 1)
+        window = torch.from_numpy(tokens[begin : begin + case.batch * case.seq_len + 1].astype(np.int64))
+        inputs, labels = window[:-1].view(case.batch, -1), window[1:].view(case.batch, -1)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):
+            logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        del logits
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        print(step, loss.item(), flush=True)
+    clock.read()
+    if rank == 0:
+        clock.report(case, launched_at, modules)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def launch(side: str, name: str, folder: Path) -> dict[str, float]:
+    """Run one side of one case as a process of its own (or torchrun's ranks) and return its figures."""
+    case = CASES[name]
+    out = Path(tempfile.mkdtemp(dir=folder))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    script = [__file__, "--child", side, "--cases", name, "--folder", str(out), "--launched-at", repr(time.time())]
+    runner = [sys.executable]
+    if case.ranks > 1:
+        runner += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks), "--rdzv-backend", "c10d",
+                   "--rdzv-endpoint", "localhost:0"]  # fmt: skip
+    done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True)
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not results:
+        raise SystemExit(f"{side} {name} failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    figures: dict[str, float] = json.loads(results[-1].removeprefix("RESULT "))
+    return figures
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Median (minimum - maximum)."""
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
+
+
+def compare(name: str, rounds: int, folder: Path) -> list[str]:
+    """The table rows of one case."""
+    case = CASES[name]
+    pairs = []
+    launch("ours", name, folder)  # fills the token cache and the page cache
+    for index in range(rounds):
+        order = ("ours", "loop") if index % 2 == 0 else ("loop", "ours")
+        figures = {side: launch(side, name, folder) for side in order}
+        pairs.append((figures["ours"], figures["loop"]))
+        print(f"{name}: round {index + 1} of {rounds}", file=sys.stderr)
+    tokens = case.batch * case.seq_len
+    clock = "cpu_s" if case.ranks == 1 else "wall_s"
+    rows = []
+    for label, key, scale, digits in (
+        (f"tokens per {clock[:-2]} second and rank", clock, tokens, 0),
+        ("ms per step", clock, 1e3, 2),
+        ("launch to end of step 1, s of CPU", "start_cpu_s", 1, 2),
+        ("peak memory of rank 0, MB", "rss_mb", 1, 0),
+        ("modules before the optimizer", "modules", 1, 0),
+    ):
+        rate = label.startswith("tokens")
+        figure = [tuple(tokens / side[key] if rate else side[key] * scale for side in pair) for pair in pairs]
+        ours, loop = [f[0] for f in figure], [f[1] for f in figure]
+        ratios = [a / b for a, b in figure]
+        rows.append(f"| {name} | {label} | {spread(ours, digits)} | {spread(loop, digits)} | {spread(ratios, 3)} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per case")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma separated: " + ", ".join(CASES))
+    parser.add_argument("--child", choices=["ours", "loop"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--launched-at", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child = run_ours if arguments.child == "ours" else run_loop
+        child(CASES[arguments.cases], arguments.launched_at, arguments.folder)
+        return
+    import torch
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.cases.split(","):
+            rows += compare(name, arguments.rounds, Path(folder))
+    capability = torch.backends.cpu.get_cpu_capability()
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {capability}, {os.cpu_count()} cores, torch "
+          f"{torch.__version__}, Python {platform.python_version()}, {arguments.rounds} rounds, "
+          f"`python benchmarks/trainer.py --rounds {arguments.rounds} --cases {arguments.cases}`")  # fmt: skip
+    print("\n| case | figure | trainer | bare loop | ratio |\n|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration). Arguments go to pytest.
+#
+#   ./run_tests.sh                       all
+#   ./run_tests.sh tests/unit -k loader  the static checks and these tests
+#
+# Prints the time it took. Returns pytest's code, or 1 when only a static check has failed.
+set -uo pipefail
+
+started=$SECONDS
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=scripts/setup_env.sh
+source "$ROOT/scripts/setup_env.sh"
+setup_env dev || exit 1
+cd "$ROOT" || exit 1
+
+failed=()
+check() {
+  echo "+ $*"
+  "$@" || failed+=("$*")
+}
+
+PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
+check "$PYTHON" -m ruff check .
+check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/setup_env.sh
+check "$PYTHON" -m mypy
+static=$((SECONDS - started))
+
+# One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
+export OMP_NUM_THREADS=1
+echo "+ $PYTHON -m pytest $*"
+"$PYTHON" -m pytest "$@"
+code=$?
+
+echo "Total time: $((SECONDS - started)) s (of which the static checks: $static s)"
+for name in ${failed[@]+"${failed[@]}"}; do
+  echo "FAILED: $name" >&2
+  [ "$code" -ne 0 ] || code=1
+done
+exit "$code"

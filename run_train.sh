@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Train. With nothing set: the debug model, on all GPUs or else on 2 CPU ranks.
+#
+#   NGPU=8 LOG_RANK=0,1 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --section.key value ...
+#
+#   NGPU         ranks on this machine (default: the number of GPUs; 2 without any)
+#   LOG_RANK     local ranks whose output is shown (default: 0)
+#   LOG_PREFIX   what stands before each line: rank, host (name and rank) or digits (those of the host's name, and rank).
+#                Default: rank on one machine, host on several
+#   CONFIG_FILE  default: train_configs/debug_model.toml, run in this repository's folder
+#   PYTHON       the Python to use if it has what is needed, or else to make .venv from (default: python3)
+#   NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID, NODE_RANK
+#                several machines: set the first three to the same values on all; NODE_RANK fixes the order of the machines
+#
+# Returns 0 when the run is done, 78 for a config that cannot work (nothing is started), 1 after a crash, and otherwise
+# the code in the run folder's exit.json.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=scripts/setup_env.sh
+source "$ROOT/scripts/setup_env.sh"
+setup_env || exit 1
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+typed= # what a person would type to run this again
+for name in NGPU NNODES CONFIG_FILE; do
+  [ -z "${!name:-}" ] || typed+=$(printf '%s=%q ' "$name" "${!name}")
+done
+typed+=$(printf '%q ' "$0" "$@")
+typed=${typed% }
+
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || true
+if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+  gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]') || true
+fi
+NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
+NNODES=${NNODES:-1}
+for number in "$NGPU" "$NNODES"; do
+  [[ "$number" =~ ^[1-9][0-9]*$ ]] || { echo "NGPU and NNODES must be positive integers, got '$number'" >&2; exit 78; }
+done
+
+config=()
+case " $* " in
+  *" --job.config_file"[\ =]* | *" --job.config-file"[\ =]*) ;;
+  *)
+    # The debug config names its files relative to the repository.
+    [ -n "${CONFIG_FILE:-}" ] || cd "$ROOT"
+    config=(--job.config_file "${CONFIG_FILE:-train_configs/debug_model.toml}")
+    ;;
+esac
+config+=("$@")
+case " $* " in
+  *" --help "* | *" -h "*) exec "$PYTHON" -m torchtitan_like.config "${config[@]}" ;;
+esac
+
+# Every mistake that can be found without ranks is found here, before any is started.
+check=(--training --world-size $((NGPU * NNODES)))
+[ "$gpus" -gt 0 ] || [ -e /dev/kfd ] || check+=(--device-type cpu) # /dev/kfd: AMD's GPUs
+resolved=$("$PYTHON" -m torchtitan_like.config "${check[@]}" "${config[@]}") || exit $?
+run_folder=$("$PYTHON" "$ROOT/scripts/run_folder.py" clear <<<"$resolved")
+
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+[ "$gpus" -eq 0 ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+
+host=$(hostname -s 2>/dev/null || hostname)
+prefix=${LOG_PREFIX:-$([ "$NNODES" -eq 1 ] && echo rank || echo host)}
+case "$prefix" in
+  rank) role=rank ;;
+  host) role="$host:" ;;
+  digits) role="$(tr -dc '0-9' <<<"$host"):" ;;
+  *) echo "LOG_PREFIX must be rank, host or digits, got '$prefix'" >&2; exit 78 ;;
+esac
+
+rendezvous=(--rdzv_backend c10d --rdzv_endpoint=localhost:0)
+if [ "$NNODES" -gt 1 ]; then
+  [ -n "${MASTER_ADDR:-}" ] || { echo "NNODES=$NNODES needs one machine's address in MASTER_ADDR" >&2; exit 78; }
+  rendezvous=(--nnodes="$NNODES" --rdzv_backend c10d --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}"
+    --rdzv_id="${RDZV_ID:-torchtitan_like}")
+  if [ -n "${NODE_RANK:-}" ]; then
+    rendezvous=(--nnodes="$NNODES" --node_rank="$NODE_RANK"
+      --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
+  fi
+fi
+
+command=("$PYTHON" -m torchtitan_like.train "${config[@]}")
+if [ $((NGPU * NNODES)) -gt 1 ]; then
+  command=("$PYTHON" -m torch.distributed.run --nproc_per_node="$NGPU" "${rendezvous[@]}"
+    --local-ranks-filter "${LOG_RANK:-0}" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
+    -m torchtitan_like.train "${config[@]}")
+fi
+printf '+ OMP_NUM_THREADS=%s' "$OMP_NUM_THREADS"
+printf ' %q' "${command[@]}"
+printf '\n'
+
+# The run gets a process group of its own, so that a Ctrl-C reaches it once, from here; a signal sent to this script alone
+# (a scheduler's, or a closed terminal's) is passed on too. The script then waits: the run saves before it ends.
+run=
+signalled=
+# shellcheck disable=SC2329 # called by the traps
+pass_on() {
+  signalled=$1
+  echo "Passing SIG$1 on to the run, which saves and ends." >&2
+  [ -z "$run" ] || kill -s "$1" "$run" 2>/dev/null || true
+}
+trap 'pass_on INT' INT
+trap 'pass_on TERM' TERM HUP
+set -m
+"${command[@]}" </dev/null &
+run=$!
+set +m
+[ -z "$signalled" ] || pass_on "$signalled" # it came while the run was being started
+while kill -0 "$run" 2>/dev/null; do
+  wait "$run" || true
+done
+code=0
+wait "$run" || code=$?
+
+# torchrun makes a 1 of every worker's code and ends with 1 when it was signalled: the truth is in the exit.json that this
+# attempt has written. On several machines, one that does not see rank 0's folder has only torchrun's code.
+if [ -e "$run_folder/exit.json" ] || [ "$NNODES" -eq 1 ]; then
+  if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$run_folder/exit.json" ]; }; then
+    code=0
+    "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" <<<"$resolved" || code=$?
+  fi
+fi
+exit "$code"

@@ -1,0 +1,84 @@
+"""Say which requirements of pyproject.toml this Python does not meet: one line each, exit code 1 if there is any.
+
+    python scripts/check_requirements.py [EXTRA ...]
+
+Reads only the metadata of what is installed (nothing is imported), so it takes a fraction of a second; it must run in
+a Python that has nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+OLDEST_PYTHON = (3, 10)
+_REQUIREMENT = re.compile(r"^([\w.-]+)\s*((?:[<>=!]=?[\w.]+,?)*)\s*(?:;\s*python_version\s*<\s*'([\d.]+)')?$")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Suffixes (rc, dev, local build) are not compared."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def unmet(requirement: str, installed: dict[str, str] | None = None) -> str | None:
+    """Why ``requirement`` is not met, or None. ``installed`` (name -> version) replaces what is really installed."""
+    match = _REQUIREMENT.match(requirement.strip())
+    if match is None:
+        raise ValueError(f"{PYPROJECT.name}: cannot read the requirement {requirement!r}")
+    name, bounds, only_below = match.groups()
+    if only_below and sys.version_info[:2] >= release(only_below):
+        return None
+    try:
+        version = installed[name] if installed is not None else metadata.version(name)
+    except (KeyError, metadata.PackageNotFoundError):
+        return f"{name} is not installed ({requirement})"
+    for bound in filter(None, bounds.split(",")):
+        operator, limit = re.match(r"([<>=!]=?)(.*)", bound).groups()  # type: ignore[union-attr]
+        if not _holds(release(version), operator, release(limit)):
+            return f"{name} is {version}, needed is {bounds}"
+    return None
+
+
+def _holds(have: tuple[int, ...], operator: str, limit: tuple[int, ...]) -> bool:
+    width = max(len(have), len(limit))
+    have, limit = (numbers + (0,) * (width - len(numbers)) for numbers in (have, limit))
+    return {
+        ">=": have >= limit,
+        "<=": have <= limit,
+        ">": have > limit,
+        "<": have < limit,
+        "==": have == limit,
+        "!=": have != limit,
+    }[operator]
+
+
+def requirements(extras: list[str]) -> list[str]:
+    """The dependencies in pyproject.toml, with those of ``extras``. ImportError where no TOML reader exists."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+
+
+def main(extras: list[str]) -> int:
+    if sys.version_info < OLDEST_PYTHON:
+        print(f"Python is {sys.version.split()[0]}, needed is >={'.'.join(map(str, OLDEST_PYTHON))}")
+        return 1
+    try:
+        wanted = requirements(extras)
+    except ImportError:
+        print("tomli is not installed (Python 3.10 has no TOML reader of its own)")
+        return 1
+    problems = [problem for requirement in wanted if (problem := unmet(requirement))]
+    print("\n".join(problems), end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Continue a prompt with the weights of a checkpoint: `python scripts/generate.py STEP_DIR --prompt "To be"`.
+
+STEP_DIR is a published step (`outputs/checkpoint/step-300`); the model and tokenizer are those of the `config.toml`
+inside it. One process, on the GPU if there is one; any layout's checkpoint can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.start import CheckpointError, Start
+from torchtitan_like.checkpoint.stateful import ModelState
+from torchtitan_like.checkpoint.step_folders import read_manifest
+from torchtitan_like.config import JobConfig, load_config
+from torchtitan_like.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.distributed.initialize import materialize
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models.spec import get_spec, resolve_args
+
+
+def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
+    """Build the config's model and fill it from `step_folder`. Raises CheckpointError."""
+    spec = get_spec(config.model.name)
+    with torch.device("meta"):
+        model = spec.build(resolve_args(spec, config.model.flavor, config.model.args))
+    materialize(model, device)
+    start = Start("warm", 0, step_folder, "named on the command line")
+    reader = Checkpointer(config.checkpoint, dump_folder="", group=HostGroup.alone(), is_leader=True)
+    reader.load(start, {"model": ModelState(model)})
+    return model.eval()
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module, prompt: list[int], *, num_tokens: int, temperature: float, top_k: int, stop: int | None
+) -> list[int]:
+    """Sample `num_tokens` ids after `prompt`; temperature 0 takes the likeliest each time."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(num_tokens):
+        logits = model(tokens)[0, -1].float()
+        if temperature == 0:
+            chosen = logits.argmax(keepdim=True)
+        else:
+            likeliest = torch.topk(logits, min(top_k, logits.numel()))
+            probabilities = torch.softmax(likeliest.values / temperature, dim=0)
+            chosen = likeliest.indices[torch.multinomial(probabilities, 1)]
+        if stop is not None and chosen.item() == stop:
+            break
+        tokens = torch.cat([tokens, chosen[None]], dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step_dir", type=Path, help="a published checkpoint, such as outputs/checkpoint/step-300")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--num-tokens", type=int, default=128, help="how many tokens to add at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    arguments = parser.parse_args(argv)
+    if read_manifest(arguments.step_dir) is None:
+        print(f"{arguments.step_dir} is not a checkpoint: it has no valid manifest.json", file=sys.stderr)
+        return 2
+
+    config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml")])
+    tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model = load_model(arguments.step_dir, config, device)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    torch.manual_seed(arguments.seed)
+    prompt = tokenizer.encode(arguments.prompt)
+    if tokenizer.bos_id is not None:
+        prompt = [tokenizer.bos_id, *prompt]
+    added = generate(
+        model,
+        prompt,
+        num_tokens=arguments.num_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        stop=tokenizer.eos_id,
+    )
+    print(arguments.prompt + tokenizer.decode(added))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The same numbers on every topology: each cell of the table equals one rank, and a fault turns a cell red."""
+
+import functools
+
+import pytest
+
+from tests.distributed.parity import MUTATIONS, PRECISIONS, compare, options, run_cell
+from tests.harness.rank_pool import run_ranks
+
+LAYOUTS = {
+    # name: (ranks, overrides); the global batch is 8 samples in all
+    "fsdp-2": (2, {"training.local_batch_size": 4}),
+    "fsdp-4": (4, {"training.local_batch_size": 2}),
+    "ddp-2": (2, {"training.local_batch_size": 4, "parallelism.data_parallel_replicate_degree": 2}),
+    "ddp-4": (4, {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 4}),
+    "hsdp-2x2": (4, {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2}),
+    "accumulate-2x4": (1, {"training.local_batch_size": 4}),
+    "accumulate-8x1": (1, {"training.local_batch_size": 1}),
+    "fsdp-2-accumulate": (2, {"training.local_batch_size": 2}),
+    "ddp-2-accumulate": (2, {"training.local_batch_size": 1, "parallelism.data_parallel_replicate_degree": 2}),
+    "hsdp-2x2-accumulate": (4, {"training.local_batch_size": 1, "parallelism.data_parallel_replicate_degree": 2}),
+    "fsdp-2-never-reshard": (2, {"training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "never"}),
+    "fsdp-2-tied": (2, {"training.local_batch_size": 4, "model.args.enable_weight_tying": "true"}),
+    "ac-full": (2, {"training.local_batch_size": 4, "activation_checkpoint.mode": "full"}),
+    "ac-every-2nd": (2, {"training.local_batch_size": 4, "activation_checkpoint.mode": "selective"}),
+    "ac-per-op": (2, {
+        "training.local_batch_size": 4, "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
+    }),
+    "chunked-loss": (2, {"training.local_batch_size": 4, "loss.chunk_mib": 1, "training.seq_len": 128}),
+    "foreach": (2, {"training.local_batch_size": 4, "optimizer.implementation": "foreach"}),
+}  # fmt: skip
+# What these change in the reference as well: another model or other samples.
+SHARED = ("model.args.enable_weight_tying", "training.seq_len")
+
+
+@functools.cache
+def reference(folder, dtype, **overrides):
+    (trace,) = run_ranks(run_cell, 1, options(folder, dtype, **overrides))
+    return trace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("parity")
+
+
+def run(folder, name, dtype, mutation=""):
+    world_size, overrides = LAYOUTS[name]
+    shared = {key: value for key, value in overrides.items() if key in SHARED}
+    expected = reference(str(folder / "one-rank"), dtype, **shared)
+    cell = run_ranks(run_cell, world_size, options(str(folder / name), dtype, **overrides), mutation)[0]
+    return expected, cell
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_one_rank(folder, name, dtype):
+    expected, cell = run(folder, name, dtype)
+    compare(expected, cell, dtype)
+
+
+def test_the_masks_are_ragged(folder):
+    """Else a mean of means would pass for the mean over tokens."""
+    trace = reference(str(folder / "one-rank"), "float32")
+    assert len(set(trace.num_valid_tokens)) > 1
+    assert all(count < 8 * 32 for count in trace.num_valid_tokens)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_fault_turns_a_cell_red(folder, mutation):
+    expected, cell = run(folder, "fsdp-2-accumulate", "float32", mutation)
+    with pytest.raises(AssertionError):
+        compare(expected, cell, "float32")

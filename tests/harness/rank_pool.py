@@ -1,0 +1,274 @@
+"""CPU ranks for tests: `run_ranks(fn, world_size, *args)` calls `fn(*args)` on every rank of a gloo world.
+
+The ranks of a world size are processes that are made once and kept, so a distributed test costs milliseconds. They are
+forked where no GPU is to be seen (0.2 s for 4 ranks) and spawned elsewhere (CUDA does not survive a fork).
+
+Rules for `fn`
+- It stands at the top level of its module, and its arguments and result can be pickled. Tensors travel by value.
+- The default process group exists; `dist.get_rank()` tells the rank. RANK, WORLD_SIZE and LOCAL_RANK are set.
+- Seed, default dtype, environment and working directory are reset before each call; whatever else it changes (patches,
+  registries, caches) stays for later calls: undo it.
+- It leaves the process groups that it makes alone. DTensor's caches outlive the call and name groups through any equal
+  mesh: after a destroyed one, the next test with an equal mesh fails (measured on torch 2.13). A pool that holds too
+  many groups, or whose default group is gone, is replaced.
+- A failure kills the whole pool: after an error a gloo group is dead. Where the failure is what the test expects, use
+  `run_in_process_of_its_own`, so that the shared pool stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+GROUP_TIMEOUT = timedelta(seconds=25)
+MOST_GROUPS = 64
+START_TIMEOUT_SECONDS = 60.0
+# A failing rank leaves its peers in a collective; those that fail by themselves do it within this time.
+GRACE_SECONDS = 0.3
+
+
+class RankError(Exception):
+    """A rank raised, died or hung. `exception` is what the first one raised, where that can be pickled."""
+
+    def __init__(self, message: str, rank: int, exception: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exception = exception
+
+
+@dataclass(frozen=True)
+class _Success:
+    value: Any
+    is_reusable: bool
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+    exception: BaseException | None
+
+
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60) -> list[T]:
+    """The results of `fn(*args)` on each of `world_size` ranks, in rank order, from the shared pool of that size.
+
+    Raises RankError: with a rank's traceback when one raises or dies, with the silent ranks' stacks after `timeout`
+    seconds. Either way the next call gets new processes.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = RankPool(world_size)
+    try:
+        return pool.run(fn, args, timeout)
+    finally:
+        if not pool.is_reusable:
+            pool.kill()
+            del _pools[world_size]
+
+
+def run_in_process_of_its_own(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60) -> list[T]:
+    """As `run_ranks`, in new processes that nobody uses afterwards: for failures that are expected."""
+    pool = RankPool(world_size)
+    try:
+        return pool.run(fn, args, timeout)
+    finally:
+        pool.kill()
+
+
+def kill_all_pools() -> None:
+    """End every rank of every pool; the next `run_ranks` makes new ones."""
+    while _pools:
+        _pools.popitem()[1].kill()
+
+
+class RankPool:
+    """The processes of one world size, idle between two calls of `run`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.is_reusable = True
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        torch.set_num_threads(1)  # a forked child cannot use its parent's thread pool
+        try:
+            self._start(world_size)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, world_size: int) -> None:
+        context: Any = mp.get_context("spawn" if torch.cuda.is_available() else "fork")
+        port = 0
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world_size, port, theirs, self._stack_file(rank), os.getpid())
+            process = context.Process(target=_serve, args=arguments, name=f"rank{rank}of{world_size}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+            if rank == 0:  # it hosts the store: a port that the system has chosen is never taken
+                port = self._receive_port()
+        self._answers(START_TIMEOUT_SECONDS)
+
+    def run(self, fn: Callable[..., T], args: tuple[Any, ...], timeout: float) -> list[T]:
+        """Call `fn(*args)` on every rank and wait for all. After a failure the pool is not reusable."""
+        self.is_reusable = False
+        task = _pickled_task(fn, args)
+        for connection in self._connections:
+            connection.send_bytes(task)
+        successes = self._answers(timeout)
+        self.is_reusable = all(success.is_reusable for success in successes)
+        return [success.value for success in successes]
+
+    def kill(self) -> None:
+        """End the processes, whatever they do, and wait until they are gone."""
+        self.is_reusable = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def _receive_port(self) -> int:
+        if not self._connections[0].poll(START_TIMEOUT_SECONDS):
+            raise RankError("rank 0 did not open its store", 0)
+        return int(pickle.loads(self._connections[0].recv_bytes()))
+
+    def _answers(self, timeout: float) -> list[_Success]:
+        """One success of each rank, or the failure of the first that has one."""
+        answers: dict[int, _Success | _Failure] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self._processes):
+            failed = any(isinstance(answer, _Failure) for answer in answers.values())
+            if failed:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            waiting = {self._connections[r]: r for r in range(len(self._processes)) if r not in answers}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._failed(answers) if failed else self._timed_out(sorted(waiting.values()), timeout)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting[connection]
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    answers[rank] = _Failure(self._how_it_died(rank), None)
+        if any(isinstance(answer, _Failure) for answer in answers.values()):
+            raise self._failed(answers)
+        return [answers[rank] for rank in sorted(answers)]  # type: ignore[misc] # no failure among them
+
+    def _failed(self, answers: dict[int, _Success | _Failure]) -> RankError:
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+        size = len(self._processes)
+        text = "\n".join(f"rank {rank} of {size}:\n{failure.text}" for rank, failure in failures.items())
+        first = next(iter(failures))
+        return RankError(text, first, failures[first].exception)
+
+    def _timed_out(self, ranks: list[int], timeout: float) -> RankError:
+        text = [f"no answer from rank {', '.join(map(str, ranks))} within {timeout:g} s"]
+        for rank in ranks:
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(0.1)  # nothing announces that faulthandler has written; without its text the message is only shorter
+        for rank in ranks:
+            text += [f"stacks of rank {rank}:", self._stack_file(rank).read_text()]
+        return RankError("\n".join(text), ranks[0])
+
+    def _how_it_died(self, rank: int) -> str:
+        self._processes[rank].join(5)
+        code = self._processes[rank].exitcode
+        return f"the process ended without an answer (exit code {code}; a negative one is a signal's number)"
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stacks-{rank}"
+
+
+_pools: dict[int, RankPool] = {}
+atexit.register(kill_all_pools)
+
+
+def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((list(sys.path), pickle.dumps((fn, args))))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"{fn!r} and its arguments must be picklable: a function at the top level of its module, plain arguments"
+        ) from error
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: Path, parent: int) -> None:
+    """A rank's life: join the world, then answer one task after another until the parent is gone."""
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
+        if rank == 0:
+            connection.send_bytes(pickle.dumps(store.port))
+        os.environ.update(
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        connection.send_bytes(pickle.dumps(_Success(None, True)))
+        while True:
+            while not connection.poll(1.0):
+                if os.getppid() != parent:  # killed without a chance to end us
+                    os._exit(0)
+            connection.send_bytes(_answer(connection.recv_bytes()))
+
+
+def _answer(task: bytes) -> bytes:
+    try:
+        with _fresh_state():
+            sys.path[:], call = pickle.loads(task)
+            fn, args = pickle.loads(call)
+            value = fn(*args)
+        answer = pickle.dumps(_Success(value, _is_reusable()))
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+            answer = pickle.dumps(_Failure(traceback.format_exc(), error))
+        except Exception:
+            answer = pickle.dumps(_Failure(traceback.format_exc(), None))
+    gc.collect()
+    return answer
+
+
+@contextmanager
+def _fresh_state() -> Iterator[None]:
+    environment, folder = dict(os.environ), os.getcwd()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+
+
+def _is_reusable() -> bool:
+    return dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) <= MOST_GROUPS

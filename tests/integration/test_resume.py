@@ -1,0 +1,153 @@
+"""Stopped = never stopped: a run that is ended in any way and started again writes the rows of the run that was not."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.distributed.parity import short_documents
+from tests.harness.runner import ROOT, kill_session, run_trainer, trainer_command, trainer_environment
+from torchtitan_like.monitor.jsonl import read_rows
+
+EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss", "grad_norm", "lr", "data_digest",
+         "data_digest_chain", "skipped")  # fmt: skip
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text of about 40 samples: 24 steps of 4 samples cross an epoch's end twice."""
+    whole = short_documents(tmp_path_factory.mktemp("text"))
+    lines = whole.read_text().splitlines(keepends=True)
+    whole.write_text("".join(lines[:60]))
+    return whole
+
+
+def arguments(text, folder, **overrides):
+    values = {
+        "job.dump_folder": folder,
+        "model.hf_assets_path": ROOT / "tests/assets/tokenizer",
+        "model.args.dim": 32,
+        "model.args.n_layers": 2,
+        "model.args.n_heads": 4,
+        "training.dataset_path": text,
+        "training.seq_len": 32,
+        "training.global_batch_size": 4,
+        "training.local_batch_size": 2,
+        "training.steps": STEPS,
+        "training.mixed_precision_param": "float32",
+        "lr_scheduler.warmup_steps": 3,
+        "lr_scheduler.total_steps": STEPS,
+        "data.cache_folder": text.parent / "tokens",
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 4,
+        "checkpoint.last_save_model_only": "false",
+        "metrics.log_freq": 1,
+        "debug.seed": 1,
+        **overrides,
+    }
+    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+
+
+def exact_rows(folder):
+    """The EXACT keys of every row, floats as hex: equal means bit for bit."""
+    rows = read_rows(folder / "metrics.jsonl")
+    return [[v.hex() if isinstance(v := row[key], float) else v for key in EXACT] for row in rows]
+
+
+def last_step(folder):
+    """The newest step whose row is on disk whole."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+
+
+def interrupt(arguments, ngpu, folder, step, signum):
+    """Start a run and signal it once the row of ``step`` is on disk: all of its processes for SIGKILL, torchrun else."""
+    process = subprocess.Popen(
+        trainer_command(arguments, ngpu, folder), cwd=ROOT, env=trainer_environment(), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    give_up = time.monotonic() + 120
+    while last_step(folder) < step:
+        if process.poll() is not None or time.monotonic() > give_up:
+            raise AssertionError(f"step {step} was not reached:\n{kill_session(process)[-3000:]}")
+        time.sleep(0.02)
+    if signum == signal.SIGKILL:
+        kill_session(process)
+        return None
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=120)
+    return output
+
+
+@pytest.fixture(scope="module")
+def straight(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight") / "outputs"
+    result = run_trainer(arguments(text, folder), 2, folder)
+    assert result.returncode == 0, result.tail
+    rows = exact_rows(folder)
+    assert [row[0] for row in rows] == list(range(1, STEPS + 1))
+    return rows
+
+
+def test_stopped_at_7_and_killed_at_13_is_never_stopped(text, straight, tmp_path):
+    folder = tmp_path / "outputs"
+    first = run_trainer(arguments(text, folder, **{"training.steps": 7}), 2, folder)
+    assert first.exit == {"reason": "done", "code": 0, "step": 7}, first.tail
+    interrupt(arguments(text, folder), 2, folder, 13, signal.SIGKILL)
+    last = run_trainer(arguments(text, folder), 2, folder)
+    assert "resume from" in last.stdout
+    assert last.returncode == 0, last.tail
+    assert exact_rows(folder) == straight
+
+
+def test_sigterm_saves_and_asks_for_a_requeue(text, straight, tmp_path):
+    folder = tmp_path / "outputs"
+    output = interrupt(arguments(text, folder, **{"checkpoint.interval": 1000}), 2, folder, 5, signal.SIGTERM)
+    stopped = read_rows(folder / "metrics.jsonl")[-1]["step"]
+    assert (folder / "exit.json").read_text().count('"code": 75'), output[-3000:]
+    assert (folder / "checkpoint" / f"step-{stopped}" / "manifest.json").exists(), output[-3000:]
+    last = run_trainer(arguments(text, folder), 2, folder)
+    assert last.returncode == 0, last.tail
+    assert exact_rows(folder) == straight
+
+
+def test_other_rank_counts_read_the_same_and_reach_the_same(text, straight, tmp_path):
+    """The state is global: 2 ranks, then 1, then 4 at one global batch."""
+    folder = tmp_path / "outputs"
+    for steps, ngpu, local in ((8, 2, 2), (16, 1, 4), (STEPS, 4, 1)):
+        changes = {"training.steps": steps, "training.local_batch_size": local}
+        result = run_trainer(arguments(text, folder, **changes), ngpu, folder)
+        assert result.returncode == 0, result.tail
+    rows = exact_rows(folder)
+    column = {key: i for i, key in enumerate(EXACT)}
+    for key in ("step", "n_tokens_seen", "num_valid_tokens", "lr", "data_digest", "data_digest_chain", "skipped"):
+        assert [row[column[key]] for row in rows] == [row[column[key]] for row in straight], key
+    for ours, theirs in zip(rows, straight, strict=True):
+        assert float.fromhex(ours[column["loss"]]) == pytest.approx(float.fromhex(theirs[column["loss"]]), rel=1e-5)
+
+
+def test_a_finished_run_ends_at_once(text, tmp_path):
+    folder = tmp_path / "outputs"
+    short = arguments(text, folder, **{"training.steps": 4})
+    run_trainer(short, 1, folder)
+    again = run_trainer(short, 1, folder)
+    assert again.returncode == 0
+    assert "Nothing to do: step 4 of 4 is done already" in again.stdout
+    assert "Building llama3" not in again.stdout
+
+
+def test_bad_numbers_change_no_weight_and_stop_all(text, tmp_path):
+    folder = tmp_path / "outputs"
+    # The first update throws every weight far off: the second loss is not finite.
+    changes = {"optimizer.lr": 1e30, "lr_scheduler.warmup_steps": 0, "checkpoint.interval": 1000}
+    result = run_trainer(arguments(text, folder, **changes), 2, folder)
+    assert result.returncode == 0, result.tail
+    assert result.exit == {"reason": "bad_numbers", "code": 70, "step": 1}, result.tail
+    skipped = [row["step"] for row in result.metrics if row["skipped"]]
+    assert skipped[0] == 2 and len(skipped) <= 3, "stopped at most two steps later"
+    manifest = folder / "checkpoint" / "step-1" / "manifest.json"
+    assert manifest.exists(), "the weights before the bad step are saved"

@@ -1,0 +1,190 @@
+"""Every mistake ends before the job starts: key, value, what was expected, what to do, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from torchtitan_like.config import ConfigError, Problem
+from torchtitan_like.preflight import load_checked
+
+
+class Broken(NamedTuple):
+    name: str
+    toml: str
+    expected: list[tuple[str, str]]  # (key, a part of what is printed), in any order: these and no others
+    arguments: tuple[str, ...] = ()
+    world_size: int = 2
+    origin: str = "broken.toml"
+
+
+CASES = [
+    Broken("typo in a key", "[training]\nstepz = 10", [("training.stepz", 'did you mean "training.steps"?')]),
+    Broken("typo in a section", "[trainig]\nsteps = 10", [("trainig", 'did you mean "training"?')]),
+    Broken("unknown section", "[xyz]\nx = 1", [("xyz", "sections are: job, profiling")]),
+    Broken(
+        "key in the wrong section", "[training]\nlr = 1e-3", [("training.lr", 'did you mean "optimizer.lr"?')]
+    ),
+    Broken("number in quotes", '[training]\nsteps = "3"', [("training.steps", "remove the quotes: 3")]),
+    Broken("small number in quotes", '[optimizer]\nlr = "1e-3"', [("optimizer.lr", "remove the quotes: 1e-3")]),
+    Broken("fraction for a count", "[training]\nsteps = 3.5", [("training.steps", "expected an integer > 0")]),
+    Broken("word for a switch", '[checkpoint]\nenable = "yes"', [("checkpoint.enable", "expected true or false")]),
+    Broken("switch for a number", "[optimizer]\nlr = true", [("optimizer.lr", "expected a number > 0")]),
+    Broken("not a finite number", "[optimizer]\nlr = inf", [("optimizer.lr", "expected a number > 0")]),
+    Broken(
+        "string for a list",
+        '[checkpoint]\nexclude_from_loading = "optimizer"',
+        [("checkpoint.exclude_from_loading", "expected a list of:")],
+    ),
+    Broken("number for a string", "[activation_checkpoint]\nselective_ac_option = 2",
+           [("activation_checkpoint.selective_ac_option", 'put it in quotes: "2"')]),
+    Broken("list for a string", "[job]\ndescription = []",
+           [("job.description", "job.description = []: expected a string")]),
+    Broken("conflict with a default", "[profiling]\nprofiler_active = 20",
+           [("profiling.profile_freq", "= 10: expected at least profiler_warmup + profiler_active = 23")]),
+    Broken("value for a section", "training = 3", [("training", "expected a table of settings")]),
+    Broken("bad choice", '[activation_checkpoint]\nmode = "fulll"',
+           [("activation_checkpoint.mode", 'did you mean "full"?')]),
+    Broken("bad choice in a list", '[compile]\ncomponents = ["modell"]',
+           [("compile.components", 'did you mean "model"?')]),
+    Broken("out of range", "[training]\nsteps = -3", [("training.steps", "= -3: expected an integer > 0")]),
+    Broken("zero where -1 is meant", "[parallelism]\ndata_parallel_shard_degree = 0",
+           [("parallelism.data_parallel_shard_degree", "expected -1 or an integer > 0")]),
+    Broken("only one checkpoint kept", "[checkpoint]\nkeep_latest_k = 1",
+           [("checkpoint.keep_latest_k", "expected 0 or an integer >= 2")]),
+    Broken("profiling cycle too short", "[profiling]\nprofile_freq = 3",
+           [("profiling.profile_freq", "set profile_freq to 4 or more")]),
+    Broken("HF save with optimizer", "[checkpoint]\nlast_save_in_hf = true\nlast_save_model_only = false",
+           [("checkpoint.last_save_in_hf", "set checkpoint.last_save_model_only = true")]),
+    Broken("warm start from nowhere", '[checkpoint]\nstart = "warm"',
+           [("checkpoint.start", "set checkpoint.initial_load_path")]),
+    Broken("setting under both names", "[training]\nbatch_size = 4\nlocal_batch_size = 8",
+           [("training.batch_size", "remove training.batch_size")]),
+    Broken("source without a path", '[data.sources.wiki]\nformat = "text"',
+           [("data.sources.wiki.path", "add `path = ...`")]),
+    Broken("batch not divisible", "[training]\nlocal_batch_size = 4\nglobal_batch_size = 100",
+           [("training.global_batch_size", "4 x 2 = 8")]),
+    Broken("missing tokenizer", '[model]\nhf_assets_path = "./nowhere"',
+           [("model.hf_assets_path", "there is nothing at nowhere below")]),
+    Broken("missing text", '[training]\ndataset_path = "./nowhere.txt"',
+           [("training.dataset_path", "there is nothing at nowhere.txt below")]),
+    Broken("glob without files", '[data.sources.wiki]\npath = "./no/*.jsonl"',
+           [("data.sources.wiki.path", "there is nothing at")]),
+    Broken("unknown dataset", '[training]\ndataset = "shakespear"',
+           [("training.dataset", 'did you mean "shakespeare"?')]),
+    Broken("unknown model", '[model]\nname = "llama33"', [("model.name", "'llama3'")]),
+    Broken("unknown flavor", '[model]\nflavor = "debugmodl"', [("model.flavor", 'did you mean "debugmodel"?')]),
+    Broken("unknown model argument", "[model.args]\ndimm = 128", [("model.args", "(perhaps 'dim')")]),
+    Broken("heads do not divide the width", "[model.args]\nn_heads = 7",
+           [("model.args", "expected a multiple of 2 x n_heads = 14")]),
+    Broken("kv heads do not divide the heads", "[model.args]\nn_kv_heads = 3",
+           [("model.args", "expected a divisor of n_heads = 16")]),
+    Broken("kv heads not cut by TP",
+           "[model.args]\nn_kv_heads = 2\n[parallelism]\ntensor_parallel_degree = 4\n[training]\nseq_len = 512",
+           [("parallelism.tensor_parallel_degree", "a divisor of the model's 2 key-value heads"),
+            ("parallelism.tensor_parallel_degree", "not available yet")],
+           world_size=4),
+    Broken("vocabulary too small", "[model.args]\nvocab_size = 1000",
+           [("model.hf_assets_path", "the model has a vocabulary of 1000")]),
+    Broken("sequence longer than the rotary table", "[model.args]\nmax_seq_len = 1024",
+           [("training.seq_len", "at most the model's max_seq_len = 1024")]),
+    Broken("layout does not fit the world", "[parallelism]\ndata_parallel_shard_degree = 3",
+           [("parallelism", "but the world has 2 ranks")]),
+    Broken("missing base", 'extends = "nowhere.toml"', [("extends", "holds: broken.toml")]),
+    Broken("base is not a path", "extends = 3", [("extends", "the path of one TOML file")]),
+    Broken("extends itself", 'extends = "broken.toml"', [("extends", "broken.toml -> broken.toml")]),
+    Broken("TOML syntax", "[training]\nsteps = \n", [("", "valid TOML, found: Invalid value (at line 2, column 9)")]),
+    Broken("accumulation with the optimizer in backward",
+           "[optimizer]\nearly_step_in_backward = true\n[training]\nglobal_batch_size = 32",
+           [("optimizer.early_step_in_backward", "no gradient accumulation (it is 2 here)")]),
+    Broken("memory budget without a compiler", '[activation_checkpoint]\nmode = "memory_budget"',
+           [("activation_checkpoint.mode", "set compile.enable = true")]),
+    Broken("missing checkpoint to start from",
+           '[checkpoint]\nenable = true\nstart = "warm"\ninitial_load_path = "./nowhere/step-5"',
+           [("checkpoint.initial_load_path", "there is nothing at nowhere/step-5")]),
+    Broken("CLI: typo", "", [("training.stepz", 'did you mean "training.steps"?')], ("--training.stepz", "3"),
+           origin="command line"),
+    Broken("CLI: no section", "", [("steps", 'did you mean "training.steps"')], ("--steps", "3"),
+           origin="command line"),
+    Broken("CLI: wrong type", "", [("training.steps", "expected an integer > 0")], ("--training.steps", "many"),
+           origin="command line"),
+    Broken("CLI: no value", "", [("training.steps", "write --training.steps VALUE")], ("--training.steps",),
+           origin="command line"),
+    Broken("CLI: stray word", "", [("", 'the stray word "now"')], ("--checkpoint.enable", "now"),
+           origin="command line"),
+    Broken("CLI: value for a no_ flag", "", [("checkpoint.no_enable", "the flag itself means false")],
+           ("--checkpoint.no_enable=true",), origin="command line"),
+]  # fmt: skip
+
+
+def problems_of(tmp_path: Path, toml: str, arguments: tuple[str, ...] = (), world_size: int = 2) -> list[Problem]:
+    file = tmp_path / "broken.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as caught:
+        load_checked(["--job.config_file", str(file), *arguments], world_size, training=True)
+    return [problem for problem in caught.value.problems if problem.severity == "error"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_broken_config(case: Broken, tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo_root)
+    found = problems_of(tmp_path, case.toml, case.arguments, case.world_size)
+    assert sorted(problem.key for problem in found) == sorted(key for key, _ in case.expected), found
+    for key, part in case.expected:
+        assert any(problem.key == key and part in str(problem) for problem in found), found
+    assert all(problem.origin.endswith(case.origin) for problem in found)
+
+
+def test_all_problems_are_reported_together(tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, conflicts within a section, layout, model, files and the command line in one round."""
+    monkeypatch.chdir(repo_root)
+    toml = """
+        [training]
+        stepz = 3
+        steps = "4"
+        [checkpoint]
+        keep_latest_k = 1
+        last_save_in_hf = true
+        last_save_model_only = false
+        [model]
+        flavor = "9B"
+        hf_assets_path = "./nowhere"
+        [parallelism]
+        data_parallel_shard_degree = 3
+        [comm]
+        mode = "fake_backend"
+    """
+    found = problems_of(tmp_path, toml, ("--optimizer.lr=fast",))
+    assert {problem.key for problem in found} == {
+        "training.stepz", "training.steps", "checkpoint.keep_latest_k", "checkpoint.last_save_in_hf", "model.flavor",
+        "model.hf_assets_path", "parallelism", "comm.mode", "optimizer.lr",
+    }  # fmt: skip
+
+
+def test_a_refused_value_does_not_cause_further_findings(
+    tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default that stands in for a refused value is nobody's mistake: 30 is no multiple of 2 x 8, but of "5"."""
+    monkeypatch.chdir(repo_root)
+    found = problems_of(tmp_path, '[training]\nlocal_batch_size = "5"\nglobal_batch_size = 30')
+    assert [problem.key for problem in found] == ["training.local_batch_size"]
+
+
+def test_circle_of_three_files(tmp_path: Path) -> None:
+    for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
+        (tmp_path / f"{name}.toml").write_text(f'extends = "{base}.toml"')
+    with pytest.raises(ConfigError, match=r"b\.toml -> c\.toml -> b\.toml"):
+        load_checked(["--job.config_file", str(tmp_path / "a.toml")], None, training=False)
+
+
+def test_missing_config_file_names_those_there(tmp_path: Path) -> None:
+    (tmp_path / "debug.toml").touch()
+    with pytest.raises(ConfigError, match=r"holds: debug\.toml"):
+        load_checked(["--job.config_file", str(tmp_path / "debgu.toml")], None, training=False)
+
+
+def test_text_of_a_problem() -> None:
+    problem = Problem("training.steps", -3, "an integer > 0", "use 10", "debug.toml")
+    assert str(problem) == "debug.toml: training.steps = -3: expected an integer > 0 -> use 10"

@@ -1,0 +1,175 @@
+"""How files and arguments become one configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
+from torchtitan_like.config.availability import value_of
+from torchtitan_like.config.fields import Setting, all_settings
+from torchtitan_like.config.layers import Layer, _leaves, parse_toml
+from torchtitan_like.config.loader import build_config
+
+ARGUMENTS: list[tuple[str, str, Any]] = [
+    ("--training.steps 3", "training.steps", 3),
+    ("--training.steps=3", "training.steps", 3),
+    ("--training.local-batch-size 3", "training.local_batch_size", 3),
+    ("--lr-scheduler.warmup-steps 3", "lr_scheduler.warmup_steps", 3),
+    ("--training.global_batch_size -1", "training.global_batch_size", -1),
+    ("--optimizer.lr 1e-3", "optimizer.lr", 1e-3),
+    ("--optimizer.lr 1", "optimizer.lr", 1.0),
+    ("--checkpoint.enable", "checkpoint.enable", True),
+    ("--checkpoint.enable=true", "checkpoint.enable", True),
+    ("--checkpoint.enable=True", "checkpoint.enable", True),
+    ("--checkpoint.enable=false", "checkpoint.enable", False),
+    ("--checkpoint.enable --checkpoint.enable false", "checkpoint.enable", False),
+    ("--checkpoint.enable --checkpoint.no_enable", "checkpoint.enable", False),
+    ("--checkpoint.enable --checkpoint.no-enable", "checkpoint.enable", False),
+    ("--checkpoint.enable_checkpoint", "checkpoint.enable", True),
+    ("--checkpoint.no_enable_checkpoint", "checkpoint.enable", False),
+    ("--checkpoint.exclude_from_loading lr_scheduler,dataloader",
+     "checkpoint.exclude_from_loading", ["lr_scheduler", "dataloader"]),
+    ("--optimizer.no_weight_decay *norm*,*.bias", "optimizer.no_weight_decay", ["*norm*", "*.bias"]),
+    ("--model.converters=", "model.converters", []),
+    ("--parallelism.module_fqns_per_model_part tok_embeddings,layers.0 layers.1,norm,output --training.steps 3",
+     "parallelism.module_fqns_per_model_part", [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]),
+    ("--training.dataset_path x --training.dataset_path None", "training.dataset_path", None),
+    ("--parallelism.context_parallel_load_balancer None", "parallelism.context_parallel_load_balancer", None),
+    ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
+    ("--data.sources.my-wiki.path x", "data.sources.my-wiki.path", "x"),
+    ("--data.sources.my-wiki.path x --data.sources.my-wiki.max-epochs 2", "data.sources.my-wiki.max_epochs", 2),
+    ("--model.args.dim 256", "model.args.dim", 256),
+    ("--model.args.depth_init false", "model.args.depth_init", False),
+    ("--model.args.init_std sqrt(1/(3h))", "model.args.init_std", "sqrt(1/(3h))"),
+    ("--model.args.n_kv_heads None", "model.args.n_kv_heads", None),
+    ("--activation_checkpoint.selective_ac_option 2", "activation_checkpoint.selective_ac_option", "2"),
+    ("--job.print_config", "job.print_config", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "key", "value"), ARGUMENTS)
+def test_command_line(line: str, key: str, value: Any) -> None:
+    found = value_of(load_config(line.split(" ")), key)
+    assert (found, type(found)) == (value, type(value))
+
+
+ALIASES: list[tuple[str, str, Any]] = [
+    ("[checkpoint]\nenable_checkpoint = true", "checkpoint.enable", True),
+    ("[checkpoint]\nlast_save_model_weights_only = false", "checkpoint.last_save_model_only", False),
+    ("[checkpoint]\ninitial_load_model_weights_only = false", "checkpoint.initial_load_model_only", False),
+    ("[checkpoint]\nlast_save_in_safetensors_format = true", "checkpoint.last_save_in_hf", True),
+    ("[training]\nbatch_size = 4", "training.local_batch_size", 4),
+    ("[training]\ncompile = true", "compile.enable", True),
+    ("[experimental]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree", 2),
+    ('[experimental]\npipeline_parallel_schedule = "GPipe"', "parallelism.pipeline_parallel_schedule", "GPipe"),
+    ("[training]\ntensor_parallel_degree = 2", "parallelism.tensor_parallel_degree", 2),
+    ("[float8]\nemulate = true", "quantize.linear.float8.emulate", True),
+    ('[model]\nconverters = ["float8"]', "model.converters", ["quantize.linear.float8"]),
+]
+
+
+@pytest.mark.parametrize(("toml", "key", "value"), ALIASES)
+def test_older_names_are_accepted_with_a_notice(toml: str, key: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.toml").write_text(toml)
+    config = load_config(["--job.config_file", str(tmp_path / "old.toml")])
+    assert value_of(config, key) == value
+    (notice,) = config.notices
+    assert notice.severity == "warning" and "\n" not in str(notice)
+    assert notice.origin.endswith("old.toml")
+
+
+def test_precedence_and_origin(tmp_path: Path) -> None:
+    """Command line > file > extended file (relative to the file that names it) > default."""
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases/root.toml").write_text("[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\n[model.args]\ndim = 1")
+    (tmp_path / "bases/base.toml").write_text('extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 2')
+    (tmp_path / "top.toml").write_text('extends = "bases/base.toml"\n[training]\nsteps = 3\n[model.args]\nn_layers = 3')
+    top = str(tmp_path / "top.toml")
+    config = load_config(["--job.config_file", top, "--training.local_batch_size", "4"])
+    assert (config.training.steps, config.training.seq_len, config.training.gc_freq) == (3, 2, 1)
+    assert config.model.args == {"dim": 1, "n_layers": 3}
+    assert config.origin_of("training.steps") == top
+    assert config.origin_of("training.gc_freq") == str(tmp_path / "bases/root.toml")
+    assert config.origin_of("training.local_batch_size") == "command line"
+    assert config.origin_of("training.max_norm") == "default"
+    assert load_config(["--job.config_file", top, "--training.steps", "5"]).training.steps == 5
+
+
+def test_the_word_none_unsets_what_a_base_sets(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[lr_scheduler]\ntotal_steps = 5")
+    (tmp_path / "top.toml").write_text('extends = "base.toml"\n[lr_scheduler]\ntotal_steps = "None"')
+    assert load_config(["--job.config_file", str(tmp_path / "top.toml")]).lr_scheduler.total_steps is None
+
+
+def test_integers_are_numbers_and_nothing_else_is_converted(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[optimizer]\nlr = 1\n[training]\nmax_norm = 2")
+    config = load_config(["--job.config_file", str(tmp_path / "x.toml")])
+    assert (config.optimizer.lr, type(config.optimizer.lr)) == (1.0, float)
+    with pytest.raises(ConfigError):
+        build_config([Layer("x", [(("training", "steps"), True)])])
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = load_config([])
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.steps = 3  # type: ignore[misc]
+
+
+def _values(setting: Setting) -> st.SearchStrategy[Any]:
+    """Values a key can have; conflicts between keys are left to the test."""
+    text = st.text(min_size=1, max_size=8)
+    by_kind = {
+        bool: st.booleans(),
+        int: st.integers(2, 10**6),
+        float: st.floats(1e-9, 0.99),
+        str: st.just("op") if setting.path[-1] == "selective_ac_option" else text,
+        list[str]: st.lists(text, max_size=3),
+        list[list[str]]: st.lists(st.lists(text, max_size=3), max_size=2),
+    }
+    if setting.is_free:
+        scalar = st.one_of(st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), text)
+        return st.dictionaries(text, st.one_of(scalar, st.lists(scalar, max_size=3)), min_size=1, max_size=3)
+    if setting.choices:
+        choice = st.sampled_from(setting.choices)
+        values: st.SearchStrategy[Any] = st.lists(choice, max_size=2) if isinstance(setting.default, list) else choice
+    else:
+        values = by_kind[setting.kind]
+    return st.one_of(st.none(), values) if setting.optional else values
+
+
+SETTINGS = [setting for setting in all_settings() if not setting.is_named_tables and setting.key != "job.config_file"]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    chosen = draw(st.lists(st.sampled_from(SETTINGS), max_size=12, unique_by=lambda setting: setting.path))
+    sources = [setting for setting in chosen if "<name>" in setting.path]
+    leaves = [(_named(setting.path), draw(_values(setting))) for setting in chosen]
+    leaves += [((*_named(setting.path)[:-1], "path"), "x") for setting in sources]
+    return Layer("drawn", leaves)
+
+
+def _named(path: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("my-text" if part == "<name>" else part for part in path)
+
+
+@given(layers())
+def test_dumped_toml_loads_as_the_same_configuration(layer: Layer) -> None:
+    config = _valid_part(layer)
+    text = dump_toml(config)
+    again = build_config([Layer("dumped", list(_leaves(parse_toml(text))))])
+    assert again.model_dump() == config.model_dump()
+    assert dump_toml(again) == text
+
+
+def _valid_part(layer: Layer) -> JobConfig:
+    try:
+        return build_config([layer])
+    except ConfigError as error:
+        assert error.partial is not None
+        return error.partial

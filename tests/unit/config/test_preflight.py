@@ -1,0 +1,189 @@
+"""Checks over several rooms: what is an error, what a warning, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like import preflight
+from torchtitan_like.config import Problem, load_config
+from torchtitan_like.config.fields import find
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo_root)
+
+
+def check(line: str, world_size: int | None = 1, **options: object) -> list[Problem]:
+    options.setdefault("training", True)
+    return preflight.check(load_config(line.split()), world_size, **options)  # type: ignore[arg-type]
+
+
+def keys(problems: list[Problem], severity: str) -> list[str]:
+    return [problem.key for problem in problems if problem.severity == severity]
+
+
+def test_the_defaults_have_no_problem() -> None:
+    assert check("--training.steps 1000", 4) == []
+
+
+NOT_AVAILABLE = [
+    ("--parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree"),
+    ("--parallelism.pipeline_parallel_degree 2", "parallelism.pipeline_parallel_degree"),
+    ("--parallelism.context_parallel_degree 2", "parallelism.context_parallel_degree"),
+    ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree"),
+    ("--model.converters quantize.linear.float8", "model.converters"),
+    ("--checkpoint.enable --checkpoint.async_mode async", "checkpoint.async_mode"),
+    ("--checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+    ("--checkpoint.enable --checkpoint.export_dtype bfloat16", "checkpoint.export_dtype"),
+    ("--checkpoint.enable --checkpoint.initial_load_path . --checkpoint.initial_load_in_hf",
+     "checkpoint.initial_load_in_hf"),
+    ("--checkpoint.enable --checkpoint.initial_load_path . --checkpoint.no_initial_load_model_only",
+     "checkpoint.initial_load_model_only"),
+    ("--checkpoint.enable --checkpoint.create_seed_checkpoint", "checkpoint.create_seed_checkpoint"),
+    ("--checkpoint.enable --checkpoint.load_only", "checkpoint.load_only"),
+    ("--fault_tolerance.enable", "fault_tolerance.enable"),
+    ("--memory_estimation.enable", "memory_estimation.enable"),
+    ("--comm.mode local_tensor", "comm.mode"),
+    ("--training.dataloader.num_workers 2", "training.dataloader.num_workers"),
+    ("--training.dataloader.pin_memory", "training.dataloader.pin_memory"),
+    ("--validation.enable --validation.dataloader.num_workers 2", "validation.dataloader.num_workers"),
+    ("--job.custom_config_module my.module", "job.custom_config_module"),
+    ("--experimental.custom_args_module my.module", "experimental.custom_args_module"),
+    ("--training.dataset c4", "training.dataset"),
+    ("--validation.enable --validation.dataset c4", "validation.dataset"),
+    ("--data.sources.a.path README.md --data.sources.b.path README.md", "data.sources"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "key"), NOT_AVAILABLE)
+def test_what_is_not_available_yet_is_refused_in_training_only(line: str, key: str) -> None:
+    arguments, world_size = f"--training.steps 1000 {line}", 2 if "parallel_degree" in line else 1
+    assert key in keys(check(arguments, world_size), "error")
+    checked = check(arguments, world_size, training=False)
+    assert keys(checked, "error") == []
+    assert any(problem.key == key and problem.remedy for problem in checked)
+
+
+def test_the_table_of_unavailable_features_names_settings() -> None:
+    assert all(find(tuple(row.key.split("."))) is not None for row in preflight.NOT_AVAILABLE)
+    assert all(row.instead for row in preflight.NOT_AVAILABLE)
+
+
+WARNINGS = [
+    ("--training.steps 10", "lr_scheduler.warmup_steps",
+     "Warmup steps (200) exceed total training steps (10). Adjusting warmup steps to 10."),
+    ("--training.steps 1000 --lr_scheduler.decay_ratio 0.9", "lr_scheduler.decay_ratio", "800 steps"),
+    ("--training.steps 1000 --lr_scheduler.total_steps 500", "lr_scheduler.total_steps", "ends at step 500 of 1000"),
+    ("--training.steps 1000 --training.dtype bfloat16 --training.mixed_precision_param float32",
+     "training.mixed_precision_param", "bfloat16"),
+    ("--training.steps 1000 --compile.components loss", "compile.components", "it needs compile.enable = true"),
+    ("--training.steps 1000 --checkpoint.initial_load_path x", "checkpoint.initial_load_path", "checkpoint.enable"),
+    ("--training.steps 1000 --validation.freq 5", "validation.freq", "it needs validation.enable = true"),
+    ("--training.steps 1000 --parallelism.pipeline_parallel_schedule GPipe", "parallelism.pipeline_parallel_schedule",
+     "parallelism.pipeline_parallel_degree > 1"),
+    ("--training.steps 1000 --activation_checkpoint.memory_budget 0.3", "activation_checkpoint.memory_budget",
+     'activation_checkpoint.mode = "memory_budget"'),
+    ("--training.steps 1000 --data.sources.a.path README.md --training.dataset c4", "training.dataset",
+     "the text is that of [data.sources]"),
+    ("--training.steps 1000 --parallelism.fsdp_reshard_after_forward always",
+     "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
+    ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
+     "before the gradient norm is known"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "key", "part"), WARNINGS)
+def test_warnings(line: str, key: str, part: str) -> None:
+    (warning,) = check(line)
+    assert (warning.severity, warning.key) == ("warning", key)
+    assert part in str(warning)
+
+
+def test_settings_listed_below_a_switch_that_is_off_are_no_surprise(tmp_path: Path) -> None:
+    """Files list the settings of what they leave off; only one written on top of the switch is worth a warning."""
+    file = tmp_path / "x.toml"
+    file.write_text('[training]\nsteps = 1000\n[compile]\nenable = false\nbackend = "eager"')
+    line = f"--job.config_file {file}"
+    assert check(line) == []
+    assert keys(check(f"{line} --compile.components loss"), "warning") == ["compile.components"]
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "fits"),
+    [
+        ("--training.local_batch_size 2 --training.global_batch_size 16", 4, True),
+        ("--training.local_batch_size 2 --training.global_batch_size 12", 4, False),
+        ("--training.local_batch_size 2 --training.global_batch_size 12", None, True),
+        ("--training.local_batch_size 5 --training.global_batch_size 12", None, False),
+        ("--parallelism.data_parallel_replicate_degree 2 --training.global_batch_size 32", 4, True),
+    ],
+)
+def test_batch_sizes(line: str, world_size: int | None, fits: bool) -> None:
+    found = check(f"--training.steps 1000 {line}", world_size)
+    assert keys(found, "error") == ([] if fits else ["training.global_batch_size"])
+
+
+def test_seven_samples_name_the_sizes_that_would_do() -> None:
+    (problem,) = check("--training.steps 1000 --training.local_batch_size 2 --training.global_batch_size 30", 4)
+    assert problem.remedy == "set it to 24 or 32, or change training.local_batch_size"
+
+
+def test_context_parallel_cuts_each_sequence_twice_for_balance() -> None:
+    line = "--training.steps 1000 --parallelism.context_parallel_degree 2 --training.seq_len 30"
+    (problem,) = check(line, 2, training=False)[:1]
+    assert problem.key == "training.seq_len" and "1 x 2 x 2 (head and tail) = 4" in problem.expected
+    unbalanced = check(f"{line} --parallelism.context_parallel_load_balancer None", 2, training=False)
+    assert keys(unbalanced, "error") == []
+
+
+def test_offload_needs_a_gpu() -> None:
+    line = "--training.steps 1000 --training.enable_cpu_offload"
+    assert keys(check(line, 2, device_type="cpu"), "error") == ["training.enable_cpu_offload"]
+    assert check(line, 2, device_type="cuda") == check(line, 2) == []
+
+
+def test_compiling_on_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--training.steps 1000 --compile.enable"
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    assert keys(check(line, device_type="cpu"), "error") == ["compile.enable"]
+    assert check(line, device_type="cuda") == check(f"{line} --compile.backend eager", device_type="cpu") == []
+
+
+def test_tokenizer_elsewhere_is_found_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (problem,) = check("--training.steps 1000")
+    assert problem.key == "model.hf_assets_path" and problem.severity == "error"
+    assert str(tmp_path) in problem.expected and "/tests/assets/tokenizer" in problem.remedy
+    (warning,) = check("--training.steps 1000", training=False)
+    assert warning.severity == "warning"
+
+
+def test_a_run_that_has_checkpoints_does_not_miss_the_one_it_started_from(tmp_path: Path) -> None:
+    line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_path gone"
+    assert keys(check(line), "error") == ["checkpoint.initial_load_path"]
+    (tmp_path / "checkpoint/step-5").mkdir(parents=True)
+    assert check(line) == []
+
+
+def test_step_to_load_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint/step-5").mkdir(parents=True)
+    line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.load_step"
+    assert check(f"{line} 5") == []
+    (problem,) = check(f"{line} 6")
+    assert problem.key == "checkpoint.load_step" and "holds the steps 5" in problem.expected
+
+
+def test_dump_folder_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (problem,) = check(f"--training.steps 1000 --job.dump_folder {tmp_path}/file/outputs")
+    assert problem.key == "job.dump_folder" and "is a file" in problem.expected
+
+
+def test_a_model_from_outside_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_broken_model.py").write_text("raise RuntimeError('half written')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (problem,) = check("--training.steps 1000 --experimental.custom_import my_broken_model")
+    assert problem.key == "experimental.custom_import" and "RuntimeError: half written" in problem.expected

@@ -1,0 +1,75 @@
+"""Small corpora, the shipped tokenizer, and sections with the settings that matter here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.tokenizer import Tokenizer, load_tokenizer
+
+ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
+
+TEXTS = [
+    "To be, or not to be, that is the question.",
+    "",  # gives no token: left out
+    "Whether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune,",
+    "x",
+    "Or to take arms against a sea of troubles — and by opposing end them. 🙂 <|end_of_text|> is only text here.",
+    "   ",
+    "To die—to sleep,\r\nNo more; " * 20,
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(ASSETS)
+
+
+def write_jsonl(file: Path, texts: Iterable[str], field: str = "text") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def corpus_file(tmp_path: Path) -> Path:
+    """30 documents, two of seven of them empty or blank."""
+    return write_jsonl(
+        tmp_path / "corpus" / "part.jsonl", [f"{number} {text}" * bool(text) for number in range(4) for text in TEXTS]
+    )
+
+
+@pytest.fixture
+def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
+    """``build(path, seq_len=..., data={...}, dp=(rank, size), ...)``: training batches of the text at ``path``."""
+
+    def build_batches(
+        path: Path,
+        *,
+        seq_len: int = 16,
+        local_batch_size: int = 2,
+        num_accumulation: int = 1,
+        dp: tuple[int, int] = (0, 1),
+        seed: int = 7,
+        data: dict[str, Any] | None = None,
+        **source: Any,
+    ) -> TrainBatches:
+        return build_train_batches(
+            Training(seq_len=seq_len, local_batch_size=local_batch_size),
+            Data(**{"sources": {"own": {"path": str(path), **source}}, **(data or {})}),
+            tokenizer=tokenizer,
+            dump_folder=str(tmp_path / "run"),
+            seed=seed,
+            dp_rank=dp[0],
+            dp_size=dp[1],
+            num_accumulation=num_accumulation,
+        )
+
+    return build_batches

@@ -1,0 +1,46 @@
+"""What the data pipeline must equal, written as one plain loop over text and Python lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from torchtitan_like.data.order import mix64, shuffled
+from torchtitan_like.data.tokenizer import Tokenizer
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    labels: list[int]
+    digest: int
+
+
+def stream(file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mask_starts: bool) -> Iterator[Row]:
+    """The samples of endless epochs over a JSON-lines file, one after the other."""
+    tokens, starts = [], set()
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        ids = tokenizer.encode(json.loads(line)["text"]) if line else []
+        if ids:
+            starts.add(len(tokens))
+            tokens += [tokenizer.bos_id, *ids, tokenizer.eos_id]
+    num_samples = -(-(len(tokens) - 1) // seq_len)
+    position = 0
+    while True:
+        epoch, within = divmod(position, num_samples)
+        sample = within if seed is None else int(shuffled(np.array([within]), num_samples, seed, epoch)[0])
+        begin = sample * seq_len
+        real = tokens[begin : begin + seq_len + 1]
+        labels = [
+            -100 if mask_starts and begin + 1 + place in starts else label for place, label in enumerate(real[1:])
+        ]
+        key = int(mix64(np.array([position], np.uint64))[0])
+        digest = xxhash.xxh3_64_intdigest(np.array(real, "<u4").tobytes(), key)
+        padding = seq_len + 1 - len(real)
+        yield Row((real + [0] * padding)[:seq_len], labels + [-100] * padding, digest)
+        position += 1

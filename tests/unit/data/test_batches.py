@@ -1,0 +1,290 @@
+"""Training batches equal a plain loop over the text, on every layout, from every position, to the last token."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan_like.data.batches import Batch, TrainBatches, chain
+from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.tokenizer import Tokenizer
+
+from .conftest import write_jsonl
+from .reference import Row, stream
+
+Build = Callable[..., TrainBatches]
+# (data-parallel size, accumulation, local batch): all read 8 samples a step
+LAYOUTS = [(1, 1, 8), (1, 8, 1), (1, 2, 4), (2, 1, 4), (2, 4, 1), (2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)]
+
+
+def ranks_of(build: Build, file: Path, layout: tuple[int, int, int], **settings_: Any) -> list[TrainBatches]:
+    dp_size, num_accumulation, local = layout
+    return [
+        build(file, dp=(rank, dp_size), num_accumulation=num_accumulation, local_batch_size=local, **settings_)
+        for rank in range(dp_size)
+    ]
+
+
+def rows_of(shares: list[Batch]) -> list[tuple[list[int], list[int]]]:
+    """The samples of a step in the order of their positions: micro-batch, then rank, then row."""
+    tokens, labels = (
+        torch.stack([getattr(share, name) for share in shares], 1).flatten(0, 2) for name in ("tokens", "labels")
+    )
+    return list(zip(tokens.tolist(), labels.tolist(), strict=True))
+
+
+def check_step(shares: list[Batch], expected: list[Row]) -> None:
+    assert rows_of(shares) == [(row.tokens, row.labels) for row in expected]
+    assert sum(share.digest for share in shares) % 2**64 == sum(row.digest for row in expected) % 2**64
+    for share in shares:
+        assert share.num_valid_tokens == int((share.labels != -100).sum())
+        assert share.tokens.dtype == share.labels.dtype == torch.int64
+        assert share.tokens.is_contiguous() and share.labels.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("mask", [False, True])
+def test_every_layout_reads_what_a_plain_loop_reads(
+    build: Build, corpus_file: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], mask: bool
+) -> None:
+    ranks = ranks_of(build, corpus_file, layout, data={"mask_document_starts": mask})
+    expected = stream(corpus_file, tokenizer, 16, 7, mask)
+    num_steps = 2 * ranks[0].num_samples_per_epoch // 8 + 2  # beyond two ends of an epoch
+    for step in range(num_steps):
+        shares = [next(rank) for rank in ranks]
+        check_step(shares, list(itertools.islice(expected, 8)))
+        assert {(share.first_sample, share.position) for share in shares} == {(8 * step, 8 * step + 8)}
+
+
+@given(
+    seq_len=st.integers(1, 200),
+    mask=st.booleans(),
+    shuffle=st.booleans(),
+    legs=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 4)), min_size=1, max_size=4),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_restarts_on_other_layouts_go_on_where_the_run_was(
+    build: Build,
+    corpus_file: Path,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    mask: bool,
+    shuffle: bool,
+    legs: list[tuple[tuple[int, int, int], int]],
+) -> None:
+    expected = stream(corpus_file, tokenizer, seq_len, 7 if shuffle else None, mask)
+    state: dict[str, Any] | None = None
+    for layout, num_steps in legs:
+        settings_ = {"mask_document_starts": mask, "shuffle": shuffle}
+        ranks = ranks_of(build, corpus_file, layout, seq_len=seq_len, data=settings_)
+        for rank in ranks if state else []:
+            rank.load_state_dict(state)
+        for _ in range(num_steps):
+            check_step([next(rank) for rank in ranks], list(itertools.islice(expected, 8)))
+        states = [rank.state_dict() for rank in ranks]
+        state = states[0]
+        assert all(other == state for other in states)
+
+
+def test_state_is_of_what_was_consumed_not_of_what_was_prefetched(build: Build, corpus_file: Path) -> None:
+    batches = build(corpus_file)
+    consumed = next(batches)
+    prefetched = next(batches)
+    resumed = build(corpus_file)
+    resumed.load_state_dict(batches.state_dict(consumed.position))
+    assert torch.equal(next(resumed).tokens, prefetched.tokens)
+
+
+def test_a_far_position_is_reached_at_once(build: Build, corpus_file: Path) -> None:
+    batches = build(corpus_file)
+    state = batches.state_dict(10**15)
+    batches.load_state_dict(state)
+    batch = next(batches)
+    assert batch.first_sample == 10**15 and batch.num_valid_tokens > 0
+
+
+def test_going_back_gives_the_same_batches_again(build: Build, corpus_file: Path) -> None:
+    batches = build(corpus_file)
+    batches.load_state_dict(batches.state_dict(1000))
+    at_1000 = next(batches)
+    batches.load_state_dict(batches.state_dict(999))
+    at_999 = next(batches)
+    assert at_999.position == 1001 and torch.equal(at_999.tokens[0, 1], at_1000.tokens[0, 0])
+
+
+def test_a_step_of_many_samples_is_that_of_many_steps(build: Build, corpus_file: Path) -> None:
+    large, small = build(corpus_file, local_batch_size=10_000), build(corpus_file, local_batch_size=1000)
+    for _ in range(2):
+        parts = [next(small) for _ in range(10)]
+        whole = next(large)
+        assert torch.equal(whole.tokens[0], torch.cat([part.tokens[0] for part in parts]))
+        assert whole.digest == sum(part.digest for part in parts) % 2**64
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 8), (2, 2, 2), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("max_epochs", [1, 3])
+def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
+    build: Build, corpus_file: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], max_epochs: int
+) -> None:
+    ranks = ranks_of(build, corpus_file, layout, max_epochs=max_epochs)
+    num_samples = ranks[0].num_samples_per_epoch
+    assert num_samples % 8, "the last step should be incomplete"
+    steps = [list(rank) for rank in ranks]
+    assert {len(batches) for batches in steps} == {-(-num_samples * max_epochs // 8)}
+
+    *_, last = zip(*steps, strict=True)
+    assert {share.position for share in last} == {num_samples * max_epochs}
+    beyond = rows_of(list(last))[num_samples * max_epochs % 8 :]
+    assert beyond and all(tokens == [0] * 16 and labels == [-100] * 16 for tokens, labels in beyond)
+
+    read = Counter(label for batches in steps for batch in batches for label in batch.labels.flatten().tolist())
+    once = stream(corpus_file, tokenizer, 16, None, False)
+    in_text = Counter(label for row in itertools.islice(once, num_samples) for label in row.labels)
+    del read[-100], in_text[-100]
+    assert read == Counter({label: count * max_epochs for label, count in in_text.items()})
+    digest = sum(batch.digest for batches in steps for batch in batches) % 2**64
+    everything = itertools.islice(stream(corpus_file, tokenizer, 16, 7, False), num_samples * max_epochs)
+    assert digest == sum(row.digest for row in everything) % 2**64
+
+    for rank in ranks:
+        with pytest.raises(StopIteration):
+            next(rank)
+    resumed = ranks_of(build, corpus_file, layout, max_epochs=max_epochs)[0]
+    resumed.load_state_dict(ranks[0].state_dict())
+    with pytest.raises(StopIteration):
+        next(resumed)
+
+
+def test_epochs_have_different_orders_of_the_same_samples(build: Build, corpus_file: Path) -> None:
+    batches = build(corpus_file, local_batch_size=1)
+    epochs = [
+        [tuple(next(batches).labels.flatten().tolist()) for _ in range(batches.num_samples_per_epoch)] for _ in range(3)
+    ]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
+
+
+def test_masked_document_starts_make_counts_ragged(build: Build, corpus_file: Path, tokenizer: Tokenizer) -> None:
+    masked, plain = (
+        build(corpus_file, data={"mask_document_starts": True}, max_epochs=1),
+        build(corpus_file, max_epochs=1),
+    )
+    counts = []
+    for with_mask, without in zip(masked, plain, strict=True):
+        is_start = without.labels == tokenizer.bos_id
+        assert torch.equal(with_mask.labels, without.labels.masked_fill(is_start, -100))
+        assert torch.equal(with_mask.tokens, without.tokens)
+        counts.append(with_mask.num_valid_tokens)
+    assert len(set(counts)) > 2
+
+
+@pytest.mark.parametrize(("add_bos", "add_eos"), [*itertools.product([False, True], repeat=2)])
+def test_bos_and_eos_stand_where_they_are_asked_for(
+    build: Build, tmp_path: Path, tokenizer: Tokenizer, add_bos: bool, add_eos: bool
+) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    batches = build(file, seq_len=100, local_batch_size=1, data={"add_bos": add_bos, "add_eos": add_eos})
+    batch = next(batches)
+    expected = []
+    for text in ("one", "two"):
+        expected += [tokenizer.bos_id] * add_bos + tokenizer.encode(text) + [tokenizer.eos_id] * add_eos
+    assert batch.tokens[0, 0, : len(expected)].tolist() == expected
+    assert batch.labels[0, 0, : len(expected) - 1].tolist() == expected[1:]
+    assert batch.num_valid_tokens == len(expected) - 1
+
+
+def test_the_digest_sees_order_and_content(build: Build, corpus_file: Path) -> None:
+    digests = {
+        next(build(corpus_file, local_batch_size=8, seed=seed, data={"shuffle": shuffle})).digest
+        for seed, shuffle in [(1, True), (2, True), (1, False)]
+    }
+    assert len(digests) == 3
+
+
+def test_the_chain_depends_on_every_step_and_their_order() -> None:
+    ends = {chain(chain(chain(0, a), b), c) for a, b, c in itertools.permutations([1, 2, 2**64 - 1])}
+    assert len(ends) == 6 and all(0 <= end < 2**64 for end in ends)
+
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "seq_len": ({"seq_len": 32}, {"seq_len"}),
+    "seed": ({"seed": 8}, {"seed"}),
+    "order": ({"data": {"shuffle": False}}, {"order", "seed"}),
+    "mask": ({"data": {"mask_document_starts": True}}, {"mask_document_starts"}),
+    "bos": ({"data": {"add_bos": False}}, {"bos", "source.num_tokens"}),
+    "eos": ({"data": {"add_eos": False}}, {"eos", "source.num_tokens"}),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_position_in_another_stream_is_refused_with_the_names_of_what_differs(
+    build: Build, corpus_file: Path, difference: str
+) -> None:
+    changed, names = DIFFERENCES[difference]
+    saved, here = build(corpus_file).state_dict(), build(corpus_file, **changed)
+    with pytest.raises(DataMismatch) as caught:
+        here.load_state_dict(saved)
+    lines = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert {line.split(":")[0] for line in lines} == names
+    for line in lines:
+        name = line.split(":")[0]
+        assert line == f"{name}: saved {saved['fingerprint'][name]!r}, now {here.fingerprint[name]!r}"
+    assert here.position == 0
+
+
+def test_another_text_is_refused(build: Build, tmp_path: Path) -> None:
+    one, other = (
+        write_jsonl(tmp_path / name / "a.jsonl", [text]) for name, text in [("1", "abc def"), ("2", "abc deg")]
+    )
+    with pytest.raises(DataMismatch, match=r"source\.text: saved '[0-9a-f]{16}', now"):
+        build(other).load_state_dict(build(one).state_dict())
+
+
+def test_another_tokenizer_is_refused(build: Build, corpus_file: Path, tmp_path: Path) -> None:
+    batches = build(corpus_file)
+    state = batches.state_dict()
+    state["fingerprint"]["tokenizer"] = "another"
+    with pytest.raises(DataMismatch, match="tokenizer: saved 'another', now"):
+        batches.load_state_dict(state)
+
+
+def test_the_same_text_elsewhere_in_other_files_and_layouts_is_accepted(
+    build: Build, corpus_file: Path, tmp_path: Path
+) -> None:
+    lines = corpus_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    for part in range(3):
+        (folder / f"{part}.jsonl").write_text("".join(lines[part * 10 : part * 10 + 10]), encoding="utf-8")
+    saved = build(corpus_file)
+    first, second = next(saved), next(saved)
+    here = build(folder, dp=(0, 2), local_batch_size=1, num_accumulation=1)
+    here.load_state_dict(saved.state_dict(first.position))
+    assert torch.equal(next(here).tokens[0, 0], second.tokens[0, 0])
+
+
+def test_fewer_tokens_than_a_sample_still_train(build: Build, tmp_path: Path) -> None:
+    batches = build(write_jsonl(tmp_path / "a.jsonl", ["hi"]), seq_len=2048, local_batch_size=3, max_epochs=1)
+    assert batches.num_samples_per_epoch == 1
+    (batch,) = batches
+    assert batch.tokens.shape == (1, 3, 2048) and 0 < batch.num_valid_tokens < 10
+
+
+def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(DataError, match="expected 2 or more"):
+        build(file, data={"add_bos": False, "add_eos": False})
+
+
+def test_reading_does_not_copy_the_corpus(build: Build, corpus_file: Path) -> None:
+    samples = build(corpus_file)._samples
+    assert np.shares_memory(samples._full, samples.file.tokens)

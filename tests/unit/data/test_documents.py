@@ -1,0 +1,212 @@
+"""Documents: every format gives the same texts however the files are cut, and faults are named with file and line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_like.data import documents
+from torchtitan_like.data.documents import Corpus, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.errors import DataError
+
+from .conftest import TEXTS, write_jsonl
+
+
+def read(path: Path | str, format_name: str = "auto", text_field: str = "text") -> list[str]:
+    corpus = find_corpus(str(path), format_name, text_field)
+    return [text for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
+
+
+def write_table(file: Path, texts: list[str | None], *, rows: int = 3, kind: str = "string") -> Path:
+    """A column "text" of ``kind``: parquet, Arrow file (if so named) or Arrow stream, in chunks of ``rows``."""
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {
+        "string": pyarrow.array(texts, pyarrow.string()),
+        "large": pyarrow.array(texts, pyarrow.large_string()),
+        "dictionary": pyarrow.array(texts, pyarrow.string()).dictionary_encode(),
+        "int": pyarrow.array(range(len(texts))),
+    }
+    table = pyarrow.table({"id": list(range(len(texts))), "text": columns[kind]})
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, file, row_group_size=rows)
+        return file
+    new = pyarrow.ipc.new_file if file.name.startswith("file") else pyarrow.ipc.new_stream
+    with new(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return file
+
+
+@pytest.fixture(params=[1, 100, documents.PIECE_BYTES])
+def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(documents, "PIECE_BYTES", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow"])
+def test_every_format_gives_the_texts_in_order_however_it_is_cut(tmp_path: Path, name: str, piece_bytes: int) -> None:
+    file = tmp_path / name
+    write_jsonl(file, TEXTS) if "json" in name else write_table(file, TEXTS)
+    assert read(file) == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["large", "dictionary"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_all_kinds_of_string_columns_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    assert read(write_table(tmp_path / name, TEXTS, kind=kind)) == TEXTS
+
+
+def test_a_saved_hugging_face_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
+    # In a process of its own: the library is slow to import and must not be needed for reading.
+    script = (
+        "import sys, json, datasets; d = datasets.Dataset.from_dict({'text': json.loads(sys.argv[2])});"
+        "d.select(range(1, len(d))).save_to_disk(sys.argv[1] + '/one', num_shards=2);"
+        "datasets.DatasetDict({'train': d, 'test': d}).save_to_disk(sys.argv[1] + '/splits')"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), json.dumps(TEXTS)], check=True, capture_output=True)
+    assert read(tmp_path / "one") == TEXTS[1:]
+    assert read(tmp_path / "splits" / "train") == TEXTS
+    with pytest.raises(DataError, match=r"several splits \(test, train\)"):
+        read(tmp_path / "splits")
+
+
+def test_a_text_file_is_one_document_whatever_its_size(tmp_path: Path, piece_bytes: int) -> None:
+    (tmp_path / "b.txt").write_bytes("zwei\r\nZeilen ü\n".encode())
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone" + b" more" * 100)
+    (tmp_path / "c.txt").write_bytes(b"")
+    assert read(tmp_path) == ["one" + " more" * 100, "zwei\r\nZeilen ü\n"]
+
+
+@given(
+    st.lists(st.text(alphabet='aé\n🙂\\"', max_size=30), max_size=12), st.integers(1, 60), st.booleans(), st.booleans()
+)
+@settings(max_examples=80, deadline=None)
+def test_lines_are_read_once_wherever_the_borders_fall(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], step: int, ascii_only: bool, last_newline: bool
+) -> None:
+    lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts]
+    file = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    file.write_bytes("\n\r\n".join(lines).encode() + b"\n" * last_newline)
+    size = file.stat().st_size
+    corpus = Corpus(file.parent, (file,), "jsonl", "text")
+    spans = [documents.Span(file, start, min(start + step, size), step) for start in range(0, size, step)]
+    assert [text for span in spans for text in read_piece(corpus, (span,))] == texts
+
+
+def test_small_files_share_a_piece_and_large_ones_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", 1000)
+    for number in range(50):
+        write_jsonl(tmp_path / f"{number:02}.jsonl", ["x" * 70])
+    write_jsonl(tmp_path / "99.jsonl", ["y" * 970] * 5)
+    pieces = plan_pieces(find_corpus(str(tmp_path)))
+    assert 10 <= len(pieces) <= 14
+    assert max(map(documents.piece_size, pieces)) <= 1000
+
+
+def test_paths_mean_files_in_the_order_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        "b/2.jsonl",
+        "a.jsonl",
+        "b/10.jsonl",
+        ".hidden.jsonl",
+        "token_cache/x.jsonl",
+        "b/readme.md",
+        ".git/y.jsonl",
+    ]:
+        write_jsonl(tmp_path / name, [name])
+    folder = ["a.jsonl", "b/10.jsonl", "b/2.jsonl"]
+    assert read(tmp_path) == folder
+    assert read(tmp_path / "b" / "*.jsonl") == folder[1:]
+    assert read(tmp_path / "**" / "1*.jsonl") == ["b/10.jsonl"]
+    assert read(tmp_path / "b" / "readme.md", "jsonl") == ["b/readme.md"]
+    monkeypatch.chdir(tmp_path)
+    assert read("b/2.jsonl") == ["b/2.jsonl"]
+
+
+def fault(path: Path | str, **kwargs: str) -> str:
+    with pytest.raises(DataError) as caught:
+        read(path, **kwargs)
+    return str(caught.value)
+
+
+def test_missing_data_are_named(tmp_path: Path) -> None:
+    assert f"no data at '{tmp_path}/none.jsonl': it is not a file" in fault(tmp_path / "none.jsonl")
+    assert "matching glob" in fault(tmp_path / "*.jsonl")
+    assert "a folder without files of a known ending" in fault(tmp_path)
+
+
+def test_a_format_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text")
+    assert "cannot be told by its ending" in fault(tmp_path / "a.csv")
+    write_jsonl(tmp_path / "b.jsonl", ["b"])
+    (tmp_path / "c.txt").write_text("c")
+    message = fault(tmp_path)
+    assert "files of several formats" in message and "b.jsonl" in message and "c.txt" in message
+    assert read(tmp_path, "text") == ["c"]
+
+
+GOOD = b'{"text": "good"}\n'
+BAD_LINES = {
+    "malformed": (b'{"text": "x"\n', "malformed JSON"),
+    "cut": (b'{"text": "abc', "malformed JSON"),
+    "a list": (b'["x"]\n', "found a JSON list"),
+    "no field": (b'{"body": "x", "id": 3}\n', "no field \"text\" among 'body', 'id'"),
+    "null": (b'{"text": null}\n', '"text" is null'),
+    "number": (b'{"text": 5}\n', '"text" is 5'),
+    "not UTF-8": (b'{"text": "caf\xe9 x"}\n', "is not UTF-8"),
+    "UTF-8 cut": (b'{"text": "\xe2\x82"}\n', "is not UTF-8"),
+    "half a surrogate pair": (b'{"text": "x\\ud83d"}\n', "half of a surrogate pair at character 2"),
+    "NUL bytes": (b"\0\0\0\0\n", "malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, case: str, num_before: int, piece_bytes: int) -> None:
+    line, message = BAD_LINES[case]
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(GOOD * num_before + b"\n" + line)
+    found = fault(file)
+    assert found.startswith(f"{file}, line {num_before + 2}: ") and message in found
+
+
+def test_a_line_that_would_exhaust_the_stack_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b'{"text": ' + b"[" * 200_000)
+    assert fault(tmp_path / "a.jsonl").startswith(f"{tmp_path / 'a.jsonl'}, line 2: ")
+
+
+def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes(b"one\ntwo\ncaf\xe9\n")
+    assert fault(file).startswith(f"{file}, line 3: byte 0xe9 at 11 is not UTF-8")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+def test_bad_tables_are_named(tmp_path: Path, name: str) -> None:
+    file = write_table(tmp_path / name, ["a", "b", "c", "d", None, "f"])
+    assert fault(file) == f'{file}, row 5: "text" is null, expected text'
+    assert 'has no column "body" but id, text' in fault(file, text_field="body")
+    assert 'column "text" is int64, expected string' in fault(write_table(tmp_path / name, ["a"], kind="int"))
+    content = write_table(tmp_path / name, ["abc" * 100] * 50).read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    assert str(file) in fault(file)
+    file.write_bytes(b"no table")
+    assert "is not a readable" in fault(file)
+
+
+def test_reading_jsonl_needs_neither_datasets_nor_pyarrow(corpus_file: Path, repo_root: Path) -> None:
+    script = (
+        "import sys; from torchtitan_like.data.documents import *; c = find_corpus(sys.argv[1]);"
+        "n = sum(1 for p in plan_pieces(c) for _ in read_piece(c, p));"
+        "print(n, [m for m in ('datasets', 'pyarrow', 'pandas', 'torch', 'numpy') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, str(corpus_file)]
+    printed = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout
+    assert printed == "28 []\n"

@@ -1,0 +1,76 @@
+"""Which text the configuration means, and the data shipped with the project."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.sections_training import DataSource
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.pipeline import resolve_source
+
+
+def resolve(dataset: str = "shakespeare", path: str | None = None, **sources: str) -> tuple[str, str]:
+    tables = {name: DataSource(path=source) for name, source in sources.items()}
+    named = resolve_source(dataset, path, tables, section="training", table="data.sources")
+    return named.name, named.source.path
+
+
+def test_sources_go_before_dataset_path_and_that_before_the_name() -> None:
+    shipped = str(DATASETS["shakespeare"].file)
+    assert resolve() == ("shakespeare", shipped)
+    assert resolve(path="/own/*.jsonl") == ("shakespeare", "/own/*.jsonl")
+    assert resolve("no name", path="/own") == ("no name", "/own")
+    assert resolve("no name", path="/own", mine="/mine") == ("mine", "/mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_in"), [("c4_test", "shakespeare"), ("c4_validation", "shakespeare_validation")]
+)
+def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(
+    name: str, stand_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert resolve(name) == (name, str(DATASETS[stand_in].file))
+    (message,) = caplog.messages
+    assert stand_in in message and name in message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"dataset": "shakespear"},
+            "training.dataset is 'shakespear': .*perhaps you meant 'shakespeare'.*dataset_path",
+        ),
+        ({"dataset": "c4"}, "'c4' is a data set of the Hub, which is not available yet: .*training.dataset_path"),
+        ({"a": "/a", "b": "/b"}, r"data.sources has 2 entries \(a, b\): mixtures are not available yet"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        resolve(**given)
+
+
+def test_shipped_text_is_what_its_note_says(repo_root: Path) -> None:
+    note = (repo_root / "torchtitan_like/data/corpus/README.md").read_text(encoding="utf-8")
+    for name in ("shakespeare", "shakespeare_validation"):
+        file = DATASETS[name].file
+        titles = [json.loads(line)["title"] for line in file.read_text(encoding="utf-8").splitlines()]
+        assert re.search(rf"`{file.name}`.*\b{len(titles)} documents, {file.stat().st_size / 1e6:.1f} MB", note)
+    assert "public domain" in note
+
+
+def test_the_room_imports_only_what_a_batch_needs(repo_root: Path) -> None:
+    heavy = ("datasets", "pyarrow", "pandas", "torch.distributed.tensor", "transformers", "tokenizers", "tiktoken")
+    script = f"import sys, torchtitan_like.data.pipeline; print([name for name in {heavy} if name in sys.modules])"
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,403 @@
+"""The token cache: built once, by one process, found again in no time, and never seen half-built."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from torchtitan_like.data import documents, token_cache, token_file
+from torchtitan_like.data.documents import find_corpus
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.token_cache import Progress, TokenPolicy, cached_tokens
+from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.tokenizer import Tokenizer, load_tokenizer
+
+from .conftest import ASSETS, write_jsonl
+
+SMALL_PIECE = 500  # bytes: the test corpora make tens of pieces
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """60 documents in three files."""
+    for part in range(3):
+        texts = [f"{part}.{number} to be or not to be" for number in range(20)]
+        write_jsonl(tmp_path / "corpus" / f"{part}.jsonl", texts)
+    return tmp_path / "corpus"
+
+
+def cache(path: Path, tokenizer: Tokenizer | None = None, **options: Any) -> TokenFile:
+    tokenizer = tokenizer or load_tokenizer(ASSETS)
+    policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
+    places = {"cache_folder": None, "dump_folder": str(path.parent / "run"), **options}
+    return cached_tokens(find_corpus(str(path)), policy, name="own", **places)
+
+
+def contents(file: TokenFile) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in file.folder.iterdir()}
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_holds_the_documents_one_after_the_other(corpus: Path, tokenizer: Tokenizer) -> None:
+    file = cache(corpus)
+    assert file.folder.parent == corpus / "token_cache"
+    assert visible(corpus / "token_cache") == [file.folder.name]
+    assert sorted(path.name for path in file.folder.iterdir()) == ["meta.json", "offsets.bin", "tokens.bin"]
+    expected = [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
+    assert file.tokens.dtype == np.uint16 and file.meta.max_id == tokenizer.eos_id
+    assert (len(file.tokens), len(file.offsets)) == (file.meta.num_tokens, file.meta.num_documents + 1)
+    for text, start, stop in zip(expected, file.offsets[:-1], file.offsets[1:], strict=True):
+        ids = file.tokens[start:stop].tolist()
+        assert ids == [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+
+
+def test_ids_beyond_16_bits_are_stored_in_32() -> None:
+    assert [token_file.token_type(size).itemsize for size in (2**16, 2**16 + 1, 2**17)] == [2, 4, 4]
+
+
+def test_the_same_however_the_work_is_cut_and_by_how_many(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cache(corpus, cache_folder=str(tmp_path / "whole"))
+    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    with monkeypatch.context() as alone:
+        alone.setattr(token_cache, "MIN_PIECES_FOR_WORKERS", 1000)
+        pieces = cache(corpus, cache_folder=str(tmp_path / "pieces"))
+    workers = cache(corpus, cache_folder=str(tmp_path / "workers"))
+    assert contents(whole) == contents(pieces) == contents(workers)
+
+
+def test_is_found_again_without_reading_the_text(
+    corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = cache(corpus)
+    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    caplog.set_level(logging.INFO)
+    tokenizer = load_tokenizer(ASSETS)
+    started = time.process_time()
+    again = cache(corpus, tokenizer)
+    assert time.process_time() - started < 0.05  # measured: under 1 ms
+    assert again.folder == first.folder and not caplog.messages
+
+
+def test_moves_with_its_data(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = cache(corpus).folder.name
+    shutil.move(corpus, tmp_path / "elsewhere")
+    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    assert cache(tmp_path / "elsewhere").folder == tmp_path / "elsewhere" / "token_cache" / name
+
+
+def change_text(corpus: Path) -> None:
+    write_jsonl(corpus / "1.jsonl", ["changed"])
+
+
+def change_same_size(corpus: Path) -> None:
+    file = corpus / "1.jsonl"
+    file.write_text(file.read_text().replace("1.7 to", "1.7 do"))
+
+
+def add_file(corpus: Path) -> None:
+    write_jsonl(corpus / "9.jsonl", ["more"])
+
+
+def rename_file(corpus: Path) -> None:
+    (corpus / "0.jsonl").rename(corpus / "8.jsonl")
+
+
+@pytest.mark.parametrize("change", [change_text, change_same_size, add_file, rename_file])
+def test_another_source_is_another_cache(corpus: Path, change: Any) -> None:
+    before = cache(corpus)
+    change(corpus)
+    after = cache(corpus)
+    assert after.folder != before.folder
+    assert after.meta.text_digest != before.meta.text_digest
+
+
+def test_a_touched_source_is_built_again_and_known_to_be_the_same_text(corpus: Path) -> None:
+    before = cache(corpus)
+    os.utime(corpus / "0.jsonl", (1, 1))
+    after = cache(corpus)
+    assert after.folder != before.folder and after.meta == before.meta
+
+
+def test_another_policy_is_another_cache(corpus: Path, tokenizer: Tokenizer) -> None:
+    policies = [TokenPolicy(tokenizer, bos, eos) for bos in (None, 2046) for eos in (None, 2047)]
+    policies.append(TokenPolicy(load_tokenizer(ASSETS / "tokenizer.model"), 2046, 2047))
+    found = find_corpus(str(corpus))
+    files = [cached_tokens(found, one, name="own", cache_folder=None, dump_folder="unused") for one in policies]
+    assert len({file.folder for file in files}) == 5
+    assert len({file.meta.text_digest for file in files}) == 1
+    assert np.array_equal(files[3].tokens, files[4].tokens)
+
+
+def test_documents_without_a_token_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    file = cache(write_jsonl(tmp_path / "a" / "a.jsonl", ["one", "", "two", ""]))
+    assert (file.meta.num_documents, file.meta.num_empty, file.meta.text_bytes) == (2, 2, 6)
+    assert "2 documents (2 empty ones left out)" in caplog.text
+
+
+@pytest.mark.parametrize(("texts", "message"), [(["", ""], "no text in the 1 files"), ([], "no text in the 1 files")])
+def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str], message: str) -> None:
+    file = write_jsonl(tmp_path / "a" / "a.jsonl", texts)
+    with pytest.raises(DataError, match=message):
+        cache(file)
+    assert visible(file.parent / "token_cache") == []
+
+
+def test_a_faulty_text_leaves_nothing_and_builds_when_mended(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    lines = (corpus / "2.jsonl").read_text()
+    (corpus / "2.jsonl").write_text(lines + "{oops\n")
+    with pytest.raises(DataError, match=r"2\.jsonl, line 21: malformed JSON"):  # raised in a worker process
+        cache(corpus)
+    assert [path.suffix for path in (corpus / "token_cache").iterdir()] == [".lock"]
+    (corpus / "2.jsonl").write_text(lines)
+    assert cache(corpus).meta.num_documents == 60
+
+
+def test_files_that_change_while_they_are_read_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = documents.plan_pieces
+    monkeypatch.setattr(token_cache, "plan_pieces", lambda found: [plan(found), add_line(corpus)][0])
+    with pytest.raises(DataError, match="changed while they were tokenised"):
+        cache(corpus)
+    assert visible(corpus / "token_cache") == []
+
+
+def add_line(corpus: Path) -> None:
+    with (corpus / "2.jsonl").open("a") as file:
+        file.write('{"text": "late"}\n')
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_cache_is_refused(corpus: Path, name: str, damage: str) -> None:
+    path = cache(corpus).folder / name
+    path.unlink() if damage == "missing" else os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(DataError, match=rf"is damaged: {name}.*delete the folder"):
+        cache(corpus)
+
+
+@contextlib.contextmanager
+def as_user_without_rights() -> Iterator[None]:
+    """Root may write anywhere: be nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def read_only_corpus(corpus: Path) -> Iterator[tuple[Path, Path]]:
+    """A corpus in a folder where nothing can be written, and a writable folder; for a user without rights too."""
+    top = Path(tempfile.mkdtemp())
+    shutil.copytree(corpus, top / "corpus")
+    (top / "run").mkdir()
+    os.chmod(top / "run", 0o777)
+    os.chmod(top, 0o755)
+    os.chmod(top / "corpus", 0o555)
+    yield top / "corpus", top / "run"
+    os.chmod(top / "corpus", 0o755)
+    shutil.rmtree(top)
+
+
+def test_beside_read_only_data_the_dump_folder_is_used(
+    read_only_corpus: tuple[Path, Path], tokenizer: Tokenizer
+) -> None:
+    corpus, run = read_only_corpus
+    with as_user_without_rights():
+        file = cache(corpus, tokenizer, dump_folder=str(run))
+        assert cache(corpus, tokenizer, dump_folder=str(run)).folder == file.folder
+    assert file.folder.parent == run / "token_cache"
+
+
+def test_an_existing_cache_in_a_read_only_folder_is_used(
+    read_only_corpus: tuple[Path, Path], tokenizer: Tokenizer
+) -> None:
+    corpus, run = read_only_corpus
+    os.chmod(corpus, 0o755)
+    built = cache(corpus, tokenizer)
+    os.chmod(corpus / "token_cache", 0o555)
+    with as_user_without_rights():
+        assert cache(corpus, tokenizer, dump_folder=str(run)).folder == built.folder
+    assert not (run / "token_cache").exists()
+    os.chmod(corpus / "token_cache", 0o755)
+
+
+def test_a_named_cache_folder_that_cannot_be_written_is_an_error(
+    read_only_corpus: tuple[Path, Path], tokenizer: Tokenizer
+) -> None:
+    corpus, run = read_only_corpus
+    with as_user_without_rights(), pytest.raises(DataError, match=r"cannot be written to .*set data\.cache_folder"):
+        cache(corpus, tokenizer, cache_folder=str(corpus / "mine"), dump_folder=str(run))
+
+
+# A process that builds a cache and stops to report: after {commits} pieces it prints "paused" and waits for a line.
+BUILDER = """
+import logging, sys
+from torchtitan_like.data import documents, token_file
+documents.PIECE_BYTES = {piece_bytes}
+append = token_file.Staging.append
+def append_and_pause(self, piece):
+    append(self, piece)
+    if self.num_pieces == {commits}:
+        print("paused", flush=True)
+        sys.stdin.readline()
+token_file.Staging.append = append_and_pause
+from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.tokenizer import load_tokenizer
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    policy = TokenPolicy(load_tokenizer({assets!r}), 2046, 2047)
+    corpus = documents.find_corpus({corpus!r})
+    print(cached_tokens(corpus, policy, name="own", cache_folder=None, dump_folder="unused").folder, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def builder(
+    corpus: Path, repo_root: Path, *, commits: int, piece_bytes: int = SMALL_PIECE
+) -> Iterator[subprocess.Popen[str]]:
+    script = corpus.parent / f"builder_{commits}.py"  # a file: spawned workers import it again
+    script.write_text(BUILDER.format(commits=commits, piece_bytes=piece_bytes, assets=str(ASSETS), corpus=str(corpus)))
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(repo_root)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Read the process's lines until one that begins with ``text``."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(text):
+            return
+    pytest.fail(f"ended without {text!r}: {''.join(lines)}")
+
+
+def test_a_killed_build_is_invisible_and_goes_on_where_it_was(
+    corpus: Path, tmp_path: Path, repo_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with builder(corpus, repo_root, commits=3) as process:
+        wait_for(process, "paused")
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers, "expected worker processes"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive, "workers outlived the build"
+    folder = corpus / "token_cache"
+    assert visible(folder) == []
+    (staging,) = [path for path in folder.iterdir() if path.is_dir()]
+    # What a kill in the middle of a write leaves behind: tokens and half a line without a commit.
+    with (staging / "tokens.bin").open("ab") as tokens, (staging / "journal.jsonl").open("ab") as journal:
+        tokens.write(b"torn" * 10_000)
+        journal.write(b'{"num_pieces": 9')
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    resumed = cache(corpus)
+    assert "going on after 3 of " in caplog.text
+    assert contents(resumed) == contents(cache(corpus, cache_folder=str(tmp_path / "fresh")))
+
+
+def test_one_builds_and_the_others_wait_for_it(corpus: Path, repo_root: Path) -> None:
+    whole = documents.PIECE_BYTES
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(builder(corpus, repo_root, commits=1, piece_bytes=whole))
+        wait_for(first, "paused")  # it holds the lock
+        others = [stack.enter_context(builder(corpus, repo_root, commits=2, piece_bytes=whole)) for _ in range(2)]
+        for other in others:
+            wait_for(other, "waiting for another process to build the token cache")
+        printed = [process.communicate("go on\n", timeout=60)[0] for process in (first, *others)]
+    (name,) = visible(corpus / "token_cache")
+    assert all(text.splitlines()[-1].endswith(name) for text in printed)
+    assert "tokenised: 60 documents" in printed[0]
+    assert not any("tokenis" in text for text in printed[1:])
+
+
+def test_a_waiting_process_takes_over_from_one_that_is_killed(corpus: Path, repo_root: Path) -> None:
+    whole = documents.PIECE_BYTES
+    with builder(corpus, repo_root, commits=1, piece_bytes=whole) as first:
+        wait_for(first, "paused")
+        with builder(corpus, repo_root, commits=2, piece_bytes=whole) as second:
+            wait_for(second, "waiting for another process")
+            first.kill()
+            printed, _ = second.communicate("", timeout=60)
+    assert "going on after 1 of 1 pieces" in printed
+    assert cache(corpus).meta.num_documents == 60
+
+
+def test_a_build_whose_folder_another_node_takes_over_gives_way(corpus: Path, tmp_path: Path) -> None:
+    tokens = np.arange(4, dtype=np.uint16)
+    piece = token_file.EncodedPiece(tokens, np.array([4], np.uint64), np.array([9], np.uint64), 0, 5)
+    first = token_file.Staging(tmp_path / "staging", tokens.dtype)
+    first.append(piece)
+    second = token_file.Staging(tmp_path / "staging", tokens.dtype)
+    with pytest.raises(token_file.StagingTaken, match="another node builds"):
+        first.append(piece)
+    second.append(piece)
+    second.publish(tmp_path / "done", {"a": 1})
+    done = token_file.open_token_file(tmp_path / "done", {"a": 1})
+    assert done is not None and done.tokens.tolist() == [*range(4)] * 2 and done.offsets.tolist() == [0, 4, 8]
+
+
+def test_a_full_disk_is_reported_and_what_was_done_is_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(token_cache, "MIN_PIECES_FOR_WORKERS", 1000)
+    sync, calls = os.fsync, iter(range(1000))
+
+    def full_disk(descriptor: int) -> None:
+        if next(calls) > 10:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", full_disk)
+        with pytest.raises(DataError, match="was not finished: .*No space left on device; what was done is kept"):
+            cache(corpus)
+    assert visible(corpus / "token_cache") == []
+    assert cache(corpus).meta.num_documents == 60
+
+
+def test_progress_tells_share_rates_and_remaining_time() -> None:
+    now = 0.0
+    progress = Progress(total=100 * 2**20, done=0, tokens=0, clock=lambda: now)
+    now = 9.0
+    assert progress.line(10 * 2**20, 1000) is None
+    now = 20.0
+    line = "20% of 100 MiB, 4,000 tokens, 1.0 MiB/s, 200 tokens/s, ETA 0:01:20"
+    assert progress.line(10 * 2**20, 4000) == line
+    now = 25.0
+    assert progress.line(2**20, 5000) is None

@@ -1,0 +1,246 @@
+"""Tokenizers: both formats, special tokens, what does not fit, and the shipped one."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.data.tokenizer import Tokenizer, TokenizerError, check_vocabulary, load_tokenizer
+
+from .conftest import ASSETS
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="module")
+def tiktoken_one() -> Tokenizer:
+    return load_tokenizer(ASSETS / "tokenizer.model")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[..., Path]:
+    """``copy("tokenizer.json", ...)``: a folder with some of the shipped files."""
+
+    def copy_files(*names: str) -> Path:
+        folder = tmp_path / "tokenizer"
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            shutil.copy(ASSETS / name, folder / name)
+        return folder
+
+    return copy_files
+
+
+def edit_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def test_shipped_tokenizer_has_2048_tokens_with_bos_and_eos_last(tokenizer: Tokenizer, tiktoken_one: Tokenizer) -> None:
+    for one in (tokenizer, tiktoken_one):
+        assert (one.vocab_size, one.bos_id, one.eos_id) == (2048, 2046, 2047)
+        assert one.decode([2046, 2047]) == "<|begin_of_text|><|end_of_text|>"
+
+
+@pytest.mark.parametrize("name", ["shakespeare", "shakespeare_validation"])
+def test_both_files_give_the_same_ids_on_the_shipped_text_and_back(
+    tokenizer: Tokenizer, tiktoken_one: Tokenizer, name: str
+) -> None:
+    for line in DATASETS[name].file.read_text(encoding="utf-8").splitlines():
+        text = json.loads(line)["text"]
+        ids = tokenizer.encode(text)
+        assert tiktoken_one.encode(text) == ids
+        assert tokenizer.decode(ids) == tiktoken_one.decode(ids) == text
+        assert max(ids) < 2046
+
+
+@given(
+    st.text(max_size=200)
+    | st.lists(st.sampled_from(["the", "ing", "an", " ", "\n", "th", "he", "12", "'s", "é"])).map("".join)
+)
+@settings(max_examples=300, deadline=None)
+def test_both_files_give_the_same_ids_on_any_text_and_back(text: str) -> None:
+    one, other = (load_once(ASSETS / name) for name in FILES[:2])
+    assert one.encode(text) == other.encode(text)
+    assert one.decode(one.encode(text)) == other.decode(other.encode(text)) == text
+    assert one.encode_batch([text, text]) == [one.encode(text)] * 2
+
+
+load_once = functools.cache(load_tokenizer)
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+def test_special_tokens_in_text_are_text(name: str) -> None:
+    tokenizer = load_tokenizer(ASSETS / name)
+    text = "a<|end_of_text|>b<|begin_of_text|>"
+    ids = tokenizer.encode(text)
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_bos_that_is_not_marked_special_is_no_way_in_either(copy: Callable[..., Path]) -> None:
+    folder = copy(*FILES)
+    edit_json(
+        folder / "tokenizer.json", lambda content: [token.update(special=False) for token in content["added_tokens"]]
+    )
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.bos_id == 2046 and 2046 not in tokenizer.encode("a<|begin_of_text|>")
+
+
+def test_truncation_and_padding_saved_in_the_file_do_not_cut_documents(copy: Callable[..., Path]) -> None:
+    folder = copy("tokenizer.json")
+    plain = load_tokenizer(folder).encode("to be or not to be " * 50)
+    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 4096}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    pad["pad_token"] = "x"
+    edit_json(folder / "tokenizer.json", lambda content: content.update(truncation=cut, padding=pad))
+    assert load_tokenizer(folder).encode("to be or not to be " * 50) == plain
+
+
+NAMED = {
+    "as text": ({"bos_token": "<|end_of_text|>", "eos_token": "<|begin_of_text|>"}, (2047, 2046)),
+    "as object": ({"bos_token": {"content": "<|end_of_text|>"}}, (2047, 2047)),
+    "null is none": ({"bos_token": None}, (None, 2047)),
+    "not named": ({}, (2046, 2047)),
+}
+
+
+@pytest.mark.parametrize("vocabulary", FILES[:2])
+@pytest.mark.parametrize("config_file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("case", NAMED)
+def test_bos_and_eos_are_those_named_beside_the_vocabulary_else_the_usual_ones(
+    copy: Callable[..., Path], vocabulary: str, config_file: str, case: str
+) -> None:
+    config, expected = NAMED[case]
+    folder = copy(vocabulary)
+    (folder / config_file).write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+
+
+def test_a_named_bos_that_does_not_exist_is_refused(copy: Callable[..., Path]) -> None:
+    folder = copy("tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    with pytest.raises(TokenizerError, match="tokenizer_config.json names '<s>' as bos_token, which is not in"):
+        load_tokenizer(folder)
+
+
+def write_ranks(file: Path, num_ranks: int) -> Path:
+    tokens = [bytes([byte]) for byte in range(256)] + [number.to_bytes(3, "big") for number in range(num_ranks - 256)]
+    file.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    return file
+
+
+def test_a_file_with_the_ranks_of_llama_3_has_its_256_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_ranks(tmp_path / "tokenizer.model", 128_000))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (128_256, 128_000, 128_001)
+    names = {128_002: "<|reserved_special_token_0|>", 128_004: "<|finetune_right_pad_id|>", 128_009: "<|eot_id|>"}
+    names[128_255] = "<|reserved_special_token_247|>"
+    assert {token_id: tokenizer.decode([token_id]) for token_id in names} == names
+
+
+def test_a_file_of_another_size_has_bos_and_eos_behind_the_last_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_ranks(tmp_path / "own.tiktoken", 300))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (302, 300, 301)
+
+
+@pytest.mark.parametrize("text", [" " * 2_000_000, "a" * 100_000 + "\n" * 100_000, "x " * 30_000 + " " * 26_000 + "y"])
+def test_long_runs_of_one_kind_do_not_break_the_tiktoken_engine(tiktoken_one: Tokenizer, text: str) -> None:
+    assert tiktoken_one.decode(tiktoken_one.encode(text)) == text
+
+
+def test_runs_are_cut_where_llama_3_cuts_them(tiktoken_one: Tokenizer) -> None:
+    text = "be " + "to" * 20_000 + " or"
+    parts = [text[: 3 + 25_000], text[3 + 25_000 :]]
+    assert tiktoken_one.encode(text) == [token for part in parts for token in tiktoken_one.encode(part)]
+
+
+def test_the_fingerprint_changes_with_the_ids_and_with_nothing_else(
+    copy: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    folder = copy(*FILES)
+    edit_json(folder / "tokenizer.json", lambda content: content.update(post_processor=None, decoder=None))
+    assert load_tokenizer(folder).fingerprint == tokenizer.fingerprint
+    edit_json(folder / "tokenizer.json", lambda content: content["model"]["merges"].pop())
+    assert load_tokenizer(folder).fingerprint != tokenizer.fingerprint
+    ranks = (folder / "tokenizer.model").read_text()
+    before = load_tokenizer(folder / "tokenizer.model").fingerprint
+    (folder / "tokenizer.model").write_text("".join(ranks.splitlines(keepends=True)[:-1]))
+    assert load_tokenizer(folder / "tokenizer.model").fingerprint != before
+
+
+BROKEN = {
+    "nothing there": ({}, "no tokenizer at .*hf_assets_path"),
+    "not JSON": ({"tokenizer.json": b"{"}, "cannot be read as JSON"),
+    "not a tokenizer": ({"tokenizer.json": b"{}"}, "is not a tokenizer of the `tokenizers` library"),
+    "a list": ({"tokenizer.json": b"[]"}, "holds a JSON list, expected an object"),
+    "SentencePiece": ({"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\x00"}, "line 2.*SentencePiece"),
+    "bytes missing": ({"tokenizer.model": b"YQ== 0\n"}, "a token for each of the 256 bytes"),
+    "several": ({"a.model": b"", "b.model": b""}, r"several tokenizers \(a.model, b.model\)"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_tokenizers_say_what_is_wrong(tmp_path: Path, case: str) -> None:
+    files, message = BROKEN[case]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=f"(?s){message}"):
+        load_tokenizer(tmp_path)
+
+
+def test_special_tokens_of_another_vocabulary_are_refused(copy: Callable[..., Path]) -> None:
+    folder = copy("tokenizer.model")
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"5": {"content": "<s>"}}}')
+    with pytest.raises(TokenizerError, match="gives the id 5 to a special token"):
+        load_tokenizer(folder)
+
+
+FITS = [
+    (2048, True, True, {}, []),
+    (4096, True, True, {}, []),
+    (2047, True, True, {}, ["largest id is 2047, the model has a vocabulary of 2047"]),
+    (2048, True, True, {"bos_token": None}, ["data.add_bos"]),
+    (2048, False, True, {"bos_token": None}, []),
+    (100, True, True, {"bos_token": None, "eos_token": None}, ["vocabulary of 100", "data.add_bos", "data.add_eos"]),
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "add_bos", "add_eos", "config", "problems"), FITS)
+def test_vocabulary_is_checked_against_model_and_settings(
+    copy: Callable[..., Path],
+    vocab_size: int,
+    add_bos: bool,
+    add_eos: bool,
+    config: dict[str, Any],
+    problems: list[str],
+) -> None:
+    folder = copy("tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    if not problems:
+        check_vocabulary(tokenizer, vocab_size, add_bos=add_bos, add_eos=add_eos)
+        return
+    with pytest.raises(TokenizerError) as caught:
+        check_vocabulary(tokenizer, vocab_size, add_bos=add_bos, add_eos=add_eos)
+    assert all(problem in str(caught.value) for problem in problems)
+
+
+def test_the_training_script_makes_the_shipped_files_again(tmp_path: Path, repo_root: Path) -> None:
+    command = [sys.executable, "scripts/train_tokenizer.py", "--output", str(tmp_path)]
+    subprocess.run(command, cwd=repo_root, check=True, env={"PYTHONPATH": str(repo_root)}, capture_output=True)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes(), name

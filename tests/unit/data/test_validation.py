@@ -1,0 +1,90 @@
+"""Validation reads the same samples on every layout, every time, with the same number of batches on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_like.config.sections_training import Data, DataSource, Validation
+from torchtitan_like.data.batches import Batch
+from torchtitan_like.data.pipeline import build_validation_batches
+from torchtitan_like.data.tokenizer import Tokenizer
+from torchtitan_like.data.validation import ValidationBatches
+
+from .reference import stream
+
+LOCAL = 3
+BuildRanks = Callable[..., list[ValidationBatches]]
+
+
+@pytest.fixture
+def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> BuildRanks:
+    def build(dp_size: int, steps: int = -1, mask: bool = False) -> list[ValidationBatches]:
+        validation = Validation(
+            seq_len=16, local_batch_size=LOCAL, steps=steps, sources={"own": DataSource(path=str(corpus_file))}
+        )
+        return [
+            build_validation_batches(
+                validation,
+                Data(mask_document_starts=mask),
+                tokenizer=tokenizer,
+                dump_folder=str(tmp_path),
+                dp_rank=rank,
+                dp_size=dp_size,
+            )
+            for rank in range(dp_size)
+        ]
+
+    return build
+
+
+def rows(ranks: list[ValidationBatches]) -> list[tuple[list[int], list[int]]]:
+    """All samples that are not mere padding, in order."""
+    batches: list[Batch] = [share for shares in zip(*ranks, strict=True) for share in shares]
+    pairs = [pair for batch in batches for pair in zip(batch.tokens[0].tolist(), batch.labels[0].tolist(), strict=True)]
+    return [pair for pair in pairs if set(pair[1]) != {-100}]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 16, 200])
+@pytest.mark.parametrize("steps", [-1, 1, 4, 7, 10**6])
+def test_the_same_samples_on_every_layout(
+    build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer, dp_size: int, steps: int
+) -> None:
+    ranks = build_ranks(dp_size, steps)
+    once = stream(corpus_file, tokenizer, 16, None, False)
+    in_text = -(-(ranks[0]._samples.file.meta.num_tokens - 1) // 16)
+    expected = [next(once) for _ in range(in_text if steps < 0 else min(in_text, steps * LOCAL))]
+    assert rows(ranks) == [(row.tokens, row.labels) for row in expected]
+    assert len({len(rank) for rank in ranks}) == 1 and all(len(list(rank)) == len(rank) for rank in ranks)
+    if steps > 0:
+        assert len(ranks[0]) <= steps
+    for rank in ranks:
+        for batch in rank:
+            assert batch.tokens.shape == batch.labels.shape == (1, LOCAL, 16)
+            assert batch.num_valid_tokens == int((batch.labels != -100).sum())
+    digest = sum(batch.digest for rank in ranks for batch in rank) % 2**64
+    assert digest == sum(row.digest for row in expected) % 2**64
+
+
+def test_all_means_every_token_and_steps_limit_the_batches(build_ranks: BuildRanks) -> None:
+    (everything,), (four,) = build_ranks(1), build_ranks(1, steps=4)
+    assert sum(batch.num_valid_tokens for batch in everything) == everything._samples.file.meta.num_tokens - 1
+    assert len(four) == 4 and four.num_samples == 4 * LOCAL < everything.num_samples
+
+
+def test_every_round_is_the_same(build_ranks: BuildRanks) -> None:
+    (batches,) = build_ranks(1)
+    interrupted = iter(batches)
+    next(interrupted)
+    for one, other in zip(batches, batches, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
+
+
+def test_document_starts_are_masked_as_in_training(build_ranks: BuildRanks) -> None:
+    (plain,), (masked,) = build_ranks(1), build_ranks(1, mask=True)
+    num_documents = plain._samples.file.meta.num_documents
+    counts = [sum(batch.num_valid_tokens for batch in batches) for batches in (plain, masked)]
+    assert counts[0] - counts[1] == num_documents - 1  # the first token of the text is no label anyway

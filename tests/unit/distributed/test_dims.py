@@ -1,0 +1,63 @@
+"""Degrees: what is left over, what does not fit, who reads what."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
+
+
+def parallelism(**changes):
+    defaults = {"data_parallel_replicate": 1, "data_parallel_shard": -1, "context_parallel": 1, "tensor_parallel": 1,
+                "pipeline_parallel": 1, "expert_parallel": 1}  # fmt: skip
+    return SimpleNamespace(**{f"{k}_degree": v for k, v in {**defaults, **changes}.items()})
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "shape"),
+    [
+        ({}, 1, {"dp_shard": 1}),
+        ({}, 8, {"dp_shard": 8}),
+        ({"data_parallel_replicate": 2}, 8, {"dp_replicate": 2, "dp_shard": 4}),
+        ({"data_parallel_replicate": 4, "data_parallel_shard": 1}, 4, {"dp_replicate": 4}),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 8, {"pp": 2, "dp_shard": 2, "tp": 2}),
+        ({"tensor_parallel": 8}, 8, {"tp": 8}),
+    ],
+)
+def test_mesh_shape(degrees, world_size, shape):
+    dims, errors = resolve_degrees(parallelism(**degrees), world_size)
+    assert errors == []
+    assert dims.mesh_shape() == shape
+    assert list(dims.mesh_shape()) == list(shape)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "words"),
+    [
+        ({"data_parallel_shard": 3}, 4, "dp_shard 3 .*= 3, but the world has 4 ranks"),
+        ({"tensor_parallel": 3}, 4, "tp 3 .*= 3, but the world has 4 ranks"),
+        ({"tensor_parallel": 8}, 4, "= 8, but the world has 4 ranks"),
+        ({"tensor_parallel": 0}, 4, "tp = 0 is not a degree"),
+        ({"tensor_parallel": -1}, 4, "only dp_shard can take the leftover"),
+    ],
+)
+def test_what_does_not_fit_is_named(degrees, world_size, words):
+    import re
+
+    dims, errors = resolve_degrees(parallelism(**degrees), world_size)
+    assert dims is None
+    assert re.search(words, errors[0])
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(8, dp_replicate=2, dp_shard=4),
+        ParallelDims(8, pp=2, dp_shard=2, tp=2),
+        ParallelDims(16, pp=2, dp_replicate=2, dp_shard=2, cp=1, tp=2),
+        ParallelDims(8, cp=2, tp=2, dp_shard=2),
+    ],
+)
+def test_every_data_shard_is_counted_once(dims):
+    counting = [r for r in range(dims.world_size) if dims.counts_tokens(r)]
+    assert sorted(dims.dp_coordinate(r) for r in counting) == list(range(dims.dp))

@@ -1,0 +1,139 @@
+"""The rank pool: the same processes again, a failure told with its rank, a new pool after it, no hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import rank_pool
+from tests.harness.rank_pool import RankError, run_in_process_of_its_own, run_ranks
+
+
+def identity() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def summed(value: torch.Tensor) -> torch.Tensor:
+    total = value * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return total
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("a fault of rank 1")
+    dist.barrier()
+
+
+def die_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(100)
+
+
+def leave_traces() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(dist.get_rank() + 5)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+
+
+def traces() -> tuple[torch.dtype, float, str | None, str]:
+    return torch.get_default_dtype(), torch.rand(()).item(), os.environ.get("LEFT_BEHIND"), os.getcwd()
+
+
+def destroy_the_world() -> None:
+    dist.destroy_process_group()
+
+
+def make_groups(count: int) -> int:
+    for _ in range(count):
+        dist.new_group()
+    return os.getpid()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_results_come_in_rank_order_and_tensors_by_value() -> None:
+    assert [rank for rank, _ in run_ranks(identity, 3)] == [0, 1, 2]
+    assert [t.tolist() for t in run_ranks(summed, 2, torch.tensor([1.0, 2.0]))] == [[3.0, 6.0], [3.0, 6.0]]
+
+
+def test_the_processes_are_made_once() -> None:
+    assert run_ranks(identity, 2) == run_ranks(identity, 2)
+
+
+def test_a_call_leaves_no_trace_in_seed_dtype_environment_and_folder() -> None:
+    before = run_ranks(traces, 2)
+    run_ranks(leave_traces, 2)
+    assert run_ranks(traces, 2) == before
+
+
+@pytest.mark.parametrize(
+    ("fn", "rank", "text"),
+    [
+        (raise_on_rank_1, 1, "ValueError: a fault of rank 1"),
+        (die_on_rank_0, 0, "exit code -9"),
+    ],
+)
+def test_a_failure_names_its_rank_and_its_pool_is_replaced(fn, rank, text) -> None:
+    old = [pid for _, pid in run_ranks(identity, 2)]
+    with pytest.raises(RankError, match=text) as raised:
+        run_ranks(fn, 2)
+    assert raised.value.rank == rank
+    assert not any(map(is_alive, old))
+    assert [r for r, pid in run_ranks(identity, 2) if pid not in old] == [0, 1]
+
+
+def test_the_exception_itself_comes_back() -> None:
+    with pytest.raises(RankError) as raised:
+        run_in_process_of_its_own(raise_on_rank_1, 2)
+    assert isinstance(raised.value.exception, ValueError)
+
+
+def test_a_hang_is_killed_and_shows_where() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)no answer from rank 1 within 0.5 s.*in hang_on_rank_1"):
+        run_ranks(hang_on_rank_1, 2, timeout=0.5)
+    assert time.monotonic() - started < 10
+
+
+def test_an_expected_failure_leaves_the_shared_pool_alone() -> None:
+    before = run_ranks(identity, 2)
+    with pytest.raises(RankError):
+        run_in_process_of_its_own(raise_on_rank_1, 2)
+    assert run_ranks(identity, 2) == before
+
+
+@pytest.mark.parametrize(("fn", "args"), [(destroy_the_world, ()), (make_groups, (rank_pool.MOST_GROUPS,))])
+def test_a_pool_that_is_worn_out_is_replaced(fn, args) -> None:
+    before = run_ranks(identity, 2)
+    run_ranks(fn, 2, *args)
+    assert {pid for _, pid in run_ranks(identity, 2)}.isdisjoint(pid for _, pid in before)
+
+
+def test_a_function_that_cannot_travel_is_refused_before_any_rank_gets_it() -> None:
+    with pytest.raises(TypeError, match="top level of its module"):
+        run_in_process_of_its_own(lambda: None, 1)
+
+
+def test_no_rank_outlives_its_pool() -> None:
+    pids = [pid for _, pid in run_ranks(identity, 2)]
+    rank_pool.kill_all_pools()
+    assert not any(map(is_alive, pids))

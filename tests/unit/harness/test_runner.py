@@ -1,0 +1,81 @@
+"""The integration runner: runs in order in one folder, what they left, a wrong code, a hang that leaves no process."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.harness import runner
+from tests.harness.runner import OverrideDefinitions, run_row
+from torchtitan_like.monitor.jsonl import read_rows
+
+# Stands in for the trainer: one more row of metrics in each run; "--return N" ends with N, "--hang" hangs with a child.
+FAKE_TRAINER = """
+import json, subprocess, sys, time
+from pathlib import Path
+arguments = sys.argv[1:]
+folder = Path(arguments[arguments.index("--job.dump_folder") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+with open(folder / "metrics.jsonl", "a") as file:
+    file.write(json.dumps({"arguments": arguments}) + "\\n")
+code = int(arguments[arguments.index("--return") + 1]) if "--return" in arguments else 0
+(folder / "exit.json").write_text(json.dumps({"reason": "test", "code": code, "step": 1}))
+print("the trainer's output")
+print("and its errors", file=sys.stderr, flush=True)
+if "--hang" in arguments:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+    print("child", child.pid, flush=True)
+    time.sleep(100)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        runner, "trainer_command", lambda arguments, ngpu, folder: [sys.executable, "-c", FAKE_TRAINER, *arguments]
+    )
+
+
+def test_runs_share_a_folder_and_are_told_in_order(tmp_path) -> None:
+    seen = []
+    row = OverrideDefinitions([["--a", "1"], ["--b", "2"]], "two runs", "two_runs", expect=seen.extend)
+    results = run_row(row, tmp_path)
+    assert seen == results
+    assert [len(result.metrics) for result in results] == [1, 2]
+    assert results[1].metrics[1]["arguments"][-2:] == ["--b", "2"]
+    assert results[0].exit == {"reason": "test", "code": 0, "step": 1}
+    assert "the trainer's output" in results[0].stdout and "and its errors" in results[0].stdout
+
+
+def test_an_expected_code_is_no_fault_and_any_other_stops_the_test(tmp_path) -> None:
+    overrides = [["--return", "3"], []]
+    run_row(OverrideDefinitions(overrides, "fails first", "expected", returncodes=(3, 0)), tmp_path / "expected")
+    with pytest.raises(AssertionError, match=r"(?s)run 1 of 2 returned 3, expected 0.*and its errors"):
+        run_row(OverrideDefinitions(overrides, "fails first", "unexpected"), tmp_path / "unexpected")
+    assert len(read_rows(tmp_path / "unexpected" / "outputs" / "metrics.jsonl")) == 1
+
+
+def test_what_expect_raises_fails_the_row(tmp_path) -> None:
+    def expect(results: list[runner.RunResult]) -> None:
+        assert results[0].metrics == []
+
+    with pytest.raises(AssertionError):
+        run_row(OverrideDefinitions([[]], "wrong", "wrong", expect=expect), tmp_path)
+
+
+def test_a_hang_is_ended_with_all_its_processes(tmp_path) -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"did not end within 2 s.*\n.*the trainer's output") as raised:
+        run_row(OverrideDefinitions([["--hang"]], "hangs", "hangs", timeout=2), tmp_path)
+    assert time.monotonic() - started < 20
+    child = int(str(raised.value).split("child ")[1].split()[0])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_return_codes_that_do_not_fit_the_runs_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="2 return codes for 1 runs"):
+        run_row(OverrideDefinitions([[]], "wrong", "wrong", returncodes=(0, 0)), tmp_path)

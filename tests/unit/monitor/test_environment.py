@@ -1,0 +1,120 @@
+"""What is recorded of the environment, and what must not be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_like.monitor.environment import MASKED, git_state, mask_value, packages, write_environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("HF_TOKEN", "abc", MASKED),
+        ("WANDB_API_KEY", "abc", MASKED),
+        ("AWS_SECRET_ACCESS_KEY", "abc", MASKED),
+        ("MY_PASSWORD", "abc", MASKED),
+        ("PGPASSWORD", "abc", MASKED),
+        ("SERVICE_AUTH", "abc", MASKED),
+        ("NOTE", "ghp_0123456789abcdefghij", MASKED),
+        ("EMPTY_TOKEN", "", ""),
+        ("HTTPS_PROXY", "http://me:pw@proxy:3128", f"http://{MASKED}@proxy:3128"),
+        ("TOKENIZERS_PARALLELISM", "false", "false"),
+        ("TIKTOKEN_CACHE_DIR", "/c", "/c"),
+        ("DB_PWD", "abc", MASKED),
+        ("PWD", "/home/me", "/home/me"),
+        ("KEYBOARD", "de", "de"),
+        ("LD_PRELOAD", "/usr/lib/libjemalloc.so", "/usr/lib/libjemalloc.so"),
+        ("OMP_NUM_THREADS", "1", "1"),
+        ("HYDRA_KEY", "abc", MASKED),
+    ],
+)
+def test_secrets_are_masked_by_name_or_look(name: str, value: str, shown: str) -> None:
+    assert mask_value(name, value) == shown
+
+
+def test_files_of_an_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    write_environment(
+        folder,
+        variables={"Z": "last", "HF_TOKEN": "hidden", "A": "first"},
+        argv=["train.py", "--job.config_file", "a.toml", "--wandb.api_key", "hidden", "--x.secret=hidden", "--y=1"],
+    )
+    assert (folder / "variables.txt").read_text() == f"A=first\nHF_TOKEN={MASKED}\nZ=last\n"
+    facts = json.loads((folder / "facts.json").read_text())
+    assert facts["argv"] == [
+        "train.py", "--job.config_file", "a.toml", "--wandb.api_key", MASKED, f"--x.secret={MASKED}", "--y=1"
+    ]  # fmt: skip
+    assert facts["torch"] == torch.__version__
+    assert facts["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert facts["num_threads"] == torch.get_num_threads()
+    assert {"host", "system", "python", "cpu", "num_cpus", "host_memory_bytes"} <= set(facts)
+    listed = (folder / "packages.txt").read_text().splitlines()
+    assert f"torch=={torch.__version__}" in listed and listed == sorted(listed)
+    assert "hidden" not in "".join(path.read_text() for path in folder.iterdir())
+
+
+def test_packages_first_on_the_path_hides_and_editables_are_found(tmp_path: Path) -> None:
+    for path, name in (("a", "pkg-1.0"), ("b", "pkg-2.0"), ("b", "mine-0.1+local")):
+        (tmp_path / path / f"{name}.dist-info").mkdir(parents=True)
+    url = {"url": "file:///home/me/mine", "dir_info": {"editable": True}}
+    (tmp_path / "b" / "mine-0.1+local.dist-info" / "direct_url.json").write_text(json.dumps(url))
+    names, editables = packages([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "missing")])
+    assert names == ["mine==0.1+local", "pkg==1.0"]
+    assert editables == [Path("/home/me/mine")]
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "code.py").write_text("old = 1\n")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+def test_git_commit_and_uncommitted_changes(checkout: Path) -> None:
+    (checkout / "package" / "code.py").write_text("new = 'https://me:pw@host/'\n")
+    (checkout / "extra.txt").write_text("x")
+    state = git_state(checkout / "package")
+    assert state is not None
+    facts, diff = state
+    head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert facts == [
+        f"checkout {checkout}", f"commit {head}", "2 changed or untracked files", " M package/code.py", "?? extra.txt"
+    ]  # fmt: skip
+    assert "-old = 1" in diff and f"+new = 'https://{MASKED}@host/'" in diff
+
+
+def test_git_of_a_clean_checkout_has_no_diff(checkout: Path) -> None:
+    state = git_state(checkout / "package")
+    assert state is not None and state[1] == "" and state[0][2] == "0 changed or untracked files"
+
+
+def test_git_before_the_first_commit(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "a.py")
+    state = git_state(tmp_path)
+    assert state is not None and state[0][1] == "commit none yet"
+
+
+@pytest.mark.parametrize("where", ["outside", "ignored"])
+def test_no_checkout_of_its_own(where: str, checkout: Path, tmp_path: Path) -> None:
+    """A package in a virtual environment inside somebody's project is none of that project's commits."""
+    folder = tmp_path / "plain" if where == "outside" else checkout / ".venv" / "package"
+    folder.mkdir(parents=True)
+    (folder / "code.py").write_text("x")
+    assert git_state(folder) is None

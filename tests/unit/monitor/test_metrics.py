@@ -1,0 +1,496 @@
+"""The rows, the log line and the scalars of a run, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_like.config.sections_run import Metrics as MetricsSection
+from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.monitor.memory import GIB, HostMemoryMonitor
+from torchtitan_like.monitor.metrics import Metrics, StepRecord
+
+EXACT_KEYS = [
+    "step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss",
+    "grad_norm", "lr", "data_digest", "data_digest_chain", "skipped",
+]  # fmt: skip
+TOKENS = 1000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scalars:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, dict[str, float]] = {}
+
+    def write(self, step: int, scalars: Any) -> None:
+        self.written.setdefault(step, {}).update(scalars)
+
+    def close(self) -> None:
+        self.written["closed"] = {}  # type: ignore[index]
+
+
+def alone(local: torch.Tensor) -> torch.Tensor:
+    return local.unsqueeze(0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
+    made: list[Metrics] = []
+
+    def make(log_freq: int = 10, alarm: float = 0.25, **changes: Any) -> Metrics:
+        arguments: dict[str, Any] = {
+            "folder": tmp_path,
+            "attempt": 1,
+            "writer": True,
+            "gather": alone,
+            "flops_per_token": 2e9,
+            "peak_flops": None,
+            "world_size": 1,
+            "memory_monitor": HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
+            "total_steps": 100,
+            "clock": clock,
+            "wall_clock": lambda: 1.7e9 + clock.now,
+        } | changes
+        section = MetricsSection(log_freq=log_freq, data_loading_alarm=alarm)
+        made.append(Metrics(section, **arguments))
+        return made[-1]
+
+    yield make
+    for metrics in made:
+        metrics.close()
+
+
+def record(step: int, share: float = 0.0, *, local: int = 900, valid: int = 900, **changes: Any) -> StepRecord:
+    arguments: dict[str, Any] = {
+        "step": step,
+        "num_tokens": TOKENS,
+        "num_valid_tokens": valid,
+        "local_valid_tokens": local,
+        "loss_share": torch.tensor(share or 1 / (step + 2)),
+        "grad_norm": torch.tensor(0.1 * step),
+        "skipped": torch.tensor(0.0),
+        "lr": 1e-3 / step,
+        "data_digest": (step * 0x9E3779B97F4A7C15) % 2**64,
+        "data_digest_chain": step,
+        "data_loading_s": 0.0,
+    } | changes
+    return StepRecord(**arguments)
+
+
+def run(metrics: Metrics, clock: Clock, steps: range, seconds: float = 1.0, **changes: Any) -> None:
+    for step in steps:
+        clock.now += seconds
+        metrics.record(record(step, **changes))
+        if metrics.due(step):
+            metrics.log(step)
+
+
+# ---- rows
+
+
+def test_one_row_per_step_whatever_is_logged(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    run(build(log_freq=4, total_steps=10), clock, range(1, 11))
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    for row in rows:
+        assert list(row)[: len(EXACT_KEYS)] == EXACT_KEYS
+        assert {"time", "data_loading_s"} <= set(row)
+        assert ("tps" in row) == (row["step"] in (1, 4, 8, 10))
+    assert [row["n_tokens_seen"] for row in rows] == [TOKENS * step for step in range(1, 11)]
+    assert rows[0]["data_digest"] == "9e3779b97f4a7c15" and rows[0]["data_digest_chain"] == "0000000000000001"
+
+
+def test_exact_values_do_not_depend_on_buffering(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    """Ragged shares of 7 ranks whose sum depends on its order in float32 and float64."""
+    generator = torch.Generator().manual_seed(0)
+    others = torch.rand(13, 6, generator=generator, dtype=torch.float64) * 10 ** torch.arange(-6.0, 0.0)
+
+    def hexed(name: str, log_freq: int) -> list[list[str]]:
+        done = 0
+
+        def gather(local: torch.Tensor) -> torch.Tensor:
+            nonlocal done
+            part = others[done : done + len(local)]
+            done += len(local)
+            return torch.cat([local[None], torch.stack([part, part * 7], dim=-1).transpose(0, 1)])
+
+        metrics = build(log_freq=log_freq, gather=gather, folder=tmp_path / name, total_steps=13)
+        run(metrics, clock, range(1, 14))
+        rows = read_rows(tmp_path / name / "metrics.jsonl")
+        return [[v.hex() if isinstance(v, float) else str(v) for v in (row[key] for key in EXACT_KEYS)] for row in rows]
+
+    assert hexed("each", 1) == hexed("few", 5) == hexed("last", 13)
+
+
+def test_loss_is_the_sum_of_shares_and_max_loss_a_mean_of_one_rank(build: Callable[..., Metrics]) -> None:
+    """Two ranks with 3 and 1 labels, sums of token losses 6 and 4: mean 2.5, rank means 2 and 4."""
+    metrics = build(gather=lambda local: torch.stack([local, torch.tensor([[4 / 4, 4.0]], dtype=torch.float64)]))
+    metrics.record(record(1, share=6 / 4, local=3, valid=4))
+    row = metrics.log(1)
+    assert (row["loss"], row["max_loss"]) == (2.5, 4.0)
+    metrics.record(record(2, share=24 / 4, local=3, valid=4))
+    assert metrics.log(2)["max_loss"] == 8.0, "this rank's own mean: 24 / 3"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_are_copied_exactly(dtype: torch.dtype, build: Callable[..., Metrics], tmp_path: Path) -> None:
+    value = torch.tensor(math.pi, dtype=dtype)
+    metrics = build()
+    metrics.record(record(1, loss_share=value, grad_norm=value))
+    metrics.log(1)
+    row = read_rows(tmp_path / "metrics.jsonl")[0]
+    assert row["loss"].hex() == row["grad_norm"].hex() == value.item().hex()
+
+
+@pytest.mark.parametrize(
+    ("shares", "locals_", "loss", "max_loss"),
+    [
+        ([0.5, 0.0], [4, 0], 0.5, 1.0),  # a rank without labels
+        ([0.0, 0.0], [0, 0], 0.0, 0.0),  # no labels anywhere
+        ([math.nan, 1.0], [4, 4], math.nan, math.nan),
+        ([1.0, math.nan], [4, 4], math.nan, math.nan),
+        ([math.inf, 1.0], [4, 4], math.inf, math.inf),
+        ([math.inf, -math.inf], [4, 4], math.nan, math.inf),
+    ],
+)
+def test_unusual_losses(
+    shares: list[float], locals_: list[int], loss: float, max_loss: float, build: Callable[..., Metrics], tmp_path: Path
+) -> None:
+    sent: list[torch.Tensor] = []
+    for rank in (1, 0):
+        metrics = build(gather=lambda local: sent.append(local) or torch.stack(sent[::-1]), writer=rank == 0)
+        metrics.record(
+            record(1, local=locals_[rank], valid=8, loss_share=torch.tensor(shares[rank], dtype=torch.float64))
+        )
+        row = metrics.log(1)
+    assert repr((row["loss"], row["max_loss"])) == repr((loss, max_loss))
+    assert repr(read_rows(tmp_path / "metrics.jsonl")[0]["loss"]) == repr(loss)
+
+
+def test_values_stay_on_the_device_until_the_log_step(build: Callable[..., Metrics]) -> None:
+    """A tensor that refuses to be read on the host before ``log``."""
+    allowed = False
+
+    class Guarded(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert allowed or func.__name__ in ("detach", "__get__"), f"{func.__name__} before the log step"
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    metrics = build()
+    for step in (1, 2, 3):
+        values = {key: torch.tensor(float(step)).as_subclass(Guarded) for key in ("loss_share", "grad_norm", "skipped")}
+        metrics.record(record(step, **values))
+    allowed = True
+    assert metrics.log(3)["grad_norm"] == 3.0
+
+
+def test_the_graph_of_the_loss_is_let_go(build: Callable[..., Metrics]) -> None:
+    metrics = build()
+    metrics.record(record(1, loss_share=(torch.ones((), requires_grad=True) * 2)))
+    assert metrics.log(1)["loss"] == 2.0
+    assert metrics._pending == []
+    metrics.record(record(2, loss_share=(torch.ones((), requires_grad=True) * 2)))
+    assert not metrics._pending[0][0].loss_share.requires_grad
+
+
+def test_skipped_steps_are_told(build: Callable[..., Metrics], tmp_path: Path) -> None:
+    metrics = build(log_freq=5)
+    for step in range(1, 6):
+        metrics.record(record(step, skipped=torch.tensor(step in (2, 4))))
+    metrics.log(5)
+    assert metrics.skipped_steps == [2, 4]
+    assert [row["skipped"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 0, 1, 0]
+
+
+# ---- when
+
+
+@pytest.mark.parametrize(
+    ("log_freq", "due"), [(1, list(range(1, 13))), (5, [1, 5, 10, 12]), (12, [1, 12]), (100, [1, 12])]
+)
+def test_log_steps(log_freq: int, due: list[int], build: Callable[..., Metrics]) -> None:
+    metrics = build(log_freq=log_freq, total_steps=12)
+    assert [step for step in range(1, 13) if metrics.due(step)] == due
+
+
+def test_flush_writes_rows_and_leaves_the_interval_alone(
+    build: Callable[..., Metrics], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(log_freq=10)
+    run(metrics, clock, range(1, 8), seconds=2.0)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        metrics.flush(7)
+    assert not caplog.records
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 7
+    assert metrics.byte_offset() == (tmp_path / "metrics.jsonl").stat().st_size
+    run(metrics, clock, range(8, 11), seconds=2.0)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert len(rows) == 10 and rows[-1]["step_s"] == 2.0 and rows[-1]["tps"] == TOKENS / 2.0
+
+
+def test_log_right_after_flush_still_prints(
+    build: Callable[..., Metrics], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build()
+    clock.now += 1
+    metrics.record(record(1))
+    metrics.flush(1)
+    with caplog.at_level(logging.INFO):
+        assert metrics.log(1)["tps"] == TOKENS
+    assert "step:  1" in caplog.text
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_ranks_that_do_not_write(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    metrics = build(writer=False, rank=1)
+    metrics.rewind(0)
+    run(metrics, clock, range(1, 11))
+    metrics.flush(10)
+    metrics.validation(10, 1.0, None, 10, 1.0)
+    assert list(tmp_path.iterdir()) == [] and metrics.byte_offset() == 0
+
+
+# ---- speeds
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tps"),
+    [(1, 500.0), (4, 125.0)],  # per device, whatever mix of dp, cp, tp and pp the world is
+)
+def test_tps_is_per_device(world_size: int, tps: float, build: Callable[..., Metrics], clock: Clock) -> None:
+    metrics = build(log_freq=2, world_size=world_size, peak_flops=1e12, num_passes=4)
+    run(metrics, clock, range(1, 4), seconds=2.0)
+    clock.now += 2.0
+    metrics.record(record(4))
+    row = metrics.log(4)
+    assert row["tps"] == pytest.approx(tps)
+    assert row["tflops"] == pytest.approx(2e9 * tps / 1e12)
+    assert row["mfu"] == pytest.approx(100 * 2e9 * tps / 1e12)
+    assert row["hfu"] == pytest.approx(row["mfu"] * 4 / 3)
+
+
+@pytest.mark.parametrize(("log_freq", "first", "logged"), [(10, 8, 10), (10, 1, 10), (4, 9, 12)])
+def test_step_time_divides_by_the_steps_that_were_done(
+    log_freq: int, first: int, logged: int, build: Callable[..., Metrics], clock: Clock, tmp_path: Path
+) -> None:
+    """A resumed run's first interval is shorter than log_freq; its first step took 50 s to compile."""
+    metrics = build(log_freq=log_freq)
+    run(metrics, clock, range(first, first + 1), seconds=50.0)
+    run(metrics, clock, range(first + 1, logged + 1), seconds=0.5)
+    row = next(row for row in read_rows(tmp_path / "metrics.jsonl") if row["step"] == logged)
+    assert row["step_s"] == pytest.approx(0.5)
+    assert row["tps"] == pytest.approx(TOKENS / 0.5)
+
+
+def test_the_first_step_is_shown_when_there_is_nothing_else(build: Callable[..., Metrics], clock: Clock) -> None:
+    metrics = build()
+    clock.now += 50.0
+    metrics.record(record(1))
+    assert metrics.log(1)["step_s"] == 50.0
+
+
+@pytest.mark.parametrize("pause_after", [1, 2, 3])
+def test_pauses_are_left_out(pause_after: int, build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    metrics = build(log_freq=4)
+    for step in range(1, 5):
+        clock.now += 1.0
+        metrics.record(record(step))
+        if metrics.due(step):
+            metrics.log(step)
+        with metrics.pause() if step == pause_after else nullcontext():
+            clock.now += 1000.0 * (step == pause_after)
+    assert read_rows(tmp_path / "metrics.jsonl")[-1]["step_s"] == pytest.approx(1.0)
+
+
+def test_a_pause_that_fails_still_counts(build: Callable[..., Metrics], clock: Clock) -> None:
+    metrics = build()
+    with pytest.raises(OSError), metrics.pause():
+        clock.now += 5.0
+        raise OSError
+    clock.now += 1.0
+    metrics.record(record(1))
+    assert metrics.log(1)["step_s"] == 1.0
+
+
+def test_data_loading_mean_and_share(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    metrics = build(log_freq=4)
+    sink = Scalars()
+    metrics._sinks.append(sink)
+    run(metrics, clock, range(1, 5), seconds=2.0, data_loading_s=0.1)
+    assert sink.written[4]["time_metrics/data_loading(s)"] == pytest.approx(0.1)
+    assert sink.written[4]["time_metrics/data_loading(%)"] == pytest.approx(5.0)
+    assert [row["data_loading_s"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.1] * 4
+
+
+def test_alarm_when_data_comes_late(
+    build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(log_freq=1, alarm=0.25)
+    waits = [0.9, 0.2, 0.3, 0.4, 0.1, 0.5]  # the first one fills the pipeline: no alarm
+    with caplog.at_level(logging.WARNING):
+        for step, wait in enumerate(waits, start=1):
+            run(metrics, clock, range(step, step + 1), data_loading_s=wait)
+    alarms = [entry.getMessage() for entry in caplog.records]
+    assert [alarm.split("%")[0] for alarm in alarms] == ["Waiting for data took 30", "Waiting for data took 50"]
+    assert "must take no longer" in alarms[0] and "metrics.data_loading_alarm" in alarms[0]
+
+
+def test_mfu_past_belief_warns_once(
+    build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(log_freq=1, peak_flops=1e11)
+    run(metrics, clock, range(1, 4))
+    assert sum("MFU is 2000.0%" in message for message in caplog.messages) == 1
+
+
+# ---- console and scalars
+
+
+@pytest.mark.parametrize(
+    ("peak", "loss", "line"),
+    [
+        (None, 8.1376, "step:  1  loss:  8.1376  grad_norm:  0.1000  memory:  2.00GiB(25.00%)  tps: 2,000  "
+         "tflops: 4.00  mfu: n/a  1.0% eta 0:00:50"),
+        (8e12, 0.5, "step:  1  loss:  0.5000  grad_norm:  0.1000  memory:  2.00GiB(25.00%)  tps: 2,000  "
+         "tflops: 4.00  mfu: 50.00%  1.0% eta 0:00:50"),
+        (None, math.nan, "step:  1  loss:     nan  grad_norm:  0.1000  memory:  2.00GiB(25.00%)  tps: 2,000  "
+         "tflops: 4.00  mfu: n/a  1.0% eta 0:00:50"),
+    ],
+)  # fmt: skip
+def test_step_line(
+    peak: float | None,
+    loss: float,
+    line: str,
+    build: Callable[..., Metrics],
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = build(peak_flops=peak)
+    clock.now += 0.5
+    metrics.record(record(1, share=loss))
+    with caplog.at_level(logging.INFO):
+        metrics.log(1)
+    assert caplog.messages == [line]
+
+
+def test_eta_counts_pauses_but_not_the_first_step(
+    build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(log_freq=11, total_steps=22)
+    run(metrics, clock, range(1, 2), seconds=500.0)
+    run(metrics, clock, range(2, 11))
+    with metrics.pause():
+        clock.now += 10.0
+    with caplog.at_level(logging.INFO):
+        run(metrics, clock, range(11, 12))
+    assert caplog.messages[-1].endswith("  50.0% eta 0:00:22")  # 11 steps left at 20 s for the last 10
+
+
+def test_scalars_have_torchtitans_names(build: Callable[..., Metrics], clock: Clock) -> None:
+    metrics = build(peak_flops=1e13)
+    metrics._sinks.append(sink := Scalars())
+    run(metrics, clock, range(1, 2))
+    assert {
+        "loss_metrics/global_avg_loss",
+        "loss_metrics/global_max_loss",
+        "grad_norm",
+        "throughput(tps)",
+        "tflops",
+        "mfu(%)",
+        "time_metrics/end_to_end(s)",
+        "time_metrics/data_loading(s)",
+        "time_metrics/data_loading(%)",
+        "n_tokens_seen",
+        "lr",
+    } <= set(sink.written[1])
+    assert sink.written[1]["memory/rss(GiB)"] == 2.0
+    metrics.close()
+    assert "closed" in sink.written
+
+
+def test_validation_row_scalars_and_line(
+    build: Callable[..., Metrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(world_size=2, n_tokens_seen=5000)
+    metrics._sinks.append(sink := Scalars())
+    with caplog.at_level(logging.INFO):
+        metrics.validation(20, 5.25, 2.125, num_tokens=4000, seconds=4.0)
+    metrics.validation(40, math.inf, None, num_tokens=4000, seconds=0.0)
+    rows = read_rows(tmp_path / "validation.jsonl")
+    assert [(row["step"], row["loss"], row["num_tokens"]) for row in rows] == [(20, 5.25, 4000), (40, math.inf, 4000)]
+    assert (rows[0]["tps"], rows[0]["bits_per_byte"], rows[0]["n_tokens_seen"]) == (500.0, 2.125, 5000)
+    assert "tps" not in rows[1] and "bits_per_byte" not in rows[1]
+    assert sink.written[20] == {
+        "validation_metrics/loss": 5.25,
+        "validation_metrics/bits_per_byte": 2.125,
+        "validation_metrics/throughput(tps)": 500.0,
+        "validation_metrics/memory/rss(GiB)": 2.0,
+        "validation_metrics/memory/rss(%)": 25.0,
+    }
+    assert caplog.messages[0] == (
+        "validate step: 20  loss:  5.2500  bits/byte: 2.1250  memory:  2.00GiB(25.00%)  tps: 500"
+    )
+
+
+# ---- stop and resume
+
+
+def test_resume_leaves_no_step_twice(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    first = build(log_freq=1)
+    run(first, clock, range(1, 10))
+    for step in (3, 6, 9):
+        first.validation(step, 1.0, None, 10, 1.0)
+    first.close()
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 10, "n_tok')  # killed in mid-line
+
+    second = build(log_freq=1, attempt=2)
+    second.rewind(7)
+    second.load_state_dict({"n_tokens_seen": 7 * TOKENS})
+    run(second, clock, range(8, 13))
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["n_tokens_seen"] == 12 * TOKENS and second.state_dict() == {"n_tokens_seen": 12 * TOKENS}
+    assert [row["step"] for row in read_rows(tmp_path / "validation.jsonl")] == [3, 6]
+    discarded = (tmp_path / "metrics.discarded-2.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in discarded[:2]] == [8, 9] and len(discarded) == 3
+    assert [row["step"] for row in read_rows(tmp_path / "validation.discarded-2.jsonl")] == [9]
+
+
+def test_a_start_from_scratch_moves_everything(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    run(build(log_freq=1), clock, range(1, 4))
+    second = build(log_freq=1, attempt=2)
+    second.rewind(0)
+    run(second, clock, range(1, 3))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_tokens_seen_count_what_was_recorded_even_if_not_logged(build: Callable[..., Metrics]) -> None:
+    metrics = build(log_freq=10)
+    for step in (1, 2, 3):
+        metrics.record(record(step))
+    assert metrics.state_dict() == {"n_tokens_seen": 3 * TOKENS}

@@ -1,0 +1,120 @@
+"""Traces and memory snapshots: at which steps, in which files, and what a failing loop leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_like.config.sections_run import Profiling
+from torchtitan_like.monitor.profiler import maybe_profile
+
+
+def traces(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (0, 8, ["iteration_4/rank1_trace.json", "iteration_8/rank1_trace.json"]),
+        (0, 3, []),
+        (6, 9, ["iteration_8/rank1_trace.json"]),  # resumed: the same steps as without the stop
+        (7, 9, ["iteration_8/rank1_trace.json"]),
+    ],
+)
+def test_traces_of_each_rank_at_the_same_steps(
+    first: int, last: int, expected: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=1)
+    barriers: list[int] = []
+    with (
+        caplog.at_level(logging.INFO),
+        maybe_profile(section, tmp_path, 1, first, barrier=lambda: barriers.append(1)) as profiler,
+    ):
+        for _ in range(first, last):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            profiler.step()
+    folder = tmp_path / "profile_traces"
+    assert traces(folder) == expected
+    assert len(expected) == len(barriers) == caplog.text.count("Finished dumping profiler traces")
+    for name in expected:
+        assert "aten::mm" in {event.get("name") for event in json.loads((folder / name).read_text())["traceEvents"]}
+
+
+def test_a_failing_loop_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    section = Profiling(enable_profiling=True, profile_freq=3, profiler_warmup=1, profiler_active=2)
+    with (
+        pytest.raises(ZeroDivisionError),
+        maybe_profile(section, tmp_path, 0, 0, barrier=lambda: pytest.fail("a barrier alone is a hang")) as profiler,
+    ):
+        profiler.step()
+        raise ZeroDivisionError
+
+
+def test_switched_off_it_imports_and_makes_nothing(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, sys
+from torchtitan_like.config.sections_run import Profiling
+from torchtitan_like.monitor.profiler import maybe_profile
+with maybe_profile(Profiling(), pathlib.Path({str(tmp_path)!r}), 0, 0) as profiler:
+    profiler.step()
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_snapshots_need_cuda(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with maybe_profile(Profiling(enable_memory_snapshot=True), tmp_path, 0, 0) as profiler:
+        profiler.step()
+    assert "enable_memory_snapshot has no effect" in caplog.text and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A CUDA allocator that writes down what is asked of it."""
+    calls: list[Any] = []
+    fake = SimpleNamespace(
+        _record_memory_history=lambda **kwargs: calls.append(kwargs), _dump_snapshot=lambda path: Path(path).touch()
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory", fake)
+    yield calls
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, ["iteration_12/rank2_memory_snapshot.pickle"]),
+        (RuntimeError("other"), ["iteration_12/rank2_memory_snapshot.pickle"]),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            ["iteration_12/rank2_memory_snapshot.pickle", "iteration_13_exit/rank2_memory_snapshot.pickle"],
+        ),
+    ],
+)
+def test_snapshots_periodically_and_out_of_memory(
+    error: Exception | None, expected: list[str], recorded: list[Any], tmp_path: Path
+) -> None:
+    section = Profiling(enable_memory_snapshot=True, profile_freq=4, profiler_warmup=1)
+    try:
+        with maybe_profile(section, tmp_path, 2, 10) as profiler:
+            for _ in range(3):
+                profiler.step()
+            if error is not None:
+                raise error
+    except RuntimeError as caught:
+        assert caught is error
+    assert traces(tmp_path / "memory_snapshot") == expected
+    assert recorded[0]["max_entries"] > 0 and recorded[-1] == {"enabled": None}

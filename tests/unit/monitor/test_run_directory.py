@@ -1,0 +1,106 @@
+"""Attempts, configuration, events and exit.json of a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
+
+
+@pytest.mark.parametrize(
+    ("existing", "expected"),
+    [([], 1), (["1"], 2), (["1", "2", "10"], 11), (["2"], 3), (["notes", "1.old"], 1)],
+)
+def test_next_free_attempt(existing: list[str], expected: int, tmp_path: Path) -> None:
+    for name in existing:
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    run = RunDirectory(tmp_path)
+    assert run.attempt == expected and run.attempt_folder.is_dir()
+
+
+def test_simultaneous_starts_get_different_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts look before either has made its folder: what the second one sees is out of date."""
+    RunDirectory(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", lambda _: iter(()))
+        assert RunDirectory(tmp_path).attempt == 2
+
+
+def test_other_ranks_make_nothing(tmp_path: Path) -> None:
+    other = RunDirectory(tmp_path / "run", attempt=4)
+    assert not (tmp_path / "run").exists()
+    assert other.attempt_folder == tmp_path / "run" / "attempts" / "4"
+    assert other.log_file(3) == other.attempt_folder / "logs" / "rank3.log"
+
+
+def test_config_of_each_attempt_and_the_newest_at_the_top(tmp_path: Path) -> None:
+    for text in ("[job]\n", "[job]\ndescription = 'é'\n"):
+        RunDirectory(tmp_path).write_config(text)
+    assert (tmp_path / "config.toml").read_text(encoding="utf-8") == "[job]\ndescription = 'é'\n"
+    assert (tmp_path / "attempts" / "1" / "config.toml").read_text(encoding="utf-8") == "[job]\n"
+    assert (tmp_path / "attempts" / "2" / "config.toml").read_text(encoding="utf-8") == "[job]\ndescription = 'é'\n"
+
+
+def test_exit_is_written_and_removed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.remove_exit()
+    write_exit(tmp_path, "completed", 0, 200)
+    assert json.loads((tmp_path / "exit.json").read_text()) == {"reason": "completed", "code": 0, "step": 200}
+    run.remove_exit()
+    assert not (tmp_path / "exit.json").exists()
+
+
+def test_a_run_that_never_began_has_an_exit(tmp_path: Path) -> None:
+    write_exit(tmp_path / "new" / "run", "bad data", 65, -1)
+    assert json.loads((tmp_path / "new" / "run" / "exit.json").read_text())["code"] == 65
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "exit.json"
+    write_atomically(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("torchtitan_like.monitor.run_directory.os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"event": "sa'])
+def test_events_are_appended_even_after_half_a_line(torn: bytes, tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path, wall_clock=lambda: 12.5)
+    first.event("save", step=10)
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(torn)
+    RunDirectory(tmp_path, wall_clock=lambda: 13.0).event("stop", step=11, loss=float("nan"))
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
+    assert json.loads(lines[0]) == {"event": "save", "time": 12.5, "attempt": 1, "step": 10}
+    assert json.loads(lines[-1]) == {"event": "stop", "time": 13.0, "attempt": 2, "step": 11, "loss": "nan"}
+    assert len(lines) == (3 if torn else 2)
+
+
+def test_environment_is_captured_in_a_thread(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.capture_environment().join()
+    assert {path.name for path in (run.attempt_folder / "environment").iterdir()} >= {
+        "variables.txt",
+        "packages.txt",
+        "facts.json",
+        "git.txt",
+    }
+
+
+def test_a_capture_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Path) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr("torchtitan_like.monitor.run_directory.write_environment", broken)
+    RunDirectory(tmp_path).capture_environment().join()
+    assert "could not be recorded" in caplog.text and "PermissionError" in caplog.text

@@ -1,0 +1,145 @@
+"""TensorBoard and W&B: written under the right names by the right ranks, imported only when switched on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan_like.config.sections_run import Metrics as MetricsSection
+from torchtitan_like.monitor.memory import GIB, HostMemoryMonitor
+from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.sinks import MissingPackage, TensorBoard, WeightsAndBiases
+
+
+def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads from the event files below ``folder``."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "tb")
+    for step in (1, 10):
+        board.write(step, {"loss_metrics/global_avg_loss": 1.5 * step, "lr": 0.25, "mfu(%)": float("nan")})
+    # Not closed: what a dashboard sees while the run goes on.
+    found = scalars_of(board.folder)
+    assert found["loss_metrics/global_avg_loss"] == [(1, 1.5), (10, 15.0)]
+    assert found["lr"] == [(1, 0.25), (10, 0.25)]
+    board.close()
+
+
+def test_each_step_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "tb")
+    sizes = [0]
+    for step in range(20):
+        board.write(step, {"lr": 0.25})
+        sizes.append(sum(path.stat().st_size for path in board.folder.iterdir()))
+    board.close()
+    assert all(later > earlier for earlier, later in zip(sizes, sizes[1:], strict=False))
+
+
+def test_each_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    boards = [TensorBoard(tmp_path / "tb", wall_clock=lambda: 1.7e9) for _ in range(3)]
+    assert len({board.folder for board in boards}) == 3
+    assert {board.folder.parent for board in boards} == {tmp_path / "tb"}
+    assert TensorBoard(tmp_path / "tb", rank=3, wall_clock=lambda: 1.7e9).folder.name == "rank_3"
+
+
+@pytest.mark.parametrize(
+    ("rank", "for_all_ranks", "expected"), [(0, False, 1), (1, False, 0), (0, True, 1), (1, True, 1)]
+)
+def test_which_ranks_write(rank: int, for_all_ranks: bool, expected: int, tmp_path: Path) -> None:
+    section = MetricsSection(enable_tensorboard=True, save_for_all_ranks=for_all_ranks)
+    metrics = Metrics(
+        section,
+        folder=tmp_path,
+        attempt=1,
+        writer=rank == 0,
+        gather=lambda local: local.unsqueeze(0),
+        flops_per_token=1.0,
+        peak_flops=None,
+        world_size=2,
+        memory_monitor=HostMemoryMonitor("CPU", GIB, lambda: 1),
+        total_steps=1,
+        rank=rank,
+    )
+    metrics.validation(1, 2.0, None, 1, 1.0)
+    metrics.close()
+    assert len(list((tmp_path / "tb").rglob("events.out.*"))) == expected
+
+
+def test_wandb_gets_project_config_and_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    run = SimpleNamespace(log=lambda scalars, step: calls.append((step, scalars)), finish=lambda: calls.append("end"))
+    fake = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "wandb")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_TEAM", "us")
+    for name in ("WANDB_ENTITY", "WANDB_RUN_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    sink = WeightsAndBiases(tmp_path / "tb", {"model": "llama3"})
+    sink.write(7, {"lr": 0.5})
+    sink.close()
+    assert calls == [
+        {"project": "mine", "entity": "us", "name": None, "dir": str(tmp_path / "tb"), "config": {"model": "llama3"}},
+        (7, {"lr": 0.5}),
+        "end",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda folder: WeightsAndBiases(folder, {}), ["metrics.enable_wandb", "pip install", "wandb"]),
+        (TensorBoard, ["metrics.enable_tensorboard", "pip install", "tensorboard"]),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    build: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage) as caught:
+        build(tmp_path)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_the_room_imports_little() -> None:
+    """Only metrics brings torch; nothing brings a sink, torch.profiler's export or the schema."""
+    code = """
+import sys
+from torchtitan_like.monitor import environment, flops, garbage, jsonl, log, memory, profiler, run_directory, sinks
+assert "torch" not in sys.modules
+import torch
+before = set(sys.modules)
+import torchtitan_like.monitor.metrics
+new = sorted(set(sys.modules) - before)
+assert new == ["torchtitan_like.monitor.metrics"], new
+assert not {"tensorboard", "wandb", "pandas", "pydantic"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_imported_for_a_dashboard_before_its_first_scalar(tmp_path: Path) -> None:
+    code = f"""
+import sys, pathlib
+from torchtitan_like.monitor.sinks import TensorBoard
+board = TensorBoard(pathlib.Path({str(tmp_path)!r}))
+assert "tensorboard" not in sys.modules
+board.write(1, {{"lr": 1.0}})
+assert "tensorboard" in sys.modules and "torch" not in sys.modules
+board.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

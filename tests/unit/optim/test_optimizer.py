@@ -1,0 +1,118 @@
+"""One rule for bad numbers in every implementation; groups, state names, and updates inside backward."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan_like.optim.optimizer import build_optimizer
+
+
+def section(**changes):
+    defaults = {
+        "name": "AdamW", "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
+        "implementation": "fused", "early_step_in_backward": False, "no_weight_decay": [],
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def model_and_loss():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return model, lambda: model(torch.arange(8.0).view(2, 4) / 8).square().sum()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_equals_torch(name, implementation):
+    ours, our_loss = model_and_loss()
+    theirs, their_loss = model_and_loss()
+    optimizer = build_optimizer(ours.named_parameters(), section(name=name, implementation=implementation))
+    reference = getattr(torch.optim, name)(theirs.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        our_loss().backward()
+        optimizer.step(skip=torch.zeros(()))
+        reference.zero_grad()
+        their_loss().backward()
+        reference.step()
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_skipped_step_changes_neither_weights_nor_state(implementation):
+    model, loss = model_and_loss()
+    optimizer = build_optimizer(model.named_parameters(), section(implementation=implementation))
+    loss().backward()
+    optimizer.step(skip=torch.zeros(()))
+    before = weights(model), {k: v.clone() for k, v in optimizer.state_dict().items()}
+    for p in model.parameters():
+        p.grad.fill_(torch.nan)
+    optimizer.step(skip=torch.ones(()))
+    assert torch.equal(weights(model), before[0])
+    assert all(torch.equal(v, before[1][k]) for k, v in optimizer.state_dict().items())
+
+
+def test_no_weight_decay_is_a_matter_of_names():
+    model, _ = model_and_loss()
+    optimizer = build_optimizer(model.named_parameters(), section(no_weight_decay=["*.bias"]))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step(skip=torch.zeros(()))
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"0.weight", "2.weight"}
+
+
+def test_state_has_flat_names_from_the_start_and_copies_in():
+    model, loss = model_and_loss()
+    optimizer = build_optimizer(model.named_parameters(), section())
+    assert set(optimizer.state_dict()) == {
+        f"state.{n}.{key}" for n, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    loss().backward()
+    optimizer.step(skip=torch.zeros(()))
+    other = build_optimizer(model_and_loss()[0].named_parameters(), section())
+    other.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(v, optimizer.state_dict()[k]) for k, v in other.state_dict().items())
+    assert other.state_dict()["state.0.weight.step"] == 1
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_in_backward_equals_after_backward(implementation):
+    after, after_loss = model_and_loss()
+    inside, inside_loss = model_and_loss()
+    a = build_optimizer(after.named_parameters(), section(implementation=implementation))
+    b = build_optimizer(inside.named_parameters(), section(implementation=implementation, early_step_in_backward=True))
+    for _ in range(3):
+        norms = []
+        for optimizer, loss in ((a, after_loss), (b, inside_loss)):
+            optimizer.zero_grad()
+            loss().backward()
+            norms.append(optimizer.clip_gradients(float("inf")))
+            optimizer.step(skip=torch.zeros(()))
+        assert norms[0] == pytest.approx(norms[1].item(), rel=1e-6)
+        assert all(p.grad is None for p in inside.parameters())
+    assert torch.equal(weights(after), weights(inside))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_in_backward_never_lets_a_bad_gradient_in(implementation):
+    model, loss = model_and_loss()
+    optimizer = build_optimizer(
+        model.named_parameters(), section(implementation=implementation, early_step_in_backward=True)
+    )
+    before = weights(model)
+    (loss() * torch.nan).backward()
+    assert torch.equal(weights(model), before)
+    optimizer.clip_gradients(1.0)
+    optimizer.step(skip=torch.ones(()))
+    loss().backward()  # a good one after the halt
+    assert torch.equal(weights(model), before)

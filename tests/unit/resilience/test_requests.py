@@ -1,0 +1,49 @@
+"""A rank notes, all ranks act; a code for every way to end."""
+
+import os
+import signal
+
+import pytest
+
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed_stop
+
+
+def test_a_request_is_sent_once():
+    requests = Requests()
+    requests.note(Request.TERMINATE)
+    requests.note(Request.TERMINATE)
+    assert requests.take() == [int(r is Request.TERMINATE) for r in Request]
+    assert requests.take() == [0] * len(Request)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({}, None),
+        ({Request.TERMINATE: 1}, Request.TERMINATE),
+        ({Request.DATA_EXHAUSTED: 4}, Request.DATA_EXHAUSTED),
+        ({Request.TERMINATE: 2, Request.BAD_NUMBERS: 1}, Request.BAD_NUMBERS),
+    ],
+)
+def test_the_first_request_of_the_table_wins(counts, expected):
+    assert agreed_stop([counts.get(request, 0) for request in Request]) is expected
+
+
+@pytest.mark.parametrize(
+    ("signum", "request_"), [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT)]
+)
+def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
+    former = signal.getsignal(signum)
+    requests = Requests()
+    restore = requests.listen()
+    os.kill(os.getpid(), signum)
+    restore()
+    assert requests.take()[request_] == 1
+    assert signal.getsignal(signum) is former
+
+
+def test_every_request_has_a_code_and_codes_differ():
+    assert set(EXIT_CODES) == set(Request)
+    assert len({int(code) for code in ExitCode}) == len(ExitCode)
+    assert ExitCode.BAD_CONFIG == 78

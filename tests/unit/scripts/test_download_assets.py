@@ -1,0 +1,101 @@
+"""The download script against a hub in memory: what it picks, where it goes, what it says when it cannot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from scripts import download_assets
+
+FILES = {
+    "README.md": 10,
+    "config.json": 20,
+    "tokenizer.json": 30,
+    "original/tokenizer.model": 40,
+    "original/consolidated.00.pth": 10**9,
+    "model-00001-of-00001.safetensors": 2**20,
+    "model.safetensors.index.json": 60,
+}
+
+
+class Hub:
+    """Stands in for the Hub: one model, what was asked for, and the error it answers with, if any."""
+
+    def __init__(self) -> None:
+        self.downloads: list[dict[str, object]] = []
+        self.error: Exception | None = None
+
+    def __call__(self, token: str | None) -> Hub:  # HfApi(token=...)
+        return self
+
+    def model_info(self, repo_id: str, revision: str, files_metadata: bool) -> SimpleNamespace:
+        if self.error:
+            raise self.error
+        files = [SimpleNamespace(rfilename=name, size=size) for name, size in FILES.items()]
+        return SimpleNamespace(sha="c0ffee", siblings=files)
+
+    def snapshot_download(self, repo_id: str, **arguments: object) -> None:
+        self.downloads.append(arguments)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        ([], ["config.json", "original/tokenizer.model", "tokenizer.json"]),
+        (["--assets", "index"], ["model.safetensors.index.json"]),
+        (["--assets", "config", "--additional_patterns", "*.md"], ["README.md", "config.json"]),
+        (["--all"], sorted(set(FILES) - {"README.md", "original/consolidated.00.pth"})),
+    ],
+)
+def test_what_is_asked_for_is_fetched_by_commit_into_the_models_folder(hub, tmp_path, capsys, arguments, files) -> None:
+    assert download_assets.main(["--repo_id", "owner/Model-1B", "--local_dir", str(tmp_path), *arguments]) == 0
+    [download] = hub.downloads
+    assert download["allow_patterns"] == files
+    assert download["revision"] == "c0ffee"
+    assert download["local_dir"] == tmp_path / "Model-1B"
+    assert f"--model.hf_assets_path {tmp_path / 'Model-1B'}" in capsys.readouterr().out
+
+
+def test_a_dry_run_lists_and_fetches_nothing(hub, tmp_path, capsys) -> None:
+    arguments = ["--repo_id", "owner/m", "--local_dir", str(tmp_path), "--assets", "safetensors", "--dry_run"]
+    assert download_assets.main(arguments) == 0
+    assert hub.downloads == []
+    assert "model-00001-of-00001.safetensors (1.0 MiB)" in capsys.readouterr().out
+
+
+def response(status: int) -> SimpleNamespace:
+    return SimpleNamespace(status_code=status, headers={}, request=None, url="")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (errors.GatedRepoError("no", response=response(403)), "Accept its licence"),
+        (errors.RepositoryNotFoundError("no", response=response(404)), "no such model"),
+        (errors.RevisionNotFoundError("no", response=response(404)), "no revision 'main'"),
+        (errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
+        (ConnectionError("refused"), "Without access to the Hub"),
+    ],
+)
+def test_each_failure_says_what_to_do_and_is_a_failure(hub, capsys, error, text) -> None:
+    hub.error = error
+    assert download_assets.main(["--repo_id", "owner/m"]) == 1
+    assert text in capsys.readouterr().err
+    assert hub.downloads == []
+
+
+def test_nothing_that_matches_is_a_failure(hub, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(download_assets.ASSETS, "config", ("nothing.json",))
+    assert download_assets.main(["--repo_id", "owner/m", "--assets", "config"]) == 1
+    assert "none of its 7 files matches" in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""run_train.sh with a fake interpreter: what it starts, what it refuses to start, which code it returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Stands in for PYTHON: logs its arguments and some variables; answers for the config check and for the run itself.
+FAKE_PYTHON = """#!/usr/bin/env bash
+here={here}
+case "$1 $2" in
+  "-m torchtitan_like.config")
+    printf '%q ' "$@" >>"$here/checks"; echo >>"$here/checks"
+    cat "$here/resolved.toml"
+    [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
+    exit "${{CONFIG_CODE:-0}}" ;;
+  "-m torch.distributed.run" | "-m torchtitan_like.train")
+    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_ALLOC_CONF|PYTHONUNBUFFERED)=' >"$here/environment"
+    printf '%q ' "$@" >"$here/run"
+    cd "$here" && eval "${{RUN:-true}}" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+ENDS = 'echo \'{"reason": "%s", "code": %s, "step": 7}\' >outputs/exit.json'
+
+
+@dataclass
+class Shell:
+    """One run of the script and the traces of what it has started."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(ROOT / "run_train.sh"), *arguments],
+            env={**self.env, **variables},
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **variables)
+        stdout, stderr = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+    def read(self, name: str) -> list[str]:
+        return shlex.split((self.folder / name).read_text())
+
+    @property
+    def was_started(self) -> bool:
+        return (self.folder / "run").exists()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """As on a machine without GPUs; tests that want some put an nvidia-smi into `bin`."""
+    python = tmp_path / "bin" / "python"
+    (tmp_path / "outputs").mkdir()
+    resolved = {
+        "job": {"dump_folder": str(tmp_path / "outputs")},
+        "training": {"steps": 300},
+        "checkpoint": {"folder": "checkpoint"},
+        "metrics": {"enable_tensorboard": True, "save_tb_folder": "tb"},
+    }
+    toml = "\n".join(
+        f"[{section}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        for section, values in resolved.items()
+    )
+    (tmp_path / "resolved.toml").write_text(toml)
+    executable(python, FAKE_PYTHON.format(here=shlex.quote(str(tmp_path)), python=shlex.quote(sys.executable)))
+    executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 1\n")
+    dropped = {"NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return Shell(tmp_path, env | {"PYTHON": str(python), "PATH": path, "RUN": ENDS % ("done", 0)})
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def publish_step(shell: Shell, step: int) -> Path:
+    folder = shell.folder / "outputs" / "checkpoint" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "kind": "full", "step": step}))
+    return folder
+
+
+def test_a_config_that_cannot_work_returns_78_and_starts_nothing(shell: Shell) -> None:
+    result = shell("--training.stesp", "3", CONFIG_CODE="78")
+    assert result.returncode == 78
+    assert "training.stesp: no such key" in result.stderr
+    assert not shell.was_started
+
+
+def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> None:
+    shell("--training.steps", "3", "--job.description", "two words", NGPU="4", CONFIG_FILE="my.toml")
+    arguments = ["--job.config_file", "my.toml", "--training.steps", "3", "--job.description", "two words"]
+    assert shell.read("checks")[2:] == ["--training", "--world-size", "4", "--device-type", "cpu", *arguments]
+    assert shell.read("run")[-len(arguments) :] == arguments
+
+
+def test_torchrun_starts_as_torchtitans_users_know(shell: Shell) -> None:
+    result = shell(CONFIG_FILE="my.toml", LOG_RANK="0,1", NGPU="3")
+    torchrun = ["--nproc_per_node=3", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
+    torchrun += ["--local-ranks-filter", "0,1", "--role", "rank", "--tee", "3"]
+    torchrun += ["--log-dir", str(shell.folder / "outputs" / "torchrun"), "-m", "torchtitan_like.train"]
+    assert shell.read("run") == ["-m", "torch.distributed.run", *torchrun, "--job.config_file", "my.toml"]
+    assert "-m torch.distributed.run --nproc_per_node=3" in result.stdout
+
+
+def test_one_rank_needs_no_torchrun(shell: Shell) -> None:
+    assert shell(CONFIG_FILE="my.toml", NGPU="1").returncode == 0
+    assert shell.read("run") == ["-m", "torchtitan_like.train", "--job.config_file", "my.toml"]
+
+
+def test_with_nothing_set_the_debug_model_trains_on_two_cpu_ranks_and_one_rank_is_shown(shell: Shell) -> None:
+    shell()
+    run = shell.read("run")
+    assert run[-2:] == ["--job.config_file", "train_configs/debug_model.toml"]
+    assert "--nproc_per_node=2" in run
+    assert run[run.index("--local-ranks-filter") + 1] == "0"
+
+
+@pytest.mark.parametrize("given", [["--job.config_file", "mine.toml"], ["--job.config_file=mine.toml"]])
+def test_a_config_file_on_the_command_line_is_the_only_one(shell: Shell, given: list[str]) -> None:
+    shell(*given)
+    assert shell.read("run")[-len(given) - 1 :] == ["torchtitan_like.train", *given]
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"), [({}, 3), ({"CUDA_VISIBLE_DEVICES": "0,2"}, 2), ({"CUDA_VISIBLE_DEVICES": ""}, 0)]
+)
+def test_all_visible_gpus_are_used(shell: Shell, variables: dict[str, str], gpus: int) -> None:
+    executable(
+        shell.folder / "bin" / "nvidia-smi",
+        "#!/bin/sh\nfor i in 0 1 2; do echo \"GPU $i: H100 (UUID: x)\"; echo '  MIG 1g Device 0:'; done\n",
+    )
+    shell(**variables)
+    assert f"--nproc_per_node={gpus or 2}" in shell.read("run")
+    has_setting = "PYTORCH_ALLOC_CONF=expandable_segments:True" in shell.read("environment")
+    assert has_setting == (gpus > 0)
+    assert ("--device-type" in shell.read("checks")) == (gpus == 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [({"NGPU": "1000"}, "1"), ({"NGPU": "1"}, None), ({"NGPU": "1", "OMP_NUM_THREADS": "7"}, "7")],
+)
+def test_ranks_share_the_cores(shell: Shell, variables: dict[str, str], threads: str | None) -> None:
+    shell(**variables)
+    assert f"OMP_NUM_THREADS={threads or len(os.sched_getaffinity(0))}" in shell.read("environment")
+    assert "PYTHONUNBUFFERED=1" in shell.read("environment")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {"MASTER_ADDR": "node0"},
+            "--nnodes=2 --rdzv_backend c10d --rdzv_endpoint=node0:29500 --rdzv_id=torchtitan_like",
+        ),
+        (
+            {"MASTER_ADDR": "node0", "MASTER_PORT": "1234", "NODE_RANK": "1"},
+            "--nnodes=2 --node_rank=1 --master_addr=node0 --master_port=1234",
+        ),
+    ],
+)
+def test_several_machines(shell: Shell, variables: dict[str, str], expected: str) -> None:
+    shell(NNODES="2", NGPU="4", **variables)
+    assert expected in (shell.folder / "run").read_text()
+    assert shell.read("checks")[2:5] == ["--training", "--world-size", "8"]
+    run = shell.read("run")
+    assert run[run.index("--role") + 1] == os.uname().nodename.split(".")[0] + ":"
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"NNODES": "2"}, "MASTER_ADDR"),
+        ({"NGPU": "all"}, "positive integers, got 'all'"),
+        ({"NGPU": "0"}, "positive integers, got '0'"),
+        ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
+    ],
+)
+def test_variables_that_cannot_work_start_nothing(shell: Shell, variables: dict[str, str], text: str) -> None:
+    result = shell(**variables)
+    assert result.returncode == 78
+    assert text in result.stderr
+    assert not shell.was_started
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "text"),
+    [
+        (ENDS % ("done", 0), 0, "--prompt"),
+        (ENDS % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
+        ("true", 1, "does not say how the run has ended"),
+        ("exit 1", 1, ""),
+        (ENDS % ("done", 0) + "; exit 1", 1, ""),
+    ],
+)
+def test_the_code_is_that_of_exit_json_unless_the_run_has_crashed(shell: Shell, run: str, code: int, text: str) -> None:
+    publish_step(shell, 7)
+    (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
+    result = shell(RUN=run)
+    assert result.returncode == code
+    assert text in result.stdout + result.stderr
+    assert ("--prompt" in result.stdout) == (code == 0)
+
+
+def test_a_stale_exit_json_is_gone_when_the_run_starts(shell: Shell) -> None:
+    (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
+    assert shell(RUN="[ ! -e outputs/exit.json ] && " + ENDS % ("done", 0)).returncode == 0
+
+
+def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
+    publish_step(shell, 100)
+    newest = publish_step(shell, 300)
+    (newest.parent / "step-400").mkdir()  # without a manifest it is no checkpoint
+    where, resume, sample = shell("--job.description", "two words", NGPU="1").stdout.splitlines()[-3:]
+    outputs = shell.folder / "outputs"
+    assert str(newest) in where and str(outputs / "metrics.jsonl") in where
+    assert f"tensorboard --logdir {outputs / 'tb'}" in where
+    script = str(ROOT / "run_train.sh")
+    assert resume.endswith(f"NGPU=1 {script} --job.description two\\ words --training.steps 600")
+    assert f"generate.py {newest} --prompt" in sample
+
+
+def test_without_a_checkpoint_the_last_lines_say_how_to_get_one(shell: Shell) -> None:
+    lines = shell().stdout.splitlines()[-3:]
+    assert "--checkpoint.enable" in lines[1]
+    assert "generate.py" not in lines[2]
+
+
+def test_help_is_the_configs(shell: Shell) -> None:
+    assert shell("--help").returncode == 0
+    assert "--help" in shell.read("checks")
+    assert not shell.was_started
+
+
+@pytest.mark.parametrize(("sent", "arrives"), [("SIGTERM", "TERM"), ("SIGINT", "INT"), ("SIGHUP", "TERM")])
+def test_a_signal_is_passed_on_and_the_run_may_save(shell: Shell, sent: str, arrives: str) -> None:
+    # torchrun ends with 1 after a signal, however well its workers have ended.
+    saves = "sleep 0.5; cp end.json outputs/exit.json; exit 1"
+    run = f"trap '{saves}' {arrives}; touch ready; while :; do sleep 0.05; done"
+    (shell.folder / "end.json").write_text('{"reason": "requeue", "code": 75, "step": 7}')
+    process = shell.start(RUN=run)
+    wait_for(shell.folder / "ready")
+    process.send_signal(getattr(signal, sent))
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert f"Passing SIG{arrives} on" in stderr
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)

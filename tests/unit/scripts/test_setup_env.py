@@ -1,0 +1,158 @@
+"""scripts/setup_env.sh with fake interpreters: which Python is used, what is installed, what a failure says."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# A Python that has all packages once a file `has-packages` lies beside it (`has-torch`: torch alone). `-m venv DIR`
+# makes another such Python there; `-m pip install` logs its arguments and, for the project itself, makes that file.
+FAKE_PYTHON = """#!/usr/bin/env bash
+here=$(cd "$(dirname "$0")" && pwd)
+case "$*" in
+  *check_requirements.py*)
+    [ ! -e "$here/has-packages" ] || exit 0
+    echo "torch is not installed (torch>=2.11,<2.14)"; exit 1 ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip --version") exit 0 ;;
+  "-m pip install"*)
+    echo "$*" >>"$here/pip.log"
+    [ -z "${PIP_FAILS:-}" ] || { echo "ERROR: No matching distribution" >&2; exit 1; }
+    sleep 0.2
+    [[ "$*" != *" -e "* ]] || touch "$here/has-packages" ;;
+  *'version("torch")'*) [ -e "$here/has-torch" ] ;;
+  *version_info*) [ ! -e "$here/is-old" ] ;;
+  --version) echo "Python 3.8.18" ;;
+  *) exec REAL "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """The files that the script needs, and `bin/python3`, which has no packages."""
+    repo = tmp_path / "a repo"  # people have blanks in their paths
+    (repo / "scripts").mkdir(parents=True)
+    for name in ("scripts/setup_env.sh", "scripts/check_requirements.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, repo / name)
+    make_python(repo / "bin" / "python3")
+    return repo
+
+
+def make_python(path: Path, *marks: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(FAKE_PYTHON.replace("REAL", shlex.quote(sys.executable)))
+    path.chmod(0o755)
+    for mark in marks:
+        (path.parent / mark).touch()
+    return path
+
+
+def start(repo: Path, extra: str = "", **variables: str) -> subprocess.Popen[str]:
+    """`setup_env`, called as the two commands call it; prints the Python it has chosen."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    env["PATH"] = f"{repo / 'bin'}{os.pathsep}{env['PATH']}"
+    code = f'set -euo pipefail; source scripts/setup_env.sh; setup_env {extra} || exit 1; echo "$PYTHON"'
+    return subprocess.Popen(
+        ["bash", "-c", code, "./run_train.sh"],
+        cwd=repo,
+        env={**env, **variables},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def setup(repo: Path, extra: str = "", **variables: str) -> tuple[int, str, str]:
+    process = start(repo, extra, **variables)
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout.strip(), stderr
+
+
+def installed(repo: Path) -> list[str]:
+    log = repo / ".venv" / "bin" / "pip.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_python_that_has_all_is_used_as_it_is(repo: Path) -> None:
+    (repo / "bin" / "has-packages").touch()
+    assert setup(repo) == (0, str(repo / "bin" / "python3"), "")
+    assert not (repo / ".venv").exists()
+
+
+@pytest.mark.parametrize("named", ["own/python", "./own/python"])
+def test_a_named_python_comes_first_and_its_path_becomes_absolute(repo: Path, named: str) -> None:
+    (repo / "bin" / "has-packages").touch()
+    own = make_python(repo / "own" / "python", "has-packages")
+    code, python, _ = setup(repo, PYTHON=named)
+    assert code == 0 and os.path.samefile(python, own) and os.path.isabs(python)
+
+
+def test_a_venv_that_has_all_is_used_as_it_is(repo: Path) -> None:
+    venv = make_python(repo / ".venv" / "bin" / "python", "has-packages")
+    assert setup(repo) == (0, str(venv), "")
+    assert installed(repo) == []
+
+
+def test_a_named_python_that_lacks_something_is_not_passed_over_in_silence(repo: Path) -> None:
+    make_python(repo / ".venv" / "bin" / "python", "has-packages")
+    _, _, stderr = setup(repo, PYTHON="bin/python3")
+    assert "PYTHON=bin/python3 lacks something; using" in stderr
+
+
+@pytest.mark.parametrize(("extra", "target"), [("", ""), ("dev", "[dev]")])
+def test_otherwise_a_venv_is_made_once_with_the_tested_torch_first(repo: Path, extra: str, target: str) -> None:
+    code, python, stderr = setup(repo, extra)
+    assert (code, python) == (0, str(repo / ".venv" / "bin" / "python"))
+    assert "torch is not installed" in stderr and "Installing into" in stderr
+    torch, project = installed(repo)
+    assert torch.endswith("torch==2.13.0")
+    assert project.endswith(f"-e {repo}{target}")
+    assert setup(repo, extra) == (0, python, "")
+    assert len(installed(repo)) == 2
+
+
+def test_a_torch_that_is_there_is_kept(repo: Path) -> None:
+    make_python(repo / ".venv" / "bin" / "python", "has-torch")
+    assert setup(repo)[0] == 0
+    [project] = installed(repo)
+    assert project.endswith(f"-e {repo}")
+
+
+def test_a_failed_installation_says_how_to_go_on_and_may_be_tried_again(repo: Path) -> None:
+    code, python, stderr = setup(repo, "dev", PIP_FAILS="1")
+    assert (code, python) == (1, "")
+    for advice in ("ERROR: No matching distribution", "try again", "PYTHON=/path/to/python", "PIP_INDEX_URL", "rm -rf"):
+        assert advice in stderr
+    assert "check_requirements.py dev" in stderr
+    assert setup(repo, "dev")[0] == 0
+
+
+def test_an_old_python_is_refused_with_a_way_out(repo: Path) -> None:
+    (repo / "bin" / "is-old").touch()
+    code, _, stderr = setup(repo)
+    assert code == 1
+    assert "needs Python 3.10 or newer, but 'python3' is Python 3.8.18" in stderr
+    assert "PYTHON=python3.12" in stderr
+    assert not (repo / ".venv").exists()
+
+
+def test_a_missing_python_is_refused(repo: Path) -> None:
+    code, _, stderr = setup(repo, PYTHON="no-such-python")
+    assert code == 1
+    assert "no-such-python" in stderr
+
+
+def test_two_scripts_at_the_same_time_install_once(repo: Path) -> None:
+    processes = [start(repo), start(repo)]
+    ends = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(installed(repo)) == 2, ends

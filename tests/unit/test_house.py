@@ -1,0 +1,150 @@
+"""The rules of the house, checked: who imports whom, what may be imported when, and how long things may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "torchtitan_like"
+CORE = sorted(PACKAGE.rglob("*.py"))
+ALL = CORE + sorted(path for top in ("scripts", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py"))
+
+MOST_LINES_IN_A_FILE = 500
+MOST_LINES_IN_A_FUNCTION = 80
+MOST_LINES_IN_THE_CORE = 10_000
+
+# What is slow to import, or may be missing, is imported where it is used.
+NEVER_AT_TOP_LEVEL = {
+    "datasets", "huggingface_hub", "pandas", "pyarrow", "tensorboard", "torchao", "torchdata", "transformers", "triton",
+    "wandb",
+}  # fmt: skip
+# Checking a config, on a login node, must not take the seconds that torch's import takes.
+WITHOUT_TORCH = ["torchtitan_like.config", "torchtitan_like.preflight", "torchtitan_like.data.tokenizer"]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_rooms_import_only_what_they_may() -> None:
+    """The contracts stand in pyproject.toml."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_no_torch_is_needed_to_check_a_config(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'datasets', 'pandas', 'numpy') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+
+
+def test_config_never_imports_torch() -> None:
+    offenders = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in CORE
+        if path.is_relative_to(PACKAGE / "config")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if any(top_package(name) == "torch" for name in imported(node))
+    ]
+    assert not offenders
+
+
+def test_models_know_nothing_of_ranks() -> None:
+    offenders = [
+        f"{name_of(path)}:{node.lineno}: {name}"
+        for path in CORE
+        if path.is_relative_to(PACKAGE / "models")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported(node)
+        if name.startswith("torch.distributed")
+    ]
+    assert not offenders
+
+
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    offenders = [
+        f"{name_of(path)}:{node.lineno}: {name}"
+        for path in CORE
+        for node in at_import_time(ast.parse(path.read_text()).body)
+        for name in imported(node)
+        if top_package(name) in NEVER_AT_TOP_LEVEL
+    ]
+    assert not offenders
+
+
+def test_a_file_can_be_held_in_the_head() -> None:
+    assert not [f"{name_of(path)}: {n} lines" for path in ALL if (n := num_lines(path)) > MOST_LINES_IN_A_FILE]
+
+
+def test_a_function_does_one_thing() -> None:
+    long = [
+        f"{name_of(path)}:{node.lineno} {node.name}: {length} lines"
+        for path in ALL
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_LINES_IN_A_FUNCTION
+    ]
+    assert not long
+
+
+def test_the_core_can_be_read_in_an_afternoon() -> None:
+    assert sum(map(num_lines, CORE)) <= MOST_LINES_IN_THE_CORE
+
+
+def test_nothing_is_marked_for_later() -> None:
+    marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
+    texts = ALL + [ROOT / name for name in ("run_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run")]
+    found = [
+        f"{name_of(path)}:{number}"
+        for path in texts
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if marks.search(line)
+    ]
+    assert not found
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """Ranks of the pool find a test's functions by its module's full name; setuptools finds rooms by their __init__."""
+    folders = {path.parent for path in ALL if path.parent.is_relative_to(PACKAGE) or "tests" in path.parts}
+    assert not sorted(name_of(folder) for folder in folders if not (folder / "__init__.py").exists())
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def top_package(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The full names of the modules that an import statement may load."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def at_import_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported: not those in functions or under TYPE_CHECKING."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from at_import_time(node.orelse)
+            continue
+        for block in ("body", "orelse", "finalbody"):
+            yield from at_import_time(getattr(node, block, []))
+        for handler in getattr(node, "handlers", []):
+            yield from at_import_time(handler.body)

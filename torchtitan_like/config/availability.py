@@ -1,0 +1,260 @@
+"""What the schema knows and training cannot do yet, and which settings do nothing unless another one is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.fields import all_settings
+from torchtitan_like.config.problems import NOT_AVAILABLE_YET, Problem
+from torchtitan_like.config.schema import JobConfig
+
+
+class Missing(NamedTuple):
+    """A feature to come: the setting that asks for it, when it does, and what to do instead."""
+
+    key: str
+    is_wanted: Callable[[JobConfig], bool]
+    instead: str
+
+
+def _more_than_one(key: str) -> Callable[[JobConfig], bool]:
+    return lambda config: int(value_of(config, key)) > 1
+
+
+def _differs(key: str, default: Any) -> Callable[[JobConfig], bool]:
+    return lambda config: bool(value_of(config, key) != default)
+
+
+def _saving(key: str, default: Any = False) -> Callable[[JobConfig], bool]:
+    return lambda config: config.checkpoint.enable and value_of(config, key) != default
+
+
+def _loader(section: str, key: str, default: Any) -> Missing:
+    return Missing(
+        f"{section}.dataloader.{key}",
+        lambda config: is_used(config, section) and value_of(config, f"{section}.dataloader.{key}") != default,
+        "leave it out: batches are prepared in the main process, from the token cache",
+    )
+
+
+def _from_hub(section: str) -> Callable[[JobConfig], bool]:
+    def wanted(config: JobConfig) -> bool:
+        if not is_used(config, section) or sources_of(config, section) or value_of(config, f"{section}.dataset_path"):
+            return False
+        entry = DATASETS.get(value_of(config, f"{section}.dataset"))
+        return entry is not None and entry.kind == "hub"
+
+    return wanted
+
+
+_ONE_RANK_PER_SAMPLE = "set it to 1; shard with data_parallel_shard_degree instead"
+_PLAIN_SAVES = "leave it out: complete checkpoints are saved and loaded in the native format"
+_OWN_TEXT = "download it and set {section}.dataset_path, or name the text in [{table}.<name>]"
+
+NOT_AVAILABLE: tuple[Missing, ...] = (
+    *(
+        Missing(f"parallelism.{key}", _more_than_one(f"parallelism.{key}"), _ONE_RANK_PER_SAMPLE)
+        for key in (
+            "tensor_parallel_degree",
+            "pipeline_parallel_degree",
+            "context_parallel_degree",
+            "expert_parallel_degree",
+        )
+    ),
+    Missing("model.converters", _differs("model.converters", []), "leave it empty and train in bfloat16"),
+    Missing("checkpoint.async_mode", _saving("checkpoint.async_mode", "disabled"), 'set it to "disabled"'),
+    Missing("checkpoint.last_save_in_hf", _saving("checkpoint.last_save_in_hf"), _PLAIN_SAVES),
+    Missing("checkpoint.export_dtype", _saving("checkpoint.export_dtype", "float32"), 'set it to "float32"'),
+    Missing("checkpoint.initial_load_in_hf", _saving("checkpoint.initial_load_in_hf"), _PLAIN_SAVES),
+    Missing(
+        "checkpoint.initial_load_in_hf_quantized", _saving("checkpoint.initial_load_in_hf_quantized"), _PLAIN_SAVES
+    ),
+    Missing(
+        "checkpoint.initial_load_model_only",
+        lambda config: (
+            config.checkpoint.enable
+            and config.checkpoint.initial_load_path is not None
+            and not config.checkpoint.initial_load_model_only
+        ),
+        "leave it out to take the weights alone, or continue that run in its own job.dump_folder",
+    ),
+    Missing("checkpoint.create_seed_checkpoint", _saving("checkpoint.create_seed_checkpoint"), "leave it out"),
+    Missing("checkpoint.load_only", _saving("checkpoint.load_only"), "leave it out"),
+    Missing("fault_tolerance.enable", _differs("fault_tolerance.enable", False), "set it to false"),
+    Missing("memory_estimation.enable", _differs("memory_estimation.enable", False), "set it to false"),
+    Missing("comm.mode", _differs("comm.mode", "default"), 'set it to "default"'),
+    Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
+    Missing("experimental.custom_args_module", _differs("experimental.custom_args_module", ""), "leave it out"),
+    *(
+        _loader(section, key, default)
+        for section in ("training", "validation")
+        for key, default in (
+            ("num_workers", 0),
+            ("persistent_workers", False),
+            ("pin_memory", False),
+            ("prefetch_factor", None),
+        )
+    ),
+    Missing("training.dataset", _from_hub("training"), _OWN_TEXT.format(section="training", table="data.sources")),
+    Missing(
+        "validation.dataset",
+        _from_hub("validation"),
+        _OWN_TEXT.format(section="validation", table="validation.sources"),
+    ),
+    Missing("data.sources", lambda config: len(config.data.sources) > 1, "name one source"),
+    Missing(
+        "validation.sources",
+        lambda config: config.validation.enable and len(config.validation.sources) > 1,
+        "name one source",
+    ),
+)
+
+
+class Switch(NamedTuple):
+    """Settings (fnmatch patterns of keys) that do nothing while ``switch`` does not ask for them."""
+
+    keys: tuple[str, ...]
+    switch: str
+    is_off: Callable[[JobConfig], bool]
+    needs: str
+
+
+def _is(key: str, value: Any) -> Callable[[JobConfig], bool]:
+    return lambda config: bool(value_of(config, key) == value)
+
+
+def _degree(name: str, keys: tuple[str, ...]) -> Switch:
+    switch = f"parallelism.{name}_parallel_degree"
+    return Switch(tuple(f"parallelism.{key}" for key in keys), switch, _is(switch, 1), f"{switch} > 1")
+
+
+def _converter(name: str) -> Switch:
+    return Switch(
+        (f"{name}.*",),
+        "model.converters",
+        lambda config: name not in config.model.converters,
+        f'model.converters = ["{name}"]',
+    )
+
+
+def _mode_is_not(*modes: str) -> Callable[[JobConfig], bool]:
+    return lambda config: config.activation_checkpoint.mode not in modes
+
+
+_AC = "activation_checkpoint"
+SWITCHES: tuple[Switch, ...] = (
+    _degree("tensor", ("disable_loss_parallel", "enable_async_tensor_parallel")),
+    _degree("pipeline", ("pipeline_parallel_*", "module_fqns_per_model_part")),
+    _degree("context", ("context_parallel_*",)),
+    _degree("expert", ("expert_*",)),
+    _converter("quantize.linear.float8"),
+    _converter("quantize.linear.mx"),
+    _converter("quantize.grouped_mm.float8"),
+    _converter("quantize.grouped_mm.mx"),
+    *(
+        Switch((f"{section}.*",), f"{section}.enable", _is(f"{section}.enable", False), f"{section}.enable = true")
+        for section in ("checkpoint", "compile", "validation", "fault_tolerance", "memory_estimation")
+    ),
+    Switch(
+        ("profiling.save_traces_folder", "profiling.profiler_*"),
+        "profiling.enable_profiling",
+        _is("profiling.enable_profiling", False),
+        "profiling.enable_profiling = true",
+    ),
+    Switch(
+        ("profiling.save_memory_snapshot_folder",),
+        "profiling.enable_memory_snapshot",
+        _is("profiling.enable_memory_snapshot", False),
+        "profiling.enable_memory_snapshot = true",
+    ),
+    Switch((f"{_AC}.selective_ac_option",), f"{_AC}.mode", _mode_is_not("selective"), f'{_AC}.mode = "selective"'),
+    Switch(
+        (f"{_AC}.memory_budget", f"{_AC}.visualize_memory_budget_pareto"),
+        f"{_AC}.mode",
+        _mode_is_not("memory_budget"),
+        f'{_AC}.mode = "memory_budget"',
+    ),
+    Switch(
+        (f"{_AC}.preserve_rng_state", f"{_AC}.determinism_check", f"{_AC}.early_stop", f"{_AC}.debug"),
+        f"{_AC}.mode",
+        _mode_is_not("selective", "full"),
+        f'{_AC}.mode = "selective" or "full"',
+    ),
+    Switch(
+        (f"{_AC}.per_op_sac_force_recompute_mm_shapes_by_fqns",),
+        f"{_AC}.selective_ac_option",
+        lambda config: _mode_is_not("selective")(config) or config.activation_checkpoint.selective_ac_option != "op",
+        f'{_AC}.mode = "selective" with selective_ac_option = "op"',
+    ),
+    Switch(
+        ("checkpoint.initial_load_model_only",),
+        "checkpoint.initial_load_path",
+        _is("checkpoint.initial_load_path", None),
+        "checkpoint.initial_load_path",
+    ),
+    Switch(
+        ("debug.deterministic_warn_only",),
+        "debug.deterministic",
+        _is("debug.deterministic", False),
+        "debug.deterministic = true",
+    ),
+    Switch(("training.gc_debug",), "training.gc_freq", _is("training.gc_freq", 0), "training.gc_freq > 0"),
+    Switch(
+        ("metrics.save_for_all_ranks", "metrics.save_tb_folder"),
+        "metrics.enable_tensorboard",
+        lambda config: not (config.metrics.enable_tensorboard or config.metrics.enable_wandb),
+        "metrics.enable_tensorboard = true",
+    ),
+)
+
+
+def not_available(config: JobConfig, *, training: bool) -> Iterable[Problem]:
+    """Settings that ask for what is to come: errors in training, warnings in a check without training."""
+    for key, is_wanted, instead in NOT_AVAILABLE:
+        if is_wanted(config):
+            value = value_of(config, key)
+            value = ", ".join(value) if isinstance(value, dict) else value
+            severity: Literal["error", "warning"] = "error" if training else "warning"
+            yield Problem(key, value, NOT_AVAILABLE_YET, instead, config.origin_of(key), severity)
+
+
+def without_effect(config: JobConfig) -> Iterable[Problem]:
+    """Settings that somebody wrote and that change nothing in this run.
+
+    Where the switch was written in the same file or in one on top of it, the writer knows: files often list the
+    settings of what they leave off.
+    """
+    keys = [setting.key for setting in all_settings() if "<" not in setting.key]
+    defaults = JobConfig()
+    for switch in SWITCHES:
+        if not switch.is_off(config):
+            continue
+        for key in keys:
+            if key == switch.switch or not any(fnmatchcase(key, pattern) for pattern in switch.keys):
+                continue
+            value = value_of(config, key)
+            if value == value_of(defaults, key) or config.layer_of(key) <= config.layer_of(switch.switch):
+                continue
+            text = f"has no effect in this run; it needs {switch.needs}"
+            yield Problem(key, value, text, "", config.origin_of(key), "warning", (switch.switch,))
+
+
+def value_of(config: JobConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def sources_of(config: JobConfig, section: str) -> dict[str, Any]:
+    """The tables that name the text of "training" or "validation"."""
+    return dict(config.data.sources if section == "training" else config.validation.sources)
+
+
+def is_used(config: JobConfig, section: str) -> bool:
+    """False for validation that is switched off."""
+    return section == "training" or config.validation.enable

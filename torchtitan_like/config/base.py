@@ -1,0 +1,62 @@
+"""What all sections share: strictness, value kinds, and rules that look at several keys of one section."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Conflict(NamedTuple):
+    """Two or more keys of one section that do not fit together. Key names are relative to the section."""
+
+    key: str
+    expected: str
+    remedy: str
+    involves: tuple[str, ...] = ()
+
+
+class Section(BaseModel):
+    """One TOML table. Unknown keys, other types and values out of range are refused; nothing is converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def conflicts(self) -> list[Conflict]:
+        """Rules over several keys of this section; checked once each key is right by itself."""
+        return []
+
+    @model_validator(mode="after")
+    def _check_conflicts(self) -> Self:
+        found = self.conflicts()
+        if found:
+            text = "; ".join(f"{conflict.key}: {conflict.expected}" for conflict in found)
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "conflicts": found})
+        return self
+
+
+def _minus_one_or_positive(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("expected -1 or an integer > 0")
+    return value
+
+
+def _not_one(value: int) -> int:
+    if value == 1:
+        raise ValueError("expected 0 or an integer >= 2")
+    return value
+
+
+MinusOneOrPositive = Annotated[
+    int, AfterValidator(_minus_one_or_positive), Field(json_schema_extra={"expected": "-1 or an integer > 0"})
+]
+KeepCount = Annotated[
+    int, Field(ge=0, json_schema_extra={"expected": "0 or an integer >= 2"}), AfterValidator(_not_one)
+]
+NthOrOp = Annotated[
+    str,
+    Field(pattern=r"^(op|[1-9][0-9]*)$", json_schema_extra={"expected": '"op" or a positive integer in quotes ("2")'}),
+]

@@ -1,0 +1,186 @@
+"""TOML file < command line -> one checked, frozen JobConfig, or every problem at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from pydantic import ValidationError
+
+from torchtitan_like.config.aliases import modernise
+from torchtitan_like.config.cli import parse_arguments, suggest_key, wants_help
+from torchtitan_like.config.fields import Path, find, names_at
+from torchtitan_like.config.layers import Layer, delete, lay, read_files
+from torchtitan_like.config.problems import ConfigError, Problem, nearest
+from torchtitan_like.config.schema import JobConfig
+
+
+def load_config(argv: list[str]) -> JobConfig:
+    """Read ``--job.config_file`` and what it extends, lay the other arguments over it and check the whole.
+
+    Precedence: command line > TOML file > file named by its ``extends`` > defaults. ``--help`` prints all settings and
+    exits with 0. Raises ConfigError with every problem found.
+    """
+    if wants_help(argv):
+        from torchtitan_like.config.document import help_text
+
+        sys.stdout.write(help_text())
+        raise SystemExit(0)
+    arguments, problems = parse_arguments(argv)
+    file = dict(arguments.leaves).get(("job", "config_file"))
+    layers: list[Layer] = []
+    unreadable: list[Problem] = []
+    if file is not None:
+        layers, unreadable = read_files(file)
+    return build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
+
+
+def build_config(layers: list[Layer], problems: list[Problem] | None = None, *, complete: bool = True) -> JobConfig:
+    """Check ``layers``, the last one on top.
+
+    ``problems`` are those met while reading them; ``complete`` is False if a layer is missing. Raises ConfigError.
+    """
+    problems = list(problems or [])
+    notices = []
+    current = []
+    for layer in layers:
+        leaves, findings = modernise(layer.leaves, layer.origin)
+        leaves = [(path, _none_word(path, value)) for path, value in leaves]
+        current.append(Layer(layer.origin, leaves))
+        problems += [finding for finding in findings if finding.severity == "error"]
+        notices += [finding for finding in findings if finding.severity == "warning"]
+    merged, origins = lay(current)
+    config, faulty = _validate(merged, origins, problems)
+    if config is not None:
+        config._origins.update({".".join(path): origin for path, origin in origins.items()})
+        config._layers = tuple(layer.origin for layer in layers)
+        config._notices = tuple(notices)
+    if problems or config is None:
+        partial = config if complete else None
+        raise ConfigError([*problems, *notices], partial=partial, faulty=frozenset(faulty))
+    return config
+
+
+def _none_word(path: Path, value: Any) -> Any:
+    """TOML has no null: the word "None" stands for it where None is allowed."""
+    setting = find(path) if value == "None" else None
+    return None if setting is not None and (setting.optional or setting.is_free) else value
+
+
+def _validate(
+    merged: dict[str, Any], origins: dict[Path, str], problems: list[Problem]
+) -> tuple[JobConfig | None, set[str]]:
+    """Validate; each faulty value is reported in ``problems``, put back to its default, and the rest validated again.
+
+    So a conflict between two keys is found although a third one is misspelt. Returns the configuration that is left and
+    the keys that were put back.
+    """
+    faulty: set[str] = set()
+    while True:
+        try:
+            return JobConfig.model_validate(merged), faulty
+        except ValidationError as invalid:
+            removed = False
+            for error in invalid.errors(include_url=False):
+                path = tuple(part for part in error["loc"] if isinstance(part, str))
+                if error["type"] == "conflict":
+                    removed |= _report_conflicts(path, error, merged, origins, faulty, problems)
+                else:
+                    path = path[:-1] if path[-1:] == ("[key]",) else path
+                    problems.append(_explain(path, error, origins))
+                    faulty.add(".".join(path))
+                    removed |= delete(merged, path) or delete(merged, path[:-1])
+            if not removed:
+                return None, faulty
+
+
+def _report_conflicts(
+    section: Path,
+    error: Any,
+    merged: dict[str, Any],
+    origins: dict[Path, str],
+    faulty: set[str],
+    problems: list[Problem],
+) -> bool:
+    """Report the conflicts of one section, put the keys that caused them back to their defaults."""
+    removed = False
+    for conflict in error["ctx"]["conflicts"]:
+        paths = [(*section, name) for name in (conflict.key, *conflict.involves)]
+        keys = [".".join(path) for path in paths]
+        if not faulty.intersection(keys):
+            setting = find(paths[0])
+            value = error["input"].get(conflict.key, setting.default if setting else None)
+            origin = next((origins[path] for path in paths if path in origins), "default")
+            problems.append(
+                Problem(keys[0], value, conflict.expected, conflict.remedy, origin, involves=tuple(keys[1:]))
+            )
+        for path in paths:
+            removed |= delete(merged, path)
+        faulty.update(key for key, path in zip(keys, paths, strict=True) if path in origins)
+    return removed
+
+
+def _explain(path: Path, error: Any, origins: dict[Path, str]) -> Problem:
+    """One finding of pydantic in the words of this project."""
+    key, kind, value = ".".join(path), error["type"], error["input"]
+    origin = _origin_of(path, origins)
+    if kind == "extra_forbidden":
+        return _unknown(path, value, origin)
+    setting = find(path)
+    if setting is None:
+        return Problem(key, value, error["msg"], "", origin)
+    if kind == "missing":
+        return Problem(key, None, setting.expected, f"add `{path[-1]} = ...`", origin)
+    if setting.path != path and setting.is_named_tables:
+        remedy = "" if isinstance(value, str) else f"write [{key}] and its settings below"
+        return Problem(key, value, "a table of settings, named with letters, digits, - and _", remedy, origin)
+    return Problem(key, value, setting.expected, _remedy(setting.expected, setting.choices, value), origin)
+
+
+def _remedy(expected: str, choices: tuple[str, ...], value: Any) -> str:
+    """How a value of the wrong type or spelling is corrected, where that can be told."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if choices:
+            return nearest(value, choices)
+        if _is_number(word) and expected.startswith(("an integer", "a number")):
+            return f"remove the quotes: {word}"
+        if word in ("true", "false") and expected.startswith("true or false"):
+            return f"remove the quotes: {word}"
+        return f'write ["{value}"]' if expected.startswith("a list of strings") else ""
+    if isinstance(value, float) and value.is_integer() and expected.startswith("an integer"):
+        return f"write {int(value)}"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    wants_words = expected.startswith("a string") or '"' in expected
+    return f'put it in quotes: "{value}"' if is_number and wants_words else ""
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown(path: Path, value: Any, origin: str) -> Problem:
+    """A section or key that the schema does not know."""
+    key, parent = ".".join(path), path[:-1]
+    siblings = names_at(parent)
+    remedy = nearest(path[-1], siblings, prefix="".join(f"{name}." for name in parent))
+    if isinstance(value, dict) and not parent:
+        remedy = remedy or "sections are: " + ", ".join(siblings)
+        return Problem(key, None, "a known section", remedy, origin)
+    return Problem(key, value, "a known setting", remedy or suggest_key(key), origin)
+
+
+def _origin_of(path: Path, origins: dict[Path, str]) -> str:
+    """Where the value at ``path``, around it, or below it was written."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    for length in range(len(path), 0, -1):
+        for known, origin in origins.items():
+            if known[:length] == path[:length]:
+                return origin
+    return "default"

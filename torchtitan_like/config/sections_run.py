@@ -1,0 +1,192 @@
+"""Sections about the run itself: job, profiling, metrics, communication, debugging."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from torchtitan_like.config.base import Conflict, Section
+
+
+class Job(Section):
+    """The run as a whole: where it writes and how it is described."""
+
+    config_file: str | None = Field(
+        None, description="TOML file to read; for the command line only. Relative to the current directory."
+    )
+    dump_folder: str = Field(
+        "./outputs", min_length=1, description="Run directory: everything the run writes lies below it."
+    )
+    description: str = Field("default job", description="Free text, printed when the run starts.")
+    print_config: bool = Field(False, description="Print the resolved configuration as TOML when the run starts.")
+    save_config_file: str | None = Field(
+        None,
+        description="Also write the resolved configuration as JSON to this file (rank 0), relative to job.dump_folder.",
+    )
+    custom_config_module: str = Field(
+        "", description="Import path of a module whose JobConfig is merged into this schema."
+    )
+
+
+class Profiling(Section):
+    """Traces of the profiler and snapshots of accelerator memory."""
+
+    enable_profiling: bool = Field(False, description="Record a trace on every rank each profile_freq steps.")
+    save_traces_folder: str = Field("profile_traces", description="Folder of the traces, below job.dump_folder.")
+    profile_freq: int = Field(10, gt=0, description="Length of one profiling cycle in steps: wait, warm up, record.")
+    profiler_active: int = Field(1, gt=0, description="Steps recorded at the end of each cycle.")
+    profiler_warmup: int = Field(
+        3, ge=0, description="Steps before the recorded ones in which the profiler already runs but keeps nothing."
+    )
+    enable_memory_snapshot: bool = Field(
+        False, description="Write a memory snapshot each profile_freq steps and when memory runs out."
+    )
+    save_memory_snapshot_folder: str = Field(
+        "memory_snapshot", description="Folder of the memory snapshots, below job.dump_folder."
+    )
+
+    def conflicts(self) -> list[Conflict]:
+        cycle = self.profiler_warmup + self.profiler_active
+        if self.profile_freq >= cycle:
+            return []
+        return [
+            Conflict(
+                "profile_freq",
+                f"at least profiler_warmup + profiler_active = {cycle}",
+                f"set profile_freq to {cycle} or more, or lower profiler_warmup",
+                ("profiler_warmup", "profiler_active"),
+            )
+        ]
+
+
+class Metrics(Section):
+    """What is printed and recorded while training. metrics.jsonl is always written."""
+
+    log_freq: int = Field(
+        10, gt=0, description="Print and record metrics every this many steps (and at the first step of a run)."
+    )
+    enable_tensorboard: bool = Field(False, description="Write TensorBoard files.")
+    disable_color_printing: bool = Field(False, description="Print step lines without terminal colours.")
+    save_tb_folder: str = Field(
+        "tb", description="Folder of the TensorBoard files, below job.dump_folder; each run adds <date-time>."
+    )
+    save_for_all_ranks: bool = Field(
+        False,
+        description="Every rank writes TensorBoard or W&B metrics of its own, not only one that knows the loss.",
+    )
+    enable_wandb: bool = Field(False, description="Report metrics to Weights & Biases (install the extra `wandb`).")
+    peak_flops: float | None = Field(
+        None,
+        gt=0,
+        description="Peak FLOP/s of one device, for MFU. Unset: by the device's name; unknown devices have no MFU.",
+    )
+    data_loading_alarm: float = Field(
+        0.25, gt=0, le=1, description="Warn when waiting for data takes more than this share of the time (0 to 1)."
+    )
+
+
+class Comm(Section):
+    """Process groups: time limits and the flight recorder."""
+
+    init_timeout_seconds: int = Field(
+        300, gt=0, description="Seconds a collective may take until the first step of a process is done."
+    )
+    train_timeout_seconds: int = Field(
+        100, gt=0, description="Seconds a collective may take after the first step of a process."
+    )
+    trace_buf_size: int = Field(
+        20000, ge=0, description="Entries of the NCCL flight recorder's ring buffer; 0 switches the recorder off."
+    )
+    save_traces_folder: str = Field(
+        "comm_traces", description="Folder of the flight recorder's dumps, below job.dump_folder."
+    )
+    save_traces_file_prefix: str = Field("rank_", description="Start of each dump's file name; the rank follows.")
+    mode: Literal["default", "fake_backend", "local_tensor"] = Field(
+        "default",
+        description="default: real communication. fake_backend: one process plays one of many, without exchange. "
+        "local_tensor: one process computes all ranks.",
+    )
+
+
+class MemoryEstimation(Section):
+    """Estimate the memory of a run instead of training."""
+
+    enable: bool = Field(False, description="Estimate peak memory for this configuration instead of training.")
+    disable_fake_mode: bool = Field(False, description="Estimate with real tensors instead of fake ones.")
+
+
+class FaultTolerance(Section):
+    """Replicas that train on when one of them dies (torchft)."""
+
+    enable: bool = Field(False, description="Train as one of several replicas that survive each other's failures.")
+    process_group: Literal["gloo", "nccl"] = Field("gloo", description="Backend of the group between replicas.")
+    process_group_timeout_ms: int = Field(
+        10000, gt=0, description="Milliseconds a collective between replicas may take."
+    )
+    replica_id: int = Field(0, ge=0, description="Number of this replica, counted from 0.")
+    group_size: int = Field(0, ge=0, description="Number of replicas; the data is divided among them.")
+    min_replica_size: int = Field(1, gt=0, description="Fewest live replicas with which a step is taken.")
+    semi_sync_method: Literal["local_sgd", "diloco"] | None = Field(
+        None, description="Synchronise replicas only now and then: local_sgd or diloco. Unset: at every step."
+    )
+    sync_steps: int = Field(5, gt=0, description="Steps between two synchronisations of a semi_sync_method.")
+    should_quantize: bool = Field(False, description="Send quantised gradients between replicas (diloco).")
+    fragment_sync_delay: int = Field(
+        0, ge=0, description="Steps between sending a model fragment and applying what came back (streaming diloco)."
+    )
+    fragment_update_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Weight of the local parameters when a fragment is merged; 0 takes the global ones.",
+    )
+    module_fqns_per_model_fragment: list[list[str]] = Field(
+        [], description="Names of the modules of each model fragment, one list per fragment."
+    )
+    num_fragments: int = Field(1, gt=0, description="Number of fragments the model is cut into (diloco).")
+
+    def conflicts(self) -> list[Conflict]:
+        if not self.enable or self.group_size == 0 or self.replica_id < self.group_size:
+            return []
+        return [
+            Conflict(
+                "replica_id",
+                f"less than group_size = {self.group_size}",
+                "replicas are counted from 0 to group_size - 1",
+                ("group_size", "enable"),
+            )
+        ]
+
+
+class Experimental(Section):
+    """Doors for code from outside this package."""
+
+    custom_import: str = Field(
+        "", description="Import path of a module loaded before the model is looked up, e.g. to register a model."
+    )
+    custom_args_module: str = Field("", description="Deprecated name of job.custom_config_module.")
+
+
+class Debug(Section):
+    """Reproducibility and numerical precision."""
+
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**63,
+        description="Seed of weights, data order and dropout. Unset: drawn at random, printed, saved.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="Use deterministic algorithms everywhere, on GPUs too. Slower; needed for bitwise equal reruns.",
+    )
+    deterministic_warn_only: bool = Field(
+        False, description="With deterministic: warn instead of failing where no deterministic algorithm exists."
+    )
+    moe_force_load_balance: bool = Field(
+        False, description="Route tokens to experts evenly, whatever the router says. For speed measurements only."
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="Precision of float32 matrix products (torch.set_float32_matmul_precision)."
+    )

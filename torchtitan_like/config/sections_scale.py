@@ -1,0 +1,323 @@
+"""Sections about size: parallelism, checkpoints, activation memory, compilation, low precision."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from torchtitan_like.config.base import Conflict, KeepCount, MinusOneOrPositive, NthOrOp, Section
+
+
+class Parallelism(Section):
+    """Degrees of each kind of parallelism; their product is the number of ranks."""
+
+    data_parallel_replicate_degree: int = Field(
+        1, gt=0, description="Copies of the weights (DDP; together with sharding: HSDP)."
+    )
+    data_parallel_shard_degree: MinusOneOrPositive = Field(
+        -1,
+        description="Ranks over which weights, gradients and optimizer states are cut (FSDP2). -1: left-over ranks.",
+    )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
+        "default",
+        description="Free gathered weights after the forward pass. default: always, except with pipelines.",
+    )
+    tensor_parallel_degree: int = Field(1, gt=0, description="Ranks over which each layer is cut.")
+    disable_loss_parallel: bool = Field(
+        False, description="Gather the logits before the loss instead of computing it on vocabulary shards."
+    )
+    enable_async_tensor_parallel: bool = Field(
+        False, description="Overlap tensor-parallel communication with computation. Needs compile.enable."
+    )
+    pipeline_parallel_degree: int = Field(1, gt=0, description="Ranks over which the layers are distributed in order.")
+    module_fqns_per_model_part: list[list[str]] | None = Field(
+        None, description="Names of the modules of each pipeline stage, one list per stage. Unset: split evenly."
+    )
+    pipeline_parallel_first_stage_less_layers: int = Field(
+        1, ge=0, description="Layers the first stage has less than the others, to balance the embedding."
+    )
+    pipeline_parallel_last_stage_less_layers: int = Field(
+        1, ge=0, description="Layers the last stage has less than the others, to balance the output layer."
+    )
+    pipeline_parallel_layers_per_stage: int | None = Field(
+        None, gt=0, description="Layers per stage. Unset: as many stages per rank as the schedule needs at least."
+    )
+    pipeline_parallel_schedule: Literal[
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+        "PipelineScheduleSingle",
+        "PipelineScheduleMulti",
+    ] = Field("1F1B", description="Order in which micro-batches pass through the stages.")
+    pipeline_parallel_schedule_csv: str = Field(
+        "", description="CSV file of a schedule, for PipelineScheduleSingle and PipelineScheduleMulti."
+    )
+    pipeline_parallel_microbatch_size: int = Field(
+        1, gt=0, description="Samples per pipeline micro-batch; must divide training.local_batch_size."
+    )
+    pipeline_parallel_expert_parallel_overlap: bool = Field(
+        True, description="Overlap expert communication with computation (DualPipeV only)."
+    )
+    context_parallel_degree: int = Field(1, gt=0, description="Ranks over which each sequence is cut.")
+    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = Field(
+        "headtail", description="How positions are dealt to ranks so that causal attention is balanced. None: in order."
+    )
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = Field(
+        "allgather", description="How keys and values travel between ranks: gathered at once, or passed on in a ring."
+    )
+    expert_parallel_degree: int = Field(1, gt=0, description="Ranks over which the experts are distributed.")
+    expert_tensor_parallel_degree: int = Field(
+        1, gt=0, description="Ranks over which each expert is cut: 1, or tensor_parallel_degree."
+    )
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = Field(
+        "standard", description="Communication of tokens to experts: standard all-to-all, or DeepEP."
+    )
+
+    def conflicts(self) -> list[Conflict]:
+        found = []
+        if self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
+            found.append(
+                Conflict(
+                    "expert_tensor_parallel_degree",
+                    f"1 or tensor_parallel_degree = {self.tensor_parallel_degree}",
+                    "set it to 1 to keep experts whole",
+                    ("tensor_parallel_degree",),
+                )
+            )
+        if self.pipeline_parallel_schedule_csv and not self.pipeline_parallel_schedule.startswith("PipelineSchedule"):
+            found.append(
+                Conflict(
+                    "pipeline_parallel_schedule_csv",
+                    "empty unless pipeline_parallel_schedule is PipelineScheduleSingle or PipelineScheduleMulti",
+                    'set pipeline_parallel_schedule = "PipelineScheduleMulti"',
+                    ("pipeline_parallel_schedule",),
+                )
+            )
+        return found
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = Field(False, description="Save checkpoints and resume from them.")
+    enable_ft_dataloader_checkpoints: bool = Field(
+        True, description="With fault tolerance: each replica also saves its own data position."
+    )
+    folder: str = Field(
+        "checkpoint", min_length=1, description="Folder of the checkpoints step-N, below job.dump_folder."
+    )
+    interval: int = Field(500, gt=0, description="Save every this many steps, and at the end.")
+    initial_load_path: str | None = Field(
+        None, description="Checkpoint to start from (path of its step-N) when the run has no checkpoint of its own."
+    )
+    initial_load_model_only: bool = Field(
+        True, description="Take only the weights from initial_load_path; optimizer, schedule and data start anew."
+    )
+    initial_load_in_hf: bool = Field(False, description="initial_load_path holds Hugging Face safetensors.")
+    initial_load_in_hf_quantized: bool = Field(
+        False, description="initial_load_path holds quantised Hugging Face safetensors."
+    )
+    last_save_model_only: bool = Field(
+        True, description="The last save holds the weights alone. Set it to false to extend a finished run later."
+    )
+    last_save_in_hf: bool = Field(
+        False, description="Write the last save as Hugging Face safetensors; needs last_save_model_only."
+    )
+    export_dtype: Literal["float16", "bfloat16", "float32"] = Field(
+        "float32", description="Type of the weights in a last save with last_save_model_only."
+    )
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
+        "disabled",
+        description="Write checkpoints in the background; with_pinned_mem stages them in page-locked memory.",
+    )
+    keep_latest_k: KeepCount = Field(
+        10, description="Number of newest checkpoints kept, at least 2; older ones are deleted. 0 keeps all."
+    )
+    load_step: int = Field(-1, ge=-1, description="Step to resume from; -1 is the newest.")
+    exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = Field(
+        [], description="Parts of a checkpoint that are not loaded."
+    )
+    enable_first_step_checkpoint: bool = Field(
+        False, description="Also save after the first step, to learn early whether saving works."
+    )
+    create_seed_checkpoint: bool = Field(False, description="Save the initial weights as step-0 on one rank and end.")
+    load_only: bool = Field(False, description="Load checkpoints but save none.")
+    start: Literal["auto", "resume", "warm", "scratch"] = Field(
+        "auto",
+        description="auto: newest checkpoint of this run, else initial_load_path, else new weights. resume: there must "
+        "be a checkpoint. warm: weights of initial_load_path at step 0. scratch: new weights.",
+    )
+
+    def conflicts(self) -> list[Conflict]:
+        return [*self._conflicts_of_the_last_save(), *self._conflicts_of_the_start()]
+
+    def _conflicts_of_the_last_save(self) -> list[Conflict]:
+        if self.last_save_model_only:
+            return []
+        found = []
+        if self.last_save_in_hf:
+            found.append(
+                Conflict(
+                    "last_save_in_hf",
+                    "false while last_save_model_only = false: safetensors files hold no optimizer state",
+                    "set checkpoint.last_save_model_only = true, or checkpoint.last_save_in_hf = false",
+                    ("last_save_model_only",),
+                )
+            )
+        if self.export_dtype != "float32":
+            found.append(
+                Conflict(
+                    "export_dtype",
+                    '"float32" while last_save_model_only = false: only a save of the weights alone is converted',
+                    "set checkpoint.last_save_model_only = true, or leave export_dtype out",
+                    ("last_save_model_only",),
+                )
+            )
+        return found
+
+    def _conflicts_of_the_start(self) -> list[Conflict]:
+        path = ("initial_load_path",)
+        rules = (
+            (
+                self.initial_load_in_hf and not self.initial_load_model_only,
+                "initial_load_model_only",
+                "true while initial_load_in_hf = true: safetensors files hold no optimizer state",
+                "set checkpoint.initial_load_model_only = true",
+                ("initial_load_in_hf",),
+            ),
+            (
+                self.initial_load_in_hf_quantized and not self.initial_load_in_hf,
+                "initial_load_in_hf_quantized",
+                "false while initial_load_in_hf = false",
+                "set checkpoint.initial_load_in_hf = true",
+                ("initial_load_in_hf",),
+            ),
+            (
+                self.start == "warm" and self.initial_load_path is None,
+                "start",
+                'a checkpoint.initial_load_path, whose weights "warm" takes',
+                "set checkpoint.initial_load_path to the path of a step-N folder",
+                path,
+            ),
+            (
+                self.start == "scratch" and self.initial_load_path is not None,
+                "start",
+                'no checkpoint.initial_load_path: "scratch" begins with new weights',
+                'set checkpoint.start = "warm" to use those weights, or remove initial_load_path',
+                path,
+            ),
+            (
+                self.load_step >= 0 and self.start in ("warm", "scratch"),
+                "load_step",
+                f'-1 while start = "{self.start}": no step of this run is loaded',
+                'set checkpoint.start = "resume", or remove load_step',
+                ("start",),
+            ),
+        )
+        return [Conflict(key, expected, remedy, keys) for broken, key, expected, remedy, keys in rules if broken]
+
+
+class ActivationCheckpoint(Section):
+    """Trading computation for the memory of activations."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = Field(
+        "selective",
+        description="none: keep all activations. full: recompute each block. selective: see selective_ac_option. "
+        "memory_budget: let the compiler choose.",
+    )
+    selective_ac_option: NthOrOp = Field(
+        "2", description='A number n: recompute every n-th block. "op": recompute all but expensive operations.'
+    )
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = Field(
+        ["moe.router.gate"],
+        description='With "op": parts of module names; products with weights of these modules\' shapes are recomputed.',
+    )
+    early_stop: bool = Field(False, description="Stop recomputing a block as soon as all that is needed is there.")
+    memory_budget: float = Field(
+        0.5, ge=0, le=1, description="With memory_budget: share of activation memory to keep; 0 is as full, 1 as none."
+    )
+    visualize_memory_budget_pareto: bool = Field(
+        False, description="With memory_budget: write a picture of time against memory to job.dump_folder."
+    )
+    preserve_rng_state: bool = Field(
+        True, description="Restore the random state for recomputation, so that dropout repeats itself."
+    )
+    determinism_check: Literal["default", "none"] = Field(
+        "default", description="Compare shapes and types of recomputed tensors with the first ones, or not."
+    )
+    debug: bool = Field(False, description="Record the operations of each block to explain a failed determinism check.")
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = Field(False, description="Compile the parts listed in components.")
+    components: list[Literal["model", "loss"]] = Field(
+        ["model", "loss"], description="What is compiled: model (block by block), loss."
+    )
+    backend: str = Field("inductor", min_length=1, description="Backend of torch.compile.")
+
+
+class Float8Linear(Section):
+    """float8 matrix products in linear layers (converter quantize.linear.float8)."""
+
+    enable_fsdp_float8_all_gather: bool = Field(False, description="Gather FSDP weights in float8.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = Field(
+        False, description="Compute the scales of all weights in one pass after each optimizer step."
+    )
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
+        None, description="Scaling recipe; unset: tensorwise with the settings of this section."
+    )
+    filter_fqns: list[str] = Field([], description="Linear layers whose names contain one of these stay as they are.")
+    emulate: bool = Field(False, description="Compute as float8 would, on devices without it. For tests.")
+
+
+class MXLinear(Section):
+    """MXFP8 matrix products in linear layers (converter quantize.linear.mx)."""
+
+    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = Field(
+        "triton", description="Kernel that casts along the other dimension."
+    )
+    recipe_name: str = Field("mxfp8_cublas", description="MX recipe of torchao.")
+    filter_fqns: list[str] = Field(
+        ["output"], description="Linear layers whose names contain one of these stay as they are."
+    )
+
+
+class Float8GroupedMM(Section):
+    """float8 in the experts' grouped products (converter quantize.grouped_mm.float8)."""
+
+    fqns: list[str] = Field([], description="Modules whose names contain one of these are converted.")
+
+
+class MXGroupedMM(Section):
+    """MXFP8 in the experts' grouped products (converter quantize.grouped_mm.mx)."""
+
+    recipe_name: str = Field("mxfp8", description="MX recipe of torchao.")
+    fqns: list[str] = Field([], description="Modules whose names contain one of these are converted.")
+
+
+class QuantizeLinear(Section):
+    """Low precision in linear layers."""
+
+    float8: Float8Linear = Field(Float8Linear(), description="float8 in linear layers.")
+    mx: MXLinear = Field(MXLinear(), description="MXFP8 in linear layers.")
+
+
+class QuantizeGroupedMM(Section):
+    """Low precision in the experts' grouped matrix products."""
+
+    float8: Float8GroupedMM = Field(Float8GroupedMM(), description="float8 in grouped products.")
+    mx: MXGroupedMM = Field(MXGroupedMM(), description="MXFP8 in grouped products.")
+
+
+class Quantize(Section):
+    """Settings of the quantising converters of model.converters."""
+
+    linear: QuantizeLinear = Field(QuantizeLinear(), description="Linear layers.")
+    grouped_mm: QuantizeGroupedMM = Field(QuantizeGroupedMM(), description="Grouped matrix products.")

@@ -1,0 +1,203 @@
+"""Sections about what is learnt and from what: model, optimizer, schedule, training, data, loss, validation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from torchtitan_like.config.base import Conflict, MinusOneOrPositive, Section
+
+
+class Model(Section):
+    """Which model, in which size."""
+
+    name: str = Field("llama3", description="Registered name of the model.")
+    flavor: str = Field(
+        "debugmodel", description="Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3."
+    )
+    hf_assets_path: str = Field(
+        "./tests/assets/tokenizer",
+        min_length=1,
+        description="Folder with the tokenizer and, for weights in Hugging Face's format, config.json and the index. "
+        "Relative to the current directory.",
+    )
+    tokenizer_path: str | None = Field(
+        None, description="Deprecated: folder or file of the tokenizer, if it does not lie in model.hf_assets_path."
+    )
+    converters: list[
+        Literal["quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.linear.mx", "quantize.grouped_mm.mx"]
+    ] = Field([], description="Converters applied to the model, in this order.")
+    print_after_conversion: bool = Field(False, description="Print the model after the converters were applied.")
+    args: dict[str, Any] = Field(
+        {}, description="Sizes that override the flavor's, e.g. dim = 512 or n_layers = 8. Any argument of the model."
+    )
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer lies: a folder, or a tiktoken file."""
+        return self.tokenizer_path or self.hf_assets_path
+
+
+class Optimizer(Section):
+    """The optimizer."""
+
+    name: Literal["Adam", "AdamW"] = Field("AdamW", description="Optimizer: Adam or AdamW (decoupled weight decay).")
+    lr: float = Field(8e-4, gt=0, description="Peak learning rate; the schedule multiplies it.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the running mean of gradients.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the running mean of squared gradients.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay; AdamW multiplies it with the learning rate.")
+    implementation: Literal["for-loop", "foreach", "fused"] = Field(
+        "fused",
+        description="fused: one kernel per group, fastest on CPU too. foreach: a few. for-loop: per parameter.",
+    )
+    early_step_in_backward: bool = Field(
+        False,
+        description="Update each parameter as soon as its gradient is complete and free it. No gradient clipping.",
+    )
+    no_weight_decay: list[str] = Field(
+        [], description='Patterns of parameter names without weight decay, e.g. ["*norm*", "*.bias"].'
+    )
+
+
+class LRScheduler(Section):
+    """The learning rate over the steps: warm-up, stable phase, decay."""
+
+    warmup_steps: int = Field(200, ge=0, description="Steps of linear warm-up from 0 to optimizer.lr.")
+    total_steps: int | None = Field(
+        None,
+        gt=0,
+        description="Step at which the decay ends. Unset: training.steps; set it so that a run can be extended.",
+    )
+    decay_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of total_steps in which the rate decays, after a stable phase. Unset: all but the warm-up.",
+    )
+    decay_type: Literal["linear", "sqrt", "cosine"] = Field(
+        "linear", description="Shape of the decay: linear, sqrt (1 - square root), cosine."
+    )
+    min_lr_factor: float = Field(
+        0.0, ge=0, le=1, description="Share of the peak learning rate that is left at the end of the decay."
+    )
+
+
+class DataLoader(Section):
+    """Worker processes that prepare batches."""
+
+    num_workers: int = Field(0, ge=0, description="Worker processes per rank; 0 prepares batches in the main process.")
+    persistent_workers: bool = Field(False, description="Keep workers alive between epochs.")
+    pin_memory: bool = Field(False, description="Put batches in page-locked memory, for faster copies to a GPU.")
+    prefetch_factor: int | None = Field(
+        None, gt=0, description="Batches each worker prepares ahead. Unset: PyTorch's default."
+    )
+
+    def conflicts(self) -> list[Conflict]:
+        if self.num_workers > 0:
+            return []
+        needs = "false unless num_workers > 0", "set num_workers to 1 or more", ("num_workers",)
+        found = [Conflict("persistent_workers", *needs)] if self.persistent_workers else []
+        if self.prefetch_factor is not None:
+            found.append(Conflict("prefetch_factor", "unset unless num_workers > 0", *needs[1:]))
+        return found
+
+
+class Training(Section):
+    """Batches, steps, numerics of training."""
+
+    dataset: str = Field(
+        "c4_test", description="Name of the training text (see docs); ignored where [data.sources] names the text."
+    )
+    dataset_path: str | None = Field(
+        None, description="File, folder or glob of the training text, in place of where `dataset` lies."
+    )
+    local_batch_size: int = Field(8, gt=0, description="Samples of one micro-batch on each data-parallel rank.")
+    global_batch_size: MinusOneOrPositive = Field(
+        -1,
+        description="Samples per step over all ranks = local_batch_size x data-parallel ranks x accumulation. "
+        "-1: without accumulation.",
+    )
+    seq_len: int = Field(2048, gt=0, description="Tokens per sample.")
+    max_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this total L2 norm.")
+    steps: int = Field(10000, gt=0, description="Steps to train, counted from the beginning of the first run.")
+    enable_cpu_offload: bool = Field(
+        False, description="Keep parameters, gradients and optimizer states in host memory (FSDP2, needs a GPU)."
+    )
+    dtype: Literal["bfloat16", "float32", "float64"] = Field(
+        "float32", description="Type in which weights and optimizer states are stored."
+    )
+    mixed_precision_param: Literal["bfloat16", "float32", "float64"] = Field(
+        "bfloat16", description="Type in which the model computes."
+    )
+    mixed_precision_reduce: Literal["float32", "float64"] = Field(
+        "float32", description="Type in which gradients are reduced."
+    )
+    gc_freq: int = Field(
+        50, ge=0, description="Python's garbage is collected every this many steps on all ranks; 0 leaves it to Python."
+    )
+    gc_debug: bool = Field(False, description="Collect garbage at every step and report cycles that hold tensors.")
+    dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the training data.")
+
+
+class DataSource(Section):
+    """One text: where it lies and how it is read."""
+
+    path: str = Field(min_length=1, description="File, folder or glob; relative to the current directory.")
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = Field(
+        "auto", description="Format of the files; auto goes by the file's ending."
+    )
+    text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
+    weight: float = Field(1.0, gt=0, description="Share of this source in a mixture, relative to the other weights.")
+    max_epochs: int = Field(0, ge=0, description="Times the source is read; 0 is without limit.")
+
+
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+class Data(Section):
+    """Where text comes from and how it becomes samples."""
+
+    sources: dict[SourceName, DataSource] = Field({}, description="The training texts, one table per name.")
+    cache_folder: str | None = Field(
+        None,
+        description="Folder of the token cache. Unset: beside the data, or in job.dump_folder if that is read-only.",
+    )
+    shuffle: bool = Field(True, description="Shuffle documents and samples, anew in every epoch.")
+    mask_document_starts: bool = Field(
+        False, description="The first token of a document is not a label: it cannot be known from the document before."
+    )
+    add_bos: bool = Field(True, description="Put the beginning-of-text token before each document.")
+    add_eos: bool = Field(True, description="Put the end-of-text token after each document.")
+
+
+class Loss(Section):
+    """The loss function."""
+
+    chunk_mib: int = Field(
+        64,
+        ge=0,
+        description="MiB of float32 logits that chunked cross-entropy holds at once; 0 computes all in one piece.",
+    )
+
+
+class Validation(Section):
+    """Loss on held-out text, always on the same samples."""
+
+    enable: bool = Field(False, description="Validate while training.")
+    dataset: str = Field(
+        "c4_validation", description="Name of the validation text; ignored where [validation.sources] names the text."
+    )
+    dataset_path: str | None = Field(
+        None, description="File, folder or glob of the validation text, in place of where `dataset` lies."
+    )
+    local_batch_size: int = Field(8, gt=0, description="Samples of one batch on each data-parallel rank.")
+    seq_len: int = Field(2048, gt=0, description="Tokens per sample.")
+    freq: int = Field(10, gt=0, description="Validate every this many steps, and after the first step.")
+    steps: MinusOneOrPositive = Field(
+        -1,
+        description="Batches of local_batch_size samples over all ranks together; -1 reads the whole text once.",
+    )
+    dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the validation data.")
+    sources: dict[SourceName, DataSource] = Field({}, description="The validation texts, one table per name.")

@@ -1,0 +1,70 @@
+"""A configuration as TOML text that can be loaded again."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from torchtitan_like.config.base import Section
+from torchtitan_like.config.fields import Path, settings_of
+from torchtitan_like.config.schema import JobConfig
+
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+def dump_toml(config: JobConfig) -> str:
+    """Every setting with its resolved value, section by section.
+
+    Settings that are None are left out if that is their default, and written as the word "None" otherwise: TOML has no
+    null. ``job.config_file`` is left out: it has no meaning in a file.
+    """
+    blocks: list[str] = []
+    for setting in settings_of(JobConfig):
+        _write_section(getattr(config, setting.path[0]), setting.path, blocks)
+    return "\n".join(blocks)
+
+
+def _write_section(section: Section, path: Path, blocks: list[str]) -> None:
+    lines, tables = [], []
+    for setting in settings_of(type(section), path):
+        value = getattr(section, setting.path[-1])
+        if setting.is_named_tables:
+            tables += [(named, (*setting.path, name)) for name, named in value.items()]
+        elif isinstance(value, Section) or setting.is_free:
+            tables.append((value, setting.path))
+        elif setting.key != "job.config_file" and not (value is None and setting.default is None):
+            lines.append(f"{setting.path[-1]} = {toml_value(value)}\n")
+    if lines:
+        blocks.append(f"[{_key(path)}]\n" + "".join(lines))
+    for table, table_path in tables:
+        if isinstance(table, Section):
+            _write_section(table, table_path, blocks)
+        elif table:
+            body = "".join(f"{_key((name,))} = {toml_value(item)}\n" for name, item in table.items())
+            blocks.append(f"[{_key(table_path)}]\n{body}")
+
+
+def _key(path: Path) -> str:
+    return ".".join(name if _BARE_KEY.match(name) else _string(name) for name in path)
+
+
+def toml_value(value: Any) -> str:
+    """One value in TOML."""
+    if value is None:
+        return '"None"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key((name,))} = {toml_value(item)}" for name, item in value.items()) + "}"
+    return str(value)
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

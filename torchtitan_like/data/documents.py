@@ -1,0 +1,335 @@
+"""Documents in files: which files a path means, how they are cut into pieces of work, and the texts of a piece.
+
+A piece is a pure description (file, range); reading it needs nothing else, so any process can read any piece. Documents
+are numbered by file in the order of names, then by their place in the file; pieces keep that order.
+
+Formats: *text*, a file is one document; *jsonl*, a line is a JSON object with the text in one field, blank lines
+are skipped; *parquet* and *arrow* (also a Hugging Face data set saved to disk), a row is a document and a column
+holds the text. Text is UTF-8. Anything else raises DataError with file and line (or row).
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Format = Literal["text", "jsonl", "parquet", "arrow"]
+
+ENDINGS: dict[str, tuple[str, ...]] = {
+    "text": (".txt", ".text"),
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+}
+CACHE_FOLDER_NAME = "token_cache"  # never taken for data
+
+# Work is cut into pieces of about this size: one is read, tokenised and committed as a whole. A half-built token cache
+# counts pieces, so cutting them differently needs another token_cache.FORMAT_VERSION.
+PIECE_BYTES = 8 * 2**20
+_READ_BYTES = 2**20
+_DATASET_MARKS = ("dataset_info.json", "state.json")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of one source, sorted. ``folder`` is the deepest one that holds them all."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    format: Format
+    text_field: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a file: bytes (text, jsonl), row groups (parquet) or record batches (arrow); ``size`` is about its
+    bytes of text.
+    """
+
+    file: Path
+    start: int
+    stop: int
+    size: int
+
+
+Piece = tuple[Span, ...]
+
+
+def find_corpus(path: str, format_name: str = "auto", text_field: str = "text") -> Corpus:
+    """The files that ``path`` (a file, a glob, or a folder with all below it) means.
+
+    Raises DataError where there is none, or where the format cannot be told.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        files = [given]
+    elif given.is_dir():
+        files = _files_below(given, format_name)
+    else:
+        matches = glob.glob(str(given), recursive=True)
+        files = sorted(Path(match) for match in matches if os.path.isfile(match))
+    if not files:
+        what = "a folder without files of a known ending" if given.is_dir() else "not a file, folder or matching glob"
+        raise DataError(
+            f"no data at {path!r}: it is {what} (relative paths start at {os.getcwd()}; {_known_endings()})"
+        )
+    files = [file.absolute() for file in files]
+    found_format = _format_of(files) if format_name == "auto" else format_name
+    folder = Path(os.path.commonpath([file.parent for file in files]))
+    return Corpus(folder, tuple(files), found_format, text_field)  # type: ignore[arg-type]  # checked by the schema
+
+
+def plan_pieces(corpus: Corpus) -> list[Piece]:
+    """Cut the corpus into pieces of about ``PIECE_BYTES``; small files are put together. Reads no text."""
+    pieces: list[Piece] = []
+    current: list[Span] = []
+    for file in corpus.files:
+        for span in _spans(corpus, file):
+            if current and piece_size(current) + span.size > PIECE_BYTES:
+                pieces.append(tuple(current))
+                current = []
+            if current and current[-1].file == file:
+                span = Span(file, current[-1].start, span.stop, current.pop().size + span.size)
+            current.append(span)
+    return [*pieces, tuple(current)] if current else pieces
+
+
+def piece_size(piece: Iterable[Span]) -> int:
+    """About the bytes of text of a piece."""
+    return sum(span.size for span in piece)
+
+
+def read_piece(corpus: Corpus, piece: Piece) -> Iterator[str]:
+    """The documents of ``piece`` in order. Raises DataError with file and line (or row) for what is not as it
+    should be.
+    """
+    for span in piece:
+        if corpus.format == "text":
+            yield _decode(span.file, span.file.read_bytes(), 0)
+        elif corpus.format == "jsonl":
+            yield from _read_lines(span, corpus.text_field)
+        else:
+            yield from _read_table(span, corpus.format, corpus.text_field)
+
+
+def _files_below(folder: Path, format_name: str) -> list[Path]:
+    if (folder / "dataset_dict.json").exists():
+        splits = sorted(child.name for child in folder.iterdir() if (child / "state.json").exists())
+        raise DataError(
+            f"{folder} holds several splits ({', '.join(splits)}): give the path of one, as {folder / splits[0]}"
+        )
+    if all((folder / mark).exists() for mark in _DATASET_MARKS):
+        format_name = "arrow"
+    names = ENDINGS.values() if format_name == "auto" else [ENDINGS[format_name]]
+    endings = tuple(ending for group in names for ending in group)
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != CACHE_FOLDER_NAME]
+        found += [Path(parent, name) for name in files if name.endswith(endings) and not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(folder).parts)
+
+
+def _known_endings() -> str:
+    return "known endings: " + "; ".join(f"{name}: {' '.join(endings)}" for name, endings in ENDINGS.items())
+
+
+def _format_of(files: list[Path]) -> str:
+    by_ending = {ending: name for name, endings in ENDINGS.items() for ending in endings}
+    found: dict[str, Path] = {}
+    for file in files:
+        if file.suffix not in by_ending:
+            raise DataError(
+                f"the format of {file} cannot be told by its ending ({_known_endings()}): set the source's `format`"
+            )
+        found.setdefault(by_ending[file.suffix], file)
+    if len(found) > 1:
+        examples = ", ".join(f"{name} ({file})" for name, file in found.items())
+        raise DataError(
+            f"files of several formats in one source: {examples}; set the source's `format` or give a narrower path"
+        )
+    return next(iter(found))
+
+
+def _spans(corpus: Corpus, file: Path) -> Iterator[Span]:
+    if corpus.format in ("text", "jsonl"):
+        size = file.stat().st_size
+        step = PIECE_BYTES if corpus.format == "jsonl" else max(size, 1)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            yield Span(file, start, stop, stop - start)
+        return
+    with _Table(file, corpus.format, corpus.text_field) as table:
+        for index, size in enumerate(table.sizes()):
+            yield Span(file, index, index + 1, size)
+
+
+def _decode(file: Path, raw: bytes, start: int) -> str:
+    """Text of ``raw``, which starts at byte ``start`` of ``file``."""
+    try:
+        return raw.decode("utf-8-sig" if start == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        line = _line_number(file, start + error.start)
+        raise DataError(
+            f"{file}, line {line}: byte 0x{raw[error.start]:02x} at {start + error.start:,} is not UTF-8 "
+            f"({error.reason}): convert the file to UTF-8"
+        ) from error
+
+
+def _line_number(file: Path, position: int) -> int:
+    """The line, counted from 1, in which byte ``position`` stands."""
+    newlines = 0
+    with file.open("rb") as stream:
+        while position > 0 and (chunk := stream.read(min(position, _READ_BYTES))):
+            newlines += chunk.count(b"\n")
+            position -= len(chunk)
+    return newlines + 1
+
+
+def _read_lines(span: Span, field: str) -> Iterator[str]:
+    """Documents of the lines that begin in the byte range of ``span``."""
+    with span.file.open("rb") as stream:
+        if span.start > 0:  # the line across the border belongs to the range before
+            stream.seek(span.start - 1)
+            while stream.tell() < span.stop and (part := stream.readline(_READ_BYTES)) and not part.endswith(b"\n"):
+                continue
+        while (start := stream.tell()) < span.stop:
+            line = stream.readline()
+            if line.strip():
+                yield _parse_line(span.file, line, start, field)
+
+
+def _parse_line(file: Path, line: bytes, start: int, field: str) -> str:
+    def fault(found: str) -> DataError:
+        return DataError(
+            f'{file}, line {_line_number(file, start)}: {found}; expected a JSON object with text in "{field}"'
+        )
+
+    try:
+        document = json.loads(_decode(file, line, start))
+    except json.JSONDecodeError as error:
+        raise fault(f"malformed JSON ({error.msg} at character {error.colno})") from error
+    except RecursionError as error:
+        raise fault("JSON nested too deeply") from error
+    if not isinstance(document, dict):
+        raise fault(f"found a JSON {type(document).__name__}")
+    if field not in document:
+        raise fault(
+            f'no field "{field}" among {", ".join(map(repr, document)) or "none"} (set the source\'s `text_field`)'
+        )
+    text = document[field]
+    if not isinstance(text, str):
+        raise fault(f'"{field}" is {json.dumps(text)[:40]}')
+    if b"\\u" in line:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise fault(f"half of a surrogate pair at character {error.start + 1} of the text") from error
+    return text
+
+
+def _read_table(span: Span, format_name: str, field: str) -> Iterator[str]:
+    with _Table(span.file, format_name, field) as table:
+        for index in range(span.start, span.stop):
+            row = 0
+            try:
+                for text in table.column(index):
+                    row += 1
+                    if text is None:
+                        raise DataError(f'{table.where(index, row)}: "{field}" is null, expected text')
+                    yield text
+            except UnicodeDecodeError as error:
+                raise DataError(f"{table.where(index, row + 1)}: the text is not UTF-8 ({error.reason})") from error
+
+
+class _Table:
+    """A parquet or arrow file as numbered chunks of rows. pyarrow is imported here, so that other formats do not
+    need it.
+    """
+
+    def __init__(self, file: Path, format_name: str, field: str) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._file, self._field = file, field
+        self._arrow = pyarrow
+        self._parquet: Any = None
+        self._batches: list[Any] = []
+        try:
+            if format_name == "parquet":
+                self._parquet = pyarrow.parquet.ParquetFile(str(file))
+                schema = self._parquet.schema_arrow
+            else:
+                self._batches, schema = self._open_arrow(file)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{file} is not a readable {format_name} file: {error}") from error
+        self._check_column(schema)
+
+    def __enter__(self) -> _Table:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._parquet is not None:
+            self._parquet.close()
+
+    def sizes(self) -> list[int]:
+        """About the bytes of text of each chunk."""
+        if self._parquet is None:
+            return [batch.column(self._field).nbytes for batch in self._batches]
+        metadata = self._parquet.metadata
+        groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+        column = metadata.schema.names.index(self._field)
+        return [group.column(column).total_uncompressed_size for group in groups]
+
+    def column(self, index: int) -> Iterable[str | None]:
+        """The texts of one chunk."""
+        if self._parquet is None:
+            batches: Iterable[Any] = [self._batches[index]]
+        else:
+            batches = self._parquet.iter_batches(batch_size=1024, row_groups=[index], columns=[self._field])
+        try:
+            for batch in batches:
+                yield from (value.as_py() for value in batch.column(self._field))
+        except (self._arrow.ArrowException, OSError) as error:
+            raise DataError(f"{self._file} is damaged: {error}") from error
+
+    def where(self, index: int, row: int) -> str:
+        """File and row, counted from 1 over the whole file, of the ``row``-th row of a chunk."""
+        if self._parquet is None:
+            before = sum(batch.num_rows for batch in self._batches[:index])
+        else:
+            before = sum(self._parquet.metadata.row_group(earlier).num_rows for earlier in range(index))
+        return f"{self._file}, row {before + row}"
+
+    def _open_arrow(self, file: Path) -> tuple[list[pyarrow.RecordBatch], pyarrow.Schema]:
+        """Record batches (not loaded: memory-mapped) of an Arrow stream, as `datasets` writes it, or of an Arrow
+        file.
+        """
+        source = self._arrow.memory_map(str(file))
+        if source.read(6) == b"ARROW1":
+            reader = self._arrow.ipc.open_file(source)
+            return [reader.get_batch(index) for index in range(reader.num_record_batches)], reader.schema
+        source.seek(0)
+        stream = self._arrow.ipc.open_stream(source)
+        return list(stream), stream.schema
+
+    def _check_column(self, schema: pyarrow.Schema) -> None:
+        if self._field not in schema.names:
+            raise DataError(
+                f'{self._file} has no column "{self._field}" but {", ".join(schema.names)}: set '
+                "the source's `text_field`"
+            )
+        kind = schema.field(self._field).type
+        value = kind.value_type if self._arrow.types.is_dictionary(kind) else kind
+        tests = (self._arrow.types.is_string, self._arrow.types.is_large_string)
+        if not any(test(value) for test in tests):
+            raise DataError(f'{self._file}: column "{self._field}" is {kind}, expected string')

@@ -1,0 +1,71 @@
+"""Samples of ``seq_len`` tokens, cut from the documents laid end to end ("concat and split").
+
+Sample i reads tokens [i * seq_len, i * seq_len + seq_len]: seq_len inputs, and as labels the same shifted by one.
+The last token of a sample is thus the first of the next, and every token but the very first of the corpus is a
+label exactly once. The
+last sample may be shorter: it is padded, and padding is never a label.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError
+from .token_file import TokenFile
+
+PACKING = "concat-and-split, version 1"
+NO_SAMPLE = -1  # a sample index that stands for nothing but padding
+
+
+class PackedSamples:
+    """The samples of a token file. Holds no token itself: the file is memory-mapped."""
+
+    def __init__(self, file: TokenFile, seq_len: int, *, mask_document_starts: bool) -> None:
+        if file.meta.num_tokens < 2:
+            raise DataError(
+                f"the text of {file.folder} has {file.meta.num_tokens} token: expected 2 or more, an input and a label"
+            )
+        self.file, self.seq_len, self.mask_document_starts = file, seq_len, mask_document_starts
+        num_labels = file.meta.num_tokens - 1
+        self.num_samples = -(-num_labels // seq_len)
+        self._num_full = num_labels // seq_len
+        stride = file.tokens.itemsize
+        shape, strides = (self._num_full, seq_len + 1), (seq_len * stride, stride)
+        self._full = np.lib.stride_tricks.as_strided(file.tokens, shape, strides, writeable=False)
+
+    def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Tokens of ``samples`` (rows,), of the file's type, as (rows, seq_len + 1), zero-padded; how many of each
+        row are real, (rows,).
+
+        ``NO_SAMPLE`` gives a row of padding.
+        """
+        lengths = np.full(samples.shape, self.seq_len + 1, np.int64)
+        full = (samples >= 0) & (samples < self._num_full)
+        if full.all():
+            return self._full[samples], lengths
+        rows = np.zeros((len(samples), self.seq_len + 1), self.file.tokens.dtype)
+        rows[full] = self._full[samples[full]]
+        tail = self.file.tokens[self._num_full * self.seq_len :]
+        is_tail = samples == self._num_full
+        rows[is_tail, : len(tail)] = tail
+        lengths[~full] = 0
+        lengths[is_tail] = len(tail)
+        return rows, lengths
+
+    def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places (row, column) in the labels (rows, seq_len) of ``samples`` that are the first token of a document,
+        if those are masked.
+        """
+        if not self.mask_document_starts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first_label = np.maximum(samples, 0) * self.seq_len + 1
+        starts = self.file.offsets[:-1]
+        low = np.searchsorted(starts, first_label.astype(np.uint64))
+        high = np.searchsorted(starts, (first_label + self.seq_len).astype(np.uint64))
+        counts = np.where(samples >= 0, high - low, 0)
+        row = np.repeat(np.arange(len(samples)), counts)
+        document = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+        return row, starts[document].astype(np.int64) - first_label[row]

@@ -1,0 +1,292 @@
+"""Tokenizers behind one interface: Hugging Face ``tokenizer.json`` and tiktoken ``.model`` files.
+
+Text is only ever text: where a document happens to contain the characters of a special token, they become ordinary
+tokens. BOS and EOS are put in by whoever builds the token stream.
+
+Which tokens are BOS and EOS is read from ``bos_token`` and ``eos_token`` of ``tokenizer_config.json`` or
+``special_tokens_map.json`` beside the vocabulary (a ``null`` there means "none"); where neither file names
+them, they are looked up among the usual names (``<|begin_of_text|>``, ``</s>``, ...).
+
+tiktoken files hold the ordinary tokens only. Their special tokens are those of ``added_tokens_decoder`` in a
+``tokenizer_config.json`` beside the file; without one, the 256 of Llama 3 where the file has Llama 3's 128,000
+tokens, else ``<|begin_of_text|>`` and ``<|end_of_text|>`` behind the last token. Text is cut into words by Llama
+3's pattern.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from .errors import TokenizerError
+
+__all__ = ["LLAMA3_PATTERN", "Tokenizer", "TokenizerError", "check_vocabulary", "load_tokenizer"]
+
+# How Llama 3 cuts text into words before it merges bytes (its published tokenizer.json, "pre_tokenizer").
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_NUM_RANKS = 128_000
+LLAMA3_NUM_SPECIALS = 256
+
+_BOS_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]")
+_EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+
+# A longer run of blanks, or of anything else, is encoded in pieces: as Llama 3 does, and tiktoken's stack overflows
+# near 10^6.
+_MAX_RUN = 25_000
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    path: what was loaded, and can be loaded again by another process. vocab_size: largest id + 1.
+    bos_id, eos_id: None where the tokenizer has no such token. fingerprint: a hash of all that determines the ids
+    of a text.
+    """
+
+    path: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without BOS and EOS."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, special tokens by their names; bytes that are no UTF-8 become U+FFFD."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.vocab_size:,} tokens, BOS {self.bos_id}, EOS {self.eos_id}"
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer from a file, or from a folder that holds ``tokenizer.json`` or else one ``.model`` or
+    ``.tiktoken`` file.
+
+    Raises TokenizerError where there is none, or where it cannot be read.
+    """
+    given = Path(path).expanduser()
+    file = _vocabulary_file(given) if given.is_dir() else given
+    if not file.is_file():
+        raise TokenizerError(
+            f"no tokenizer at {str(path)!r}: expected tokenizer.json or a tiktoken .model file, or a folder with one; "
+            "set model.hf_assets_path to where it lies (scripts/download_assets.py fetches one)"
+        )
+    return _HuggingFaceTokenizer(file) if file.suffix == ".json" else _TiktokenTokenizer(file)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, add_bos: bool, add_eos: bool) -> None:
+    """Raise TokenizerError, with every reason, unless a model of ``vocab_size`` can be trained on what the
+    tokenizer gives.
+    """
+    problems = []
+    if tokenizer.vocab_size > vocab_size:
+        problems.append(
+            f"its largest id is {tokenizer.vocab_size - 1}, the model has a vocabulary of {vocab_size}: choose the "
+            f"tokenizer that belongs to the model, or set model.args.vocab_size to {tokenizer.vocab_size} or more"
+        )
+    for wanted, token_id, name, key in (
+        (add_bos, tokenizer.bos_id, "beginning-of-text (BOS)", "data.add_bos"),
+        (add_eos, tokenizer.eos_id, "end-of-text (EOS)", "data.add_eos"),
+    ):
+        if wanted and token_id is None:
+            problems.append(
+                f"it has no {name} token, and {key} is true: set {key} = false, or name one in tokenizer_config.json"
+            )
+    if problems:
+        raise TokenizerError(f"the tokenizer {tokenizer.path} does not fit: " + "; ".join(problems))
+
+
+class _HuggingFaceTokenizer(Tokenizer):
+    def __init__(self, file: Path) -> None:
+        import tokenizers  # here, so that a config check without a tokenizer does not pay for it
+
+        self.path = str(file)
+        content = _read_json(file)
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+        # What the file may carry from whoever saved it must not cut documents or turn their text into special tokens.
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.bos_id, self.eos_id = _bos_and_eos(file.parent, vocabulary)
+        added = self._inner.get_added_tokens_decoder()
+        for token_id, token in added.items():
+            if token_id in (self.bos_id, self.eos_id) and not token.special:
+                self._inner.add_special_tokens([tokenizers.AddedToken(token.content, special=True)])
+        parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        self.fingerprint = _fingerprint(
+            "tokenizer.json", json.dumps([content.get(part) for part in parts], sort_keys=True)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+
+
+class _TiktokenTokenizer(Tokenizer):
+    def __init__(self, file: Path) -> None:
+        import tiktoken
+
+        self.path = str(file)
+        ranks = _read_ranks(file)
+        specials = _special_tokens(file, ranks)
+        self._inner = tiktoken.Encoding(
+            name=file.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = max(*ranks.values(), *specials.values()) + 1
+        self.bos_id, self.eos_id = _bos_and_eos(file.parent, specials)
+        self.fingerprint = _fingerprint(
+            "tiktoken", LLAMA3_PATTERN, repr(sorted(ranks.items(), key=lambda item: item[1]))
+        )
+
+    def encode(self, text: str) -> list[int]:
+        if not _has_long_run(text):
+            return self._inner.encode_ordinary(text)
+        return [token_id for piece in _cut_long_runs(text) for token_id in self._inner.encode_ordinary(piece)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids))
+
+
+def _vocabulary_file(folder: Path) -> Path:
+    if (folder / "tokenizer.json").exists():
+        return folder / "tokenizer.json"
+    found = sorted(file for ending in ("*.model", "*.tiktoken") for file in folder.glob(ending))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise TokenizerError(f"{folder} has several tokenizers ({names}): give the file that is meant, not the folder")
+    return found[0] if found else folder / "tokenizer.json"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def _read_optional_json(file: Path) -> dict[str, Any]:
+    return _read_json(file) if file.exists() else {}
+
+
+def _bos_and_eos(folder: Path, ids: dict[str, int]) -> tuple[int | None, int | None]:
+    """Ids of BOS and EOS: as the files beside the vocabulary name them, else by the usual names."""
+    files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    contents = {file: _read_optional_json(file) for file in files}
+
+    def look_up(key: str, usual_names: tuple[str, ...]) -> int | None:
+        for file, content in contents.items():
+            if key in content:
+                name = content[key]["content"] if isinstance(content[key], dict) else content[key]
+                if name is not None and name not in ids:
+                    raise TokenizerError(f"{file} names {name!r} as {key}, which is not in the vocabulary beside it")
+                return None if name is None else ids[name]
+        return next((ids[name] for name in usual_names if name in ids), None)
+
+    return look_up("bos_token", _BOS_NAMES), look_up("eos_token", _EOS_NAMES)
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    """The table of a tiktoken file: one line per token, its bytes in base64, a blank, its rank (which is its id)."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise TokenizerError(
+                f"{file}, line {number}: expected a token in base64 and its rank, as in tiktoken files; "
+                "SentencePiece models, which are often called tokenizer.model too, are used through the "
+                "tokenizer.json of the same model"
+            ) from error
+    if len(set(ranks.values())) != len(ranks) or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise TokenizerError(f"{file} is incomplete: expected different ranks and a token for each of the 256 bytes")
+    return ranks
+
+
+def _special_tokens(file: Path, ranks: dict[bytes, int]) -> dict[str, int]:
+    """Special tokens and their ids, which a tiktoken file does not hold."""
+    config = file.parent / "tokenizer_config.json"
+    added = _read_optional_json(config).get("added_tokens_decoder")
+    if added:
+        try:
+            specials = {str(token["content"]): int(token_id) for token_id, token in added.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TokenizerError(
+                f'{config}: expected added_tokens_decoder = {{"<id>": {{"content": "<text>"}}}}'
+            ) from error
+        taken = sorted(set(specials.values()) & set(ranks.values()))
+        if taken:
+            raise TokenizerError(f"{config} gives the id {taken[0]} to a special token, {file.name} to an ordinary one")
+        return specials
+    num_ranks = max(ranks.values()) + 1
+    if num_ranks == LLAMA3_NUM_RANKS:
+        return {name: num_ranks + offset for offset, name in enumerate(_llama3_special_names())}
+    return {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1}
+
+
+def _llama3_special_names() -> list[str]:
+    """The special tokens of Llama 3.1, in the order of their ids (its published tokenizer_config.json)."""
+    names = {0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>"}
+    names |= {7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
+    reserved = (f"<|reserved_special_token_{number}|>" for number in range(LLAMA3_NUM_SPECIALS))
+    return [names[offset] if offset in names else next(reserved) for offset in range(LLAMA3_NUM_SPECIALS)]
+
+
+def _has_long_run(text: str) -> bool:
+    """Whether ``text`` may hold more than ``_MAX_RUN`` blanks, or non-blanks, in a row.
+
+    Looks at segments of half that length only: a longer run covers one of them wholly.
+    """
+    half = _MAX_RUN // 2
+    if len(text) <= _MAX_RUN:
+        return False
+    segments = (text[start : start + half] for start in range(0, len(text) - half + 1, half))
+    return any(segment.isspace() or segment.split(None, 1)[0] == segment for segment in segments)
+
+
+def _cut_long_runs(text: str) -> Iterator[str]:
+    start = 0
+    for run in re.finditer(r"\s+|\S+", text):
+        for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def _fingerprint(*parts: str) -> str:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part.encode())
+        state.update(b"\0")
+    return str(state.hexdigest())

@@ -1,0 +1,45 @@
+"""Validation batches: always the same samples, whatever the layout and however often they are read.
+
+Batch b is samples [b * local_batch_size, (b + 1) * local_batch_size) of the text in its own order; rank r of n
+reads the batches r, r + n, r + 2n, ... Which samples are read, and so the token-weighted mean of their loss, does
+not depend on n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from .batches import Batch, assemble
+from .packing import NO_SAMPLE, PackedSamples
+
+
+class ValidationBatches:
+    """Can be iterated any number of times. ``num_batches``: how many of the text's batches are read, -1 for all.
+
+    Every rank gets the same number of batches (its ``len``), as `Batch` with num_micro = 1; rows beyond the last
+    sample are masked wholly.
+    """
+
+    def __init__(
+        self, samples: PackedSamples, *, local_batch_size: int, num_batches: int, sharing: tuple[int, int]
+    ) -> None:
+        self._samples, self._local_batch_size = samples, local_batch_size
+        self._dp_rank, self._dp_size = sharing
+        in_text = -(-samples.num_samples // local_batch_size)
+        self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)
+        self.num_samples = min(samples.num_samples, self.num_batches * local_batch_size)
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_batches / self._dp_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        size = self._local_batch_size
+        for step in range(len(self)):
+            first = step * self._dp_size * size
+            positions = first + self._dp_rank * size + np.arange(size)
+            samples = np.where(positions < self.num_samples, positions, NO_SAMPLE)
+            after = min(first + self._dp_size * size, self.num_samples)
+            yield assemble(self._samples, samples, positions, (1, size), first_sample=first, position=after)

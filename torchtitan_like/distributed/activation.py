@@ -1,0 +1,125 @@
+"""Activation checkpointing, applied to a block by replacing its `forward`.
+
+Replacing `forward` instead of wrapping the module keeps every parameter's name what the model calls it, whatever is
+switched on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_scale import ActivationCheckpoint
+
+# Outputs worth their memory under the per-op policy: what is dearest to compute again.
+SAVED_OPS = (
+    "mm.default",
+    "addmm.default",
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+)
+
+
+def apply_activation_checkpointing(
+    blocks: dict[str, nn.Module], section: ActivationCheckpoint, *, compiled: bool
+) -> str:
+    """Apply `[activation_checkpoint]` to the blocks (fqn -> module), in place; returns a line for the log.
+
+    Numbers do not change: a recomputed activation is computed by the same operations on the same inputs.
+    """
+    if section.mode == "none":
+        return ""
+    if section.mode == "memory_budget":
+        return _set_memory_budget(section, compiled)
+    every = 1
+    contexts: Callable[[], Any] | None = None
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        recomputed = _mm_shapes(blocks, section.per_op_sac_force_recompute_mm_shapes_by_fqns)
+        contexts = partial(create_selective_checkpoint_contexts, _PerOpPolicy(recomputed))
+    elif section.mode == "selective":
+        every = int(section.selective_ac_option)
+    for index, block in enumerate(blocks.values()):
+        if index % every == 0:
+            _checkpoint_forward(block, section, contexts)
+    return f"Applied {section.mode} activation checkpointing to the model"
+
+
+def _checkpoint_forward(block: nn.Module, section: ActivationCheckpoint, contexts: Callable[[], Any] | None) -> None:
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": section.preserve_rng_state,
+        "determinism_check": section.determinism_check,
+        "debug": section.debug,
+        "early_stop": section.early_stop,
+    }
+    if contexts is not None:
+        options["context_fn"] = contexts
+    forward = block.forward
+
+    def checkpointed(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, **options)
+
+    block.forward = checkpointed
+
+
+class _PerOpPolicy:
+    """Saves the outputs of SAVED_OPS, except every second matrix product and those whose weight shape is listed.
+
+    Half of the matrix products cost half of the recompute and save half of the memory; which half matters little.
+    """
+
+    def __init__(self, recomputed_shapes: set[tuple[int, ...]]) -> None:
+        self._recomputed_shapes = recomputed_shapes
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op).removeprefix("aten.")
+        if name not in SAVED_OPS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if name.startswith(("mm", "addmm")):
+            weight = args[-1]
+            if tuple(weight.shape) in self._recomputed_shapes:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            if self._count(ctx) % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    def _count(self, ctx: Any) -> int:
+        """Number of matrix products met so far in this pass (forward and recompute count apart, and alike)."""
+        counter = "_recomputed_mms" if ctx.is_recompute else "_mms"
+        count: int = getattr(ctx, counter, 0) + 1
+        setattr(ctx, counter, count)
+        return count
+
+
+def _mm_shapes(blocks: dict[str, nn.Module], fqns: list[str]) -> set[tuple[int, ...]]:
+    """Shapes (in, out), as `mm` sees them, of the linear weights whose name contains one of `fqns`."""
+    return {
+        (module.in_features, module.out_features)
+        for fqn, block in blocks.items()
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and any(f in f"{fqn}.{name}" for f in fqns)
+    }
+
+
+def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> str:
+    if not compiled:
+        raise ValueError(
+            "activation_checkpoint.mode = 'memory_budget' is decided by the compiler: set compile.enable = true with "
+            "'model' among compile.components"
+        )
+    import torch._functorch.config as functorch_config
+
+    functorch_config.activation_memory_budget = section.memory_budget
+    functorch_config.visualize_memory_budget_pareto = section.visualize_memory_budget_pareto
+    return f"Activation memory budget is {section.memory_budget}"

@@ -1,0 +1,112 @@
+"""Data parallelism through one mechanism: FSDP2's `fully_shard` (FSDP, HSDP) and its `replicate` (DDP).
+
+Gradients are *summed* over data-parallel ranks: the loss is already divided by the global number of valid tokens, so
+a mean here would make the update depend on the topology. One mechanism for all of them also means one rule for mixed
+precision (parameters cast once per gather, gradients reduced in `mixed_precision_reduce`), on one rank as on many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchtitan_like.distributed.dims import ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchtitan_like.models.spec import ModelSpec
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def needs_wrapping(dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool) -> bool:
+    """A single rank whose parameters already have the compute dtype is left as a plain module."""
+    return dims.dp > 1 or dtype != mixed_precision_param or cpu_offload
+
+
+def apply_data_parallel(
+    model: nn.Module,
+    spec: ModelSpec,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    dims: ParallelDims,
+    *,
+    param_dtype: str,
+    reduce_dtype: str,
+    reshard: bool,
+    cpu_offload: bool,
+) -> str:
+    """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
+
+    Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, so it is
+    never resharded between the two. Returns the name of what was applied, for the log.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    wide = param_dtype == reduce_dtype
+    policy: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if wide else DTYPES[param_dtype], reduce_dtype=None if wide else DTYPES[reduce_dtype]
+        ),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
+    if dims.dp_replicate > 1 and dims.dp_shard == 1:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        name, dp_mesh = "DDP", mesh["dp_replicate"]
+
+        def wrap(module: Any, reshard_after: bool) -> None:
+            replicate(module, mesh=dp_mesh, **policy)  # nothing is gathered, so nothing is resharded
+
+    else:
+        hybrid = dims.dp_replicate > 1
+        name, dp_mesh = ("HSDP", mesh["dp_replicate", "dp_shard"]) if hybrid else ("FSDP", mesh["dp_shard"])
+
+        def wrap(module: Any, reshard_after: bool) -> None:
+            fully_shard(module, mesh=dp_mesh, reshard_after_forward=reshard_after, **policy)
+
+    for block in blocks:
+        wrap(block, reshard)
+    head = [model.get_submodule(fqn) for fqn in spec.last_modules]
+    if not _share_parameters(head, [model.get_submodule(fqn) for fqn in spec.first_modules]):
+        wrap(head, False)
+    wrap(model, reshard)
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+    return name
+
+
+def _share_parameters(some: list[nn.Module], others: list[nn.Module]) -> bool:
+    """True when a weight is tied between the two: its ends must then live in one group."""
+    seen = {id(p) for module in others for p in module.parameters()}
+    return any(id(p) in seen for module in some for p in module.parameters())
+
+
+class GradientSync:
+    """Says before each micro-batch which gradient collectives its backward runs.
+
+    Sharded gradients are reduce-scattered every micro-batch, so that the accumulator is the fp32 shard and never a
+    full gradient; the all-reduce over replicas (DDP, HSDP) waits for the last one: with n micro-batches its traffic
+    is 1/n.
+    """
+
+    def __init__(self, model: nn.Module, dims: ParallelDims) -> None:
+        self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
+        self._replicated = dims.dp_shard == 1
+
+    def prepare(self, is_last: bool) -> None:
+        """Call before the forward of each micro-batch."""
+        if self._root is None:
+            return
+        self._root.set_is_last_backward(is_last)
+        if self._replicated:
+            self._root.set_requires_gradient_sync(is_last)
+        else:
+            self._root.set_requires_all_reduce(is_last)

@@ -1,0 +1,48 @@
+"""Seeds and determinism. Randomness is a function of (seed, position), never carried state, so a resume needs none."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Debug
+
+
+def set_determinism(debug: Debug) -> list[str]:
+    """Apply `[debug]` determinism and matmul precision before anything is built; returns lines for the log.
+
+    With `deterministic`, what depends on timing is pinned: kernels, cuBLAS workspaces, Inductor's choices, and NCCL's
+    algorithm and protocol (whose choice changes the order of a sum).
+    """
+    torch.set_float32_matmul_precision(debug.matmul_precision)
+    lines = [f"float32 matmul precision: {debug.matmul_precision}"]
+    if debug.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+        pinned = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+        if torch.cuda.is_available():
+            pinned |= {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+        for name, value in pinned.items():
+            os.environ.setdefault(name, value)
+        lines.append("Deterministic algorithms are on (slower): " + ", ".join(f"{n}={os.environ[n]}" for n in pinned))
+    return lines
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any parts, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices) alike on every rank; whatever must differ derives its own seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,86 @@
+"""Degrees of parallelism -> one DeviceMesh: the only place that checks a layout against a world and builds a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchtitan_like.config.sections_scale import Parallelism
+
+# Outermost first: neighbours in the last dimension are neighbours on the node, where the traffic is heaviest.
+MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The size of every mesh dimension; their product is the world size."""
+
+    world_size: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Devices that share one stream of samples; throughput per device is divided by it."""
+        return self.cp * self.tp * self.pp
+
+    def mesh_shape(self) -> dict[str, int]:
+        """Dimensions larger than one, outermost first. One rank alone has a `dp_shard` of one."""
+        shape = {name: getattr(self, name) for name in MESH_ORDER if getattr(self, name) > 1}
+        return shape or {"dp_shard": 1}
+
+    def dp_coordinate(self, rank: int) -> int:
+        """Index of `rank` among the data-parallel ranks, in the order in which they read samples."""
+        return rank // (self.cp * self.tp) % self.dp
+
+    def counts_tokens(self, rank: int) -> bool:
+        """True on the one rank per data shard that reports the shard's tokens, so that no token counts twice."""
+        return rank == self.dp_coordinate(rank) * self.cp * self.tp
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """Build the mesh over the initialised default group. Dimension names are the keys of `mesh_shape`."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = self.mesh_shape()
+        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def resolve_degrees(parallelism: Parallelism, world_size: int) -> tuple[ParallelDims | None, list[str]]:
+    """Fill in `data_parallel_shard_degree = -1` and check the product of all degrees.
+
+    Returns the dims, or None with the reasons as one sentence each.
+    """
+    degrees = {
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+        "pp": parallelism.pipeline_parallel_degree,
+    }
+    errors = [f"{name} = {n} is not a degree: it must be >= 1" for name, n in degrees.items() if n < 1 and n != -1]
+    errors += [f"{name} = -1: only dp_shard can take the leftover ranks" for name, n in degrees.items()
+               if n == -1 and name != "dp_shard"]  # fmt: skip
+    if errors:
+        return None, errors
+
+    fixed = 1
+    for name, n in degrees.items():
+        fixed *= n if name != "dp_shard" else 1
+    if degrees["dp_shard"] == -1:
+        degrees["dp_shard"] = max(1, world_size // fixed)
+    formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
+    if fixed * degrees["dp_shard"] != world_size:
+        return None, [f"{formula} = {fixed * degrees['dp_shard']}, but the world has {world_size} ranks"]
+    return ParallelDims(world_size=world_size, ep=parallelism.expert_parallel_degree, **degrees), []

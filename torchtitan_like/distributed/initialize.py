@@ -1,0 +1,266 @@
+"""Initial weights that do not depend on the topology.
+
+An element's value is a function of the seed, its parameter's name and its place in the whole parameter, and of nothing
+else. So every rank computes exactly what it owns, without a message and without ever holding a whole parameter.
+
+The draw is a counter-based generator (splitmix64's mixing function) and the inverse of the normal distribution's CDF,
+written in operations that IEEE 754 fixes to the last bit (+ - * / sqrt, and integers): the weights are equal on any
+number of threads, vector level, machine and torch version. (`normal_` and `torch.special.ndtri` are not.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torchtitan_like.models.spec import InitRule
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.uint64]
+InitTable = tuple[tuple[str, "InitRule"], ...]
+
+# Elements drawn at a time: the temporaries stay in a core's cache, and memory does not grow with the model.
+BLOCK = 32_768
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def materialize(model: Any, device: torch.device) -> None:
+    """Give a model built on meta real, uninitialised memory on `device`, its ties and its buffers, in place."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.init_buffers(device)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
+    """Fill the parameters by the first matching rule of `init_table` (fnmatch pattern of the canonical name, rule).
+
+    Parameters may be plain or DTensors, on any device and of any floating dtype. A tied one is filled once, under the
+    name that comes first. Raises ValueError naming the parameters that no rule matches.
+    """
+    rules = {name: _find_rule(init_table, name) for name, _ in _parameters(model)}
+    unmatched = [name for name, rule in rules.items() if rule is None]
+    if unmatched:
+        raise ValueError(f"no rule of the init table matches {unmatched}: add a (pattern, InitRule) row for them")
+    for name, parameter in _parameters(model):
+        rule = rules[name]
+        assert rule is not None
+        local, _ = _owned(parameter)
+        if rule.kind in ("zeros", "ones"):
+            local.fill_(float(rule.kind == "ones"))
+            continue
+        key = _key(seed, name)
+        _fill(local, parameter, lambda index, key=key, rule=rule: _draw(key, index, rule))
+
+
+@torch.no_grad()
+def weight_hash(model: nn.Module, *, counts_plain: bool = True) -> int:
+    """This rank's share of a 64-bit hash of all weights: the sum mod 2^64 over all ranks is equal on every topology.
+
+    Each element's name, place and fp32 value enter the sum once: of the copies of a DTensor only the first counts. What
+    is not a DTensor is taken as whole on this rank; where several ranks hold it, all but one pass counts_plain=False.
+    """
+    total = 0
+    for name, parameter in _parameters(model):
+        local, counts = _owned(parameter)
+        if not (counts if _is_dtensor(parameter) else counts_plain):
+            continue
+        key = _key(0, name)
+        for index, values in _blocks(local, parameter):
+            bits = values.to(torch.float32).cpu().numpy().view(np.uint32).astype(np.uint64)
+            mixed = _mix(_mix(index * _GOLDEN + key) + bits)
+            total += int(mixed.sum(dtype=np.uint64))
+    return total % 2**64
+
+
+def canonical_name(fqn: str) -> str:
+    """A parameter's name as the model calls it, without what compiled and checkpointed wrappers add."""
+    for wrapper in WRAPPERS:
+        fqn = fqn.replace(wrapper, "")
+    return fqn
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for fqn, parameter in model.named_parameters():
+        yield canonical_name(fqn), parameter
+
+
+def _find_rule(init_table: InitTable, name: str) -> InitRule | None:
+    return next((rule for pattern, rule in init_table if fnmatchcase(name, pattern)), None)
+
+
+# ---- which elements are here
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements")
+
+
+def _owned(parameter: Any) -> tuple[Tensor, bool]:
+    """The local tensor, and whether this rank is the first of those that hold these elements."""
+    if not _is_dtensor(parameter):
+        return parameter.detach(), True
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return parameter.detach().to_local(), False
+    copies = [place for place, where in zip(coordinate, parameter.placements, strict=True) if where.is_replicate()]
+    return parameter.detach().to_local(), not any(copies)
+
+
+def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
+    """For each dimension, where this rank's local positions stand in the whole parameter.
+
+    The placements are applied to the positions themselves, from left to right, by the code that shards DTensors: uneven
+    and strided shards (FSDP over TP) come out as they are. Raises ValueError where that is not the local shape.
+    """
+    positions = [torch.arange(size) for size in parameter.shape]
+    if _is_dtensor(parameter):
+        mesh = parameter.device_mesh
+        for mesh_dim, placement in enumerate(parameter.placements):
+            if placement.is_replicate():
+                continue
+            if placement.is_partial():
+                raise ValueError(f"a parameter placed as {placement} has no elements of its own: shard or replicate it")
+            shards, _ = placement._split_tensor(positions[placement.dim], mesh.size(mesh_dim), with_padding=False)
+            positions[placement.dim] = shards[mesh.get_local_rank(mesh_dim)]
+        if tuple(map(len, positions)) != tuple(parameter.to_local().shape):
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the local shape "
+                f"{tuple(map(len, positions))}, but has {tuple(parameter.to_local().shape)}"
+            )
+    return [p.numpy() for p in positions]
+
+
+def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor]]:
+    """(flat index in the whole parameter, view of the local tensor) of at most BLOCK elements each, covering `local`."""
+    *leading, last = _global_index(parameter)
+    starts = np.zeros(1, dtype=np.int64)
+    for size, positions in zip(parameter.shape, leading, strict=False):
+        starts = (starts[:, None] * size + positions).ravel()
+    starts, columns = (starts * parameter.shape[-1]).astype(np.uint64), last.astype(np.uint64)
+    rows = local.view(-1, local.shape[-1]) if local.numel() else local.new_empty(0, 1)
+    height, width = max(BLOCK // max(len(columns), 1), 1), min(BLOCK, len(columns))
+    for top in range(0, rows.shape[0], height):
+        for left in range(0, rows.shape[1], width):
+            index = starts[top : top + height, None] + columns[left : left + width]
+            yield index, rows[top : top + height, left : left + width]
+
+
+def _fill(local: Tensor, parameter: Tensor, draw: Callable[[Integers], Floats]) -> None:
+    # Rounded to fp32 before anything narrower, so that a bf16 model starts from its fp32 twin's weights, rounded.
+    wide = torch.promote_types(local.dtype, torch.float32)
+    for index, block in _blocks(local, parameter):
+        block.copy_(torch.from_numpy(draw(index)).to(wide))
+
+
+# ---- the draw
+
+
+def _key(seed: int, name: str) -> np.uint64:
+    """Where a parameter's sequence of random numbers starts."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def _mix(x: Integers) -> Integers:
+    """splitmix64's output function (Steele, Lea & Flood, OOPSLA 2014), in place: arithmetic modulo 2^64."""
+    x ^= x >> np.uint64(30)
+    x *= _MIX_1
+    x ^= x >> np.uint64(27)
+    x *= _MIX_2
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
+    """The values of the elements at `index`, in float64."""
+    bits = _mix((index + np.uint64(1)) * _GOLDEN + key)
+    # 52 bits and a half: with 53 the half is rounded away above 0.5, and the largest number would become 1.
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    if rule.kind == "trunc_normal":
+        # Between the CDF's values at the cuts: every draw is used. 40 bits of it, so that no libm's last digit shows.
+        below = round(0.5 * math.erfc(rule.cut / math.sqrt(2.0)) * 2**40) * 2.0**-40
+        uniform = uniform * (1.0 - 2.0 * below) + below
+    values = normal_quantile(uniform)
+    if rule.kind == "trunc_normal":
+        np.clip(values, -rule.cut, rule.cut, out=values)
+    values *= rule.std
+    return values
+
+
+# Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution", PPND16: 16 digits.
+_CENTRE = (
+    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
+     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
+    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
+     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0),
+)  # fmt: skip
+_TAIL = (
+    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
+     3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0),
+    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
+     6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0),
+)  # fmt: skip
+_FAR_TAIL = (
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
+     2.96560571828504891230e-1, 1.78482653991729133580e0, 5.46378491116411436990e0, 6.65790464350110377720e0),
+    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
+     1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0),
+)  # fmt: skip
+
+
+def normal_quantile(p: Floats) -> Floats:
+    """z with P(standard normal < z) = p, for 0 < p < 1."""
+    q = p - 0.5
+    z = _ratio(_CENTRE, 0.180625 - q * q)
+    z *= q
+    outer = np.nonzero(np.abs(q) > 0.425)
+    tail = np.minimum(p[outer], 1.0 - p[outer])
+    r = np.sqrt(-_log(tail))
+    size = _ratio(_TAIL, r - 1.6)
+    far = np.nonzero(r > 5.0)
+    size[far] = _ratio(_FAR_TAIL, r[far] - 5.0)
+    z[outer] = np.copysign(size, q[outer])
+    return z
+
+
+def _ratio(coefficients: tuple[Iterable[float], Iterable[float]], x: Floats) -> Floats:
+    above, below = (_polynomial(c, x) for c in coefficients)
+    above /= below
+    return above
+
+
+def _polynomial(coefficients: Iterable[float], x: Floats) -> Floats:
+    """Horner's rule, highest power first. Product and sum are rounded apart: a fused one differs between machines."""
+    first, second, *rest = coefficients
+    total = first * x
+    total += second
+    for c in rest:
+        total *= x
+        total += c
+    return total
+
+
+def _log(x: Floats) -> Floats:
+    """Natural logarithm of normal numbers above 0, to 16 digits: numpy's own differs between vector levels.
+
+    x = m 2^e with 0.7 < m < 1.42; log m = 2 atanh(s) = 2 (s + s^3 / 3 + ...), s = (m - 1) / (m + 1), |s| < 0.18.
+    """
+    m, e = np.frexp(x)
+    small = m < math.sqrt(0.5)
+    m = np.where(small, 2.0 * m, m)
+    s = (m - 1.0) / (m + 1.0)
+    series = _polynomial([1.0 / k for k in range(21, 0, -2)], s * s)
+    return 2.0 * s * series + (e - small) * math.log(2.0)

@@ -1,0 +1,210 @@
+"""Process groups, backends, timeouts, and the step's one agreement.
+
+Every thread that communicates owns a gloo group of its own: two threads on one gloo group give wrong sums without an
+error. Groups are fields of `World`, handed to those who need them and never looked up from globals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_like.distributed.dims import ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger()
+
+CHECKPOINT_TIMEOUT = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class LaunchedAs:
+    """What the launcher told this process; one process without a launcher is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def launched_as(environ: dict[str, str] | None = None) -> LaunchedAs:
+    """Read torchrun's environment variables."""
+    env = os.environ if environ is None else environ
+    return LaunchedAs(int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1)))
+
+
+class HostGroup:
+    """A gloo group for small host-side exchanges, owned by the thread that made it.
+
+    With one rank there is no group at all and every call returns its input.
+    """
+
+    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
+        self.size = len(ranks)
+        self.group = dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def alone(cls) -> HostGroup:
+        """The group of one process that has no peers."""
+        return cls([0], timedelta(0))
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a HostGroup was used from a thread that does not own it; make one per thread")
+
+    def sum_async(self, values: list[int]) -> PendingSum:
+        """Start an int64 all-reduce (SUM) of `values`; every rank of the group calls it with as many values."""
+        self._check_thread()
+        vector = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(vector, group=self.group, async_op=True) if self.size > 1 else None
+        return PendingSum(vector, work)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies of every rank's CPU tensor, stacked in rank order: (ranks, *rows.shape)."""
+        self._check_thread()
+        if self.size == 1:
+            return rows.unsqueeze(0)
+        copies = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(copies, rows, group=self.group)
+        return torch.stack(copies)
+
+    def barrier(self) -> None:
+        """Wait for every rank of the group; the caller says what for."""
+        self.gather(torch.zeros(1))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value` in rank order. Not for the hot path."""
+        self._check_thread()
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The value of the group's first rank. Not for the hot path."""
+        self._check_thread()
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+
+@dataclass
+class PendingSum:
+    """An all-reduce under way."""
+
+    vector: torch.Tensor
+    work: Any
+
+    def wait(self) -> list[int]:
+        """Block until every rank has contributed; the sums, equal on every rank."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.vector.tolist()
+
+
+@dataclass
+class World:
+    """All that a rank knows of its peers."""
+
+    rank: int
+    local_rank: int
+    dims: ParallelDims
+    device: torch.device
+    mesh: DeviceMesh | None
+    step_group: HostGroup
+    checkpoint_group: HostGroup
+    owns_default_group: bool
+    _training_groups: list[Any] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.dims.world_size
+
+    def gather_from_data_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies of the CPU tensor of every rank that reads samples of its own: (data ranks, *rows.shape)."""
+        copies = self.step_group.gather(rows)
+        return copies[[rank for rank in range(self.size) if self.dims.counts_tokens(rank)]]
+
+    def tighten_timeouts(self, timeout: timedelta) -> None:
+        """Shorten every training group's timeout once the slow first step is over.
+
+        The checkpoint group keeps its own: a save may take longer than any step.
+        """
+        if self.size == 1:
+            return
+        logger.info(f"Synchronizing and adjusting timeout for all ProcessGroups to {timeout}")
+        # Barrier: no rank may shorten its clock while a peer is still compiling its first step.
+        self.step_group.barrier()
+        for group in self._training_groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def leave(self) -> None:
+        """Destroy the groups this process made.
+
+        NOTE: inside a larger world the mesh's groups stay: DTensor's caches outlive the run and reach a group through
+        any equal mesh, so a destroyed one would fail the next run.
+        """
+        if self.owns_default_group:
+            dist.destroy_process_group()
+            return
+        for host_group in (self.step_group, self.checkpoint_group):
+            if host_group.group is not None:
+                dist.destroy_process_group(host_group.group)
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The GPU of this local rank, or the CPU. A process that sees one device uses it whatever its local rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = local_rank if torch.cuda.device_count() > local_rank else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, needs_mesh: bool) -> World:
+    """Join the default group (made here unless the embedding program made it) and build meshes and host groups.
+
+    A single rank joins nothing unless `needs_mesh`: imports and start-up stay as light as a plain script's.
+    """
+    device = pick_device(launch.local_rank)
+    needs_group = dims.world_size > 1 or needs_mesh
+    owns = needs_group and not dist.is_initialized()
+    if owns:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+            store=dist.HashStore() if launch.world_size == 1 else None,
+        )
+    mesh = dims.build_mesh(device.type) if needs_group else None
+    ranks = list(range(dims.world_size))
+    step_group, checkpoint_group = HostGroup(ranks, timeout), HostGroup(ranks, CHECKPOINT_TIMEOUT)
+    groups = [step_group.group] if step_group.group is not None else []
+    if dims.world_size > 1 and mesh is not None:
+        groups += [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+        groups += [dist.group.WORLD] if owns and dist.group.WORLD not in groups else []
+    return World(
+        launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, _training_groups=groups
+    )
+
+
+def host_rank_label(rank: int) -> str:
+    """`[host:rank]`, the prefix that tells log lines of many processes apart."""
+    return f"[{socket.gethostname()}:{rank}]"

@@ -1,0 +1,87 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's stretched frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates each pair (i, i + head_dim / 2) of a head by `position * frequency_i`: Hugging Face's order of rows.
+
+    The tables are buffers of fp32 that no checkpoint holds, (max_seq_len, 1, head_dim). They are reached through the
+    module and never passed as an argument, because FSDP casts a module's floating arguments to the compute dtype.
+
+    factor: how much longer than `original_max_seq_len` the context is made; 1 leaves the frequencies as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_seq_len: int,
+        theta: float,
+        *,
+        factor: float = 1.0,
+        low_freq_factor: float = 1.0,
+        high_freq_factor: float = 4.0,
+        original_max_seq_len: int = 8192,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.max_seq_len, self.theta = head_dim, max_seq_len, theta
+        self.factor, self.low_freq_factor, self.high_freq_factor = factor, low_freq_factor, high_freq_factor
+        self.original_max_seq_len = original_max_seq_len
+        shape = (max_seq_len, 1, head_dim)
+        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+        if not self.cos.is_meta:
+            self.init_buffers(self.cos.device)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the tables, always on CPU and in the same way, and put them on `device` as fp32."""
+        position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
+        # Frequencies and angles are rounded to fp32 at the same places as in other implementations of Llama: at position
+        # 8192 a last digit of the frequency turns a head by 5e-4. Powers, cosines and sines are exact to the last digit.
+        angle = torch.outer(position, self.frequencies()).double()
+        cos, sin = angle.cos().float(), angle.sin().float()
+        self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device)
+        # The sine carries the sign of the rotated half: (a, b) -> (a cos - b sin, b cos + a sin).
+        self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device)
+
+    def frequencies(self) -> Tensor:
+        """Radians per position of each pair, (head_dim / 2,) in fp32: `theta^(-2i / head_dim)`, stretched if asked for.
+
+        Llama 3.1 stretches wavelengths (in tokens) beyond original_max_seq_len / low_freq_factor by `factor`, keeps those
+        below original_max_seq_len / high_freq_factor, and interpolates between the two (arXiv:2407.21783 and its code).
+        """
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        frequency = 1.0 / torch.pow(self.theta, exponent).float()
+        if self.factor == 1.0:
+            return frequency
+        wavelength = 2 * math.pi / frequency
+        kept = (self.original_max_seq_len / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        kept = kept.clamp(0.0, 1.0)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+    def tables(self, seq_len: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines for (seq, 1, head_dim), or (batch, seq, 1, head_dim) for `positions` (batch, seq)."""
+        if positions is not None:
+            return self.cos[positions], self.sin[positions]
+        if seq_len > self.max_seq_len:
+            raise ValueError(
+                f"a sequence of {seq_len} tokens is longer than max_seq_len = {self.max_seq_len}: "
+                "shorten it or raise max_seq_len in [model.args]"
+            )
+        return self.cos[:seq_len], self.sin[:seq_len]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads (batch, seq, heads, head_dim) by `RotaryEmbedding.tables`, in fp32 or wider, rounded once to x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)

@@ -1,0 +1,98 @@
+"""Append-only JSONL files: one flat object per line, floats that round-trip, no step twice after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["JsonlFile", "encode", "read_rows"]
+
+
+def encode(row: Mapping[str, object]) -> bytes:
+    """One line of valid JSON. Floats are written by ``repr``, so they come back bit for bit; JSON has no word for a
+    number that is not finite, so these become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float()`` reads.
+    """
+    safe = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+    return json.dumps(safe, allow_nan=False).encode() + b"\n"
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All rows of a file, with ``"nan"``, ``"inf"`` and ``"-inf"`` as floats again; [] when there is no file."""
+    if not Path(path).exists():
+        return []
+    words = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    rows = (json.loads(line) for line in Path(path).read_bytes().splitlines())
+    return [{key: words.get(v, v) if isinstance(v, str) else v for key, v in row.items()} for row in rows]
+
+
+class JsonlFile:
+    """A file of rows that each have an integer ``step``, opened at the first ``append``. One process writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Write the rows and hand them to the operating system: they outlive this process, though not a power cut."""
+        file = self._open()
+        file.write(b"".join(map(encode, rows)))
+        file.flush()
+
+    def byte_offset(self) -> int:
+        """The file's size in bytes once all of it is on the disk."""
+        file = self._open()
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+    def rewind(self, step: int, discarded: Path) -> int:
+        """Move what lies beyond ``step`` to the end of ``discarded``; returns how many lines moved.
+
+        Lines that are no whole row (a writer killed in mid-line) move too. Killed at any point this loses no line and
+        leaves none in ``path`` for ever: what moves is on the disk in ``discarded`` before it leaves ``path``.
+        """
+        self.close()
+        if not self.path.exists():
+            return 0
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        keep = [line for line in lines if _stays(line, step)]
+        if len(keep) == len(lines):
+            return 0
+        with open(discarded, "ab") as file:
+            file.writelines(line for line in lines if not _stays(line, step))
+            os.fsync(_flushed(file))
+        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        with open(temporary, "wb") as file:
+            file.writelines(keep)
+            os.fsync(_flushed(file))
+        os.replace(temporary, self.path)
+        return len(lines) - len(keep)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+        return self._file
+
+
+def _stays(line: bytes, step: int) -> bool:
+    """Whether ``line`` is a whole row of a step that the loaded state includes."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+
+
+def _flushed(file: BinaryIO) -> int:
+    file.flush()
+    return file.fileno()

@@ -1,0 +1,154 @@
+"""Profiler traces every few steps, and snapshots of the CUDA allocator's history, each for every rank."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Profiling
+
+__all__ = ["Profiler", "maybe_profile"]
+
+MAX_MEMORY_EVENTS = 100_000
+
+Barrier = Callable[[], None]
+
+
+class _Part(Protocol):
+    def step(self) -> None: ...
+
+    def stop(self, error: BaseException | None) -> None: ...
+
+
+class Profiler:
+    """What ``maybe_profile`` yields: call ``step`` once after every training step."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+
+@contextmanager
+def maybe_profile(
+    section: Profiling,
+    run_folder: Path,
+    rank: int,
+    step: int,
+    barrier: Barrier = lambda: None,
+) -> Iterator[Profiler]:
+    """Profile the loop inside as ``[profiling]`` says; ``step`` is the last step done before it (0 at a fresh start).
+
+    Files are ``<run_folder>/<save_traces_folder>/iteration_<step>/rank<rank>_trace.json`` and, for the allocator,
+    ``<save_memory_snapshot_folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``. A snapshot is also written, as
+    ``iteration_<step>_exit``, when the loop ends by running out of memory. ``barrier`` is called after each dump.
+    With both switched off nothing is imported.
+    """
+    parts: list[_Part] = []
+    if section.enable_profiling:
+        parts.append(_Traces(section, run_folder / section.save_traces_folder, rank, step, barrier))
+    if section.enable_memory_snapshot and _has_cuda():
+        parts.append(_MemorySnapshots(section, run_folder / section.save_memory_snapshot_folder, rank, step, barrier))
+    error: BaseException | None = None
+    try:
+        yield Profiler(parts)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        for part in parts:
+            part.stop(error)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    if not torch.cuda.is_available():
+        logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA allocator here")
+        return False
+    return True
+
+
+class _Traces:
+    """torch.profiler in cycles: idle, then ``profiler_warmup`` steps, then ``profiler_active`` recorded ones."""
+
+    def __init__(self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        self._folder, self._rank, self._step, self._barrier = folder, rank, step, barrier
+        active, warmup = section.profiler_active, section.profiler_warmup
+        cycle = schedule(wait=section.profile_freq - active - warmup, warmup=warmup, active=active)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        logger.info(f"Profiling active. Traces will be saved at {folder}")
+        # torch warns that each cycle forgets the one before, which is dumped by then.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        self._profile: Any = profile(
+            activities=activities,
+            # Shifted to the global step, so that a resumed run writes its traces at the same steps.
+            schedule=lambda index: cycle(index + step),
+            on_trace_ready=self._dump,
+            record_shapes=True,
+        )
+        self._profile.start()
+
+    def step(self) -> None:
+        self._step += 1
+        self._profile.step()
+
+    def stop(self, error: BaseException | None) -> None:
+        # A cycle cut short is not dumped: it is no picture of a step, and after an error the barrier would be a hang.
+        self._profile.on_trace_ready = None
+        self._profile.stop()
+
+    def _dump(self, profile: Any) -> None:
+        folder = self._folder / f"iteration_{self._step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        profile.export_chrome_trace(str(folder / f"rank{self._rank}_trace.json"))
+        seconds = time.perf_counter() - started
+        logger.info(f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds")
+        self._barrier()  # all ranks dump at this step: nobody starts the next one while another still writes
+
+
+class _MemorySnapshots:
+    """The CUDA allocator's history, dumped every ``profile_freq`` steps; view it at pytorch.org/memory_viz."""
+
+    def __init__(self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier) -> None:
+        import torch
+
+        self._memory = torch.cuda.memory
+        self._folder, self._rank, self._step, self._barrier = folder, rank, step, barrier
+        self._freq = section.profile_freq
+        logger.info(f"Memory profiler active. Snapshots will be saved at {folder}")
+        self._memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+
+    def step(self) -> None:
+        self._step += 1
+        if self._step % self._freq == 0:
+            self._dump(f"iteration_{self._step}")
+            self._barrier()  # as for traces: all ranks dump at this step
+
+    def stop(self, error: BaseException | None) -> None:
+        if error is not None and is_out_of_memory(error):
+            self._dump(f"iteration_{self._step}_exit")
+        self._memory._record_memory_history(enabled=None)
+
+    def _dump(self, name: str) -> None:
+        path = self._folder / name / f"rank{self._rank}_memory_snapshot.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        self._memory._dump_snapshot(str(path))
+        logger.info(f"Finished dumping memory snapshot {path} in {time.perf_counter() - started:.2f} seconds")

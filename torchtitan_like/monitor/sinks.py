@@ -1,0 +1,111 @@
+"""Where scalars go beside metrics.jsonl: TensorBoard and, if asked for, Weights & Biases. Imported only when used."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from torchtitan_like.monitor.log import logger
+
+__all__ = ["MissingPackage", "Sink", "TensorBoard", "WeightsAndBiases"]
+
+
+class MissingPackage(Exception):
+    """A sink is switched on whose package is not installed."""
+
+    def __init__(self, key: str, package: str, remedy: str) -> None:
+        super().__init__(f"{key} = true needs the package {package}, which is missing: {remedy}, or set {key} = false")
+
+
+class Sink(Protocol):
+    """Takes the scalars of one step; all it got is on its way when ``write`` returns."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files under ``<folder>/<date-time>``. Each attempt gets a folder of its own: a curve is never drawn twice
+    over steps that were rolled back. ``rank`` not 0 (``metrics.save_for_all_ranks``) writes below ``rank_<rank>``.
+
+    The package is imported at the first ``write``, which keeps it out of the time to the first step.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, wall_clock: Callable[[], float] = time.time) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingPackage("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard")
+        self.folder = _make_new(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_clock())), rank)
+        self._wall_clock = wall_clock
+        self._file: BinaryIO | None = None
+        logger.info(f"TensorBoard logging enabled. Logs will be saved at {self.folder}")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One record that holds all scalars, in the file when this returns.
+
+        Written here and now: handing it to tensorboard's writer thread and waiting for it takes five times as long.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        if self._file is None:
+            now = self._wall_clock()
+            name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
+            self._file = (self.folder / name).open("ab")
+            self._append(file_version="brain.Event:2")
+        self._append(step=step, summary=Summary(value=values))
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        RecordWriter(self._file).write(Event(wall_time=self._wall_clock(), **fields).SerializeToString())
+
+
+def _make_new(folder: Path, rank: int) -> Path:
+    """Make ``folder``, or the first of ``folder-2``, ``folder-3`` ... that nobody has."""
+    if rank > 0:
+        folder = folder / f"rank_{rank}"
+    number = 1
+    while True:
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            number += 1
+
+
+class WeightsAndBiases:
+    """A W&B run. Project, entity and name come from WANDB_PROJECT, WANDB_ENTITY (or WANDB_TEAM) and WANDB_RUN_NAME."""
+
+    def __init__(self, folder: Path, run_config: Mapping[str, object]) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise MissingPackage("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'")
+        import wandb  # type: ignore[import-not-found,unused-ignore]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan_like"),
+            entity=os.environ.get("WANDB_ENTITY") or os.environ.get("WANDB_TEAM"),
+            name=os.environ.get("WANDB_RUN_NAME"),
+            dir=str(folder),
+            config=dict(run_config),
+        )
+        logger.info("WandB logging enabled")
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,64 @@
+"""Gradient norm and clipping over parameters of any mix of meshes, on local shards."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Tensor = torch.Tensor
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
+    """This rank's gradient shards, grouped by the process groups over which they are sharded.
+
+    A replicated gradient has no such group and is counted as it is; nothing is counted twice.
+    """
+    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is None:
+            continue
+        if hasattr(grad, "placements"):
+            sharded = tuple(grad.device_mesh.get_group(i) for i, p in enumerate(grad.placements) if p.is_shard())
+            groups[sharded].append(grad.to_local())
+        else:
+            groups[()].append(grad)
+    return groups
+
+
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+    return torch.stack(norms).square().sum()
+
+
+def global_norm(squares: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    """The 2-norm over all ranks from local sums of squares, keyed by the groups over which they are sharded."""
+    if not squares:
+        raise ValueError("no parameter has a gradient: was backward run?")
+    total: Any = 0.0
+    for groups, square in squares.items():
+        for group in groups:
+            # Each rank of the group holds another shard: the squares add up to those of the full gradient.
+            dist.all_reduce(square, group=group)
+        total = total + square
+    norm: Tensor = total.sqrt()
+    return norm
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
+
+    The norm is computed in fp32 (float64 for float64 gradients) whatever the gradients' dtype: 0-dim, equal on every
+    rank. Nothing waits for it on the host. A non-finite norm makes every gradient non-finite; the caller gates the
+    update on it.
+    """
+    groups = local_gradients(parameters)
+    norm = global_norm({sharded_over: _sum_of_squares(grads) for sharded_over, grads in groups.items()})
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grads in groups.values():
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+    return norm

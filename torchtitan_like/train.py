@@ -1,0 +1,500 @@
+"""One run, told top to bottom: build -> loop -> close.
+
+`torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]`, or plain `python -m` for one
+process. What happens in a step is `Trainer.train_step`; in what order steps, saves and stops come is `Trainer.train`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.start import CheckpointError, Start
+from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Stateful
+from torchtitan_like.config import ConfigError, JobConfig, dump_toml
+from torchtitan_like.data.batches import Batch, chain
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.pipeline import build_train_batches, build_validation_batches
+from torchtitan_like.data.tokenizer import load_tokenizer
+from torchtitan_like.distributed.data_parallel import DTYPES, GradientSync, needs_wrapping
+from torchtitan_like.distributed.determinism import derive_seed, seed_everything, set_determinism
+from torchtitan_like.distributed.dims import resolve_degrees
+from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
+from torchtitan_like.distributed.parallelize import parallelize
+from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World, join_world, launched_as
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.monitor.flops import peak_flops
+from torchtitan_like.monitor.garbage import GarbageCollection
+from torchtitan_like.monitor.log import add_file, init_logger, logger
+from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
+from torchtitan_like.monitor.metrics import Metrics, StepRecord
+from torchtitan_like.monitor.profiler import maybe_profile
+from torchtitan_like.monitor.run_directory import RunDirectory, write_exit
+from torchtitan_like.optim.loss import chunked_cross_entropy
+from torchtitan_like.optim.optimizer import build_optimizer
+from torchtitan_like.optim.schedule import build_schedule, describe_change
+from torchtitan_like.preflight import load_checked
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.host_copy import HostCopy
+from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed_stop
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run is: global, small, the same on every rank and on every topology."""
+
+    step: int = 0
+    n_tokens_seen: int = 0
+    position: int = 0  # samples consumed
+    digest_chain: int = 0
+
+
+@dataclass
+class Fetched:
+    """The next step's batch (None: there is none) and the all-reduce that tells what all ranks know of it."""
+
+    batch: Batch | None
+    agreement: PendingSum
+    seconds: float
+
+
+class Trainer:
+    """Builds a run from a config; `train` then makes its steps. Order matters and is the order of the lines below."""
+
+    def __init__(self, config: JobConfig, world: World, checkpointer: Checkpointer, start: Start) -> None:
+        self.config = config
+        self.world = world
+        self.checkpointer = checkpointer
+        self.start = start
+        self.is_leader = world.rank == 0
+        self.progress = Progress(step=start.step)
+        self._prepare_run_directory()
+        self._build_data()
+        self._build_model()
+        self._build_optimizer()
+        self._build_monitor()
+        self._load()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.progress.step >= self.config.training.steps
+
+    # ---- build
+
+    def _prepare_run_directory(self) -> None:
+        """The folder that explains the run, then seeds and determinism."""
+        folder, group = self.config.job.dump_folder, self.world.step_group
+        made = RunDirectory(folder) if self.is_leader else None
+        self.run_directory = made or RunDirectory(folder, group.broadcast_object(None))
+        if made is not None:
+            group.broadcast_object(made.attempt)
+            made.write_config(dump_toml(self.config))
+            made.remove_exit()
+            made.capture_environment()
+        add_file(self.run_directory.log_file(self.world.rank))
+        logger.info(str(self.start))
+        self.checkpointer.claim(self.start)
+
+        for line in set_determinism(self.config.debug):
+            logger.info(line)
+        chosen = self.config.debug.seed if self.config.debug.seed is not None else self.start.seed
+        self.seed: int = group.broadcast_object(chosen if chosen is not None else secrets.randbits(31))
+        logger.info(f"Seed: {self.seed}" + ("" if self.config.debug.seed is not None else " (debug.seed is unset)"))
+        seed_everything(self.seed)
+        self.garbage = GarbageCollection(self.config.training.gc_freq, self.config.training.gc_debug)
+
+    def _build_data(self) -> None:
+        """Tokenizer and the stream of batches, at a global position."""
+        config, dims = self.config, self.world.dims
+        training = config.training
+        per_micro_batch = training.local_batch_size * dims.dp
+        self.global_batch_size = training.global_batch_size if training.global_batch_size > 0 else per_micro_batch
+        self.num_micro_batches = self.global_batch_size // per_micro_batch
+        shared: dict[str, Any] = {
+            "tokenizer": load_tokenizer(config.model.tokenizer_folder),
+            "dump_folder": config.job.dump_folder,
+            "dp_rank": dims.dp_coordinate(self.world.rank),
+            "dp_size": dims.dp,
+        }
+        self.batches = build_train_batches(
+            training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
+        )
+        self.validation_batches = None
+        if config.validation.enable:
+            self.validation_batches = build_validation_batches(config.validation, config.data, **shared)
+
+    def _build_model(self) -> None:
+        """Build on meta, cut over the mesh, materialise, and give every weight its topology-independent value."""
+        config = self.config
+        spec = get_spec(config.model.name)
+        args = resolve_args(spec, config.model.flavor, config.model.args)
+        logger.info(f"Building {config.model.name} {config.model.flavor} with {args}")
+        with torch.device("meta"):
+            model = spec.build(args).to(DTYPES[config.training.dtype])
+        num_params = sum(p.numel() for p in model.parameters())
+        logger.info(f"Model {config.model.name} {config.model.flavor} size: {num_params:,} total parameters")
+        compile_loss = config.compile.enable and "loss" in config.compile.components
+        head: Any = model.get_submodule(spec.last_modules[-1])
+        head.loss = chunked_cross_entropy(
+            config.loss.chunk_mib, compile_backend=config.compile.backend if compile_loss else None
+        )
+        for line in parallelize(
+            model,
+            spec,
+            self.world,
+            training=config.training,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile_section=config.compile,
+        ):
+            logger.info(line)
+        materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else self.world.device)
+        if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
+            initialize(model, spec.init_table(args), self.seed)
+        self.model = model.train()
+        self.gradient_sync = GradientSync(model, self.world.dims)
+        self.flops_per_token = spec.flops_per_token(args, config.training.seq_len)
+
+    def _build_optimizer(self) -> None:
+        section = self.config.optimizer
+        self.schedule = build_schedule(self.config.lr_scheduler, self.config.training.steps)
+        self.optimizer = build_optimizer(self.model.named_parameters(), section)
+        if not self.optimizer.gate_on_device:
+            logger.info(f"optimizer.implementation = {section.implementation!r} synchronises with the host each step")
+        self.states: dict[str, Stateful] = {
+            "model": ModelState(self.model),
+            "optimizer": self.optimizer,
+            "lr_scheduler": JsonState(lambda: asdict(self.schedule), self._compare_schedule),
+            "dataloader": JsonState(
+                lambda: self.batches.state_dict(self.progress.position), self.batches.load_state_dict
+            ),
+            "train_state": JsonState(lambda: asdict(self.progress), self._restore_progress),
+        }
+        self.halted = torch.zeros((), device=self.world.device)
+
+    def _build_monitor(self) -> None:
+        config, world = self.config, self.world
+        memory = build_memory_monitor(world.device)
+        logger.info(memory.describe())
+        peak = peak_flops(memory.device_name if world.device.type == "cuda" else "cpu", config.metrics.peak_flops)
+        shown = f"{peak:.3e} FLOP/s" if peak else "n/a"
+        logger.info(f"Peak FLOPS used for computing MFU: {shown}; {self.flops_per_token / 1e9:.3f} GFLOP per token = "
+                    f"6 (P - P_embedding) + 6 L H (2 head_dim) seq")  # fmt: skip
+        self.metrics = Metrics(
+            config.metrics,
+            folder=self.run_directory.folder,
+            attempt=self.run_directory.attempt,
+            writer=self.is_leader,
+            gather=self.world.gather_from_data_ranks,
+            flops_per_token=self.flops_per_token,
+            peak_flops=peak,
+            world_size=world.size,
+            memory_monitor=memory,
+            total_steps=config.training.steps,
+            rank=world.rank,
+            num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
+            run_config=config.model_dump() if config.metrics.enable_wandb else None,
+        )
+        self.requests = Requests()
+
+    def _load(self) -> None:
+        """Fill the run from its checkpoint, if it starts from one; then say what it is about to do."""
+        if self.start.kind == "scratch":
+            shares = self.world.step_group.gather_objects(weight_hash(self.model))
+            logger.info(f"Initial weights from seed {self.seed}, hash {sum(shares) % 2**64:016x} on any topology")
+        else:
+            self.checkpointer.load(self.start, self.states)
+            self.garbage.collect("GC collection after checkpoint loading")
+        # Where the run was after each of the last steps, and whether that step's update was left out.
+        self.recent = deque([(self.progress, HostCopy(self.halted))], maxlen=4)
+        self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
+        self.metrics.rewind(self.progress.step)
+        training = self.config.training
+        logger.info(
+            f"Trainer is initialized with local batch size {training.local_batch_size}, global batch size "
+            f"{self.global_batch_size} (= local x data parallel {self.world.dims.dp} x accumulation), gradient "
+            f"accumulation steps {self.num_micro_batches}, sequence length {training.seq_len} "
+            f"({self.global_batch_size * training.seq_len:,} tokens per step), total steps {training.steps} "
+            f"(warmup {self.schedule.warmup_steps})"
+        )
+
+    # ---- loop
+
+    def train(self) -> ExitCode:
+        """Make steps until the last one or until all ranks agree to stop; returns why it ended."""
+        config, first_step = self.config, self.progress.step + 1
+        logger.info(f"Training starts at step {first_step}")
+        restore_signals = self.requests.listen()
+        self.garbage.freeze()
+        reason = None
+        with maybe_profile(
+            config.profiling,
+            self.run_directory.folder,
+            self.world.rank,
+            self.progress.step,
+            self.world.step_group.barrier,
+        ) as profiler:
+            fetched = self._fetch(first_step)
+            while True:
+                sums = fetched.agreement.wait()
+                reason = agreed_stop(sums[3:])
+                if reason is not None or self.is_finished:
+                    break
+                step = self.progress.step + 1
+                self.garbage.run(step)
+                current, fetched = fetched, self._fetch(step + 1)
+                self.metrics.record(self.train_step(step, current, sums))
+                if self.metrics.due(step):
+                    self.metrics.log(step)
+                profiler.step()
+                if step == first_step:
+                    self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
+                if self.checkpointer.due(step, config.training.steps) and self.bad_step() is None:
+                    self.save(weights_only=self.is_finished and config.checkpoint.last_save_model_only)
+                if self.validation_batches and (self.is_finished or step % config.validation.freq == 0):
+                    self.validate(step)
+        restore_signals()
+        return self._finish(None if self.is_finished else reason)
+
+    def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
+        """Forward and backward of every micro-batch, one clipped and gated update. Nothing here waits for the device.
+
+        The loss of a micro-batch is the sum of its token losses over the *global* number of valid tokens of the step,
+        and gradients are summed over ranks: the update is that of one mean over all tokens, on any topology. The model
+        returns the loss itself, chunk by chunk, so that no logits outlive the forward.
+        """
+        batch, num_valid = fetched.batch, sums[0]
+        assert batch is not None
+        digest = (sums[1] + (sums[2] << 32)) % 2**64
+        lr = self.optimizer.peak_lr * self.schedule.factor(step)
+        self.optimizer.set_lr(lr)
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.world.device)
+        for micro in range(self.num_micro_batches):
+            self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
+            torch.manual_seed(derive_seed(self.seed, batch.first_sample, micro))
+            tokens = batch.tokens[micro].to(self.world.device, non_blocking=True)
+            labels = batch.labels[micro].to(self.world.device, non_blocking=True)
+            share = self.model(tokens, labels) / max(1, num_valid)
+            # A non-finite loss must reach every gradient, and so the global norm, on every rank.
+            share.backward(torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype))
+            loss = loss + share.detach()
+
+        grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
+        # Sticky: after a bad step no weight changes until the host has seen it and stops the run.
+        self.halted = torch.maximum(self.halted, grad_norm.isfinite().logical_not().float())
+        self.optimizer.step(skip=self.halted)
+
+        before = self.progress
+        num_tokens = self.global_batch_size * self.config.training.seq_len
+        self.progress = Progress(
+            step, before.n_tokens_seen + num_tokens, batch.position, chain(before.digest_chain, digest)
+        )
+        self.recent.append((self.progress, HostCopy(self.halted)))
+        return StepRecord(
+            step=step,
+            num_tokens=num_tokens,
+            num_valid_tokens=num_valid,
+            local_valid_tokens=batch.num_valid_tokens,
+            loss_share=loss,
+            grad_norm=grad_norm,
+            skipped=self.halted,
+            lr=lr,
+            data_digest=digest,
+            data_digest_chain=self.progress.digest_chain,
+            data_loading_s=fetched.seconds,
+        )
+
+    def _fetch(self, step: int) -> Fetched:
+        """The batch of `step` (none beyond the last) and, under way, the step's one bookkeeping all-reduce.
+
+        On the wire (int64, summed): valid tokens and the two halves of the data digest, counted once per data shard,
+        then one count per `Request`. It is waited for one step later, when it has long arrived.
+        """
+        begin = time.perf_counter()
+        wanted = step <= self.config.training.steps
+        batch = next(self.batches, None) if wanted else None
+        seconds = time.perf_counter() - begin
+        if wanted and batch is None:
+            self.requests.note(Request.DATA_EXHAUSTED)
+        if len(self.recent) > 1 and self.recent[-2][1].read():  # two steps ago: the device is done with it
+            self.requests.note(Request.BAD_NUMBERS)
+        counted = [0, 0, 0]
+        if batch is not None and self.world.dims.counts_tokens(self.world.rank):
+            counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
+        return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
+
+    def bad_step(self) -> int | None:
+        """The first of the recent steps whose numbers were not finite. Waits for the device."""
+        return next((progress.step for progress, halted in self.recent if halted.read()), None)
+
+    @torch.no_grad()
+    def validate(self, step: int) -> None:
+        """The exact mean loss per token over the validation set's fixed samples, the same on every topology."""
+        assert self.validation_batches is not None
+        begin = time.perf_counter()
+        self.metrics.flush(step)
+        with self.metrics.pause():
+            self.model.eval()
+            sums = torch.zeros(2, dtype=torch.float64)
+            for batch in self.validation_batches:
+                loss = self.model(batch.tokens[0].to(self.world.device), batch.labels[0].to(self.world.device))
+                sums += torch.tensor([loss.item(), batch.num_valid_tokens], dtype=torch.float64)
+            self.model.train()
+            loss_sum, num_tokens = self.world.gather_from_data_ranks(sums).sum(0).tolist()
+        mean = loss_sum / max(1.0, num_tokens)
+        self.metrics.validation(step, mean, None, int(num_tokens), time.perf_counter() - begin)
+
+    def save(self, *, weights_only: bool = False) -> None:
+        """Publish a checkpoint of where the run is now. Metrics up to here are on disk before it is visible."""
+        if not self.config.checkpoint.enable:
+            return
+        step = self.progress.step
+        self.metrics.flush(step)
+        with self.metrics.pause():
+            self.garbage.collect("GC collection before checkpoint saving")
+            summary = {"seed": self.seed, "metrics_bytes": self.metrics.byte_offset(), **asdict(self.progress)}
+            path = self.checkpointer.save(
+                step, self.states, weights_only=weights_only, config_toml=dump_toml(self.config), summary=summary
+            )
+            if self.is_leader:
+                self.run_directory.event("save", step=step, path=str(path), weights_only=weights_only)
+
+    # ---- close
+
+    def _finish(self, reason: Request | None) -> ExitCode:
+        """Leave on disk what the next start needs, and say why this one ended."""
+        self.metrics.flush(self.progress.step)
+        bad_step = self.bad_step()
+        if bad_step is not None:
+            # No weight has changed since the step before: that is the point to save and to go back to.
+            reason = Request.BAD_NUMBERS
+            self.progress = [progress for progress, halted in self.recent if not halted.read()][-1]
+            logger.error(
+                f"Step {bad_step} had a non-finite loss or gradient: the weights are those of step "
+                f"{self.progress.step}, and the run stops"
+            )
+        if reason is not None and self.checkpointer.newest_step != self.progress.step:
+            self.save()
+        code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
+        if self.is_leader:
+            self.run_directory.event("stop", reason=code.reason, code=int(code), step=self.progress.step)
+        logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason}")
+        return code
+
+    def close(self) -> None:
+        """Flush and release what the run holds."""
+        self.metrics.close()
+        self.garbage.close()
+        add_file(None)
+
+    def _position(self) -> dict[str, Any]:
+        return self.batches.state_dict(self.progress.position)
+
+    def _restore_progress(self, state: dict[str, Any]) -> None:
+        self.progress = Progress(**state)
+
+    def _compare_schedule(self, saved: dict[str, Any]) -> None:
+        # The schedule is the config's; a checkpoint's is only compared with it.
+        change = describe_change(saved, self.schedule, self.start.step + 1, self.optimizer.peak_lr)
+        if change is not None:
+            logger.warning(change)
+
+
+def read_config(argv: list[str], world_size: int) -> JobConfig:
+    """Load and check the config as a whole, before anything is built. Raises ConfigError with every problem."""
+    config, warnings = load_checked(
+        argv, world_size, training=True, device_type="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    for warning in warnings:
+        logger.warning(str(warning))
+    return config
+
+
+def _leave_word(config: JobConfig, launch: LaunchedAs, code: ExitCode, step: int) -> ExitCode:
+    """Write exit.json, from which launchers read why the run ended."""
+    if launch.rank == 0:
+        write_exit(config.job.dump_folder, code.reason, int(code), step)
+    return code
+
+
+def join(config: JobConfig, launch: LaunchedAs) -> World:
+    """Groups and meshes: everything a rank needs to know of the others."""
+    training = config.training
+    dims, errors = resolve_degrees(config.parallelism, launch.world_size)
+    assert dims is not None, errors  # preflight has reported these
+    shape = dims.mesh_shape()
+    logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
+    needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    return join_world(launch, dims, timeout, needs_mesh=needs_mesh)
+
+
+def run(config: JobConfig, launch: LaunchedAs) -> ExitCode:
+    """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
+    logger.info(f"Starting job: {config.job.description}")
+    world = join(config, launch)
+    step, code = 0, ExitCode.DONE
+    try:
+        checkpointer = Checkpointer(
+            config.checkpoint,
+            dump_folder=config.job.dump_folder,
+            group=world.checkpoint_group,
+            is_leader=world.rank == 0,
+        )
+        start = checkpointer.find_start()
+        step = start.step
+        if step >= config.training.steps:
+            logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
+        else:
+            trainer = Trainer(config, world, checkpointer, start)
+            try:
+                code = trainer.train()
+            finally:
+                step = trainer.progress.step
+                trainer.close()
+    except (CheckpointError, DataError) as problem:
+        code = ExitCode.STORAGE if isinstance(problem, CheckpointError) else ExitCode.BAD_DATA
+        logger.error(str(problem))
+    except Exception as problem:
+        if is_out_of_memory(problem):
+            logger.error(oom_advice())
+        raise
+    if world.rank == 0:
+        write_exit(config.job.dump_folder, code.reason, int(code), step)
+    world.leave()
+    logger.info("Process group destroyed")
+    return code
+
+
+def main(argv: list[str]) -> int:
+    """The command: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code."""
+    init_logger()
+    launch = launched_as()
+    try:
+        config = read_config(argv, launch.world_size)
+    except ConfigError as error:
+        if launch.rank == 0:
+            print(error, file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    if config.job.print_config and launch.rank == 0:
+        print(dump_toml(config))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(run(config, launch))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(run)(config, launch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
