@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ from torchtitan_like.monitor.log import add_file, init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, StepRecord
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.run_directory import RunDirectory, write_exit
+from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
 from torchtitan_like.optim.loss import chunked_cross_entropy
 from torchtitan_like.optim.optimizer import build_optimizer
-from torchtitan_like.optim.schedule import build_schedule, describe_change
+from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.host_copy import HostCopy
@@ -173,7 +174,7 @@ class Trainer:
         self.states: dict[str, Stateful] = {
             "model": ModelState(self.model),
             "optimizer": self.optimizer,
-            "lr_scheduler": JsonState(lambda: asdict(self.schedule), self._compare_schedule),
+            "lr_scheduler": SavedSchedule(self.schedule, self.start.step + 1, section.lr),
             "dataloader": JsonState(
                 lambda: self.batches.state_dict(self.progress.position), self.batches.load_state_dict
             ),
@@ -403,12 +404,6 @@ class Trainer:
     def _restore_progress(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state)
 
-    def _compare_schedule(self, saved: dict[str, Any]) -> None:
-        # The schedule is the config's; a checkpoint's is only compared with it.
-        change = describe_change(saved, self.schedule, self.start.step + 1, self.optimizer.peak_lr)
-        if change is not None:
-            logger.warning(change)
-
 
 def read_config(argv: list[str], world_size: int) -> JobConfig:
     """Load and check the config as a whole, before anything is built. Raises ConfigError with every problem."""
@@ -488,6 +483,8 @@ def main(argv: list[str]) -> int:
         return int(ExitCode.BAD_CONFIG)
     if config.job.print_config and launch.rank == 0:
         print(dump_toml(config))
+    if config.job.save_config_file and launch.rank == 0:
+        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return int(run(config, launch))
     from torch.distributed.elastic.multiprocessing.errors import record

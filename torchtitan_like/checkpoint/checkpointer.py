@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
 
 logger = logging.getLogger()
+# One process without a group is a normal way to run, not a mistake to be warned of.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 class Checkpointer:

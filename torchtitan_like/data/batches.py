@@ -45,9 +45,7 @@ class Batch:
 
 
 def chain(previous: int, digest: int) -> int:
-    """The digest of all steps so far from that of the steps before and this step's digest; all below 2**64. Starts
-    at 0.
-    """
+    """The digest of all steps so far, from that of the steps before (0 at the start) and this step's; in [0, 2**64)."""
     return int(xxhash.xxh3_64_intdigest(previous.to_bytes(8, "little") + digest.to_bytes(8, "little")))
 
 
@@ -55,7 +53,7 @@ class TrainBatches:
     """Iterator of `Batch`. All ranks see StopIteration at the same step: when ``max_epochs`` are read (0: never).
 
     The step in which the last epoch ends is filled up with samples that are masked wholly: no token is lost, and its
-    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size); raises nothing but StopIteration.
+    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size).
     """
 
     def __init__(
@@ -111,9 +109,7 @@ class TrainBatches:
         return {"position": self._position if position is None else position, "fingerprint": dict(self.fingerprint)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raises DataMismatch, naming each difference, where it belongs to another stream
-        of samples.
-        """
+        """Go to a saved position. Raises DataMismatch, with every difference, if it is one of another stream."""
         missing = object()
         saved, here = state["fingerprint"], self.fingerprint
         differing = [key for key in sorted({*saved, *here}) if saved.get(key, missing) != here.get(key, missing)]
@@ -135,7 +131,8 @@ class TrainBatches:
         if not self._ahead_from <= first <= behind <= self._ahead_from + len(self._ahead):
             self._ahead_from = first
             self._ahead = self._samples_at(np.arange(first, max(behind, first + _ORDER_AHEAD)))
-        return self._ahead[first - self._ahead_from + self._local]
+        samples: NDArray[np.int64] = self._ahead[first - self._ahead_from + self._local]
+        return samples
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, within = np.divmod(positions, self.num_samples_per_epoch)
@@ -157,8 +154,9 @@ def assemble(
     first_sample: int,
     position: int,
 ) -> Batch:
-    """A batch of ``samples`` (rows,), which stand at ``positions`` (rows,) of the stream; ``shape`` = (num_micro,
-    local_batch).
+    """A batch of ``samples`` (rows,), which stand at ``positions`` (rows,) of the stream.
+
+    shape: (num_micro, local_batch), with num_micro * local_batch = rows.
     """
     rows, lengths = packed.read(samples)
     # One allocation for both: they go to the device together.
@@ -176,9 +174,7 @@ def assemble(
 
 
 def _digest(rows: NDArray[Any], lengths: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-    """Sum over samples, modulo 2**64, of xxh3_64 of the real tokens as uint32 (little-endian), seeded with the
-    hashed position.
-    """
+    """Sum over rows, modulo 2**64, of xxh3_64(real tokens as little-endian uint32, seed = mix64(position))."""
     seeds = mix64(positions.astype(np.uint64)).tolist()
     words = rows.astype("<u4", copy=False)
     total = 0

@@ -52,8 +52,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a file: bytes (text, jsonl), row groups (parquet) or record batches (arrow); ``size`` is about its
-    bytes of text.
+    """A range of a file: bytes (text, jsonl), row groups (parquet) or record batches (arrow).
+
+    size: about the bytes of text in it.
     """
 
     file: Path
@@ -93,11 +94,13 @@ def plan_pieces(corpus: Corpus) -> list[Piece]:
     """Cut the corpus into pieces of about ``PIECE_BYTES``; small files are put together. Reads no text."""
     pieces: list[Piece] = []
     current: list[Span] = []
+    size = 0
     for file in corpus.files:
         for span in _spans(corpus, file):
-            if current and piece_size(current) + span.size > PIECE_BYTES:
+            if current and size + span.size > PIECE_BYTES:
                 pieces.append(tuple(current))
-                current = []
+                current, size = [], 0
+            size += span.size
             if current and current[-1].file == file:
                 span = Span(file, current[-1].start, span.stop, current.pop().size + span.size)
             current.append(span)
@@ -110,9 +113,7 @@ def piece_size(piece: Iterable[Span]) -> int:
 
 
 def read_piece(corpus: Corpus, piece: Piece) -> Iterator[str]:
-    """The documents of ``piece`` in order. Raises DataError with file and line (or row) for what is not as it
-    should be.
-    """
+    """The documents of ``piece`` in order. Raises DataError, with file and line (or row), for anything else."""
     for span in piece:
         if corpus.format == "text":
             yield _decode(span.file, span.file.read_bytes(), 0)
@@ -128,7 +129,7 @@ def _files_below(folder: Path, format_name: str) -> list[Path]:
         raise DataError(
             f"{folder} holds several splits ({', '.join(splits)}): give the path of one, as {folder / splits[0]}"
         )
-    if all((folder / mark).exists() for mark in _DATASET_MARKS):
+    if format_name == "auto" and all((folder / mark).exists() for mark in _DATASET_MARKS):
         format_name = "arrow"
     names = ENDINGS.values() if format_name == "auto" else [ENDINGS[format_name]]
     endings = tuple(ending for group in names for ending in group)

@@ -33,10 +33,11 @@ def mix64(values: Integers) -> Integers:
     """SplitMix64's step and output function (Steele, Lea, Flood 2014, fig. 14): a bijection of 64-bit integers;
     element-wise.
     """
-    mixed = values + _GOLDEN
+    mixed: Integers = values + _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
 
 
 def shuffled(positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -97,4 +98,5 @@ def _feistel(values: Integers, bits: int, keys: Integers) -> Integers:
     for half_round in range(0, _HALF_ROUNDS, 2):
         high = high ^ (mix64((keys + np.uint64(half_round)) ^ (low << np.uint64(32))) & high_mask)
         low = low ^ (mix64((keys + np.uint64(half_round + 1)) ^ (high << np.uint64(32))) & low_mask)
-    return (high << low_bits) | low
+    joined: Integers = (high << low_bits) | low
+    return joined

@@ -2,8 +2,7 @@
 
 Sample i reads tokens [i * seq_len, i * seq_len + seq_len]: seq_len inputs, and as labels the same shifted by one.
 The last token of a sample is thus the first of the next, and every token but the very first of the corpus is a
-label exactly once. The
-last sample may be shorter: it is padded, and padding is never a label.
+label exactly once. The last sample may be shorter: it is padded, and padding is never a label.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ class PackedSamples:
         self._full = np.lib.stride_tricks.as_strided(file.tokens, shape, strides, writeable=False)
 
     def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Tokens of ``samples`` (rows,), of the file's type, as (rows, seq_len + 1), zero-padded; how many of each
-        row are real, (rows,).
+        """Tokens of ``samples`` (rows,) as (rows, seq_len + 1) of the file's type, and how many of each row are real, (rows,).
 
-        ``NO_SAMPLE`` gives a row of padding.
+        The others are zero; ``NO_SAMPLE`` gives a row without a real one.
         """
         lengths = np.full(samples.shape, self.seq_len + 1, np.int64)
         full = (samples >= 0) & (samples < self._num_full)
@@ -56,9 +54,7 @@ class PackedSamples:
         return rows, lengths
 
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places (row, column) in the labels (rows, seq_len) of ``samples`` that are the first token of a document,
-        if those are masked.
-        """
+        """The labels of ``samples`` (rows,) that begin a document, if those are masked: their rows and columns."""
         if not self.mask_document_starts:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         first_label = np.maximum(samples, 0) * self.seq_len + 1

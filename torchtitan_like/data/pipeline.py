@@ -135,9 +135,7 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
 def _fingerprint(
     source: DataSource, data: Data, tokenizer: Tokenizer, samples: PackedSamples, seed: int
 ) -> dict[str, Any]:
-    """All that decides which tokens stand at a position. Layout, batch size and the place of the files are not
-    among it.
-    """
+    """All that decides which tokens stand at a position: not the layout, the batch size, the place of the files."""
     order = f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, version {PERMUTATION_VERSION}"
     meta = samples.file.meta
     return {

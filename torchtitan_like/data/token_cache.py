@@ -98,9 +98,7 @@ def _cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
 
 
 def _file_identities(corpus: Corpus) -> dict[str, Any]:
-    """Number of files and a hash of their names, sizes and times; names relative, so that a folder may be moved
-    with its cache.
-    """
+    """Number of files and a hash of names, sizes and times; names are relative: a folder moves with its cache."""
     state = xxhash.xxh3_128()
     for file in corpus.files:
         status = file.stat()
@@ -266,9 +264,7 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
 
 @dataclass
 class Progress:
-    """Rates and remaining time of a build that began at ``done`` of ``total`` bytes and at ``tokens`` tokens.
-    ``clock`` in seconds.
-    """
+    """Rates and remaining time of a build that began at ``done`` of ``total`` bytes and at ``tokens`` tokens."""
 
     total: int
     done: int

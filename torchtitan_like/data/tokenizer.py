@@ -77,8 +77,7 @@ class Tokenizer(ABC):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer from a file, or from a folder that holds ``tokenizer.json`` or else one ``.model`` or
-    ``.tiktoken`` file.
+    """Load a tokenizer from a file, or from a folder with ``tokenizer.json`` or else one ``.model`` or ``.tiktoken`` file.
 
     Raises TokenizerError where there is none, or where it cannot be read.
     """
@@ -93,9 +92,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, add_bos: bool, add_eos: bool) -> None:
-    """Raise TokenizerError, with every reason, unless a model of ``vocab_size`` can be trained on what the
-    tokenizer gives.
-    """
+    """Raise TokenizerError, with every reason, unless a model of ``vocab_size`` tokens can be trained on its ids."""
     problems = []
     if tokenizer.vocab_size > vocab_size:
         problems.append(

@@ -38,9 +38,16 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 def materialize(model: Any, device: torch.device) -> None:
     """Give a model built on meta real, uninitialised memory on `device`, its ties and its buffers, in place."""
-    model.to_empty(device=device)
+    model._apply(lambda tensor: _empty(tensor, device))
     model.tie_weights()
     model.init_buffers(device)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    """As `torch.empty_like` on `device`, which for a plain meta tensor would import 500 modules of torch's compiler."""
+    if _is_dtensor(tensor):
+        return torch.empty_like(tensor, device=device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 @torch.no_grad()

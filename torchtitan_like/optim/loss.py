@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,12 +49,13 @@ def _tokens_per_chunk(num_tokens: int, vocab_size: int, chunk_mib: int) -> int:
 
 
 def _loss_alone(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    wide = _wide(hidden)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for some_hidden, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-        logits = F.linear(some_hidden, weight).to(wide)
-        total += F.cross_entropy(logits, some_labels, ignore_index=IGNORED, reduction="sum")
-    return total.to(wide)
+        for tile in _tiles(F.linear(some_hidden, weight), some_labels):
+            counts = tile[1] != IGNORED
+            losses, _, _ = _losses(tile[0], tile[1].where(counts, 0))
+            total += losses.where(counts, 0).sum()
+    return total.to(_wide(hidden))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -74,26 +75,32 @@ def _softmax_in_tiles(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """As `_softmax`; on CPU the gradients overwrite the logits and no wide copy of them is ever whole."""
     if not logits.is_cpu:
         return _softmax(logits, labels)
-    tokens = max(TILE // logits.shape[-1], 1)
-    losses = [_softmax_in_place(*tile) for tile in zip(logits.split(tokens), labels.split(tokens), strict=True)]
-    return torch.cat(losses), logits
+    all_losses = []
+    for some_logits, some_labels in _tiles(logits, labels):
+        losses, p, total = _losses(some_logits, some_labels)
+        index = some_labels.unsqueeze(-1)
+        some_logits.copy_(p.mul_(total.reciprocal_()).scatter_add_(-1, index, _minus_one(index, p.dtype)))
+        all_losses.append(losses)
+    return torch.cat(all_losses), logits
 
 
-def _softmax_in_place(logits: Tensor, labels: Tensor) -> Tensor:
-    """Losses; `logits` become the gradients. Half the time of log_softmax and exp on CPU, and more exact.
+def _tiles(logits: Tensor, labels: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    tokens = max(TILE // logits.shape[-1], 1) if logits.is_cpu else max(len(logits), 1)
+    return zip(logits.split(tokens), labels.split(tokens), strict=True)
 
-    torch's kernel adds up a row one vector after the other: at 128,000 entries its sum is off by 1e-5. `sum` is not, so
-    it corrects the kernel. The log-sum-exp follows from the largest entry: log p_max = logit_max - logsumexp.
+
+def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (tokens,), softmax (tokens, vocab) and its sum (tokens, 1), by which the softmax is still to be divided.
+
+    Half the time of log_softmax and exp on CPU, and more exact: torch's kernels add up a row one vector after the other,
+    which is off by 1e-5 at 128,000 entries. `sum` is not, so it corrects the kernel. The log-sum-exp follows from the
+    largest entry: log p_max = logit_max - logsumexp.
     """
-    wide_logits = logits.to(_wide(logits))
-    labels = labels.unsqueeze(-1)
-    p = torch.softmax(wide_logits, dim=-1)
+    wide = logits.to(_wide(logits))
+    p = torch.softmax(wide, dim=-1)
     total = p.sum(-1, keepdim=True)
-    log_sum_exp = wide_logits.amax(-1, keepdim=True) - (p.amax(-1, keepdim=True) / total).log_()
-    losses = (log_sum_exp - wide_logits.gather(-1, labels)).squeeze(-1)
-    p.mul_(total.reciprocal_()).scatter_add_(-1, labels, _minus_one(labels, p.dtype))
-    logits.copy_(p)
-    return losses
+    log_sum_exp = wide.amax(-1, keepdim=True) - (p.amax(-1, keepdim=True) / total).log_()
+    return (log_sum_exp - wide.gather(-1, labels.unsqueeze(-1))).squeeze(-1), p, total
 
 
 def _minus_one(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import LRScheduler
+
+logger = logging.getLogger()
 
 # Share of the way down from the peak, left at `progress` in [0, 1] of the decay.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -58,13 +62,27 @@ def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
     return Schedule(warmup, decay, horizon, section.decay_type, section.min_lr_factor)
 
 
-def describe_change(saved: dict[str, Any], schedule: Schedule, step: int, peak_lr: float) -> str | None:
-    """What a schedule other than the checkpoint's (its fields) does to the learning rate of `step`; None if equal."""
-    old = Schedule(**saved)
-    if old == schedule:
-        return None
-    return (
-        f"The learning-rate schedule has changed: at step {step} the old one (horizon {old.horizon} steps) gives "
-        f"{peak_lr * old.factor(step):.3e}, the new one (horizon {schedule.horizon}) "
-        f"{peak_lr * schedule.factor(step):.3e}. Set lr_scheduler.total_steps to keep the horizon of a run that grows"
-    )
+@dataclass(frozen=True)
+class SavedSchedule:
+    """The schedule in a checkpoint: only compared on load, since the config's own is what counts.
+
+    `step` is the first one that will be made, `peak_lr` the rate that the schedule multiplies.
+    """
+
+    schedule: Schedule
+    step: int
+    peak_lr: float
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"json": json.dumps(asdict(self.schedule))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Warn, with the learning rate under both, when the checkpoint was made under another schedule."""
+        old = Schedule(**json.loads(state_dict["json"]))
+        if old != self.schedule:
+            logger.warning(
+                f"The learning-rate schedule has changed: at step {self.step} the old one (horizon {old.horizon} steps) "
+                f"gives {self.peak_lr * old.factor(self.step):.3e}, the new one (horizon {self.schedule.horizon}) "
+                f"{self.peak_lr * self.schedule.factor(self.step):.3e}. Set lr_scheduler.total_steps to keep the horizon "
+                "of a run that grows"
+            )

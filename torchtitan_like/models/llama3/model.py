@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_like.models.layers.attention import Attention
+from torchtitan_like.models.layers.embedding import Embedding
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.norm import RMSNorm
@@ -41,7 +42,7 @@ class Transformer(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         rotary = RotaryEmbedding(
             args.head_dim,
             args.max_seq_len,

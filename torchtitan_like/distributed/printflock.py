@@ -1,0 +1,25 @@
+"""`print` for many processes at once: `from torchtitan_like.distributed.printflock import printflock as print`.
+
+Lines of processes that share a terminal or a file come out whole and never one inside another.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import io
+import os
+import sys
+from typing import Any
+
+
+def printflock(*values: Any, **options: Any) -> None:
+    """As `print`, under a lock that all processes share which run this file: the text is written in one piece."""
+    stream = options.pop("file", None) or sys.stdout
+    options.pop("flush", None)
+    text = io.StringIO()
+    builtins.print(*values, file=text, **options)
+    with open(os.path.abspath(__file__)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stream.write(text.getvalue())
+        stream.flush()
