@@ -282,7 +282,7 @@ class Trainer:
         loss = torch.zeros((), device=self.world.device)
         for micro in range(self.num_micro_batches):
             self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
-            torch.manual_seed(derive_seed(self.seed, batch.first_sample, micro))
+            torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
             tokens = batch.tokens[micro].to(self.world.device, non_blocking=True)
             labels = batch.labels[micro].to(self.world.device, non_blocking=True)
             share = self.model(tokens, labels) / max(1, num_valid)

@@ -32,7 +32,7 @@ class Batch:
 
     tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned.
     num_valid_tokens: labels that count, in this share. digest: this share's part of the step's digest; the parts of
-    all ranks add up modulo 2**64. first_sample: position of the step's first sample. position: samples consumed
+    all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: samples consumed
     when the step is done.
     """
 
@@ -40,7 +40,7 @@ class Batch:
     labels: torch.Tensor
     num_valid_tokens: int
     digest: int
-    first_sample: int
+    first_samples: list[int]
     position: int
 
 
@@ -97,7 +97,7 @@ class TrainBatches:
         after = after if self._end is None else min(after, self._end)
         positions = first + self._local
         batch = assemble(
-            self._samples, self._samples_of_step(), positions, self._shape, first_sample=first, position=after
+            self._samples, self._samples_of_step(), positions, self._shape, position=after
         )
         self._position = after
         return batch
@@ -151,7 +151,6 @@ def assemble(
     positions: NDArray[np.int64],
     shape: tuple[int, int],
     *,
-    first_sample: int,
     position: int,
 ) -> Batch:
     """A batch of ``samples`` (rows,), which stand at ``positions`` (rows,) of the stream.
@@ -169,8 +168,9 @@ def assemble(
         labels[row, num_valid[row] :] = IGNORED_LABEL
     ignored = packed.ignored_labels(samples)
     labels[ignored] = IGNORED_LABEL
+    first_samples: list[int] = positions[:: shape[1]].tolist()
     num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
-    return Batch(both[0], both[1], num_valid_tokens, _digest(rows, lengths, positions), first_sample, position)
+    return Batch(both[0], both[1], num_valid_tokens, _digest(rows, lengths, positions), first_samples, position)
 
 
 def _digest(rows: NDArray[Any], lengths: NDArray[np.int64], positions: NDArray[np.int64]) -> int:

@@ -42,4 +42,4 @@ class ValidationBatches:
             positions = first + self._dp_rank * size + np.arange(size)
             samples = np.where(positions < self.num_samples, positions, NO_SAMPLE)
             after = min(first + self._dp_size * size, self.num_samples)
-            yield assemble(self._samples, samples, positions, (1, size), first_sample=first, position=after)
+            yield assemble(self._samples, samples, positions, (1, size), position=after)

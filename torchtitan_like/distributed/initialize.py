@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,10 @@ def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
         if rule.kind in ("zeros", "ones"):
             local.fill_(float(rule.kind == "ones"))
             continue
-        key = _key(seed, name)
-        _fill(local, parameter, lambda index, key=key, rule=rule: _draw(key, index, rule))
+        # Rounded to fp32 before anything narrower: a bf16 model starts from its fp32 twin's weights, rounded.
+        key, wide = _key(seed, name), torch.promote_types(local.dtype, torch.float32)
+        for index, block in _blocks(local, parameter):
+            block.copy_(torch.from_numpy(_draw(key, index, rule)).to(wide))
 
 
 @torch.no_grad()
@@ -156,20 +158,14 @@ def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor
     starts = np.zeros(1, dtype=np.int64)
     for size, positions in zip(parameter.shape, leading, strict=False):
         starts = (starts[:, None] * size + positions).ravel()
-    starts, columns = (starts * parameter.shape[-1]).astype(np.uint64), last.astype(np.uint64)
+    row_starts: Integers = (starts * parameter.shape[-1]).astype(np.uint64)
+    columns: Integers = last.astype(np.uint64)
     rows = local.view(-1, local.shape[-1]) if local.numel() else local.new_empty(0, 1)
     height, width = max(BLOCK // max(len(columns), 1), 1), min(BLOCK, len(columns))
     for top in range(0, rows.shape[0], height):
         for left in range(0, rows.shape[1], width):
-            index = starts[top : top + height, None] + columns[left : left + width]
+            index: Integers = row_starts[top : top + height, None] + columns[left : left + width]
             yield index, rows[top : top + height, left : left + width]
-
-
-def _fill(local: Tensor, parameter: Tensor, draw: Callable[[Integers], Floats]) -> None:
-    # Rounded to fp32 before anything narrower, so that a bf16 model starts from its fp32 twin's weights, rounded.
-    wide = torch.promote_types(local.dtype, torch.float32)
-    for index, block in _blocks(local, parameter):
-        block.copy_(torch.from_numpy(draw(index)).to(wide))
 
 
 # ---- the draw
@@ -178,7 +174,8 @@ def _fill(local: Tensor, parameter: Tensor, draw: Callable[[Integers], Floats]) 
 def _key(seed: int, name: str) -> np.uint64:
     """Where a parameter's sequence of random numbers starts."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+    key: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
+    return key
 
 
 def _mix(x: Integers) -> Integers:

@@ -47,7 +47,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (x.to(wide) * inverse_rms).mul_(weight).to(x.dtype)
+        y: Tensor = (x.to(wide) * inverse_rms).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
