@@ -28,10 +28,11 @@ for name in NGPU NNODES CONFIG_FILE; do
 done
 typed+=$(printf '%q ' "$0" "$@")
 typed=${typed% }
+typed_in=$PWD
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || true
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-  gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]') || true
+  gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[[:alnum:]]') || true # -1: none
 fi
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
 NNODES=${NNODES:-1}
@@ -121,7 +122,7 @@ wait "$run" || code=$?
 if [ -e "$run_folder/exit.json" ] || [ "$NNODES" -eq 1 ]; then
   if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$run_folder/exit.json" ]; }; then
     code=0
-    "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" <<<"$resolved" || code=$?
+    "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" "$typed_in" <<<"$resolved" || code=$?
   fi
 fi
 exit "$code"

@@ -7,6 +7,7 @@ inside it. One process, on the GPU if there is one; any layout's checkpoint can 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -16,18 +17,22 @@ from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.start import CheckpointError, Start
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest
-from torchtitan_like.config import JobConfig, load_config
-from torchtitan_like.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.config import ConfigError, JobConfig, load_config
+from torchtitan_like.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 
 def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
-    """Build the config's model and fill it from `step_folder`. Raises CheckpointError."""
+    """Build the config's model, in the type its weights are stored in, and fill it. Raises CheckpointError."""
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)
     spec = get_spec(config.model.name)
     with torch.device("meta"):
         model = spec.build(resolve_args(spec, config.model.flavor, config.model.args))
+        model = model.to(DTYPES[config.training.dtype])
     materialize(model, device)
     start = Start("warm", 0, step_folder, "named on the command line")
     reader = Checkpointer(config.checkpoint, dump_folder="", group=HostGroup.alone(), is_leader=True)
@@ -37,13 +42,20 @@ def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> to
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module, prompt: list[int], *, num_tokens: int, temperature: float, top_k: int, stop: int | None
+    model: torch.nn.Module,
+    prompt: list[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_k: int,
+    stop: int | None,
+    window: int,
 ) -> list[int]:
-    """Sample `num_tokens` ids after `prompt`; temperature 0 takes the likeliest each time."""
+    """Sample `num_tokens` ids after `prompt`; temperature 0 takes the likeliest each time. It sees `window` tokens back."""
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     for _ in range(num_tokens):
-        logits = model(tokens)[0, -1].float()
+        logits = model(tokens[:, -window:])[0, -1].float()
         if temperature == 0:
             chosen = logits.argmax(keepdim=True)
         else:
@@ -65,22 +77,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     arguments = parser.parse_args(argv)
+    if arguments.temperature < 0 or arguments.top_k < 1:
+        parser.error("--temperature must be at least 0 and --top-k at least 1")
     if read_manifest(arguments.step_dir) is None:
         print(f"{arguments.step_dir} is not a checkpoint: it has no valid manifest.json", file=sys.stderr)
         return 2
 
-    config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml")])
-    tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml")])
+        tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         model = load_model(arguments.step_dir, config, device)
-    except CheckpointError as error:
+    except (ConfigError, TokenizerError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
     torch.manual_seed(arguments.seed)
     prompt = tokenizer.encode(arguments.prompt)
-    if tokenizer.bos_id is not None:
+    if tokenizer.bos_id is not None and config.data.add_bos:
         prompt = [tokenizer.bos_id, *prompt]
+    if not prompt:
+        print("the model was trained without a beginning-of-text token: give a --prompt", file=sys.stderr)
+        return 2
+    spec = get_spec(config.model.name)
+    limits = spec.constraints(resolve_args(spec, config.model.flavor, config.model.args))
     added = generate(
         model,
         prompt,
@@ -88,6 +107,7 @@ def main(argv: list[str]) -> int:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         stop=tokenizer.eos_id,
+        window=limits.get("max_seq_len", config.training.seq_len),
     )
     print(arguments.prompt + tokenizer.decode(added))
     return 0

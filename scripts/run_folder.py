@@ -1,12 +1,15 @@
 """What run_train.sh does in a run's folder before and after torchrun. The resolved config comes on standard input.
 
-python scripts/run_folder.py clear            removes the exit.json of an earlier attempt; prints the run's folder
-python scripts/run_folder.py report COMMAND   exits with the code in exit.json. After a finished run it prints where
-                                              things are, how to resume (COMMAND: what was typed) and how to sample
+python scripts/run_folder.py clear
+    removes the exit.json of an earlier attempt; prints the run's folder
+python scripts/run_folder.py report COMMAND FOLDER
+    exits with the code in exit.json. After a finished run it prints where things are, how to resume (COMMAND: what was
+    typed, in FOLDER) and how to sample
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -14,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.resilience.exit_codes import ExitCode
 
 if sys.version_info >= (3, 11):
@@ -34,7 +37,7 @@ def clear(config: dict[str, Any]) -> int:
     return 0
 
 
-def report(config: dict[str, Any], command: str) -> int:
+def report(config: dict[str, Any], command: str, typed_in: Path) -> int:
     """Print how the run ended; the code to return for it."""
     folder = Path(config["job"]["dump_folder"])
     try:
@@ -44,31 +47,59 @@ def report(config: dict[str, Any], command: str) -> int:
         print(f"{folder / 'exit.json'} does not say how the run has ended: {error}", file=sys.stderr)
         return NO_EXIT_FILE
     if code == ExitCode.DONE:
-        print("\n".join(last_words(config, folder, command)))
+        print("\n".join(last_words(config, folder, command, typed_in, step)))
     else:
         print(f"Stopped at step {step}: {reason} (code {code}); logs: {folder}/attempts", file=sys.stderr)
     return code
 
 
-def last_words(config: dict[str, Any], folder: Path, command: str) -> list[str]:
+def last_words(config: dict[str, Any], folder: Path, command: str, typed_in: Path, last_step: int) -> list[str]:
     """Three lines: where everything is, how to resume, how to generate a sample."""
+    metrics, elsewhere = config["metrics"], Path.cwd() != typed_in.resolve()
+    folder = folder.absolute() if elsewhere else folder
     steps = published_steps(folder / config["checkpoint"]["folder"])
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
-    metrics = config["metrics"]
     board = f"tensorboard --logdir {folder / metrics['save_tb_folder']}"
     if not metrics["enable_tensorboard"]:
         board = "off (metrics.enable_tensorboard)"
-    python = os.path.relpath(sys.executable) if sys.executable.startswith(str(ROOT)) else sys.executable
-    generate = [python, os.path.relpath(ROOT / "scripts" / "generate.py"), newest, "--prompt", "ROMEO:"]
-    resume, sample = "needs a checkpoint: --checkpoint.enable", "needs a checkpoint"
-    if steps:
-        more = 2 * int(config["training"]["steps"])
-        resume, sample = f"{command} --training.steps {more}", shlex.join(generate)
+    script = os.path.relpath(ROOT / "scripts" / "generate.py")
+    sample = shlex.join([*python(), script, newest, "--prompt", "ROMEO:"])
+    if elsewhere:  # the run's config names files relative to the folder it ran in
+        sample = f"cd {shlex.quote(str(Path.cwd()))} && {sample}"
     return [
         f"Logs: {folder}/attempts, {folder}/metrics.jsonl | Checkpoint: {newest} | TensorBoard: {board}",
-        f"Resume (the same command, more steps): {resume}",
-        f"Sample: {sample}",
+        how_to_resume(steps, command, int(config["training"]["steps"]), last_step),
+        f"Sample: {sample if steps else 'needs a checkpoint'}",
     ]
+
+
+def how_to_resume(steps: list[StepFolder], command: str, wanted: int, last_step: int) -> str:
+    """The line for a run that was to make ``wanted`` steps and has made ``last_step``."""
+    full = [step for step in steps if step.is_full]
+    if not steps:
+        return "Resume: needs a checkpoint: --checkpoint.enable"
+    if not full:
+        return (
+            f"Resume: not from weights alone; a new run can begin with them: --checkpoint.initial_load_path "
+            f"{steps[-1].path} and a new --job.dump_folder. Next time: --checkpoint.last_save_model_only=false"
+        )
+    if steps[-1].step == last_step < wanted:
+        return f"Resume (all data is read; allow more epochs: max_epochs of the source): {command}"
+    what = "the same command, more steps"
+    if full[-1].step < last_step:
+        what += f"; from step {full[-1].step}, as the last save holds the weights alone"
+    return f"Resume ({what}): {command} --training.steps {2 * wanted}"
+
+
+def python() -> list[str]:
+    """How a person starts the Python that runs this, with our package within its reach."""
+    inside = sys.executable.startswith(f"{ROOT}{os.sep}")
+    executable = os.path.relpath(sys.executable) if inside else sys.executable
+    try:
+        importlib.metadata.distribution("torchtitan_like")
+    except importlib.metadata.PackageNotFoundError:
+        return [f"PYTHONPATH={os.path.relpath(ROOT)}", executable]
+    return [executable]
 
 
 def main(arguments: list[str]) -> int:
@@ -76,8 +107,8 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["clear"]:
             return clear(config)
-        case ["report", command]:
-            return report(config, command)
+        case ["report", command, typed_in]:
+            return report(config, command, Path(typed_in))
     print(__doc__, file=sys.stderr)
     return 2
 

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class Trainer:
     # ---- build
 
     def _prepare_run_directory(self) -> None:
-        """The folder that explains the run, then seeds and determinism."""
+        """The folder that explains the run, then its seed."""
         folder, group = self.config.job.dump_folder, self.world.step_group
         made = RunDirectory(folder) if self.is_leader else None
         self.run_directory = made or RunDirectory(folder, group.broadcast_object(None))
@@ -103,10 +103,7 @@ class Trainer:
             made.capture_environment()
         add_file(self.run_directory.log_file(self.world.rank))
         logger.info(str(self.start))
-        self.checkpointer.claim(self.start)
 
-        for line in set_determinism(self.config.debug):
-            logger.info(line)
         chosen = self.config.debug.seed if self.config.debug.seed is not None else self.start.seed
         self.seed: int = group.broadcast_object(chosen if chosen is not None else secrets.randbits(31))
         logger.info(f"Seed: {self.seed}" + ("" if self.config.debug.seed is not None else " (debug.seed is unset)"))
@@ -139,6 +136,7 @@ class Trainer:
         spec = get_spec(config.model.name)
         args = resolve_args(spec, config.model.flavor, config.model.args)
         logger.info(f"Building {config.model.name} {config.model.flavor} with {args}")
+        model: Any
         with torch.device("meta"):
             model = spec.build(args).to(DTYPES[config.training.dtype])
         num_params = sum(p.numel() for p in model.parameters())
@@ -159,6 +157,8 @@ class Trainer:
         ):
             logger.info(line)
         materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else self.world.device)
+        if config.training.enable_cpu_offload:
+            model.init_buffers(self.world.device)  # parameters alone live on the host
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             initialize(model, spec.init_table(args), self.seed)
         self.model = model.train()
@@ -180,7 +180,8 @@ class Trainer:
             ),
             "train_state": JsonState(lambda: asdict(self.progress), self._restore_progress),
         }
-        self.halted = torch.zeros((), device=self.world.device)
+        # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
+        self.halted = torch.zeros((), device=self.optimizer.parameters[0].device)
 
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
@@ -215,6 +216,10 @@ class Trainer:
         else:
             self.checkpointer.load(self.start, self.states)
             self.garbage.collect("GC collection after checkpoint loading")
+        # Where the data is, whichever parts of the checkpoint were left out.
+        self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
+        # Only now: a start that fails leaves the folder as it was.
+        self.checkpointer.claim(self.start)
         # Where the run was after each of the last steps, and whether that step's update was left out.
         self.recent = deque([(self.progress, HostCopy(self.halted))], maxlen=4)
         self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
@@ -234,37 +239,39 @@ class Trainer:
         """Make steps until the last one or until all ranks agree to stop; returns why it ended."""
         config, first_step = self.config, self.progress.step + 1
         logger.info(f"Training starts at step {first_step}")
-        restore_signals = self.requests.listen()
         self.garbage.freeze()
         reason = None
-        with maybe_profile(
+        profiling = maybe_profile(
             config.profiling,
             self.run_directory.folder,
             self.world.rank,
             self.progress.step,
             self.world.step_group.barrier,
-        ) as profiler:
-            fetched = self._fetch(first_step)
-            while True:
-                sums = fetched.agreement.wait()
-                reason = agreed_stop(sums[3:])
-                if reason is not None or self.is_finished:
-                    break
-                step = self.progress.step + 1
-                self.garbage.run(step)
-                current, fetched = fetched, self._fetch(step + 1)
-                self.metrics.record(self.train_step(step, current, sums))
-                if self.metrics.due(step):
-                    self.metrics.log(step)
-                profiler.step()
-                if step == first_step:
-                    self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
-                if self.checkpointer.due(step, config.training.steps) and self.bad_step() is None:
-                    self.save(weights_only=self.is_finished and config.checkpoint.last_save_model_only)
-                if self.validation_batches and (self.is_finished or step % config.validation.freq == 0):
-                    self.validate(step)
-        restore_signals()
-        return self._finish(None if self.is_finished else reason)
+        )
+        # Listening ends when the last save is published: a second signal must not cut it short.
+        with self.requests.listening():
+            with profiling as profiler:
+                fetched = self._fetch(first_step)
+                while True:
+                    sums = fetched.agreement.wait()
+                    reason = agreed_stop(sums[3:])
+                    if reason is not None or self.is_finished:
+                        break
+                    step = self.progress.step + 1
+                    self.garbage.run(step)
+                    current, fetched = fetched, self._fetch(step + 1)
+                    self.metrics.record(self.train_step(step, current, sums))
+                    if self.metrics.due(step):
+                        self.metrics.log(step)
+                    profiler.step()
+                    if step == first_step:
+                        self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
+                    if self.checkpointer.due(step, config.training.steps) and self.bad_step() is None:
+                        self.save(weights_only=self.is_finished and config.checkpoint.last_save_model_only)
+                    is_first_or_last = step in (1, config.training.steps)
+                    if self.validation_batches and (is_first_or_last or step % config.validation.freq == 0):
+                        self.validate(step)
+            return self._finish(None if self.is_finished else reason)
 
     def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
         """Forward and backward of every micro-batch, one clipped and gated update. Nothing here waits for the device.
@@ -283,8 +290,7 @@ class Trainer:
         for micro in range(self.num_micro_batches):
             self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
             torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
-            tokens = batch.tokens[micro].to(self.world.device, non_blocking=True)
-            labels = batch.labels[micro].to(self.world.device, non_blocking=True)
+            tokens, labels = (self.world.to_device(part[micro]) for part in (batch.tokens, batch.labels))
             share = self.model(tokens, labels) / max(1, num_valid)
             # A non-finite loss must reach every gradient, and so the global norm, on every rank.
             share.backward(torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype))
@@ -296,7 +302,7 @@ class Trainer:
         self.optimizer.step(skip=self.halted)
 
         before = self.progress
-        num_tokens = self.global_batch_size * self.config.training.seq_len
+        num_tokens = (batch.position - before.position) * self.config.training.seq_len
         self.progress = Progress(
             step, before.n_tokens_seen + num_tokens, batch.position, chain(before.digest_chain, digest)
         )
@@ -380,11 +386,12 @@ class Trainer:
             # No weight has changed since the step before: that is the point to save and to go back to.
             reason = Request.BAD_NUMBERS
             self.progress = [progress for progress, halted in self.recent if not halted.read()][-1]
-            logger.error(
-                f"Step {bad_step} had a non-finite loss or gradient: the weights are those of step "
-                f"{self.progress.step}, and the run stops"
-            )
-        if reason is not None and self.checkpointer.newest_step != self.progress.step:
+            weights = f"the weights are those of step {self.progress.step}"
+            if not self.optimizer.is_atomic:
+                weights = "some weights may have been updated before it showed, so nothing is saved"
+            logger.error(f"Step {bad_step} had a non-finite loss or gradient: {weights}, and the run stops")
+        can_save = bad_step is None or self.optimizer.is_atomic
+        if reason is not None and can_save and self.checkpointer.newest_step != self.progress.step:
             self.save()
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
         if self.is_leader:
@@ -397,9 +404,6 @@ class Trainer:
         self.metrics.close()
         self.garbage.close()
         add_file(None)
-
-    def _position(self) -> dict[str, Any]:
-        return self.batches.state_dict(self.progress.position)
 
     def _restore_progress(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state)
@@ -415,15 +419,10 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
     return config
 
 
-def _leave_word(config: JobConfig, launch: LaunchedAs, code: ExitCode, step: int) -> ExitCode:
-    """Write exit.json, from which launchers read why the run ended."""
-    if launch.rank == 0:
-        write_exit(config.job.dump_folder, code.reason, int(code), step)
-    return code
-
-
 def join(config: JobConfig, launch: LaunchedAs) -> World:
     """Groups and meshes: everything a rank needs to know of the others."""
+    for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
+        logger.info(line)
     training = config.training
     dims, errors = resolve_degrees(config.parallelism, launch.world_size)
     assert dims is not None, errors  # preflight has reported these
@@ -446,7 +445,7 @@ def run(config: JobConfig, launch: LaunchedAs) -> ExitCode:
             group=world.checkpoint_group,
             is_leader=world.rank == 0,
         )
-        start = checkpointer.find_start()
+        start = checkpointer.find_start(config.training.steps)
         step = start.step
         if step >= config.training.steps:
             logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
@@ -484,7 +483,9 @@ def main(argv: list[str]) -> int:
     if config.job.print_config and launch.rank == 0:
         print(dump_toml(config))
     if config.job.save_config_file and launch.rank == 0:
-        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
+        path = Path(config.job.dump_folder) / config.job.save_config_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, config.model_dump_json(indent=2))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return int(run(config, launch))
     from torch.distributed.elastic.multiprocessing.errors import record

@@ -85,15 +85,26 @@ def full(tensor: torch.Tensor) -> np.ndarray:
     return whole.detach().double().numpy().copy()
 
 
-def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
-    """Train on this rank of a pool as train.py does and trace it; only rank 0 returns the trace."""
+def build(argv: list[str]) -> Trainer:
+    """The trainer of this rank of a pool, as `train.run` builds it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = read_config(argv, world_size)
     world = join(config, LaunchedAs(rank, rank, world_size))
     checkpointer = Checkpointer(
         config.checkpoint, dump_folder=config.job.dump_folder, group=world.checkpoint_group, is_leader=rank == 0
     )
-    trainer = Trainer(config, world, checkpointer, checkpointer.find_start())
+    return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps))
+
+
+def release(trainer: Trainer) -> None:
+    """What `train.run` does at the end."""
+    trainer.close()
+    trainer.world.leave()
+
+
+def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
+    """Train on this rank of a pool as train.py does and trace it; only rank 0 returns the trace."""
+    trainer = build(argv)
     trace = Trace()
     trace.weight_hash = sum(trainer.world.step_group.gather_objects(weight_hash(trainer.model))) % 2**64
     clip = trainer.optimizer.clip_gradients
@@ -108,7 +119,7 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     record = trainer.metrics.record
 
     def traced_record(step):
-        shares = world.gather_from_data_ranks(step.loss_share.double())
+        shares = trainer.world.gather_from_data_ranks(step.loss_share.double())
         trace.loss.append(shares.sum().item())
         trace.grad_norm.append(step.grad_norm.item())
         trace.digest.append(step.data_digest)
@@ -122,9 +133,8 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
         trainer.world.step_group.sum_async = _forgetting_rank_0(trainer)
     trainer.train()
     trace.parameters = {name: full(p) for name, p in trainer.optimizer.named}
-    trainer.close()
-    world.leave()
-    return trace if rank == 0 else None
+    release(trainer)
+    return trace if trainer.is_leader else None
 
 
 def _scale(pattern: str, factor: float) -> Callable[[Trainer], None]:

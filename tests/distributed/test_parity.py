@@ -7,6 +7,7 @@ import pytest
 from tests.distributed.parity import MUTATIONS, PRECISIONS, compare, options, run_cell
 from tests.harness.rank_pool import run_ranks
 
+COMPILED = {"compile.enable": "true", "compile.backend": "aot_eager"}
 LAYOUTS = {
     # name: (ranks, overrides); the global batch is 8 samples in all
     "fsdp-2": (2, {"training.local_batch_size": 4}),
@@ -20,6 +21,7 @@ LAYOUTS = {
     "ddp-2-accumulate": (2, {"training.local_batch_size": 1, "parallelism.data_parallel_replicate_degree": 2}),
     "hsdp-2x2-accumulate": (4, {"training.local_batch_size": 1, "parallelism.data_parallel_replicate_degree": 2}),
     "fsdp-2-never-reshard": (2, {"training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "never"}),
+    "fsdp-2-always-reshard": (2, {"training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "always"}),
     "fsdp-2-tied": (2, {"training.local_batch_size": 4, "model.args.enable_weight_tying": "true"}),
     "ac-full": (2, {"training.local_batch_size": 4, "activation_checkpoint.mode": "full"}),
     "ac-every-2nd": (2, {"training.local_batch_size": 4, "activation_checkpoint.mode": "selective"}),
@@ -28,6 +30,16 @@ LAYOUTS = {
         "activation_checkpoint.selective_ac_option": "op",
     }),
     "chunked-loss": (2, {"training.local_batch_size": 4, "loss.chunk_mib": 1, "training.seq_len": 128}),
+    "compile": (2, {"training.local_batch_size": 4, **COMPILED, "compile.components": "model"}),
+    "compile-ac-per-op": (2, {
+        "training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
+    }),
+    "compile-ac-full": (2, {"training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "full"}),
+    "compile-memory-budget": (2, {
+        "training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "memory_budget",
+    }),
+    "compile-loss": (2, {"training.local_batch_size": 4, **COMPILED, "compile.components": "loss"}),
     "foreach": (2, {"training.local_batch_size": 4, "optimizer.implementation": "foreach"}),
 }  # fmt: skip
 # What these change in the reference as well: another model or other samples.

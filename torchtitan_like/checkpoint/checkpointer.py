@@ -48,13 +48,13 @@ class Checkpointer:
         self.run_id: str = group.broadcast_object(uuid.uuid4().hex[:8])
         self.newest_step = 0  # the last one loaded or saved
 
-    def find_start(self) -> Start:
-        """Decide where the run starts. Only rank 0 reads the folder; all ranks get its answer or its error."""
-        start: Start = self._leader_does(lambda: decide_start(self.section, self.folder))
+    def find_start(self, last_step: int) -> Start:
+        """Decide where a run to `last_step` starts. Only rank 0 reads the folder; all get its answer or its error."""
+        start: Start = self._leader_does(lambda: decide_start(self.section, self.folder, last_step))
         return start
 
     def claim(self, start: Start) -> None:
-        """Make the folder this run's: stale stages go, steps beyond the start are renamed out of the way."""
+        """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""
 
         def tidy() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -145,12 +145,14 @@ class Checkpointer:
     def _read(self, path: Path, tensors: dict[str, Any]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        def read() -> None:
-            reader = dcp.FileSystemReader(path)
-            _check_entries(path, reader.read_metadata().state_dict_metadata, tensors)
-            dcp.load(tensors, storage_reader=reader, process_group=self.group.group, no_dist=self.group.size == 1)
-
-        self._all_do(read)
+        reader = dcp.FileSystemReader(path)
+        # A vote of its own: a rank that fails here must not leave its peers inside the collectives of dcp.load.
+        self._all_do(lambda: _check_entries(path, reader.read_metadata().state_dict_metadata, tensors))
+        self._all_do(
+            lambda: dcp.load(
+                tensors, storage_reader=reader, process_group=self.group.group, no_dist=self.group.size == 1
+            )
+        )
 
     def _all_do(self, action: Any) -> None:
         """Run `action` on every rank, then vote: an error of any rank is raised on all, with its rank."""

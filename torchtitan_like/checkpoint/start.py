@@ -31,8 +31,11 @@ class Start:
         return f"Checkpoint start: {self.kind}{source} at step {self.step}: {self.why}"
 
 
-def decide_start(section: Checkpoint, folder: Path) -> Start:
-    """Apply `[checkpoint]` start, load_step and initial_load_path to what is on disk. Raises CheckpointError."""
+def decide_start(section: Checkpoint, folder: Path, last_step: int) -> Start:
+    """Apply `[checkpoint]` start, load_step and initial_load_path to what is on disk. Raises CheckpointError.
+
+    A start at `last_step` or beyond means that nothing is left to do, and nothing is loaded.
+    """
     if not section.enable:
         return Start("scratch", 0, None, "checkpoint.enable is false")
     steps = published_steps(folder)
@@ -61,6 +64,8 @@ def decide_start(section: Checkpoint, folder: Path) -> Start:
                 f"(full checkpoints: {found})"
             )
         return _resume(wanted[0], "checkpoint.load_step names it")
+    if steps and steps[-1].step >= last_step:
+        return _resume(steps[-1], f"the newest checkpoint, and training.steps is {last_step}")
     if full:
         return _resume(full[-1], "newest full checkpoint")
     if section.start == "resume":
@@ -69,6 +74,12 @@ def decide_start(section: Checkpoint, folder: Path) -> Start:
         )
     if section.initial_load_path:
         return _warm(section, f"no full checkpoint in {folder}, initial_load_path is set")
+    if steps:
+        raise CheckpointError(
+            f"{folder} holds weights alone (newest: step {steps[-1].step}, of checkpoint.last_save_model_only), from which "
+            f"no run can be resumed. For a new run from these weights set checkpoint.initial_load_path = "
+            f"{str(steps[-1].path)!r} and another job.dump_folder; to begin anew, move them away"
+        )
     return Start("scratch", 0, None, f"no full checkpoint in {folder}, no initial_load_path")
 
 

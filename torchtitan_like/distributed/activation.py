@@ -44,7 +44,7 @@ def apply_activation_checkpointing(
     contexts: Callable[[], Any] | None = None
     if section.mode == "selective" and section.selective_ac_option == "op":
         recomputed = _mm_shapes(blocks, section.per_op_sac_force_recompute_mm_shapes_by_fqns)
-        contexts = partial(create_selective_checkpoint_contexts, _PerOpPolicy(recomputed))
+        contexts = partial(_per_op_contexts, recomputed)
     elif section.mode == "selective":
         every = int(section.selective_ac_option)
     for index, block in enumerate(blocks.values()):
@@ -73,6 +73,11 @@ def _checkpoint_forward(block: nn.Module, section: ActivationCheckpoint, context
     block.forward = checkpointed
 
 
+def _per_op_contexts(recomputed_shapes: set[tuple[int, ...]]) -> Any:
+    """Contexts of one pass through one block: a policy counts the matrix products of that pass alone."""
+    return create_selective_checkpoint_contexts(_PerOpPolicy(recomputed_shapes))
+
+
 class _PerOpPolicy:
     """Saves the outputs of SAVED_OPS, except every second matrix product and those whose weight shape is listed.
 
@@ -81,6 +86,7 @@ class _PerOpPolicy:
 
     def __init__(self, recomputed_shapes: set[tuple[int, ...]]) -> None:
         self._recomputed_shapes = recomputed_shapes
+        self._num_products = {False: 0, True: 0}  # in forward, and in its recomputation, which must decide alike
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(op).removeprefix("aten.")
@@ -90,16 +96,10 @@ class _PerOpPolicy:
             weight = args[-1]
             if tuple(weight.shape) in self._recomputed_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            if self._count(ctx) % 2 == 0:
+            self._num_products[ctx.is_recompute] += 1
+            if self._num_products[ctx.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
-
-    def _count(self, ctx: Any) -> int:
-        """Number of matrix products met so far in this pass (forward and recompute count apart, and alike)."""
-        counter = "_recomputed_mms" if ctx.is_recompute else "_mms"
-        count: int = getattr(ctx, counter, 0) + 1
-        setattr(ctx, counter, count)
-        return count
 
 
 def _mm_shapes(blocks: dict[str, nn.Module], fqns: list[str]) -> set[tuple[int, ...]]:

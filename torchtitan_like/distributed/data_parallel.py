@@ -8,7 +8,7 @@ precision (parameters cast once per gather, gradients reduced in `mixed_precisio
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -37,20 +37,21 @@ def apply_data_parallel(
     *,
     param_dtype: str,
     reduce_dtype: str,
-    reshard: bool,
+    reshard: Literal["always", "default", "never"],
     cpu_offload: bool,
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
     Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, so it is
-    never resharded between the two. Returns the name of what was applied, for the log.
+    resharded between the two only under "always". With pipelines "default" reshards nothing: each micro-batch would
+    gather everything again. Returns the name of what was applied, for the log.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    wide = param_dtype == reduce_dtype
+    stored, computed, reduced = next(model.parameters()).dtype, DTYPES[param_dtype], DTYPES[reduce_dtype]
     policy: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if wide else DTYPES[param_dtype], reduce_dtype=None if wide else DTYPES[reduce_dtype]
+            param_dtype=None if computed == stored else computed, reduce_dtype=None if reduced == computed else reduced
         ),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
@@ -69,12 +70,13 @@ def apply_data_parallel(
         def wrap(module: Any, reshard_after: bool) -> None:
             fully_shard(module, mesh=dp_mesh, reshard_after_forward=reshard_after, **policy)
 
+    between = reshard == "always" or (reshard == "default" and dims.pp == 1)
     for block in blocks:
-        wrap(block, reshard)
+        wrap(block, between)
     head = [model.get_submodule(fqn) for fqn in spec.last_modules]
     if not _share_parameters(head, [model.get_submodule(fqn) for fqn in spec.first_modules]):
-        wrap(head, False)
-    wrap(model, reshard)
+        wrap(head, reshard == "always")
+    wrap(model, between)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):

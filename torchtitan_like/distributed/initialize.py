@@ -134,7 +134,11 @@ def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
     The placements are applied to the positions themselves, from left to right, by the code that shards DTensors: uneven
     and strided shards (FSDP over TP) come out as they are. Raises ValueError where that is not the local shape.
     """
-    positions = [torch.arange(size) for size in parameter.shape]
+    # Each along its own dimension, so that a placement finds it where it looks.
+    ndim = parameter.ndim
+    positions = [
+        torch.arange(n).view([-1 if d == dim else 1 for d in range(ndim)]) for dim, n in enumerate(parameter.shape)
+    ]
     if _is_dtensor(parameter):
         mesh = parameter.device_mesh
         for mesh_dim, placement in enumerate(parameter.placements):
@@ -144,12 +148,13 @@ def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
                 raise ValueError(f"a parameter placed as {placement} has no elements of its own: shard or replicate it")
             shards, _ = placement._split_tensor(positions[placement.dim], mesh.size(mesh_dim), with_padding=False)
             positions[placement.dim] = shards[mesh.get_local_rank(mesh_dim)]
-        if tuple(map(len, positions)) != tuple(parameter.to_local().shape):
-            raise ValueError(
-                f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the local shape "
-                f"{tuple(map(len, positions))}, but has {tuple(parameter.to_local().shape)}"
-            )
-    return [p.numpy() for p in positions]
+    expected, found = tuple(p.numel() for p in positions), tuple(_owned(parameter)[0].shape)
+    if expected != found:
+        raise ValueError(
+            f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the local shape "
+            f"{expected}, but has {found}"
+        )
+    return [p.flatten().numpy() for p in positions]
 
 
 def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor]]:
@@ -194,12 +199,11 @@ def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
     # 52 bits and a half: with 53 the half is rounded away above 0.5, and the largest number would become 1.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     if rule.kind == "trunc_normal":
-        # Between the CDF's values at the cuts: every draw is used. 40 bits of it, so that no libm's last digit shows.
-        below = round(0.5 * math.erfc(rule.cut / math.sqrt(2.0)) * 2**40) * 2.0**-40
+        # Between the CDF's values at the cuts: every draw is used. 40 bits of it, inwards, so that no libm's last digit
+        # shows and no value lies outside.
+        below = math.ceil(0.5 * math.erfc(rule.cut / math.sqrt(2.0)) * 2**40) * 2.0**-40
         uniform = uniform * (1.0 - 2.0 * below) + below
     values = normal_quantile(uniform)
-    if rule.kind == "trunc_normal":
-        np.clip(values, -rule.cut, rule.cut, out=values)
     values *= rule.std
     return values
 

@@ -53,7 +53,6 @@ def parallelize(
     if world.mesh is not None:
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
-        policy = parallelism.fsdp_reshard_after_forward
         name = apply_data_parallel(
             model,
             spec,
@@ -62,7 +61,7 @@ def parallelize(
             world.dims,
             param_dtype=training.mixed_precision_param,
             reduce_dtype=training.mixed_precision_reduce,
-            reshard=policy == "always" or (policy == "default" and world.dims.pp == 1),
+            reshard=parallelism.fsdp_reshard_after_forward,
             cpu_offload=training.enable_cpu_offload,
         )
         lines.append(f"Applied {name} to the model")

@@ -134,6 +134,15 @@ class World:
     def size(self) -> int:
         return self.dims.world_size
 
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of a CPU tensor on this rank's device, without waiting for it (the CPU: itself).
+
+        A copy from pageable memory would first wait for all work queued on the stream.
+        """
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
     def gather_from_data_ranks(self, rows: torch.Tensor) -> torch.Tensor:
         """Copies of the CPU tensor of every rank that reads samples of its own: (data ranks, *rows.shape)."""
         copies = self.step_group.gather(rows)
@@ -167,10 +176,19 @@ class World:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The GPU of this local rank, or the CPU. A process that sees one device uses it whatever its local rank."""
+    """The GPU of this local rank, or the CPU. A process that sees one device uses it whatever its local rank.
+
+    Raises ValueError when several are seen, but none for this rank.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = local_rank if torch.cuda.device_count() > local_rank else 0
+    count = torch.cuda.device_count()
+    if 1 < count <= local_rank:
+        raise ValueError(
+            f"local rank {local_rank} has no device: {count} are visible (CUDA_VISIBLE_DEVICES). Start at most {count} "
+            "ranks on this machine (NGPU), or let each process see one device"
+        )
+    index = local_rank if count > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -63,8 +63,10 @@ class Optimizer:
 
     `fused` reads `skip` on the device. `foreach` and `for-loop` know no such gate, so they read it on the host: one
     synchronisation per step (logged at start). Hyper-parameters come from the config and the schedule, never from a
-    checkpoint; the state holds tensors alone.
+    checkpoint; the state holds tensors alone. `is_atomic`: a step updates all weights of all ranks or none.
     """
+
+    is_atomic = True
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection) -> None:
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
@@ -117,8 +119,10 @@ class OptimizerInBackward(Optimizer):
 
     No gradient norm exists before the update, so nothing is clipped, and the gate is per weight: one whose gradient
     holds a non-finite number is left as it is. A non-finite *loss* makes every gradient non-finite (train.py), so it
-    stops every weight on every rank.
+    stops every weight on every rank; a single bad gradient stops only its own shard.
     """
+
+    is_atomic = False
 
     def _make(self, section: OptimizerSection) -> list[torch.optim.Optimizer]:
         self._halted: Tensor | None = None

@@ -7,7 +7,8 @@ the same step, at most two steps after the note.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
 
@@ -46,19 +47,19 @@ class Requests:
         noted, self._noted = self._noted, set()
         return [int(request in noted) for request in Request]
 
-    def listen(self) -> Callable[[], None]:
-        """Turn SIGINT and SIGTERM into requests; returns a function that restores the former handlers."""
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Turn SIGINT and SIGTERM into requests in here; afterwards the former handlers are back."""
 
         def handler(signum: int, _frame: FrameType | None) -> None:
             self.note(SIGNALS[signal.Signals(signum)])
 
         former = {signum: signal.signal(signum, handler) for signum in SIGNALS}
-
-        def restore() -> None:
+        try:
+            yield
+        finally:
             for signum, old in former.items():
                 signal.signal(signum, old)
-
-        return restore
 
 
 def agreed_stop(counts: list[int]) -> Request | None:

@@ -30,6 +30,7 @@ def make_steps(folder, *names):
             write_manifest(step, {"kind": kind, "step": int(name.rstrip("w")), "seed": 7})
 
 
+LAST_STEP = 20
 WARM = "WARM"  # stands for the path of a valid step elsewhere
 
 CASES = [
@@ -39,7 +40,12 @@ CASES = [
     ({}, ["5", "10"], ("resume", 10)),
     ({}, ["5", "10", "15?"], ("resume", 10)),
     ({}, ["5", "10w"], ("resume", 5)),
-    ({}, ["10w"], ("scratch", 0)),
+    ({}, ["10w"], "holds weights alone"),
+    ({}, ["5", "20w"], ("resume", 20)),
+    ({}, ["20w"], ("resume", 20)),
+    ({}, ["5", "25"], ("resume", 25)),
+    ({"load_step": 5}, ["5", "20w"], ("resume", 5)),
+    ({"initial_load_path": WARM}, ["10w"], ("warm", 0)),
     ({"load_step": 5}, ["5", "10"], ("resume", 5)),
     ({"load_step": 7}, ["5", "10"], "full checkpoints: 5, 10"),
     ({"load_step": 7}, [], "full checkpoints: none"),
@@ -66,9 +72,9 @@ def test_start(tmp_path, asked, on_disk, expected):
         asked = {**asked, "initial_load_path": str(tmp_path / "elsewhere" / "step-3")}
     if isinstance(expected, str):
         with pytest.raises(CheckpointError, match=expected):
-            decide_start(section(**asked), tmp_path / "here")
+            decide_start(section(**asked), tmp_path / "here", LAST_STEP)
         return
-    start = decide_start(section(**asked), tmp_path / "here")
+    start = decide_start(section(**asked), tmp_path / "here", LAST_STEP)
     assert (start.kind, start.step) == expected
     assert start.seed == (7 if start.kind == "resume" else None)
 

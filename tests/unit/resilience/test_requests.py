@@ -36,9 +36,8 @@ def test_the_first_request_of_the_table_wins(counts, expected):
 def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
     former = signal.getsignal(signum)
     requests = Requests()
-    restore = requests.listen()
-    os.kill(os.getpid(), signum)
-    restore()
+    with requests.listening():
+        os.kill(os.getpid(), signum)
     assert requests.take()[request_] == 1
     assert signal.getsignal(signum) is former
 

@@ -1,0 +1,90 @@
+"""One rank meets a number that is not finite: no weight changes anywhere, and all ranks stop at the same step."""
+
+import pytest
+import torch
+
+from tests.distributed.parity import build, full, options, release
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.train import Trainer
+
+BAD_STEP = 3
+
+
+def spoil_loss(hidden, loss):
+    """The loss alone: its gradients would be finite."""
+    return loss + torch.inf
+
+
+def spoil_gradient(hidden, loss):
+    """The gradient of what enters the head alone: the loss and the head's own gradient are finite."""
+    hidden.register_hook(lambda grad: grad * torch.nan)
+    return loss
+
+
+def train_with_a_fault(argv, spoil):
+    """The last rank spoils one micro-batch of step 3. The weights after step 2 and at the end, and how it ended."""
+    trainer = build(argv)
+    head, weights = trainer.model.output, {}
+    plain_loss, plain_step = head.loss, trainer.train_step
+
+    def loss(hidden, weight, labels):
+        value = plain_loss(hidden, weight, labels)
+        is_hit = trainer.progress.step == BAD_STEP - 1 and trainer.world.rank == trainer.world.size - 1
+        return spoil(hidden, value) if is_hit and torch.is_grad_enabled() else value
+
+    def train_step(step, *args):
+        if step == BAD_STEP:
+            weights.update(all_weights(trainer))
+        return plain_step(step, *args)
+
+    head.loss, trainer.train_step = loss, train_step
+    code = trainer.train()
+    after = all_weights(trainer)
+    skipped = trainer.metrics.skipped_steps
+    release(trainer)
+    return code, trainer.progress.step, skipped, all((after[name] == value).all() for name, value in weights.items())
+
+
+def all_weights(trainer: Trainer):
+    return {name: full(p) for name, p in trainer.optimizer.named}
+
+
+LAYOUTS = {
+    "fsdp": {"training.local_batch_size": 4},
+    "ddp": {"training.local_batch_size": 4, "parallelism.data_parallel_replicate_degree": 2},
+    "accumulation": {"training.local_batch_size": 2},
+}
+
+
+def run(tmp_path, spoil, layout, implementation, **overrides):
+    """Whether all weights are those before the bad step, and what was saved."""
+    overrides |= {"training.steps": 10, "checkpoint.enable": "true", "optimizer.implementation": implementation}
+    argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **overrides)
+    endings = run_ranks(train_with_a_fault, 2, argv, spoil)
+    assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
+    assert endings[0][2] == endings[1][2] == [3, 4, 5], "seen two steps later, and until then no step counts"
+    return all(is_unchanged for *_, is_unchanged in endings), published_steps(tmp_path / "run" / "checkpoint")
+
+
+@pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
+@pytest.mark.parametrize(
+    ("layout", "implementation"),
+    [("fsdp", "fused"), ("ddp", "fused"), ("accumulation", "fused"), ("fsdp", "foreach"), ("ddp", "for-loop")],
+)
+def test_no_weight_changes_and_the_step_before_is_saved(tmp_path, spoil, layout, implementation):
+    is_unchanged, saved = run(tmp_path, spoil, layout, implementation)
+    assert is_unchanged
+    assert [(s.step, s.is_full) for s in saved] == [(BAD_STEP - 1, True)]
+
+
+@pytest.mark.parametrize(("layout", "implementation"), [("fsdp", "fused"), ("ddp", "foreach"), ("fsdp", "for-loop")])
+@pytest.mark.parametrize(("spoil", "is_whole"), [(spoil_loss, True), (spoil_gradient, False)])
+def test_in_backward_half_an_update_is_never_saved(tmp_path, spoil, is_whole, layout, implementation):
+    """A bad loss changes nothing. But the head is updated before the blocks' gradients exist: half of step 3 must not
+    be called step 2."""
+    in_backward = {"optimizer.early_step_in_backward": "true"}
+    is_unchanged, saved = run(tmp_path, spoil, layout, implementation, **in_backward)
+    assert is_unchanged == is_whole
+    assert saved == []

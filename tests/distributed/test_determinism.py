@@ -1,0 +1,67 @@
+"""Two runs are equal bit for bit, and randomness is a function of the seed and of the sample, not of the layout."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+
+import torchtitan_like.train as train_module
+from tests.distributed.parity import build, options, release, run_cell
+from tests.harness.rank_pool import run_ranks
+
+
+def run_twice(folder, argv):
+    """Whether loss, norms, gradients and weights of two runs on these ranks are equal to the last bit."""
+    try:
+        first, second = (run_cell(["--job.dump_folder", f"{folder}/{number}", *argv]) for number in (1, 2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if first is None:
+        return True
+    leaves = [torch.utils._pytree.tree_leaves(asdict(trace)) for trace in (first, second)]
+    return all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, {}),
+        (2, {"training.local_batch_size": 4}),
+        (2, {"training.local_batch_size": 2, "training.mixed_precision_param": "bfloat16"}),
+        (4, {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2}),
+        (2, {"training.local_batch_size": 4, "debug.deterministic": "true"}),
+    ],
+    ids=["one", "fsdp", "fsdp-bf16-accumulate", "hsdp", "deterministic"],
+)
+def test_two_runs_are_equal(tmp_path, world_size, overrides):
+    argv = options(str(tmp_path / "run"), "float32", **overrides)
+    at = argv.index("--job.dump_folder")
+    assert all(run_ranks(run_twice, world_size, str(tmp_path), argv[:at] + argv[at + 2 :]))
+
+
+def draws_of_two_steps(argv):
+    """(first sample, a random number) of each micro-batch; others draw from the same generator in between."""
+    trainer = build(argv)
+    drawn, derive = [], train_module.derive_seed
+    train_module.derive_seed = lambda seed, sample: drawn.append(sample) or derive(seed, sample)
+    trainer.model.register_forward_pre_hook(lambda module, args: drawn.append(torch.rand(()).item()))
+    try:
+        for step in (1, 2):
+            torch.rand(step + trainer.world.rank)
+            fetched = trainer._fetch(step)
+            trainer.train_step(step, fetched, fetched.agreement.wait())
+    finally:
+        train_module.derive_seed = derive
+    release(trainer)
+    return list(zip(drawn[::2], drawn[1::2], strict=True))
+
+
+def test_a_micro_batch_draws_the_same_on_any_layout(tmp_path):
+    drawn = []
+    for world_size in (1, 2, 4):
+        argv = options(str(tmp_path / str(world_size)), "float32", **{"training.local_batch_size": 2})
+        drawn.append(sorted(pair for pairs in run_ranks(draws_of_two_steps, world_size, argv) for pair in pairs))
+    assert [sample for sample, _ in drawn[0]] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert len({number for _, number in drawn[0]}) == 8
+    assert drawn[0] == drawn[1] == drawn[2]

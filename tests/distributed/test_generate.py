@@ -1,0 +1,54 @@
+"""scripts/generate.py reads what training saved, in whatever type, and says what it cannot do."""
+
+import pytest
+import torch
+
+from scripts.generate import generate, main
+from tests.distributed.parity import build, options, release
+from tests.harness.rank_pool import run_ranks
+
+
+def train(argv):
+    trainer = build(argv)
+    trainer.train()
+    release(trainer)
+
+
+@pytest.mark.parametrize(("stored", "world_size"), [("float32", 2), ("bfloat16", 1)])
+@pytest.mark.parametrize("begins", ["true", "false"])
+def test_continues_a_prompt(tmp_path, capsys, stored, world_size, begins):
+    argv = options(
+        str(tmp_path / "run"),
+        "float32",
+        **{"training.dtype": stored, "training.mixed_precision_param": stored, "training.steps": 1},
+        **{"checkpoint.enable": "true", "training.local_batch_size": 8 // world_size, "data.add_bos": begins},
+        **{"model.args.max_seq_len": 32},
+    )
+    run_ranks(train, world_size, argv)
+    step = str(tmp_path / "run/checkpoint/step-1")
+    # More tokens than the model can see at once
+    assert main([step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("To be") and len(first) > len("To be\n")
+    assert main([step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == first
+    assert main([step, "--num-tokens", "2"]) == (0 if begins == "true" else 2)
+    assert ("give a --prompt" in capsys.readouterr().err) == (begins == "false")
+
+
+def test_what_is_not_a_checkpoint(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "no valid manifest.json" in capsys.readouterr().err
+
+
+def test_the_window_moves_and_the_end_ends():
+    seen = []
+
+    def model(tokens):
+        seen.append(tokens[0].tolist())
+        return torch.nn.functional.one_hot(tokens + 1, 10).float()
+
+    model.parameters = lambda: iter([torch.zeros(1)])
+    added = generate(model, [1, 2], num_tokens=9, temperature=0, top_k=1, stop=6, window=3)
+    assert added == [3, 4, 5]
+    assert seen == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]

@@ -1,0 +1,192 @@
+"""What a run is when it starts from a checkpoint, whole or in part, and what a start that fails leaves behind."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.parity import build, options, release
+from tests.harness.rank_pool import run_in_process_of_its_own, run_ranks
+from torchtitan_like.checkpoint.start import CheckpointError
+from torchtitan_like.distributed.initialize import weight_hash
+from torchtitan_like.distributed.world import LaunchedAs
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.train import read_config
+from torchtitan_like.train import run as run_trainer
+
+SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
+
+
+def train(argv):
+    """Run to the end; the code."""
+    trainer = build(argv)
+    code = trainer.train()
+    release(trainer)
+    return code
+
+
+def state_at_start(argv):
+    """(step, tokens seen, position, next sample, hash of the weights, Adam's step) of a run about to start."""
+    trainer = build(argv)
+    shares = trainer.world.step_group.gather_objects(weight_hash(trainer.model))
+    saved = json.loads(trainer.states["dataloader"].state_dict()["json"])
+    fetched = trainer._fetch(trainer.progress.step + 1)
+    first = min(trainer.world.step_group.gather_objects(fetched.batch.first_samples[0]))
+    adam_step = trainer.optimizer.state_dict()["state.norm.weight.step"].item()
+    fetched.agreement.wait()
+    progress = trainer.progress
+    release(trainer)
+    assert saved["position"] == progress.position == first, "a save before the first step tells where the data is"
+    return progress.step, progress.n_tokens_seen, progress.position, sum(shares) % 2**64, adam_step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of 3 steps of 8 samples of 32 tokens, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("loading") / "run"
+    run_ranks(train, 2, options(str(folder), "float32", **SAVING, **{"training.steps": 3}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hashes(folder):
+    """Of new weights and of the trained ones."""
+    new = run_ranks(state_at_start, 2, options(str(folder.parent / "new"), "float32", **{**SAVING}))[0]
+    trained = run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING))[0]
+    assert new[3] != trained[3]
+    return {"new": new[3], "trained": trained[3]}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "tokens", "position", "weights", "adam_step"),
+    [
+        ("", 768, 24, "trained", 3),
+        ("dataloader", 768, 0, "trained", 3),
+        ("train_state", 0, 24, "trained", 3),
+        ("train_state,dataloader", 0, 0, "trained", 3),
+        ("optimizer", 768, 24, "trained", 0),
+        ("model", 768, 24, "new", 3),
+        ("model,optimizer,lr_scheduler", 768, 24, "new", 0),
+        ("model,optimizer,lr_scheduler,dataloader,train_state", 0, 0, "new", 0),
+    ],
+)
+def test_parts_left_out_start_anew_and_the_others_go_on(
+    folder, hashes, left_out, tokens, position, weights, adam_step
+):
+    changes = {"checkpoint.exclude_from_loading": left_out} if left_out else {}
+    for state in run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING, **changes)):
+        assert state == (3, tokens, position, hashes[weights], adam_step)
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_a_warm_start_takes_all_weights_and_nothing_else(tmp_path, tied):
+    changes = {"training.steps": 2, "model.args.enable_weight_tying": tied}
+    first = options(str(tmp_path / "first"), "float32", **SAVING, **changes)
+    run_ranks(train, 2, first)
+    changes |= {"training.steps": 3}
+    trained = run_ranks(state_at_start, 2, options(str(tmp_path / "first"), "float32", **SAVING, **changes))[0]
+    changes["checkpoint.initial_load_path"] = tmp_path / "first/checkpoint/step-2"
+    state = run_ranks(state_at_start, 2, options(str(tmp_path / "second"), "float32", **SAVING, **changes))[0]
+    assert state == (0, 0, 0, trained[3], 0)
+
+
+def start_that_fails(argv):
+    try:
+        build(argv)
+    except CheckpointError as error:
+        return str(error)
+    return "it started"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.args.n_layers": 3}, "model.layers.2.attention.wq.weight is not in the checkpoint"),
+        ({"model.args.n_layers": 1}, "model.layers.1.attention.wq.weight is in the checkpoint but not in this run"),
+        ({"model.args.dim": 64}, "this run needs"),
+        ({"training.dtype": "bfloat16"}, "is torch.float32, this run needs torch.bfloat16"),
+    ],
+)
+def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path, changes, words):
+    """It says so on every rank, and later steps keep their names."""
+    run = {**SAVING, "checkpoint.interval": 2}
+    run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
+    asked = {**run, "checkpoint.load_step": 2, **changes}
+    for error in run_ranks(start_that_fails, 2, options(str(tmp_path / "run"), "float32", **asked)):
+        assert words in error
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == ["step-2", "step-4"]
+    kept = run_ranks(state_at_start, 2, options(str(tmp_path / "run"), "float32", **run, **{"checkpoint.load_step": 2}))
+    assert kept[0][0] == 2
+    names = sorted(path.name.split(".superseded")[0] for path in (tmp_path / "run/checkpoint").iterdir())
+    assert names == ["step-2", "step-4"]
+    assert not (tmp_path / "run/checkpoint/step-4").exists(), "this start takes the folder"
+
+
+def test_one_rank_that_cannot_read_is_an_error_on_all(folder):
+    """And nobody waits for it inside the collectives of the others."""
+    errors = run_ranks(start_with_a_blind_rank, 2, options(str(folder), "float32", **SAVING), timeout=30)
+    assert all("rank 1: FileNotFoundError" in error and "rank 0" not in error for error in errors)
+
+
+def start_with_a_blind_rank(argv):
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    read = dcp.FileSystemReader.read_metadata
+
+    def blind(reader):
+        raise FileNotFoundError("not here yet")
+
+    if dist.get_rank() == 1:
+        dcp.FileSystemReader.read_metadata = blind
+    try:
+        return start_that_fails(argv)
+    finally:
+        dcp.FileSystemReader.read_metadata = read
+
+
+def run_one_rank(argv):
+    return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1))
+
+
+def test_a_finished_run_whose_last_save_is_weights_alone_is_finished(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 2})
+    assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
+    assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == ["step-2"]
+    assert len(list((tmp_path / "run/attempts").iterdir())) == 1, "the second had nothing to do"
+    longer = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 4})
+    assert run_ranks(run_one_rank, 1, longer) == [ExitCode.STORAGE]
+    assert (tmp_path / "run/checkpoint/step-2").exists()
+
+
+def train_with_signals(argv):
+    """A signal after step 2, and two more while the checkpoint that it asks for is written."""
+    trainer = build(argv)
+    record, write = trainer.metrics.record, trainer.checkpointer._write
+
+    def traced(step):
+        record(step)
+        if step.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def write_slowly(*args):
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), signum)
+        write(*args)
+
+    trainer.metrics.record, trainer.checkpointer._write = traced, write_slowly
+    code = trainer.train()
+    step = trainer.progress.step
+    release(trainer)
+    return code, step
+
+
+def test_more_signals_do_not_cut_the_last_save_short(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 50})
+    endings = run_in_process_of_its_own(train_with_signals, 2, argv)
+    code, step = endings[0]
+    assert endings == [(ExitCode.REQUEUE, step)] * 2 and step <= 4
+    assert Path(tmp_path / "run" / "checkpoint" / f"step-{step}" / "manifest.json").exists()

@@ -1,0 +1,243 @@
+"""The commands that README.md and the guides show, as a stranger types them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import download_assets, generate, run_folder
+from tests.harness.runner import ROOT
+from torchtitan_like.checkpoint.step_folders import StepFolder
+from torchtitan_like.config import ConfigError
+from torchtitan_like.config.fields import find
+from torchtitan_like.preflight import load_checked
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
+README = (ROOT / "README.md").read_text()
+# Of the default command, all but its size: a run of seconds.
+TINY = (
+    "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 --training.steps 4 "
+    "--lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.seq_len 32"
+)
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as a person does: on CPU, without what only these tests have in their environment."""
+    dropped = ("PYTHONPATH", "NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    env |= {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    bash = ["bash", "-c", command]
+    return subprocess.run(
+        bash, env=env, cwd=folder, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=200
+    )
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a guide that are in ``language``."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def shown_commands() -> list[str]:
+    """Every shell command of the guides, continued lines joined, comments left out."""
+    text = "".join(block for guide in GUIDES for block in blocks((ROOT / guide).read_text(), "bash"))
+    commands = (shlex.join(shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines())
+    return [command for command in commands if command]
+
+
+# ---- the two commands of the first page, and what the first of them says at its end
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """`./run_train.sh` typed in a folder that is not the repository; the run's folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    return folder, shell(f"{ROOT}/run_train.sh {TINY} --job.dump_folder {folder}/outputs", folder)
+
+
+def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> None:
+    folder, done = trained
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--nproc_per_node=2" in done.stdout and "[rank0]:" in done.stdout and "[rank1]:" not in done.stdout
+    where, resume, sample = done.stdout.splitlines()[-3:]
+    for path in ("attempts", "metrics.jsonl", "checkpoint/step-4", "tb"):
+        assert f"{folder}/outputs/{path}" in where
+        assert (folder / "outputs" / path).exists()
+    assert resume.startswith("Resume (the same command, more steps): ") and sample.startswith("Sample: ")
+
+
+def test_the_line_that_resumes_resumes(trained) -> None:
+    folder, done = trained
+    resume = done.stdout.splitlines()[-2].partition("): ")[2]
+    again = shell(resume, folder)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "resume from" in again.stdout and "Training starts at step 5" in again.stdout
+    assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
+
+
+def test_the_line_that_samples_samples(trained) -> None:
+    folder, done = trained
+    sample = done.stdout.splitlines()[-1].removeprefix("Sample: ")
+    printed = shell(f"{sample} --num-tokens 4", folder)
+    assert printed.returncode == 0, printed.stderr[-3000:]
+    assert printed.stdout.startswith("ROMEO:") and len(printed.stdout.strip()) > len("ROMEO:")
+
+
+def sample(step_folder: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> str:
+    arguments = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert generate.main([str(step_folder), "--prompt", "JULIET:", "--num-tokens", "8", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_sample_is_a_function_of_its_seed(trained, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    step_folder = trained[0] / "outputs/checkpoint/step-4"
+    first = sample(step_folder, capsys, seed=1)
+    assert first.startswith("JULIET:") and len(first.strip()) > len("JULIET:")
+    assert sample(step_folder, capsys, seed=1) == first
+    assert sample(step_folder, capsys, seed=2) != first
+    greedy = [sample(step_folder, capsys, seed=seed, temperature=0) for seed in (1, 2)]
+    assert greedy[0] == greedy[1] != first
+
+
+@pytest.mark.parametrize("name", ["nowhere", "outputs/checkpoint"])
+def test_what_is_no_checkpoint_cannot_be_sampled(trained, name, capsys) -> None:
+    assert generate.main([str(trained[0] / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"{name} is not a checkpoint" in captured.err
+
+
+def test_a_config_with_several_problems_starts_nothing(tmp_path: Path) -> None:
+    """All of them are listed, within five seconds of processor time, and no rank is started."""
+    (tmp_path / "broken.toml").write_text(
+        '[training]\nstesp = 10\nglobal_batch_size = 7\n[model]\nflavor = "9B"\nhf_assets_path = "./nowhere"\n'
+        '[checkpoint]\ninterval = "often"\n[parallelism]\ntensor_parallel_degree = 2\n'
+    )
+    before = os.times()
+    done = shell(f"CONFIG_FILE=broken.toml {ROOT}/run_train.sh --optimizer.lr=fast", tmp_path)
+    after = os.times()
+    assert done.returncode == ExitCode.BAD_CONFIG
+    for key in ("training.stesp", "training.global_batch_size", "model.flavor", "model.hf_assets_path",
+                "checkpoint.interval", "parallelism.tensor_parallel_degree", "optimizer.lr"):  # fmt: skip
+        assert key in done.stderr, done.stderr
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 5
+    assert "torch.distributed.run" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.toml"]
+
+
+FULL, WEIGHTS = {"kind": "full"}, {"kind": "weights"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "last_step", "expected"),
+    [
+        ({}, 100, "Resume: needs a checkpoint: --checkpoint.enable"),
+        ({50: FULL, 100: FULL}, 100, "Resume (the same command, more steps): ./run --training.steps 200"),
+        ({50: FULL, 100: WEIGHTS}, 100, "from step 50, as the last save holds the weights alone): ./run --training.st"),
+        ({100: WEIGHTS}, 100, "not from weights alone; a new run can begin with them: --checkpoint.initial_load_path"),
+        ({50: FULL, 80: FULL}, 80, "Resume (all data is read; allow more epochs: max_epochs of the source): ./run"),
+    ],
+)
+def test_what_is_said_about_resuming_is_what_resuming_does(saved: dict, last_step: int, expected: str) -> None:
+    steps = [StepFolder(step, Path(f"step-{step}"), manifest) for step, manifest in saved.items()]
+    assert expected in run_folder.how_to_resume(steps, "./run", wanted=100, last_step=last_step)
+
+
+# ---- what the guides say
+
+
+def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselves() -> None:
+    tried = ("./run_train.sh", "./run_tests.sh", *SHOWN)
+    assert [command for command in shown_commands() if not command.startswith(tried)] == []
+
+
+SHOWN = {
+    "python scripts/download_assets.py ": lambda words: download_assets.parse(words[2:]),
+    "python -m torchtitan_like.config ": lambda words: check(words[3:]),
+    "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),
+    "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(["--world-size", "8", *words[4:]]),
+}
+
+
+def check(arguments: list[str]) -> None:
+    """The check without training accepts a command's settings, and none of them is without effect."""
+    done = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "no effect" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("start", SHOWN)
+def test_a_shown_command_is_right(start: str) -> None:
+    commands = [command for command in shown_commands() if command.startswith(start)]
+    assert commands
+    for command in commands:
+        SHOWN[start](shlex.split(command))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
+    text = (ROOT / guide).read_text()
+    keys = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", text)) - {"section.key"}
+    assert [key for key in keys if find(tuple(key.split("."))) is None] == []
+    # Files of ours; what stands for a run's or a user's file begins otherwise.
+    paths = set(re.findall(r"\b(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./]*\w", text))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_exit_codes_are_those_of_the_table() -> None:
+    table = {int(code) for code in re.findall(r"^\| (\d+) \| ", README, re.MULTILINE)}
+    assert table == {1, *map(int, ExitCode)}  # 1: a crash, for which nobody can leave a word
+
+
+def test_variables_are_those_of_the_script() -> None:
+    script = (ROOT / "run_train.sh").read_text()
+    rows = re.findall(r"^\| (`[A-Z][^|]*) \|", README, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"[A-Z_]+", row)}
+    assert {"NGPU", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "NNODES", "MASTER_ADDR"} <= names
+    assert [name for name in names if f"${{{name}" not in script] == []
+
+
+PLANNED = (
+    "parallelism.tensor_parallel_degree=2",
+    "parallelism.pipeline_parallel_degree=2",
+    "parallelism.context_parallel_degree=2",
+    "parallelism.expert_parallel_degree=2",
+    "model.converters=quantize.linear.float8",
+    "checkpoint.async_mode=async",
+    "checkpoint.last_save_in_hf=true",
+    "checkpoint.initial_load_in_hf=true",
+    "training.dataloader.num_workers=2",
+    "data.sources.b.path=README.md",
+)
+
+
+@pytest.mark.parametrize("planned", PLANNED)
+def test_what_is_planned_is_refused(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = ["--job.config_file", "train_configs/debug_model.toml", "--data.sources.a.path=README.md"]
+    with pytest.raises(ConfigError) as caught:
+        load_checked([*arguments, f"--{planned}", "--checkpoint.last_save_model_only=true"], 2, training=True)
+    assert any("not available yet" in str(problem) for problem in caught.value.problems), caught.value
+
+
+def test_the_example_of_a_test_on_ranks_passes(tmp_path: Path) -> None:
+    (example,) = blocks((ROOT / "CONTRIBUTING.md").read_text(), "python")
+    (tmp_path / "test_example.py").write_text(example)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", "--rootdir", ".", "-p", "no:cacheprovider"]
+    done = shell(shlex.join([*command, str(tmp_path / "test_example.py")]), ROOT)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_the_example_that_reads_metrics_works(trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0])
+    (example,) = blocks((ROOT / "docs/metrics.md").read_text(), "python")
+    names: dict[str, list[float]] = {}
+    exec(example, names)
+    assert len(names["losses"]) >= 4

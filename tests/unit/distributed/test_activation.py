@@ -1,0 +1,122 @@
+"""What each mode of activation checkpointing keeps and what it computes again, counted."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_like.config.sections_scale import ActivationCheckpoint
+from torchtitan_like.distributed.activation import apply_activation_checkpointing
+from torchtitan_like.distributed.initialize import initialize
+from torchtitan_like.distributed.parallelize import compile_blocks, find_blocks
+from torchtitan_like.models.spec import get_spec, resolve_args
+
+NUM_BLOCKS = 4
+LINEARS = 7  # of a block: wq wk wv wo w1 w2 w3
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu.default"
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators[str(function).removeprefix("aten.")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def backward(*, compiled=False, **section):
+    """Operators that backward runs, the memory that forward keeps for it (elements), and the gradients."""
+    torch._dynamo.reset()
+    spec = get_spec("llama3")
+    sizes = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "n_layers": NUM_BLOCKS}
+    args = resolve_args(spec, "debugmodel", sizes)
+    model = spec.build(args)
+    initialize(model, spec.init_table(args), seed=0)
+    blocks = find_blocks(model, spec)
+    apply_activation_checkpointing(blocks, ActivationCheckpoint(**section), compiled=compiled)
+    if compiled:
+        compile_blocks(blocks, "aot_eager")
+    tokens = torch.arange(64).view(2, 32)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, tokens)
+    with Count() as count:
+        loss.backward()
+    elements = sum(n for storage, n in kept.items() if storage not in weights)
+    return count.operators, elements, [p.grad for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return backward(mode="none")
+
+
+@pytest.mark.parametrize(
+    ("section", "num_mm", "num_attention"),
+    [
+        # Matrix products and attentions computed again, over all blocks
+        ({"mode": "full"}, LINEARS * NUM_BLOCKS, NUM_BLOCKS),
+        ({"mode": "selective", "selective_ac_option": "1"}, LINEARS * NUM_BLOCKS, NUM_BLOCKS),
+        ({"mode": "selective", "selective_ac_option": "2"}, LINEARS * NUM_BLOCKS // 2, NUM_BLOCKS // 2),
+        ({"mode": "selective", "selective_ac_option": "3"}, LINEARS * 2, 2),
+        # Every second product of a block: 3 of 7
+        ({"mode": "selective", "selective_ac_option": "op"}, 3 * NUM_BLOCKS, 0),
+        # And those with the shape of w2: it is not counted, so of the other six the second, fourth and sixth
+        (
+            {"mode": "selective", "selective_ac_option": "op",
+             "per_op_sac_force_recompute_mm_shapes_by_fqns": ["feed_forward.w2"]},
+            4 * NUM_BLOCKS,
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_computed_again(plain, section, num_mm, num_attention):
+    operators, _, gradients = backward(**section)
+    assert operators["mm.default"] - plain[0]["mm.default"] == num_mm
+    assert operators[ATTENTION] == num_attention
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain[2], strict=True)), "numbers do not change"
+
+
+def test_early_stop_leaves_out_what_nobody_needs():
+    """The last product of a block: its result is the next block's input, which is kept."""
+    whole = backward(mode="full")[0]["mm.default"]
+    assert whole - backward(mode="full", early_stop=True)[0]["mm.default"] == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [({"mode": "full"}, {"mode": "selective", "selective_ac_option": "2"}),
+     ({"mode": "selective", "selective_ac_option": "2"}, {"mode": "none"})],
+)  # fmt: skip
+def test_the_more_is_computed_again_the_less_is_kept(less, more):
+    assert backward(**less)[1] < 0.8 * backward(**more)[1]
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [(1.0, 0, 0), (0.5, 1, LINEARS), (0.0, LINEARS - 1, LINEARS - 1)])
+def test_a_memory_budget_is_the_compilers_to_spend(plain, budget, least, most):
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(activation_memory_budget=1.0):
+        operators, _, gradients = backward(compiled=True, mode="memory_budget", memory_budget=budget)
+    assert least * NUM_BLOCKS <= operators["mm.default"] - plain[0]["mm.default"] <= most * NUM_BLOCKS
+    for ours, expected in zip(gradients, plain[2], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_blocks_compute_the_same_again(plain):
+    operators = backward(compiled=True, mode="selective", selective_ac_option="op")[0]
+    assert operators["mm.default"] - plain[0]["mm.default"] == 3 * NUM_BLOCKS
+
+
+def test_a_memory_budget_needs_the_compiler():
+    with pytest.raises(ValueError, match="decided by the compiler"):
+        apply_activation_checkpointing({}, ActivationCheckpoint(mode="memory_budget"), compiled=False)

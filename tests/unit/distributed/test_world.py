@@ -1,0 +1,35 @@
+"""What a process learns from its launcher, and which device it takes."""
+
+import pytest
+import torch
+
+from torchtitan_like.distributed.world import LaunchedAs, launched_as, pick_device
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, LaunchedAs(0, 0, 1)),
+        ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, LaunchedAs(5, 1, 8)),
+    ],
+)
+def test_launched_as(environ, expected):
+    assert launched_as(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "local_rank", "expected"),
+    [(0, 3, "cpu"), (8, 3, "cuda:3"), (1, 0, "cuda:0"), (1, 3, "cuda:0"), (2, 3, "at most 2 ranks")],
+)
+def test_pick_device(monkeypatch, num_visible, local_rank, expected):
+    """LOCAL_RANK counts processes, not the devices that this one sees."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: taken.append(f"cuda:{index}"))
+    if " " in expected:
+        with pytest.raises(ValueError, match=expected):
+            pick_device(local_rank)
+        return
+    assert str(pick_device(local_rank)) == expected
+    assert taken == ([] if expected == "cpu" else [expected])

@@ -1,0 +1,126 @@
+"""What a model hands to the framework: known by name, checked without torch."""
+
+import dataclasses
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+
+import pytest
+
+from torchtitan_like.models import InitRule, get_spec, register, resolve_args
+from torchtitan_like.models import spec as spec_module
+
+LLAMA = get_spec("llama3")
+
+
+def test_sizes_are_known_without_torch():
+    program = (
+        "import sys; from torchtitan_like.models import get_spec, resolve_args\n"
+        "spec = get_spec('llama3'); args = resolve_args(spec, '8B', {'n_layers': 2})\n"
+        "spec.num_params(args), spec.flops_per_token(args, 8192), spec.init_table(args), spec.hf_config(args)\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False False"
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_name():
+    with pytest.raises(KeyError, match="'lama3' is not known.*perhaps 'llama3'"):
+        get_spec("lama3")
+
+
+def test_a_name_is_registered_once(monkeypatch):
+    monkeypatch.setattr(spec_module, "_registered", {})
+    mine = dataclasses.replace(LLAMA, name="mine")
+    register(mine)
+    register(mine)
+    assert get_spec("mine") is mine
+    with pytest.raises(ValueError, match="'mine' is already registered"):
+        register(dataclasses.replace(LLAMA, name="mine"))
+
+
+def test_overrides_replace_the_flavors_sizes():
+    args = resolve_args(LLAMA, "8B", {"n_layers": 2, "rope_theta": 10000, "n_kv_heads": None, "init_std": 0.01})
+    assert (args.dim, args.n_layers, args.rope_theta, args.num_kv_heads, args.linear_std) == (4096, 2, 10000, 32, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "overrides", "expected"),
+    [
+        ("8b", {}, "no flavor '8b' (perhaps '8B')"),
+        ("8B", {"n_layer": 2}, "n_layer = 2: llama3 has no such argument (perhaps 'n_layers')"),
+        ("8B", {"n_layers": "2"}, "n_layers = '2': expected int, found str"),
+        ("8B", {"n_layers": True}, "n_layers = True: expected int, found bool"),
+        ("8B", {"n_layers": 2.0}, "n_layers = 2.0: expected int, found float"),
+        ("8B", {"depth_init": 1}, "depth_init = 1: expected bool, found int"),
+        ("8B", {"n_kv_heads": 1.5}, "n_kv_heads = 1.5: expected int or nothing, found float"),
+        ("8B", {"n_layers": 0}, "n_layers = 0: expected a number above 0"),
+        ("8B", {"n_kv_heads": 5}, "n_kv_heads = 5: expected a divisor of n_heads = 32"),
+        ("8B", {"dim": 4097}, "dim = 4097: expected a multiple of 2 x n_heads = 64"),
+        ("8B", {"init_std": "sqrt(h)"}, "init_std = 'sqrt(h)': expected a number or one of fixed, sqrt(1/(3h))"),
+        ("8B", {"init_std": 0}, "init_std = 0: expected a number above 0"),
+        ("8B", {"ffn_dim_multiplier": -1.0}, "ffn_dim_multiplier = -1.0: expected a number above 0"),
+        ("8B", {"rope_low_freq_factor": 9.0}, "rope_low_freq_factor = 9.0: expected a number between 0 and"),
+        ("8B", {"n_kv_heads": 0}, "n_kv_heads = 0: expected a number above 0"),
+    ],
+)
+def test_a_wrong_size_is_named(flavor, overrides, expected):
+    with pytest.raises(ValueError) as error:
+        resolve_args(LLAMA, flavor, overrides)
+    assert expected in str(error.value)
+
+
+def test_all_wrong_sizes_are_named_at_once():
+    with pytest.raises(ValueError) as error:
+        resolve_args(LLAMA, "9B", {"dims": 1, "n_layers": "x", "norm_eps": None})
+    assert len(str(error.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [("normal", 0.0, 0.0), ("trunc_normal", 1.0, 0.0), ("normal", 1.0, 2.0), ("ones", 0.0, 1.0)]
+)
+def test_an_init_rule_that_means_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="InitRule"):
+        InitRule(*wrong)
+
+
+def test_a_sharding_word_must_be_known():
+    with pytest.raises(ValueError, match="unknown sharding words \\['colum'\\]"):
+        dataclasses.replace(LLAMA, sharding=(("output.weight", "colum"),))
+
+
+@pytest.mark.parametrize("overrides", [{}, {"enable_weight_tying": True}, {"n_kv_heads": 4}])
+def test_every_parameter_has_one_word_one_rule_and_one_hf_name(overrides):
+    import torch
+
+    from torchtitan_like.models.hf_table import from_hf, to_hf
+
+    args = resolve_args(LLAMA, "debugmodel", overrides)
+    with torch.device("meta"):
+        model = LLAMA.build(args)
+    names = [name for name, _ in model.named_parameters()]
+    for name in names:
+        assert sum(fnmatchcase(name, pattern) for pattern, _ in LLAMA.sharding) == 1, name
+        assert any(fnmatchcase(name, pattern) for pattern, _ in LLAMA.init_table(args)), name
+    theirs = to_hf(LLAMA.hf_names(args), model.state_dict(), LLAMA.tied(args))
+    assert len(theirs) == len(names)
+    assert from_hf(LLAMA.hf_names(args), theirs, LLAMA.tied(args)).keys() == model.state_dict().keys()
+
+
+def test_every_pattern_matches_some_parameter():
+    import torch
+
+    args = resolve_args(LLAMA, "debugmodel", {})
+    with torch.device("meta"):
+        names = [name for name, _ in LLAMA.build(args).named_parameters()]
+    for pattern, _ in (*LLAMA.sharding, *LLAMA.init_table(args)):
+        assert any(fnmatchcase(name, pattern) for name in names), pattern
+
+
+def test_constraints_and_ties():
+    args = resolve_args(LLAMA, "8B", {})
+    assert LLAMA.constraints(args) == {
+        "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 131072,
+    }  # fmt: skip
+    assert LLAMA.tied(args) == ()
+    assert LLAMA.tied(resolve_args(LLAMA, "1B", {})) == (("output.weight", "tok_embeddings.weight"),)
