@@ -32,7 +32,7 @@ from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
 from torchtitan_like.distributed.parallelize import parallelize
 from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World, join_world, launched_as
-from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
 from torchtitan_like.monitor.flops import peak_flops
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, init_logger, logger
@@ -137,8 +137,9 @@ class Trainer:
         args = resolve_args(spec, config.model.flavor, config.model.args)
         logger.info(f"Building {config.model.name} {config.model.flavor} with {args}")
         model: Any
+        longest = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
         with torch.device("meta"):
-            model = spec.build(args).to(DTYPES[config.training.dtype])
+            model = spec.build(fit_positions(args, longest)).to(DTYPES[config.training.dtype])
         num_params = sum(p.numel() for p in model.parameters())
         logger.info(f"Model {config.model.name} {config.model.flavor} size: {num_params:,} total parameters")
         compile_loss = config.compile.enable and "loss" in config.compile.components

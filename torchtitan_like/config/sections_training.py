@@ -176,7 +176,7 @@ class Loss(Section):
     """The loss function."""
 
     chunk_mib: int = Field(
-        64,
+        256,
         ge=0,
         description="MiB of float32 logits that chunked cross-entropy holds at once; 0 computes all in one piece.",
     )

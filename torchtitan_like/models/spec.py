@@ -155,3 +155,12 @@ def _spell(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_spell(option) for option in get_args(hint))
     return "nothing" if hint is type(None) else str(hint.__name__)
+
+
+def fit_positions(args: Any, longest: int) -> Any:
+    """The same sizes with tables for `longest` positions only, where the model has a `max_seq_len`: less memory, and no
+    number changes.
+    """
+    if not any(field.name == "max_seq_len" for field in dataclasses.fields(args)):
+        return args
+    return dataclasses.replace(args, max_seq_len=longest)

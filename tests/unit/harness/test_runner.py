@@ -69,9 +69,9 @@ def test_what_expect_raises_fails_the_row(tmp_path) -> None:
 
 def test_a_hang_is_ended_with_all_its_processes(tmp_path) -> None:
     started = time.monotonic()
-    with pytest.raises(AssertionError, match=r"did not end within 2 s.*\n.*the trainer's output") as raised:
-        run_row(OverrideDefinitions([["--hang"]], "hangs", "hangs", timeout=2), tmp_path)
-    assert time.monotonic() - started < 20
+    with pytest.raises(AssertionError, match=r"did not end within 6 s.*\n.*the trainer's output") as raised:
+        run_row(OverrideDefinitions([["--hang"]], "hangs", "hangs", timeout=6), tmp_path)
+    assert time.monotonic() - started < 30
     child = int(str(raised.value).split("child ")[1].split()[0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 

@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_like.models import InitRule, get_spec, register, resolve_args
 from torchtitan_like.models import spec as spec_module
+from torchtitan_like.models.spec import fit_positions
 
 LLAMA = get_spec("llama3")
 
@@ -124,3 +125,15 @@ def test_constraints_and_ties():
     }  # fmt: skip
     assert LLAMA.tied(args) == ()
     assert LLAMA.tied(resolve_args(LLAMA, "1B", {})) == (("output.weight", "tok_embeddings.weight"),)
+
+
+def test_tables_are_made_for_the_positions_that_are_used():
+    spec = get_spec("llama3")
+    args = resolve_args(spec, "debugmodel", {})
+    assert fit_positions(args, 512) == dataclasses.replace(args, max_seq_len=512)
+
+    @dataclasses.dataclass(frozen=True)
+    class WithoutPositions:
+        dim: int = 4
+
+    assert fit_positions(WithoutPositions(), 512) == WithoutPositions()

@@ -145,7 +145,13 @@ def test_a_config_file_on_the_command_line_is_the_only_one(shell: Shell, given: 
 
 
 @pytest.mark.parametrize(
-    ("variables", "gpus"), [({}, 3), ({"CUDA_VISIBLE_DEVICES": "0,2"}, 2), ({"CUDA_VISIBLE_DEVICES": ""}, 0)]
+    ("variables", "gpus"),
+    [
+        ({}, 3),
+        ({"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+    ],
 )
 def test_all_visible_gpus_are_used(shell: Shell, variables: dict[str, str], gpus: int) -> None:
     executable(
