@@ -187,7 +187,7 @@ class Trainer:
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
         memory = build_memory_monitor(world.device)
-        logger.info(memory.describe())
+        logger.info(f"{memory.describe()}; memory usage for model: {memory.read().gib:.2f}GiB")
         peak = peak_flops(memory.device_name if world.device.type == "cuda" else "cpu", config.metrics.peak_flops)
         shown = f"{peak:.3e} FLOP/s" if peak else "n/a"
         logger.info(f"Peak FLOPS used for computing MFU: {shown}; {self.flops_per_token / 1e9:.3f} GFLOP per token = "
@@ -427,8 +427,6 @@ def join(config: JobConfig, launch: LaunchedAs) -> World:
     training = config.training
     dims, errors = resolve_degrees(config.parallelism, launch.world_size)
     assert dims is not None, errors  # preflight has reported these
-    shape = dims.mesh_shape()
-    logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
     needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     return join_world(launch, dims, timeout, needs_mesh=needs_mesh)
@@ -484,14 +482,17 @@ def main(argv: list[str]) -> int:
     if config.job.print_config and launch.rank == 0:
         print(dump_toml(config))
     if config.job.save_config_file and launch.rank == 0:
-        path = Path(config.job.dump_folder) / config.job.save_config_file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, config.model_dump_json(indent=2))
+        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return int(run(config, launch))
-    from torch.distributed.elastic.multiprocessing.errors import record
+    try:
+        run(config, launch)
+    except Exception as error:
+        # torchrun shows what the first failing rank records here, with host and rank, as its last words.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    record(run)(config, launch)
+        get_error_handler().record_exception(error)
+        raise
     return 0
 
 

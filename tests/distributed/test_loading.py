@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hashes(folder):
     """Of new weights and of the trained ones."""
-    new = run_ranks(state_at_start, 2, options(str(folder.parent / "new"), "float32", **{**SAVING}))[0]
+    new = run_ranks(state_at_start, 2, options(str(folder.parent / "new"), "float32", **SAVING))[0]
     trained = run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING))[0]
     assert new[3] != trained[3]
     return {"new": new[3], "trained": trained[3]}
@@ -72,9 +72,7 @@ def hashes(folder):
         ("model,optimizer,lr_scheduler,dataloader,train_state", 0, 0, "new", 0),
     ],
 )
-def test_parts_left_out_start_anew_and_the_others_go_on(
-    folder, hashes, left_out, tokens, position, weights, adam_step
-):
+def test_parts_left_out_start_anew_and_the_others_go_on(folder, hashes, left_out, tokens, position, weights, adam_step):
     changes = {"checkpoint.exclude_from_loading": left_out} if left_out else {}
     for state in run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING, **changes)):
         assert state == (3, tokens, position, hashes[weights], adam_step)

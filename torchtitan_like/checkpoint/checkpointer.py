@@ -58,6 +58,7 @@ class Checkpointer:
 
         def tidy() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            logger.info(f"Checkpointing active: checkpoints are read from and written to {self.folder}")
             for path in remove_stale_stages(self.folder):
                 logger.info(f"Removed the unfinished {path.name}")
             for path in supersede_later(self.folder, start.step, self.run_id):

@@ -90,6 +90,11 @@ def _resume(found: StepFolder, why: str) -> Start:
 def _warm(section: Checkpoint, why: str) -> Start:
     if not section.initial_load_path:
         raise CheckpointError("checkpoint.start = 'warm' needs checkpoint.initial_load_path: where the weights are")
+    if "model" in section.exclude_from_loading:
+        raise CheckpointError(
+            "checkpoint.exclude_from_loading names 'model', but a warm start loads the weights and nothing else. Take it "
+            "out, or begin with new weights: checkpoint.start = 'scratch'"
+        )
     path = Path(section.initial_load_path)
     if read_manifest(path) is None:
         raise CheckpointError(

@@ -86,6 +86,16 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("fault_tolerance.enable", _differs("fault_tolerance.enable", False), "set it to false"),
     Missing("memory_estimation.enable", _differs("memory_estimation.enable", False), "set it to false"),
     Missing("comm.mode", _differs("comm.mode", "default"), 'set it to "default"'),
+    *(
+        Missing(f"comm.{key}", _differs(f"comm.{key}", default), "leave it out: no flight recorder is read")
+        for key, default in (
+            ("trace_buf_size", 20000),
+            ("save_traces_folder", "comm_traces"),
+            ("save_traces_file_prefix", "rank_"),
+        )
+    ),
+    Missing("debug.moe_force_load_balance", _differs("debug.moe_force_load_balance", False), "set it to false"),
+    Missing("model.print_after_conversion", _differs("model.print_after_conversion", False), "set it to false"),
     Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
     Missing("experimental.custom_args_module", _differs("experimental.custom_args_module", ""), "leave it out"),
     *(

@@ -96,9 +96,7 @@ class TrainBatches:
         after = first + self._global_batch_size
         after = after if self._end is None else min(after, self._end)
         positions = first + self._local
-        batch = assemble(
-            self._samples, self._samples_of_step(), positions, self._shape, position=after
-        )
+        batch = assemble(self._samples, self._samples_of_step(), positions, self._shape, position=after)
         self._position = after
         return batch
 

@@ -51,6 +51,8 @@ def build_train_batches(
     named = resolve_source(
         training.dataset, training.dataset_path, data.sources, section="training", table="data.sources"
     )
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
     file = _tokens(named, data, tokenizer, dump_folder)
     samples = PackedSamples(file, training.seq_len, mask_document_starts=data.mask_document_starts)
     batches = TrainBatches(

@@ -198,6 +198,8 @@ def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, ne
 
     A single rank joins nothing unless `needs_mesh`: imports and start-up stay as light as a plain script's.
     """
+    shape = dims.mesh_shape()
+    logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
     device = pick_device(launch.local_rank)
     needs_group = dims.world_size > 1 or needs_mesh
     owns = needs_group and not dist.is_initialized()

@@ -96,6 +96,7 @@ def write_exit(dump_folder: str | os.PathLike[str], reason: str, code: int, step
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` so that a reader, or a crash, finds the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

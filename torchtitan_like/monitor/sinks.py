@@ -75,7 +75,8 @@ class TensorBoard:
 def _make_new(folder: Path, rank: int) -> Path:
     """Make ``folder``, or the first of ``folder-2``, ``folder-3`` ... that nobody has."""
     if rank > 0:
-        folder = folder / f"rank_{rank}"
+        # Beside rank 0's folders, not in one: ranks reach this line in any order, and their clocks differ.
+        folder = folder.parent / f"rank_{rank}" / folder.name
     number = 1
     while True:
         candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")

@@ -16,7 +16,7 @@ from torchtitan_like.checkpoint.step_folders import (
 
 
 def section(**changes):
-    defaults = {"enable": True, "start": "auto", "load_step": -1, "initial_load_path": None}
+    defaults = {"enable": True, "start": "auto", "load_step": -1, "initial_load_path": None, "exclude_from_loading": []}
     return SimpleNamespace(**{**defaults, **changes})
 
 
@@ -58,6 +58,8 @@ CASES = [
     ({"initial_load_path": "nowhere"}, [], "not a checkpoint"),
     ({"start": "warm", "initial_load_path": WARM}, [], ("warm", 0)),
     ({"start": "warm", "initial_load_path": WARM}, ["5"], "Choose another job.dump_folder"),
+    ({"initial_load_path": WARM, "exclude_from_loading": ["model"]}, [], "loads the weights and nothing else"),
+    ({"initial_load_path": WARM, "exclude_from_loading": ["optimizer"]}, [], ("warm", 0)),
     ({"start": "warm"}, [], "needs checkpoint.initial_load_path"),
     ({"start": "scratch"}, [], ("scratch", 0)),
     ({"start": "scratch"}, ["5"], "Choose another job.dump_folder"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,10 +53,10 @@ def test_works_without_torch_and_at_once(repo_root: Path) -> None:
         "heavy = {'torch', 'datasets', 'transformers', 'pandas', 'pyarrow', 'tensorboard'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    begin = time.process_time_ns()
+    begin = os.times().children_user
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert time.process_time_ns() - begin < 5e9
+    assert os.times().children_user - begin < 5  # seconds of CPU
 
 
 def test_broken_config_ends_a_process_with_78(repo_root: Path) -> None:

@@ -52,7 +52,7 @@ def test_each_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
     boards = [TensorBoard(tmp_path / "tb", wall_clock=lambda: 1.7e9) for _ in range(3)]
     assert len({board.folder for board in boards}) == 3
     assert {board.folder.parent for board in boards} == {tmp_path / "tb"}
-    assert TensorBoard(tmp_path / "tb", rank=3, wall_clock=lambda: 1.7e9).folder.name == "rank_3"
+    assert TensorBoard(tmp_path / "tb", rank=3, wall_clock=lambda: 1.7e9).folder.parent.name == "rank_3"
 
 
 @pytest.mark.parametrize(
