@@ -50,6 +50,8 @@ class Shell:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # A shell that starts the tests in the background ignores Ctrl-C for them, and a script cannot undo that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -265,12 +267,15 @@ def test_help_is_the_configs(shell: Shell) -> None:
 def test_a_signal_is_passed_on_and_the_run_may_save(shell: Shell, sent: str, arrives: str) -> None:
     # torchrun ends with 1 after a signal, however well its workers have ended.
     saves = "sleep 0.5; cp end.json outputs/exit.json; exit 1"
-    run = f"trap '{saves}' {arrives}; touch ready; while :; do sleep 0.05; done"
+    run = f"trap '{saves}' {arrives}; touch ready; while [ -e ready ]; do sleep 0.05; done"
     (shell.folder / "end.json").write_text('{"reason": "requeue", "code": 75, "step": 7}')
     process = shell.start(RUN=run)
     wait_for(shell.folder / "ready")
     process.send_signal(getattr(signal, sent))
-    _, stderr = process.communicate(timeout=30)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        (shell.folder / "ready").unlink()  # ends the loop of a run that was not told
     assert process.returncode == 75
     assert f"Passing SIG{arrives} on" in stderr
 
