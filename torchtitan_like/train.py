@@ -44,6 +44,7 @@ from torchtitan_like.optim.loss import chunked_cross_entropy
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.preflight import load_checked
+from torchtitan_like.resilience.end import end_process
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.host_copy import HostCopy
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed_stop
@@ -241,7 +242,6 @@ class Trainer:
         config, first_step = self.config, self.progress.step + 1
         logger.info(f"Training starts at step {first_step}")
         self.garbage.freeze()
-        reason = None
         profiling = maybe_profile(
             config.profiling,
             self.run_directory.folder,
@@ -497,4 +497,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""The last thing a process does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from typing import NoReturn
+
+
+def end_process(code: int) -> NoReturn:
+    """End with `code` once all that Python has to write is written, without tearing down native libraries.
+
+    NOTE: the threads of a destroyed gloo group race with the interpreter's finalisation: about 1 in 50 finished runs
+    ended with SIGSEGV (seen on torch 2.13), and a launcher then takes a completed job for a crash.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
