@@ -53,6 +53,15 @@ class HostGroup:
         self.group = dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
         self._thread = threading.get_ident()
 
+    def destroy(self) -> None:
+        """End the group and its threads, now: the process must not end before them.
+
+        A gloo thread that lets go of its last tensors while Python shuts down brings the process down with it.
+        """
+        group, self.group = self.group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
     @classmethod
     def alone(cls) -> HostGroup:
         """The group of one process that has no peers."""
@@ -167,12 +176,11 @@ class World:
         NOTE: inside a larger world the mesh's groups stay: DTensor's caches outlive the run and reach a group through
         any equal mesh, so a destroyed one would fail the next run.
         """
+        self._training_groups.clear()
+        for host_group in (self.step_group, self.checkpoint_group):
+            host_group.destroy()
         if self.owns_default_group:
             dist.destroy_process_group()
-            return
-        for host_group in (self.step_group, self.checkpoint_group):
-            if host_group.group is not None:
-                dist.destroy_process_group(host_group.group)
 
 
 def pick_device(local_rank: int) -> torch.device:
