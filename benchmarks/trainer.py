@@ -176,10 +176,11 @@ def launch(side: str, name: str, folder: Path) -> dict[str, float]:
         runner += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks), "--rdzv-backend", "c10d",
                    "--rdzv-endpoint", "localhost:0"]  # fmt: skip
     done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True)
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not results:
+    _, found, result = done.stdout.rpartition("RESULT ")
+    if done.returncode or not found:
         raise SystemExit(f"{side} {name} failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    figures: dict[str, float] = json.loads(results[-1].removeprefix("RESULT "))
+    # What another rank printed may stand behind it on the line.
+    figures: dict[str, float] = json.JSONDecoder().raw_decode(result)[0]
     return figures
 
 
