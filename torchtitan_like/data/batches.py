@@ -69,7 +69,6 @@ class TrainBatches:
     ) -> None:
         self.fingerprint = dict(fingerprint)
         self.num_samples_per_epoch = samples.num_samples
-        self.num_tokens_per_epoch = samples.file.meta.num_tokens
         self._samples = samples
         self._shuffle_seed = shuffle_seed
         self._end = max_epochs * samples.num_samples if max_epochs else None

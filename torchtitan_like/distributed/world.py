@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -231,8 +230,3 @@ def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, ne
     return World(
         launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, _training_groups=groups
     )
-
-
-def host_rank_label(rank: int) -> str:
-    """`[host:rank]`, the prefix that tells log lines of many processes apart."""
-    return f"[{socket.gethostname()}:{rank}]"
