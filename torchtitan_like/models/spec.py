@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from torchtitan_like.models.hf_table import Rows, Table
+
 if TYPE_CHECKING:
     from torch import nn
-
-Table = tuple[tuple[str, str], ...]
 
 # What a model's sharding.py may say of a parameter. Each word fixes how the weight is placed, how the module's input and
 # output are laid out, and how the weight's gradient is reduced; what that means in collectives is known to `distributed`.
@@ -65,8 +65,9 @@ class ModelSpec:
     check(A)                    sentences on what is wrong with the sizes themselves; empty when nothing is
     sharding                    (fnmatch pattern of parameter names, word of SHARDING_WORDS); exactly one matches
     tied(A)                     pairs (parameter name, name of the one it is the same tensor as)
-    hf_names(A)                 (our parameter name, Hugging Face's) with `{}` for a layer's number
+    hf_names(A)                 (our parameter name, Hugging Face's), or `hf_table.Row` where more than the name differs
     hf_config(A)                content of Hugging Face's config.json
+    meta_names(A)               the same for Meta's and TorchTitan's checkpoints; None where there are none of them
     """
 
     name: str
@@ -83,8 +84,9 @@ class ModelSpec:
     check: Callable[[Any], list[str]]
     sharding: Table
     tied: Callable[[Any], Table]
-    hf_names: Callable[[Any], Table]
+    hf_names: Callable[[Any], Rows]
     hf_config: Callable[[Any], dict[str, Any]]
+    meta_names: Callable[[Any], Rows] | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted({word for _, word in self.sharding} - SHARDING_WORDS.keys())

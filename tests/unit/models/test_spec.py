@@ -91,10 +91,8 @@ def test_a_sharding_word_must_be_known():
 
 
 @pytest.mark.parametrize("overrides", [{}, {"enable_weight_tying": True}, {"n_kv_heads": 4}])
-def test_every_parameter_has_one_word_one_rule_and_one_hf_name(overrides):
+def test_every_parameter_has_one_word_and_one_rule(overrides):
     import torch
-
-    from torchtitan_like.models.hf_table import from_hf, to_hf
 
     args = resolve_args(LLAMA, "debugmodel", overrides)
     with torch.device("meta"):
@@ -103,9 +101,6 @@ def test_every_parameter_has_one_word_one_rule_and_one_hf_name(overrides):
     for name in names:
         assert sum(fnmatchcase(name, pattern) for pattern, _ in LLAMA.sharding) == 1, name
         assert any(fnmatchcase(name, pattern) for pattern, _ in LLAMA.init_table(args)), name
-    theirs = to_hf(LLAMA.hf_names(args), model.state_dict(), LLAMA.tied(args))
-    assert len(theirs) == len(names)
-    assert from_hf(LLAMA.hf_names(args), theirs, LLAMA.tied(args)).keys() == model.state_dict().keys()
 
 
 def test_every_pattern_matches_some_parameter():

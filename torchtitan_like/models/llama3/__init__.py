@@ -35,5 +35,6 @@ register(
         tied=sharding.tied,
         hf_names=hf.hf_names,
         hf_config=hf.hf_config,
+        meta_names=hf.meta_names,
     )
 )

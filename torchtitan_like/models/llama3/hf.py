@@ -1,9 +1,13 @@
-"""A Llama's weights and sizes under Hugging Face's names. Rows are in one order in both, so the table only renames."""
+"""A Llama's weights and sizes in other formats: Hugging Face's, and that of Meta and TorchTitan.
+
+Our rows stand in Hugging Face's order, so its table only renames; Meta keeps a head's rotary pairs side by side.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torchtitan_like.models.hf_table import Row, Rows
 from torchtitan_like.models.llama3.flavors import LlamaArgs
 
 _NAMES = (
@@ -22,9 +26,15 @@ _NAMES = (
 )
 
 
-def hf_names(args: LlamaArgs) -> tuple[tuple[str, str], ...]:
-    """(our name, theirs). A tied output is not stored a second time: it has no row."""
-    return tuple(row for row in _NAMES if not (args.enable_weight_tying and row[0] == "output.weight"))
+def hf_names(args: LlamaArgs) -> Rows:
+    """(our name, theirs)."""
+    return _NAMES
+
+
+def meta_names(args: LlamaArgs) -> Rows:
+    """(our name, that of Meta's `consolidated.*.pth` and of TorchTitan's checkpoints): the names are the same."""
+    heads = {"wq": args.n_heads, "wk": args.num_kv_heads}
+    return tuple(Row(name, name, interleaved_heads=heads.get(name.split(".")[-2], 0)) for name, _ in _NAMES)
 
 
 def hf_config(args: LlamaArgs) -> dict[str, Any]:
