@@ -13,15 +13,18 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.start import CheckpointError, Start
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest
+from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import ConfigError, JobConfig, load_config
 from torchtitan_like.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.launch import identify
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 
@@ -30,13 +33,15 @@ def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> to
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
     spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
     with torch.device("meta"):
-        model = spec.build(resolve_args(spec, config.model.flavor, config.model.args))
+        model = spec.build(args)
         model = model.to(DTYPES[config.training.dtype])
     materialize(model, device)
-    start = Start("warm", 0, step_folder, "named on the command line")
-    reader = Checkpointer(config.checkpoint, dump_folder="", group=HostGroup.alone(), is_leader=True)
-    reader.load(start, {"model": ModelState(model)})
+    found = format_of(step_folder) or "step"
+    start = Start("warm", 0, step_folder, "named on the command line", None, found, read_manifest(step_folder))
+    votes = Votes(HostGroup.alone(), is_leader=True)
+    load_states(start, {"model": ModelState(model)}, votes, identify(config.model))
     return model.eval()
 
 
@@ -79,12 +84,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.temperature < 0 or arguments.top_k < 1:
         parser.error("--temperature must be at least 0 and --top-k at least 1")
-    if read_manifest(arguments.step_dir) is None:
-        print(f"{arguments.step_dir} is not a checkpoint: it has no valid manifest.json", file=sys.stderr)
-        return 2
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if read_manifest(arguments.step_dir) is None:
+            raise CheckpointError(f"{arguments.step_dir} is not a checkpoint: it has no valid manifest.json")
         config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml")])
         tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         model = load_model(arguments.step_dir, config, device)

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from torchtitan_like.config.availability import (
     without_effect,
 )
 from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.problems import nearest
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ def check(
         if is_used(config, section):
             _check_text(findings, section)
     _check_folders(findings)
+    _check_checkpoint(findings, world_size, device_type)
     _check_packages(findings)
     return [*findings.problems, *not_available(config, training=training), *without_effect(config)]
 
@@ -428,23 +431,56 @@ def _where(path: Path) -> str:
 
 
 def _check_folders(findings: _Findings) -> None:
-    """The run directory can be written, and the checkpoint to start from is there."""
+    """The run directory can be written."""
     config = findings.config
     folder = Path(config.job.dump_folder).expanduser()
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         kind = "is not writable" if existing.is_dir() else "is a file"
         findings.missing_file("job.dump_folder", f"a folder that can be written; {existing} {kind}")
-    section = config.checkpoint
+
+
+def _check_checkpoint(findings: _Findings, world_size: int | None, device_type: DeviceType | None) -> None:
+    """[checkpoint] against the rest: other sections, ranks, hardware, what is on disk. See also CHECKPOINT_RULES."""
+    config, section = findings.config, findings.config.checkpoint
     if not section.enable:
         return
-    steps = folder / section.folder
-    start = section.initial_load_path
-    if start and not Path(start).expanduser().is_dir() and not (section.start == "auto" and any(steps.glob("step-*"))):
+    if section.create_seed_checkpoint and world_size not in (None, 1):
+        findings.error("checkpoint.create_seed_checkpoint", f"one rank, not {world_size}", "start it with NGPU=1")
+    keys = [setting.key for setting in all_settings()]
+    for pattern in section.allow_change:
+        of_model = pattern.startswith("model.args.")  # the names below it are the model's
+        if not of_model and not any(
+            fnmatchcase(key, pattern) or fnmatchcase(pattern, key.replace("<name>", "*")) for key in keys
+        ):
+            remedy = nearest(pattern, keys) or 'for example "optimizer.lr" or "model.*"'
+            findings.error(
+                "checkpoint.allow_change", f'patterns that match a setting; "{pattern}" matches none', remedy
+            )
+    if section.async_mode == "async_with_pinned_mem" and device_type == "cpu":
+        findings.warning(
+            "checkpoint.async_mode", 'is the same as "async" in this run: without a GPU no memory is page-locked'
+        )
+    _check_what_is_loaded(findings, Path(config.job.dump_folder).expanduser() / section.folder)
+
+
+def _check_what_is_loaded(findings: _Findings, steps: Path) -> None:
+    """The checkpoint to start from is there. ``steps``: the folder of the run's own."""
+    config, section = findings.config, findings.config.checkpoint
+    start, assets = section.initial_load_path, Path(config.model.hf_assets_path).expanduser()
+    needs_start = section.load_step < 0 and not (section.start in ("auto", "resume") and any(steps.glob("step-*")))
+    if needs_start and start and not Path(start).expanduser().is_dir():
         findings.missing_file(
             "checkpoint.initial_load_path",
             f"the folder of one checkpoint (.../step-N); {_where(Path(start))}",
             involves=("checkpoint.start", "job.dump_folder"),
+        )
+    if needs_start and not start and section.initial_load_in_hf and not any(assets.glob("*.safetensors")):
+        findings.missing_file(
+            "checkpoint.initial_load_in_hf",
+            f"*.safetensors in model.hf_assets_path = {assets}, as checkpoint.initial_load_path is unset; it holds none",
+            "set checkpoint.initial_load_path, or fetch the weights with scripts/download_assets.py",
+            involves=("checkpoint.start", "job.dump_folder", "model.hf_assets_path"),
         )
     if section.load_step >= 0 and not (steps / f"step-{section.load_step}").is_dir():
         known = sorted((int(p.name[5:]) for p in steps.glob("step-*") if p.name[5:].isdigit()), reverse=True)

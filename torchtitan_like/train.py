@@ -6,58 +6,50 @@ process. What happens in a step is `Trainer.train_step`; in what order steps, sa
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.start import CheckpointError, Start
-from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Stateful
-from torchtitan_like.config import ConfigError, JobConfig, dump_toml
+from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
+from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
+from torchtitan_like.checkpoint.saving import Save
+from torchtitan_like.checkpoint.start import Start
+from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
+from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches import Batch, chain
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_batches
 from torchtitan_like.data.tokenizer import load_tokenizer
-from torchtitan_like.distributed.data_parallel import DTYPES, GradientSync, needs_wrapping
-from torchtitan_like.distributed.determinism import derive_seed, seed_everything, set_determinism
-from torchtitan_like.distributed.dims import resolve_degrees
+from torchtitan_like.distributed.data_parallel import DTYPES, GradientSync
+from torchtitan_like.distributed.determinism import derive_seed, seed_everything
 from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
 from torchtitan_like.distributed.parallelize import parallelize
-from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World, join_world, launched_as
+from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World
+from torchtitan_like.launch import build_checkpointer, join, launch
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
-from torchtitan_like.monitor.flops import peak_flops
 from torchtitan_like.monitor.garbage import GarbageCollection
-from torchtitan_like.monitor.log import add_file, init_logger, logger
+from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
-from torchtitan_like.monitor.metrics import Metrics, StepRecord
+from torchtitan_like.monitor.metrics import Metrics, StepRecord, announce_hardware
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
+from torchtitan_like.monitor.run_directory import RunDirectory, write_exit
 from torchtitan_like.optim.loss import chunked_cross_entropy
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.end import end_process
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.host_copy import HostCopy
-from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed_stop
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where the run is: global, small, the same on every rank and on every topology."""
-
-    step: int = 0
-    n_tokens_seen: int = 0
-    position: int = 0  # samples consumed
-    digest_chain: int = 0
+from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
+from torchtitan_like.resilience.switches import read_switches
 
 
 @dataclass
@@ -72,14 +64,15 @@ class Fetched:
 class Trainer:
     """Builds a run from a config; `train` then makes its steps. Order matters and is the order of the lines below."""
 
-    def __init__(self, config: JobConfig, world: World, checkpointer: Checkpointer, start: Start) -> None:
+    def __init__(self, config: JobConfig, world: World, checkpointer: Checkpointer, starts: list[Start]) -> None:
         self.config = config
         self.world = world
         self.checkpointer = checkpointer
-        self.start = start
+        self.starts = starts  # to be tried in this order
         self.is_leader = world.rank == 0
-        self.progress = Progress(step=start.step)
         self._prepare_run_directory()
+        self._consider(starts[0])
+        self._prepare_randomness()
         self._build_data()
         self._build_model()
         self._build_optimizer()
@@ -103,10 +96,28 @@ class Trainer:
             made.remove_exit()
             made.capture_environment()
         add_file(self.run_directory.log_file(self.world.rank))
-        logger.info(str(self.start))
 
+    def _consider(self, start: Start) -> None:
+        """Say what the run is about to start from; refuse it when settings that make the run have changed since."""
+        self.start, self.progress = start, Progress(step=start.step)
+        logger.info(str(start))
+        config, dims = self.config, self.world.dims
+        per_micro_batch = config.training.local_batch_size * dims.dp
+        wanted = config.training.global_batch_size
+        self.global_batch_size = wanted if wanted > 0 else per_micro_batch
+        self.num_micro_batches = self.global_batch_size // per_micro_batch
+        stored = start.manifest or {}
+        if start.kind == "resume" and "config" in stored:
+            now = {"global_batch_size": self.global_batch_size}
+            changes = diff_settings(stored["config"], config.model_dump(), stored, now)
+            if note := check_changes(changes):
+                logger.info(note)
+
+    def _prepare_randomness(self) -> None:
+        """One seed, from which all randomness is a function."""
         chosen = self.config.debug.seed if self.config.debug.seed is not None else self.start.seed
-        self.seed: int = group.broadcast_object(chosen if chosen is not None else secrets.randbits(31))
+        drawn = chosen if chosen is not None else secrets.randbits(31)
+        self.seed: int = self.world.step_group.broadcast_object(drawn)
         logger.info(f"Seed: {self.seed}" + ("" if self.config.debug.seed is not None else " (debug.seed is unset)"))
         seed_everything(self.seed)
         self.garbage = GarbageCollection(self.config.training.gc_freq, self.config.training.gc_debug)
@@ -115,9 +126,6 @@ class Trainer:
         """Tokenizer and the stream of batches, at a global position."""
         config, dims = self.config, self.world.dims
         training = config.training
-        per_micro_batch = training.local_batch_size * dims.dp
-        self.global_batch_size = training.global_batch_size if training.global_batch_size > 0 else per_micro_batch
-        self.num_micro_batches = self.global_batch_size // per_micro_batch
         shared: dict[str, Any] = {
             "tokenizer": load_tokenizer(config.model.tokenizer_folder),
             "dump_folder": config.job.dump_folder,
@@ -176,7 +184,7 @@ class Trainer:
         self.states: dict[str, Stateful] = {
             "model": ModelState(self.model),
             "optimizer": self.optimizer,
-            "lr_scheduler": SavedSchedule(self.schedule, self.start.step + 1, section.lr),
+            "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, section.lr),
             "dataloader": JsonState(
                 lambda: self.batches.state_dict(self.progress.position), self.batches.load_state_dict
             ),
@@ -188,11 +196,7 @@ class Trainer:
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
         memory = build_memory_monitor(world.device)
-        logger.info(f"{memory.describe()}; memory usage for model: {memory.read().gib:.2f}GiB")
-        peak = peak_flops(memory.device_name if world.device.type == "cuda" else "cpu", config.metrics.peak_flops)
-        shown = f"{peak:.3e} FLOP/s" if peak else "n/a"
-        logger.info(f"Peak FLOPS used for computing MFU: {shown}; {self.flops_per_token / 1e9:.3f} GFLOP per token = "
-                    f"6 (P - P_embedding) + 6 L H (2 head_dim) seq")  # fmt: skip
+        peak = announce_hardware(memory, world.device.type, config.metrics.peak_flops, self.flops_per_token)
         self.metrics = Metrics(
             config.metrics,
             folder=self.run_directory.folder,
@@ -209,6 +213,9 @@ class Trainer:
             run_config=config.model_dump() if config.metrics.enable_wandb else None,
         )
         self.requests = Requests()
+        self.numeric = numeric_fingerprint(
+            world.device, world.dims.mesh_shape(), config.training, config.optimizer, config.loss, config.compile
+        )
 
     def _load(self) -> None:
         """Fill the run from its checkpoint, if it starts from one; then say what it is about to do."""
@@ -216,8 +223,10 @@ class Trainer:
             shares = self.world.step_group.gather_objects(weight_hash(self.model))
             logger.info(f"Initial weights from seed {self.seed}, hash {sum(shares) % 2**64:016x} on any topology")
         else:
-            self.checkpointer.load(self.start, self.states)
+            self.checkpointer.load(self.starts, self.states, consider=self._consider)
             self.garbage.collect("GC collection after checkpoint loading")
+        if self.start.kind == "resume":
+            logger.info(f"Resume: {resume_line((self.start.manifest or {}).get('numeric'), self.numeric)}")
         # Where the data is, whichever parts of the checkpoint were left out.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         # Only now: a start that fails leaves the folder as it was.
@@ -240,6 +249,9 @@ class Trainer:
     def train(self) -> ExitCode:
         """Make steps until the last one or until all ranks agree to stop; returns why it ended."""
         config, first_step = self.config, self.progress.step + 1
+        if config.checkpoint.create_seed_checkpoint:
+            self.save()
+            return ExitCode.DONE
         logger.info(f"Training starts at step {first_step}")
         self.garbage.freeze()
         profiling = maybe_profile(
@@ -255,7 +267,8 @@ class Trainer:
                 fetched = self._fetch(first_step)
                 while True:
                     sums = fetched.agreement.wait()
-                    reason = agreed_stop(sums[3:])
+                    asked = agreed(sums[3:])
+                    reason = stop_among(asked)
                     if reason is not None or self.is_finished:
                         break
                     step = self.progress.step + 1
@@ -267,8 +280,11 @@ class Trainer:
                     profiler.step()
                     if step == first_step:
                         self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
-                    if self.checkpointer.due(step, config.training.steps) and self.bad_step() is None:
-                        self.save(weights_only=self.is_finished and config.checkpoint.last_save_model_only)
+                    saves = self.checkpointer.due(
+                        step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
+                    )
+                    if saves and self.bad_step() is None:
+                        self.save(saves)
                     is_first_or_last = step in (1, config.training.steps)
                     if self.validation_batches and (is_first_or_last or step % config.validation.freq == 0):
                         self.validate(step)
@@ -287,6 +303,8 @@ class Trainer:
         lr = self.optimizer.peak_lr * self.schedule.factor(step)
         self.optimizer.set_lr(lr)
         self.optimizer.zero_grad()
+        if not self.optimizer.is_atomic:  # the backward updates
+            self.checkpointer.wait_staged()
         loss = torch.zeros((), device=self.world.device)
         for micro in range(self.num_micro_batches):
             self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
@@ -300,6 +318,7 @@ class Trainer:
         grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
         # Sticky: after a bad step no weight changes until the host has seen it and stops the run.
         self.halted = torch.maximum(self.halted, grad_norm.isfinite().logical_not().float())
+        self.checkpointer.wait_staged()
         self.optimizer.step(skip=self.halted)
 
         before = self.progress
@@ -336,6 +355,13 @@ class Trainer:
             self.requests.note(Request.DATA_EXHAUSTED)
         if len(self.recent) > 1 and self.recent[-2][1].read():  # two steps ago: the device is done with it
             self.requests.note(Request.BAD_NUMBERS)
+        if self.checkpointer.has_failed():
+            self.requests.note(Request.SAVE_FAILED)
+        if self.is_leader:
+            for request in read_switches(self.run_directory.folder):
+                self.requests.note(request)
+            if self.checkpointer.is_overdue():
+                self.requests.note(Request.SAVE)
         counted = [0, 0, 0]
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):
             counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
@@ -362,20 +388,33 @@ class Trainer:
         mean = loss_sum / max(1.0, num_tokens)
         self.metrics.validation(step, mean, None, int(num_tokens), time.perf_counter() - begin)
 
-    def save(self, *, weights_only: bool = False) -> None:
-        """Publish a checkpoint of where the run is now. Metrics up to here are on disk before it is visible."""
-        if not self.config.checkpoint.enable:
+    def save(self, saves: Sequence[Save] = ()) -> None:
+        """Save where the run is now: in full, unless told otherwise. Metrics up to here are on disk before it is seen."""
+        saves = saves or self.checkpointer.on_demand()
+        if not saves:
             return
         step = self.progress.step
         self.metrics.flush(step)
         with self.metrics.pause():
             self.garbage.collect("GC collection before checkpoint saving")
-            summary = {"seed": self.seed, "metrics_bytes": self.metrics.byte_offset(), **asdict(self.progress)}
-            path = self.checkpointer.save(
-                step, self.states, weights_only=weights_only, config_toml=dump_toml(self.config), summary=summary
+            summary = {
+                "seed": self.seed,
+                "global_batch_size": self.global_batch_size,
+                "metrics_bytes": self.metrics.byte_offset(),
+                "numeric": self.numeric,
+                **asdict(self.progress),
+            }
+            self.checkpointer.save(
+                saves,
+                step,
+                self.states,
+                config_toml=dump_toml(self.config),
+                summary=summary,
+                on_published=lambda save, path, seconds: self.run_directory.event(
+                    "save", step=step, path=str(path), form=save.kind, seconds=seconds
+                ),
             )
-            if self.is_leader:
-                self.run_directory.event("save", step=step, path=str(path), weights_only=weights_only)
+            self.garbage.collect("GC collection after checkpoint saving")
 
     # ---- close
 
@@ -394,6 +433,7 @@ class Trainer:
         can_save = bad_step is None or self.optimizer.is_atomic
         if reason is not None and can_save and self.checkpointer.newest_step != self.progress.step:
             self.save()
+        self.checkpointer.wait()
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
         if self.is_leader:
             self.run_directory.event("stop", reason=code.reason, code=int(code), step=self.progress.step)
@@ -410,58 +450,37 @@ class Trainer:
         self.progress = Progress(**state)
 
 
-def read_config(argv: list[str], world_size: int) -> JobConfig:
-    """Load and check the config as a whole, before anything is built. Raises ConfigError with every problem."""
-    config, warnings = load_checked(
-        argv, world_size, training=True, device_type="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    for warning in warnings:
-        logger.warning(str(warning))
-    return config
+# What all ranks agree cannot work; the first that matches counts.
+CODES = {ChangedError: ExitCode.BAD_CONFIG, CheckpointError: ExitCode.STORAGE, DataError: ExitCode.BAD_DATA}
 
 
-def join(config: JobConfig, launch: LaunchedAs) -> World:
-    """Groups and meshes: everything a rank needs to know of the others."""
-    for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
-        logger.info(line)
-    training = config.training
-    dims, errors = resolve_degrees(config.parallelism, launch.world_size)
-    assert dims is not None, errors  # preflight has reported these
-    needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    return join_world(launch, dims, timeout, needs_mesh=needs_mesh)
-
-
-def run(config: JobConfig, launch: LaunchedAs) -> ExitCode:
+def run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
     logger.info(f"Starting job: {config.job.description}")
-    world = join(config, launch)
+    world = join(config, launched)
+    checkpointer = build_checkpointer(config, world)
     step, code = 0, ExitCode.DONE
     try:
-        checkpointer = Checkpointer(
-            config.checkpoint,
-            dump_folder=config.job.dump_folder,
-            group=world.checkpoint_group,
-            is_leader=world.rank == 0,
-        )
-        start = checkpointer.find_start(config.training.steps)
-        step = start.step
+        starts = checkpointer.find_start(config.training.steps)
+        step = starts[0].step
         if step >= config.training.steps:
             logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
         else:
-            trainer = Trainer(config, world, checkpointer, start)
+            trainer = Trainer(config, world, checkpointer, starts)
             try:
                 code = trainer.train()
             finally:
                 step = trainer.progress.step
                 trainer.close()
-    except (CheckpointError, DataError) as problem:
-        code = ExitCode.STORAGE if isinstance(problem, CheckpointError) else ExitCode.BAD_DATA
+    except tuple(CODES) as problem:
+        code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
         logger.error(str(problem))
     except Exception as problem:
         if is_out_of_memory(problem):
             logger.error(oom_advice())
         raise
+    finally:
+        checkpointer.close()
     if world.rank == 0:
         write_exit(config.job.dump_folder, code.reason, int(code), step)
     world.leave()
@@ -470,30 +489,8 @@ def run(config: JobConfig, launch: LaunchedAs) -> ExitCode:
 
 
 def main(argv: list[str]) -> int:
-    """The command: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code."""
-    init_logger()
-    launch = launched_as()
-    try:
-        config = read_config(argv, launch.world_size)
-    except ConfigError as error:
-        if launch.rank == 0:
-            print(error, file=sys.stderr)
-        return int(ExitCode.BAD_CONFIG)
-    if config.job.print_config and launch.rank == 0:
-        print(dump_toml(config))
-    if config.job.save_config_file and launch.rank == 0:
-        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return int(run(config, launch))
-    try:
-        run(config, launch)
-    except Exception as error:
-        # torchrun shows what the first failing rank records here, with host and rank, as its last words.
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-        raise
-    return 0
+    """The command; returns its exit code."""
+    return launch(argv, run)
 
 
 if __name__ == "__main__":

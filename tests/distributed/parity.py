@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
-from torchtitan_like.train import Trainer, join, read_config
+from torchtitan_like.launch import build_checkpointer, join, read_config
+from torchtitan_like.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 LR = 8e-4
@@ -90,15 +90,18 @@ def build(argv: list[str]) -> Trainer:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = read_config(argv, world_size)
     world = join(config, LaunchedAs(rank, rank, world_size))
-    checkpointer = Checkpointer(
-        config.checkpoint, dump_folder=config.job.dump_folder, group=world.checkpoint_group, is_leader=rank == 0
-    )
-    return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps))
+    checkpointer = build_checkpointer(config, world)
+    try:
+        return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps))
+    except BaseException:
+        checkpointer.close()
+        raise
 
 
 def release(trainer: Trainer) -> None:
     """What `train.run` does at the end."""
     trainer.close()
+    trainer.checkpointer.close()
     trainer.world.leave()
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_in_process_of_its_own, run_ranks
-from torchtitan_like.checkpoint.start import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
+from torchtitan_like.launch import read_config
 from torchtitan_like.resilience.exit_codes import ExitCode
-from torchtitan_like.train import read_config
 from torchtitan_like.train import run as run_trainer
 
 SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
@@ -101,10 +101,23 @@ def start_that_fails(argv):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model.args.n_layers": 3}, "model.layers.2.attention.wq.weight is not in the checkpoint"),
-        ({"model.args.n_layers": 1}, "model.layers.1.attention.wq.weight is in the checkpoint but not in this run"),
-        ({"model.args.dim": 64}, "this run needs"),
-        ({"training.dtype": "bfloat16"}, "is torch.float32, this run needs torch.bfloat16"),
+        (
+            {"optimizer.lr": 1e-3, "model.args.dim": 64},
+            "model.args.dim 32 -> 64; optimizer.lr 0.0008 -> 0.001. Put them",
+        ),
+        (
+            {"model.args.n_layers": 3, "checkpoint.allow_change": "model.args.n_layers"},
+            "model.layers.2.attention.wq.weight is not in the checkpoint",
+        ),
+        (
+            {"model.args.n_layers": 1, "checkpoint.allow_change": "model.args.n_layers"},
+            "model.layers.1.attention.wq.weight is in the checkpoint but not in this run",
+        ),
+        ({"model.args.dim": 64, "checkpoint.allow_change": "model.args.dim"}, "this run needs"),
+        (
+            {"training.dtype": "bfloat16", "checkpoint.allow_change": "training.dtype"},
+            "is torch.float32, this run needs torch.bfloat16",
+        ),
     ],
 )
 def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path, changes, words):
@@ -130,19 +143,20 @@ def test_one_rank_that_cannot_read_is_an_error_on_all(folder):
 
 def start_with_a_blind_rank(argv):
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
 
-    read = dcp.FileSystemReader.read_metadata
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+
+    read = ExtentReader.metadata
 
     def blind(reader):
         raise FileNotFoundError("not here yet")
 
     if dist.get_rank() == 1:
-        dcp.FileSystemReader.read_metadata = blind
+        ExtentReader.metadata = blind
     try:
         return start_that_fails(argv)
     finally:
-        dcp.FileSystemReader.read_metadata = read
+        ExtentReader.metadata = read
 
 
 def run_one_rank(argv):
@@ -163,7 +177,8 @@ def test_a_finished_run_whose_last_save_is_weights_alone_is_finished(tmp_path):
 def train_with_signals(argv):
     """A signal after step 2, and two more while the checkpoint that it asks for is written."""
     trainer = build(argv)
-    record, write = trainer.metrics.record, trainer.checkpointer._write
+    writer = trainer.checkpointer._writer
+    record, write = trainer.metrics.record, writer._write_native
 
     def traced(step):
         record(step)
@@ -173,9 +188,9 @@ def train_with_signals(argv):
     def write_slowly(*args):
         for signum in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), signum)
-        write(*args)
+        return write(*args)
 
-    trainer.metrics.record, trainer.checkpointer._write = traced, write_slowly
+    trainer.metrics.record, writer._write_native = traced, write_slowly
     code = trainer.train()
     step = trainer.progress.step
     release(trainer)

@@ -5,9 +5,10 @@ import json
 from tests.distributed.parity import options, short_documents
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.distributed.world import LaunchedAs
+from torchtitan_like.launch import read_config
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
-from torchtitan_like.train import main, read_config, run
+from torchtitan_like.train import main, run
 
 
 def run_one_rank(argv):

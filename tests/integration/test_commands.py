@@ -210,9 +210,6 @@ PLANNED = (
     "parallelism.context_parallel_degree=2",
     "parallelism.expert_parallel_degree=2",
     "model.converters=quantize.linear.float8",
-    "checkpoint.async_mode=async",
-    "checkpoint.last_save_in_hf=true",
-    "checkpoint.initial_load_in_hf=true",
     "training.dataloader.num_workers=2",
     "data.sources.b.path=README.md",
 )

@@ -134,9 +134,9 @@ def expect_retention_and_extension(runs: list[RunResult]) -> None:
     """A last save of weights alone: the run goes on from the last full one, and no step stands twice."""
     first, extended, again = runs
     saves = [row for row in read_rows(first.dump_folder / "events.jsonl") if row["event"] == "save"]
-    assert [[(row["step"], row["weights_only"]) for row in saves if row["attempt"] == n] for n in (1, 2)] == [
-        [(1, False), (2, False), (4, False), (6, True)],
-        [(6, False), (8, True)],
+    assert [[(row["step"], row["form"]) for row in saves if row["attempt"] == n] for n in (1, 2)] == [
+        [(1, "full"), (2, "full"), (4, "full"), (6, "weights")],
+        [(6, "full"), (8, "weights")],
     ]
     assert saved_steps(extended) == {"step-6": "full", "step-8": "weights"}, "the two newest"
     assert f"resume from {first.dump_folder}/checkpoint/step-4 at step 4" in extended.stdout

@@ -1,31 +1,35 @@
-"""When to save, how to commit, how to load. A checkpoint that is visible is complete.
+"""When to save, what a save is, and which checkpoint a run starts from. A checkpoint that is visible is complete.
 
-stage -> every rank writes its shards into `step-N.tmp-<id>` with torch DCP -> vote 1 (every rank's outcome) ->
-rank 0 writes `manifest.json` -> rename to `step-N` -> fsync -> vote 2 (the outcome is everyone's).
+All work on disk is done by the checkpoint thread (`SavingThread`), in the same order on every rank: in the foreground
+the trainer waits for it, in the background (`checkpoint.async_mode`) it goes on from a copy of the state.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_like.checkpoint.start import CheckpointError, Start, decide_start
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.intervals import Intervals
+from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.checkpoint.retention import Retention
+from torchtitan_like.checkpoint.saving import HfLayout, Save, StepWriter
+from torchtitan_like.checkpoint.saving_thread import SavingThread
+from torchtitan_like.checkpoint.staging import Staging
+from torchtitan_like.checkpoint.start import Start, decide_start
 from torchtitan_like.checkpoint.stateful import Stateful
-from torchtitan_like.checkpoint.step_folders import (
-    publish,
-    remove_stale_stages,
-    retain_latest,
-    supersede_later,
-    write_manifest,
-)
+from torchtitan_like.checkpoint.step_folders import HF_EXPORTS, remove_stale_stages, supersede_later
+from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 
 if TYPE_CHECKING:
@@ -35,23 +39,98 @@ logger = logging.getLogger()
 # One process without a group is a normal way to run, not a mistake to be warned of.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
+GRACE_SECONDS = 60.0  # for a save under way when the run crashes: the other ranks may still be able to finish it
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
 
 class Checkpointer:
-    """Saves and loads the run's state; every method that touches disk is called by all ranks together."""
+    """Saves and loads the run's state. All ranks call its methods together, but those that say otherwise."""
 
-    def __init__(self, section: Checkpoint, *, dump_folder: str, group: HostGroup, is_leader: bool) -> None:
+    def __init__(
+        self,
+        section: Checkpoint,
+        *,
+        dump_folder: str,
+        group: HostGroup,
+        is_leader: bool,
+        device: torch.device,
+        identity: Identity,
+    ) -> None:
         self.section = section
         self.folder = Path(dump_folder) / section.folder
-        self.group = group
-        self.is_leader = is_leader
+        self.saves = section.enable and not section.load_only
+        self.newest_step = 0  # of the last full state loaded or saved
+        self._identity = identity
+        self._intervals = Intervals(section.interval_minutes)
+        self._pending: list[tuple[Save, int, Future[Path]]] = []
+        self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
+        self._votes = Votes(group, is_leader=is_leader)
+        self._lock: RunLock | None = None
+        self._retention: Retention | None = None
+        if not section.enable:
+            return
+        self._thread = SavingThread(device, group.adopt)
         # One name for all ranks: they must stage into one folder.
-        self.run_id: str = group.broadcast_object(uuid.uuid4().hex[:8])
-        self.newest_step = 0  # the last one loaded or saved
+        run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
+        if is_leader and self.saves:
+            self._lock = RunLock(self.folder)
+            self._retention = Retention(self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every)
+        layout = HfLayout(section.hf_executor, round(section.hf_shard_gb * 1e9))
+        self._writer = StepWriter(self._votes, identity, layout, run_id, self._lock, self._retention)
 
-    def find_start(self, last_step: int) -> Start:
-        """Decide where a run to `last_step` starts. Only rank 0 reads the folder; all get its answer or its error."""
-        start: Start = self._leader_does(lambda: decide_start(self.section, self.folder, last_step))
-        return start
+    # ---- start
+
+    def find_start(self, last_step: int) -> list[Start]:
+        """Decide where a run to `last_step` starts; what to try in order. Only rank 0 reads the folder.
+
+        When there is something to do, every other run is kept out of the folder from here to `close`. Raises
+        CheckpointError, also when another run is at work there.
+        """
+
+        decide = partial(
+            decide_start, self.section, self.folder, last_step, hf_assets_path=str(self._identity.hf_assets)
+        )
+
+        def decide_and_lock() -> list[Start]:
+            starts = decide()
+            if self._lock is None or starts[0].step >= last_step:
+                return starts
+            self._lock.acquire()
+            return decide()  # again, now that nobody else can publish
+
+        if not self.section.enable:
+            return decide()
+        return self._thread.run(lambda: self._votes.leader_does(decide_and_lock))
+
+    def load(
+        self, starts: Sequence[Start], states: Mapping[str, Stateful], *, consider: Callable[[Start], None]
+    ) -> None:
+        """Read the first of `starts` that is whole into `states`, in place; `consider` is called before each.
+
+        Raises DamagedError when none is whole, CheckpointError when one does not fit this run; on every rank.
+        """
+        for number, start in enumerate(starts):
+            if number > 0:  # the first has been considered before anything was built
+                consider(start)
+            try:
+                self._thread.run(partial(self._load, start, states))
+                return
+            except DamagedError as damage:
+                logger.error(f"step-{start.step} is damaged and is not used: {damage}")
+                last = damage
+        raise last
+
+    def _load(self, start: Start, states: Mapping[str, Stateful]) -> None:
+        """On the checkpoint thread."""
+        load_states(
+            start,
+            states,
+            self._votes,
+            self._identity,
+            exclude=self.section.exclude_from_loading,
+            verify=self.section.verify,
+            quantized=self.section.initial_load_in_hf_quantized,
+        )
 
     def claim(self, start: Start) -> None:
         """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""
@@ -61,160 +140,142 @@ class Checkpointer:
             logger.info(f"Checkpointing active: checkpoints are read from and written to {self.folder}")
             for path in remove_stale_stages(self.folder):
                 logger.info(f"Removed the unfinished {path.name}")
-            for path in supersede_later(self.folder, start.step, self.run_id):
+            for path in supersede_later(self.folder, start.step, uuid.uuid4().hex[:8]):
                 logger.warning(f"The run restarts at step {start.step}: a later checkpoint is now {path.name}")
 
         self.newest_step = start.step
-        if self.section.enable:
-            self._leader_does(tidy)
+        if self.saves:
+            self._thread.run(lambda: self._votes.leader_does(tidy))
 
-    def due(self, step: int, last_step: int) -> bool:
-        """Is a save planned after this step?"""
-        if not self.section.enable:
-            return False
-        first = step == 1 and self.section.enable_first_step_checkpoint
-        return first or step == last_step or step % self.section.interval == 0
+    # ---- save
+
+    def due(self, step: int, last_step: int, save_asked: bool, export_asked: bool) -> list[Save]:
+        """The saves planned after this step, or asked for by all ranks' agreement."""
+        section, saves = self.section, []
+        if not self.saves:
+            return []
+        is_last = step == last_step
+        if (
+            step % section.interval == 0
+            or is_last
+            or save_asked
+            or (step == 1 and section.enable_first_step_checkpoint)
+        ):
+            saves.append(self._last_save() if is_last else Save("full", self.folder))
+        if (section.hf_interval and step % section.hf_interval == 0) or export_asked:
+            export = Save("hf", self.folder / HF_EXPORTS, DTYPES[section.export_dtype], is_last=is_last)
+            saves += [] if any(save.kind == "hf" for save in saves) else [export]
+        return saves
+
+    def on_demand(self) -> list[Save]:
+        """The save of a run that stops before its last step."""
+        return [Save("full", self.folder, is_last=True)] if self.saves else []
+
+    def _last_save(self) -> Save:
+        section = self.section
+        if not section.last_save_model_only:
+            return Save("full", self.folder, is_last=True)
+        return Save(
+            "hf" if section.last_save_in_hf else "weights", self.folder, DTYPES[section.export_dtype], is_last=True
+        )
+
+    def is_overdue(self) -> bool:
+        """Have `checkpoint.interval_minutes` passed since the last save? For one rank, which then asks all."""
+        return self.saves and self._intervals.are_over()
 
     def save(
         self,
+        saves: Sequence[Save],
         step: int,
         states: Mapping[str, Stateful],
         *,
-        weights_only: bool,
         config_toml: str,
-        summary: dict[str, Any],
-    ) -> Path:
-        """Write and publish `step-N`; raises CheckpointError on every rank when any rank failed.
+        summary: Mapping[str, Any],
+        on_published: Callable[[Save, Path, float], None],
+    ) -> None:
+        """Write and publish a step in each form of `saves`; those of the step before are awaited first.
 
-        Beside the shards stand `config.toml`, which rebuilds the model, and the manifest with `summary`.
+        In the foreground they are visible on return, or CheckpointError is raised on every rank. In the background a
+        failure is raised by the next call of `save` or `wait`; with `on_save_error = "continue"` it is only logged, and
+        the next save tries again. `on_published` is called on rank 0, on the checkpoint thread.
         """
+        self.wait()
         begin = time.monotonic()
-        kind = "weights" if weights_only else "full"
-        logger.info(f"Saving a {kind} checkpoint of step {step}")
-        final = self.folder / f"step-{step}"
-        staged = self.folder / f"{final.name}.tmp-{self.run_id}"
-
-        def stage() -> None:
-            if final.exists():
-                raise FileExistsError(f"{final} exists already: a published checkpoint is never overwritten")
-            staged.mkdir(parents=True)
-            (staged / "config.toml").write_text(config_toml)
-
-        self._leader_does(stage)
-        chosen = {"model": states["model"]} if weights_only else states
+        full = any(save.kind == "full" for save in saves)
+        chosen = states if full else {"model": states["model"]}
         tensors = {f"{key}.{name}": v for key, state in chosen.items() for name, v in state.state_dict().items()}
-        try:
-            self._write(staged, tensors)
-            self._leader_does(lambda: _check_files(staged))
-            self._leader_does(lambda: write_manifest(staged, {"kind": kind, "step": step, **summary}))
-            self._leader_does(lambda: publish(staged, final))
-        except CheckpointError:
-            if self.is_leader:
-                shutil.rmtree(staged, ignore_errors=True)
-            raise
-        self._leader_does(lambda: retain_latest(self.folder, self.section.keep_latest_k))
-        self.newest_step = step
-        logger.info(f"Saved {final} in {time.monotonic() - begin:.2f} seconds")
-        return final
-
-    def load(self, start: Start, states: Mapping[str, Stateful]) -> None:
-        """Read the checkpoint of `start` into `states`, in place. Raises CheckpointError on every rank."""
-        assert start.path is not None
-        begin = time.monotonic()
-        keys = ["model"] if start.kind == "warm" else [k for k in states if k not in self.section.exclude_from_loading]
-        dicts = {key: states[key].state_dict() for key in keys}
-        flat = {f"{key}.{name}": value for key, d in dicts.items() for name, value in d.items()}
-        self._read(start.path, flat)
-        for key in keys:
-            states[key].load_state_dict({name: flat[f"{key}.{name}"] for name in dicts[key]})
-        left_out = sorted(set(states) - set(keys))
-        note = f" (not loaded: {', '.join(left_out)})" if left_out else ""
-        logger.info(f"Loaded {start.path} in {time.monotonic() - begin:.2f} seconds{note}")
-
-    def _write(self, staged: Path, tensors: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        # One thread: with more, DCP's writer swallows errors and publishes a checkpoint with holes.
-        writer = dcp.FileSystemWriter(staged, thread_count=1, single_file_per_rank=True, sync_files=True)
-        detached = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()}
-        self._all_do(
-            lambda: dcp.save(
-                detached, storage_writer=writer, process_group=self.group.group, no_dist=self.group.size == 1
+        in_background = self.section.async_mode != "disabled" and not saves[-1].is_last
+        forms = " and ".join(save.kind for save in saves)
+        logger.info(f"Saving step {step} ({forms}){' in the background' if in_background else ''}")
+        if in_background:
+            tensors = self._staging.copy(tensors)
+        for save in saves:
+            commit = partial(
+                self._commit, save, step, tensors, config_toml=config_toml, summary=summary, on_published=on_published
             )
-        )
+            self._pending.append((save, step, self._thread.submit(commit)))
+        self._intervals.saved()
+        if not in_background:
+            self.wait()
+            return
+        self._intervals.stood(time.monotonic() - begin)
+        logger.info(f"Staged step {step} in {time.monotonic() - begin:.2f} seconds; {self._intervals.cost()}")
 
-    def _read(self, path: Path, tensors: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
+    def _commit(self, save: Save, step: int, tensors: Mapping[str, Any], **rest: Any) -> Path:
+        """On the checkpoint thread."""
+        self._staging.wait()
+        if save.kind != "full":
+            tensors = {name: value for name, value in tensors.items() if name.startswith("model.")}
+        return self._writer.commit(save, step, tensors, **rest)
 
-        reader = dcp.FileSystemReader(path)
-        # A vote of its own: a rank that fails here must not leave its peers inside the collectives of dcp.load.
-        self._all_do(lambda: _check_entries(path, reader.read_metadata().state_dict_metadata, tensors))
-        self._all_do(
-            lambda: dcp.load(
-                tensors, storage_reader=reader, process_group=self.group.group, no_dist=self.group.size == 1
-            )
-        )
+    def wait_staged(self) -> None:
+        """Before the weights change: block until a copy of them under way is complete. For each rank alone."""
+        self._staging.wait()
 
-    def _all_do(self, action: Any) -> None:
-        """Run `action` on every rank, then vote: an error of any rank is raised on all, with its rank."""
-        from torch.distributed.checkpoint.api import CheckpointException
+    def has_failed(self) -> bool:
+        """Has a save in the background failed in a way that ends the run? Never blocks. For one rank, to tell all."""
+        if self.section.on_save_error == "continue":
+            return False
+        return any(future.done() and future.exception() is not None for _, _, future in self._pending)
 
-        error = None
-        try:
-            action()
-        except (Exception, CheckpointException) as problem:  # CheckpointException is no Exception
-            error = f"{type(problem).__name__}: {problem}"
-        # Vote: nobody goes on before everybody is known to have succeeded.
-        errors = self.group.gather_objects(error)
-        if any(errors):
-            raise CheckpointError("; ".join(f"rank {rank}: {e}" for rank, e in enumerate(errors) if e))
-
-    def _leader_does(self, action: Any) -> Any:
-        """Run `action` on rank 0 alone; its result, or its error, is everyone's."""
-        result, error = None, None
-        if self.is_leader:
+    def wait(self) -> None:
+        """Block until every save under way is over. Raises its CheckpointError unless the run is to go on without it."""
+        begin, errors = time.monotonic(), []
+        pending, self._pending = self._pending, []
+        for save, step, future in pending:
             try:
-                result = action()
-            except Exception as problem:
-                error = str(problem) if isinstance(problem, CheckpointError) else f"rank 0: {problem!r}"
-        result, error = self.group.broadcast_object((result, error))
-        if error:
-            raise CheckpointError(error)
-        return result
+                future.result()
+            except CheckpointError as error:
+                errors.append(f"step-{step} ({save.kind}) could not be saved: {error}")
+                continue
+            if save.kind == "full":
+                self.newest_step = step
+        if pending:
+            seconds = time.monotonic() - begin
+            self._intervals.stood(seconds)
+            logger.info(
+                f"Training stood for {seconds:.2f} seconds for the save of step {pending[-1][1]}; {self._intervals.cost()}"
+            )
+        if not errors:
+            return
+        if pending[-1][0].is_last or self.section.on_save_error == "stop":
+            raise CheckpointError("; ".join(errors))
+        logger.error(
+            "SAVE FAILED, and training goes on (checkpoint.on_save_error = 'continue'); the next save tries again: "
+            + "; ".join(errors)
+        )
 
+    # ---- end
 
-def _check_files(staged: Path) -> None:
-    """Every entry of DCP's metadata has its bytes on disk; raises OSError naming what has not."""
-    import torch.distributed.checkpoint as dcp
-
-    metadata = dcp.FileSystemReader(staged).read_metadata()
-    needed: dict[str, int] = {}
-    for entry in (metadata.storage_data or {}).values():
-        needed[entry.relative_path] = max(needed.get(entry.relative_path, 0), entry.offset + entry.length)
-    for name, length in needed.items():
-        path = staged / name
-        found = path.stat().st_size if path.exists() else 0
-        if found < length:
-            raise OSError(f"{path} holds {found} of the {length} bytes written to it")
-
-
-def _check_entries(path: Path, metadata: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """DCP casts dtypes and ignores surplus entries silently; here both are errors, and a missing one is named."""
-    prefixes = {name.split(".")[0] for name in wanted}
-    problems = [f"{name} is not in the checkpoint" for name in wanted if name not in metadata]
-    problems += [
-        f"{name} is in the checkpoint but not in this run"
-        for name in metadata
-        if name not in wanted and name.split(".")[0] in prefixes
-    ]
-    for name in wanted.keys() & metadata.keys():
-        target, stored = wanted[name], metadata[name]
-        if not isinstance(target, torch.Tensor):
-            continue
-        if tuple(stored.size) != tuple(target.shape):
-            problems.append(f"{name} has shape {tuple(stored.size)}, this run needs {tuple(target.shape)}")
-        elif stored.properties.dtype != target.dtype:
-            problems.append(f"{name} is {stored.properties.dtype}, this run needs {target.dtype}")
-    if problems:
-        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(problems[:10]) + more)
+    def close(self) -> None:
+        """Let a save under way end, delete what is due, free the folder. For each rank alone."""
+        if not self.section.enable:
+            return
+        if self._pending:
+            logger.warning("The run ends while a save is under way: waiting for it")
+            wait([future for _, _, future in self._pending], timeout=GRACE_SECONDS)
+        if self._retention is not None:
+            self._retention.close()
+        if self._lock is not None:
+            self._lock.release()
+        self._thread.close()

@@ -61,3 +61,13 @@ class JsonState:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         self.put(json.loads(state_dict["json"]))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run is: global, small, the same on every rank and on every topology."""
+
+    step: int = 0
+    n_tokens_seen: int = 0
+    position: int = 0  # samples consumed
+    digest_chain: int = 0

@@ -1,4 +1,4 @@
-"""The checkpoint folder as a list of steps: which are complete, which is newest, which must go.
+"""The checkpoint folder as a list of steps: which are complete, which are damaged, which is newest.
 
 A step is a directory `step-N` with a `manifest.json`; staged ones are called `step-N.tmp-<id>` and are never read.
 Only rank 0 calls these functions; the others are told the outcome.
@@ -6,6 +6,7 @@ Only rank 0 calls these functions; the others are told the outcome.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,47 +15,127 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes
+
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
+HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
 _STEP = re.compile(r"step-(\d+)")
+
+Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StepFolder:
-    """A published checkpoint."""
+    """A published checkpoint; `damage` says what is wrong with it, in a sentence, as far as names and sizes tell."""
 
     step: int
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest  # empty when it cannot be read
+    damage: str | None = None
 
     @property
     def is_full(self) -> bool:
-        """True when training can resume from it; a weights-only save cannot be resumed."""
-        return bool(self.manifest["kind"] == "full")
+        """True when training can resume from it: a save of weights cannot, a damaged one must not."""
+        return self.damage is None and self.manifest["kind"] == "full"
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint directory, or None when it has no valid one (then it is no checkpoint)."""
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a directory; None when there is none: the directory is no checkpoint of ours.
+
+    Raises DamagedError when there is one that cannot be believed.
+    """
+    file = path / MANIFEST
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
+        text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}") from error
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise DamagedError(f"{file} is damaged: it is no valid JSON ({error})") from error
     if not isinstance(manifest, dict) or not {"format_version", "kind", "step"} <= manifest.keys():
-        return None
+        raise DamagedError(f"{file} is damaged: expected an object with format_version, kind and step")
+    if manifest["format_version"] != 1 or "self" in manifest:
+        newer = isinstance(manifest["format_version"], int) and manifest["format_version"] > FORMAT_VERSION
+        if manifest.pop("self", None) != _hash(manifest):
+            raise DamagedError(f"{file} is damaged: its text is not the one that was written (its own hash differs)")
+        if newer:
+            raise DamagedError(
+                f"{file} was written by a newer version of this program (format_version "
+                f"{manifest['format_version']}, this one knows {FORMAT_VERSION}): use that version to read it"
+            )
     return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` durably; called last, when every other file of the step is on disk.
+
+    Values may be dataclasses (`FileRecord`). Adds `format_version`, how files are hashed, and `self`: the hash by which a
+    flipped bit of the manifest itself is found.
+    """
+    form = {"format_version": FORMAT_VERSION, "extent_bytes": EXTENT, "hash": "xxh3_128"}
+    complete = json.loads(json.dumps({**form, **manifest}, default=dataclasses.asdict))
+    complete["self"] = _hash(complete)
+    temporary = folder / f"{MANIFEST}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(complete, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, folder / MANIFEST)
+    fsync_directory(folder)
+
+
+def _hash(manifest: Manifest) -> str:
+    """xxh3-128 of the manifest as canonical JSON: sorted keys, no spaces, without `self`."""
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return str(xxhash.xxh3_128_hexdigest(canonical.encode()))
+
+
+def all_steps(folder: Path) -> list[StepFolder]:
+    """Every `step-N` of `folder` with a manifest, oldest first, the damaged ones too."""
+    if not folder.is_dir():
+        return []
+    steps = []
+    for number, path in numbered_folders(folder):
+        try:
+            manifest = read_manifest(path)
+        except DamagedError as error:
+            steps.append(StepFolder(number, path, {}, str(error)))
+            continue
+        if manifest is not None:
+            steps.append(StepFolder(number, path, manifest, _damage(path, manifest)))
+    return steps
 
 
 def published_steps(folder: Path) -> list[StepFolder]:
     """All complete checkpoints of `folder`, oldest first."""
-    if not folder.is_dir():
-        return []
-    steps = []
-    for entry in folder.iterdir():
-        match = _STEP.fullmatch(entry.name)
-        manifest = read_manifest(entry) if match else None
-        if match and manifest is not None:
-            steps.append(StepFolder(int(match[1]), entry, manifest))
-    return sorted(steps, key=lambda s: s.step)
+    return [step for step in all_steps(folder) if step.damage is None]
+
+
+def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Every directory named `step-N` of `folder` with its number, in order, whatever is in it."""
+    found = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def file_records(manifest: Manifest) -> dict[str, FileRecord]:
+    """What each file of a step holds; empty for format_version 1."""
+    return {name: FileRecord(f["size"], tuple(f["extents"])) for name, f in manifest.get("files", {}).items()}
+
+
+def _damage(path: Path, manifest: Manifest) -> str | None:
+    """What names and sizes show at once; what is inside is verified by whoever reads it."""
+    try:
+        check_sizes(path, file_records(manifest))
+    except (DamagedError, OSError) as error:
+        return str(error)
+    return None
 
 
 def fsync_directory(path: Path) -> None:
@@ -66,17 +147,6 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write `manifest.json` durably; called last, when every other file of the step is on disk."""
-    temporary = folder / f"{MANIFEST}.tmp"
-    with open(temporary, "w") as file:
-        json.dump({"format_version": FORMAT_VERSION, **manifest}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, folder / MANIFEST)
-    fsync_directory(folder)
-
-
 def publish(staged: Path, final: Path) -> None:
     """Give a complete staged step its name. A published step is never overwritten."""
     if final.exists():
@@ -86,39 +156,20 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:
-    """Rename the published steps beyond `step`: the run restarts before them and will write them again."""
+    """Rename every `step-N` beyond `step`, exports too: the run restarts before them and will write them again."""
     renamed = []
-    for later in published_steps(folder):
-        if later.step > step:
-            target = later.path.with_name(f"{later.path.name}.superseded-{run_id}")
-            os.rename(later.path, target)
-            renamed.append(target)
+    for place in (folder, folder / HF_EXPORTS):
+        for number, path in numbered_folders(place):
+            if number > step:
+                target = path.with_name(f"{path.name}.superseded-{run_id}")
+                os.rename(path, target)
+                renamed.append(target)
     return renamed
 
 
 def remove_stale_stages(folder: Path) -> list[Path]:
-    """Remove what an interrupted save or deletion has left behind."""
-    stale = [p for pattern in ("step-*.tmp-*", ".trash-*") for p in folder.glob(pattern)]
+    """Remove what an interrupted save has left behind. Only for the holder of the folder's lock."""
+    stale = [path for place in (folder, folder / HF_EXPORTS) for path in place.glob("step-*.tmp-*")]
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     return stale
-
-
-def retain_latest(folder: Path, keep: int) -> list[int]:
-    """Delete all but the newest `keep` complete steps (0 = keep all); the newest full one always stays.
-
-    A step is renamed out of sight first, so that a deletion cut short never leaves a half-deleted checkpoint.
-    """
-    if keep == 0:
-        return []
-    steps = published_steps(folder)
-    newest_full = max((s.step for s in steps if s.is_full), default=None)
-    deleted = []
-    for old in steps[:-keep]:
-        if old.step == newest_full or old.step == 0:
-            continue
-        trash = folder / f".trash-{old.step}"
-        os.rename(old.path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
-        deleted.append(old.step)
-    return deleted

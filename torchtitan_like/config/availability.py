@@ -28,10 +28,6 @@ def _differs(key: str, default: Any) -> Callable[[JobConfig], bool]:
     return lambda config: bool(value_of(config, key) != default)
 
 
-def _saving(key: str, default: Any = False) -> Callable[[JobConfig], bool]:
-    return lambda config: config.checkpoint.enable and value_of(config, key) != default
-
-
 def _loader(section: str, key: str, default: Any) -> Missing:
     return Missing(
         f"{section}.dataloader.{key}",
@@ -51,7 +47,6 @@ def _from_hub(section: str) -> Callable[[JobConfig], bool]:
 
 
 _ONE_RANK_PER_SAMPLE = "set it to 1; shard with data_parallel_shard_degree instead"
-_PLAIN_SAVES = "leave it out: complete checkpoints are saved and loaded in the native format"
 _OWN_TEXT = "download it and set {section}.dataset_path, or name the text in [{table}.<name>]"
 
 NOT_AVAILABLE: tuple[Missing, ...] = (
@@ -65,24 +60,6 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
         )
     ),
     Missing("model.converters", _differs("model.converters", []), "leave it empty and train in bfloat16"),
-    Missing("checkpoint.async_mode", _saving("checkpoint.async_mode", "disabled"), 'set it to "disabled"'),
-    Missing("checkpoint.last_save_in_hf", _saving("checkpoint.last_save_in_hf"), _PLAIN_SAVES),
-    Missing("checkpoint.export_dtype", _saving("checkpoint.export_dtype", "float32"), 'set it to "float32"'),
-    Missing("checkpoint.initial_load_in_hf", _saving("checkpoint.initial_load_in_hf"), _PLAIN_SAVES),
-    Missing(
-        "checkpoint.initial_load_in_hf_quantized", _saving("checkpoint.initial_load_in_hf_quantized"), _PLAIN_SAVES
-    ),
-    Missing(
-        "checkpoint.initial_load_model_only",
-        lambda config: (
-            config.checkpoint.enable
-            and config.checkpoint.initial_load_path is not None
-            and not config.checkpoint.initial_load_model_only
-        ),
-        "leave it out to take the weights alone, or continue that run in its own job.dump_folder",
-    ),
-    Missing("checkpoint.create_seed_checkpoint", _saving("checkpoint.create_seed_checkpoint"), "leave it out"),
-    Missing("checkpoint.load_only", _saving("checkpoint.load_only"), "leave it out"),
     Missing("fault_tolerance.enable", _differs("fault_tolerance.enable", False), "set it to false"),
     Missing("memory_estimation.enable", _differs("memory_estimation.enable", False), "set it to false"),
     Missing("comm.mode", _differs("comm.mode", "default"), 'set it to "default"'),
@@ -155,6 +132,10 @@ def _mode_is_not(*modes: str) -> Callable[[JobConfig], bool]:
 
 
 _AC = "activation_checkpoint"
+_SAVING = (
+    "interval", "interval_minutes", "last_save_*", "hf_*", "export_dtype", "async_mode", "on_save_error", "keep_*",
+    "enable_first_step_checkpoint",
+)  # fmt: skip
 SWITCHES: tuple[Switch, ...] = (
     _degree("tensor", ("disable_loss_parallel", "enable_async_tensor_parallel")),
     _degree("pipeline", ("pipeline_parallel_*", "module_fqns_per_model_part")),
@@ -204,6 +185,54 @@ SWITCHES: tuple[Switch, ...] = (
         "checkpoint.initial_load_path",
         _is("checkpoint.initial_load_path", None),
         "checkpoint.initial_load_path",
+    ),
+    Switch(
+        ("checkpoint.hf_executor", "checkpoint.hf_shard_gb"),
+        "checkpoint.last_save_in_hf",
+        lambda config: not (config.checkpoint.last_save_in_hf or config.checkpoint.hf_interval),
+        "checkpoint.last_save_in_hf = true or checkpoint.hf_interval > 0",
+    ),
+    Switch(
+        ("checkpoint.keep_every",),
+        "checkpoint.keep_latest_k",
+        _is("checkpoint.keep_latest_k", 0),
+        "checkpoint.keep_latest_k > 0: nothing is deleted",
+    ),
+    Switch(
+        tuple(f"checkpoint.{name}" for name in _SAVING),
+        "checkpoint.load_only",
+        _is("checkpoint.load_only", True),
+        "checkpoint.load_only = false: nothing is saved",
+    ),
+    Switch(
+        ("checkpoint.initial_load_*",),
+        "checkpoint.start",
+        _is("checkpoint.start", "resume"),
+        'checkpoint.start = "auto" or "warm": with "resume" there must be a checkpoint of this run',
+    ),
+    Switch(
+        ("checkpoint.initial_load_*",),
+        "checkpoint.load_step",
+        lambda config: config.checkpoint.load_step >= 0,
+        "checkpoint.load_step = -1: that step of this run is loaded",
+    ),
+    Switch(
+        ("checkpoint.allow_change", "checkpoint.exclude_from_loading", "checkpoint.verify"),
+        "checkpoint.start",
+        lambda config: config.checkpoint.start == "scratch" or config.checkpoint.create_seed_checkpoint,
+        'checkpoint.start = "auto" or "resume": nothing is loaded',
+    ),
+    Switch(
+        ("checkpoint.allow_change",),
+        "checkpoint.start",
+        _is("checkpoint.start", "warm"),
+        'checkpoint.start = "auto" or "resume": no run is resumed',
+    ),
+    Switch(
+        ("checkpoint.enable_ft_dataloader_checkpoints",),
+        "fault_tolerance.enable",
+        _is("fault_tolerance.enable", False),
+        "fault_tolerance.enable = true",
     ),
     Switch(
         ("debug.deterministic_warn_only",),

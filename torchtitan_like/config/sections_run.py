@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from torchtitan_like.config.base import Conflict, Section
+from torchtitan_like.config.checkpoint_rules import A_FOLDER, COPY_LATER, is_uri
 
 
 class Job(Section):
@@ -27,6 +28,9 @@ class Job(Section):
     custom_config_module: str = Field(
         "", description="Import path of a module whose JobConfig is merged into this schema."
     )
+
+    def conflicts(self) -> list[Conflict]:
+        return [Conflict("dump_folder", A_FOLDER, COPY_LATER)] if is_uri(self.dump_folder) else []
 
 
 class Profiling(Section):

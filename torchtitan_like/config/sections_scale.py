@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from torchtitan_like.config.base import Conflict, KeepCount, MinusOneOrPositive, NthOrOp, Section
+from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
 
 
 class Parallelism(Section):
@@ -112,15 +113,27 @@ class Checkpoint(Section):
         "checkpoint", min_length=1, description="Folder of the checkpoints step-N, below job.dump_folder."
     )
     interval: int = Field(500, gt=0, description="Save every this many steps, and at the end.")
+    interval_minutes: float = Field(
+        0.0, ge=0, description="Also save when this many minutes have passed since the last save; 0 switches this off."
+    )
     initial_load_path: str | None = Field(
-        None, description="Checkpoint to start from (path of its step-N) when the run has no checkpoint of its own."
+        None,
+        description="Checkpoint to start from when the run has none of its own: a step-N of this program, a folder of "
+        "Hugging Face safetensors, of torch.distributed.checkpoint, or of Meta's consolidated.*.pth. The format is "
+        "detected.",
     )
     initial_load_model_only: bool = Field(
-        True, description="Take only the weights from initial_load_path; optimizer, schedule and data start anew."
+        True,
+        description="Take only the weights from initial_load_path; optimizer, schedule and data start anew. false: "
+        "continue the run of that full checkpoint, from its step, in a folder of its own.",
     )
-    initial_load_in_hf: bool = Field(False, description="initial_load_path holds Hugging Face safetensors.")
+    initial_load_in_hf: bool = Field(
+        False,
+        description="Refuse initial weights that are not Hugging Face safetensors. Without initial_load_path they are "
+        "those of model.hf_assets_path.",
+    )
     initial_load_in_hf_quantized: bool = Field(
-        False, description="initial_load_path holds quantised Hugging Face safetensors."
+        False, description="The initial weights are quantised Hugging Face safetensors."
     )
     last_save_model_only: bool = Field(
         True, description="The last save holds the weights alone. Set it to false to extend a finished run later."
@@ -128,19 +141,53 @@ class Checkpoint(Section):
     last_save_in_hf: bool = Field(
         False, description="Write the last save as Hugging Face safetensors; needs last_save_model_only."
     )
+    hf_interval: int = Field(
+        0,
+        ge=0,
+        description="Also export the weights as Hugging Face safetensors every this many steps, to hf/step-N in "
+        "checkpoint.folder, where nothing deletes them; 0 switches this off.",
+    )
+    hf_executor: Literal["direct", "consolidate"] = Field(
+        "direct",
+        description="Writing Hugging Face safetensors. direct: ranks write the final files together. consolidate: each "
+        "writes its shards, which are then merged.",
+    )
+    hf_shard_gb: float = Field(
+        5.0, gt=0, description="Size of each file of Hugging Face safetensors in GB (10^9 bytes), at most."
+    )
     export_dtype: Literal["float16", "bfloat16", "float32"] = Field(
-        "float32", description="Type of the weights in a last save with last_save_model_only."
+        "float32",
+        description="Type of the weights in a last save with last_save_model_only, and in Hugging Face safetensors.",
     )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
         "disabled",
         description="Write checkpoints in the background; with_pinned_mem stages them in page-locked memory.",
     )
+    on_save_error: Literal["stop", "continue"] = Field(
+        "stop",
+        description="When a save fails: stop the run, or continue and try again at the next save. The last save of a run "
+        "must succeed.",
+    )
     keep_latest_k: KeepCount = Field(
         10, description="Number of newest checkpoints kept, at least 2; older ones are deleted. 0 keeps all."
+    )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="Checkpoints of steps divisible by this are kept for ever; 0: none. So is one with a file PIN.",
     )
     load_step: int = Field(-1, ge=-1, description="Step to resume from; -1 is the newest.")
     exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = Field(
         [], description="Parts of a checkpoint that are not loaded."
+    )
+    verify: Literal["read", "full"] = Field(
+        "read",
+        description="Loading compares all it reads with the hashes taken when it was saved. full: also what no rank needs.",
+    )
+    allow_change: list[str] = Field(
+        [],
+        description='Patterns of settings that may differ from those of the run that is resumed, e.g. ["optimizer.lr"] '
+        'or ["model.*"]. Without them a change of what is computed is refused.',
     )
     enable_first_step_checkpoint: bool = Field(
         False, description="Also save after the first step, to learn early whether saving works."
@@ -154,72 +201,8 @@ class Checkpoint(Section):
     )
 
     def conflicts(self) -> list[Conflict]:
-        return [*self._conflicts_of_the_last_save(), *self._conflicts_of_the_start()]
-
-    def _conflicts_of_the_last_save(self) -> list[Conflict]:
-        if self.last_save_model_only:
-            return []
-        found = []
-        if self.last_save_in_hf:
-            found.append(
-                Conflict(
-                    "last_save_in_hf",
-                    "false while last_save_model_only = false: safetensors files hold no optimizer state",
-                    "set checkpoint.last_save_model_only = true, or checkpoint.last_save_in_hf = false",
-                    ("last_save_model_only",),
-                )
-            )
-        if self.export_dtype != "float32":
-            found.append(
-                Conflict(
-                    "export_dtype",
-                    '"float32" while last_save_model_only = false: only a save of the weights alone is converted',
-                    "set checkpoint.last_save_model_only = true, or leave export_dtype out",
-                    ("last_save_model_only",),
-                )
-            )
-        return found
-
-    def _conflicts_of_the_start(self) -> list[Conflict]:
-        path = ("initial_load_path",)
-        rules = (
-            (
-                self.initial_load_in_hf and not self.initial_load_model_only,
-                "initial_load_model_only",
-                "true while initial_load_in_hf = true: safetensors files hold no optimizer state",
-                "set checkpoint.initial_load_model_only = true",
-                ("initial_load_in_hf",),
-            ),
-            (
-                self.initial_load_in_hf_quantized and not self.initial_load_in_hf,
-                "initial_load_in_hf_quantized",
-                "false while initial_load_in_hf = false",
-                "set checkpoint.initial_load_in_hf = true",
-                ("initial_load_in_hf",),
-            ),
-            (
-                self.start == "warm" and self.initial_load_path is None,
-                "start",
-                'a checkpoint.initial_load_path, whose weights "warm" takes',
-                "set checkpoint.initial_load_path to the path of a step-N folder",
-                path,
-            ),
-            (
-                self.start == "scratch" and self.initial_load_path is not None,
-                "start",
-                'no checkpoint.initial_load_path: "scratch" begins with new weights',
-                'set checkpoint.start = "warm" to use those weights, or remove initial_load_path',
-                path,
-            ),
-            (
-                self.load_step >= 0 and self.start in ("warm", "scratch"),
-                "load_step",
-                f'-1 while start = "{self.start}": no step of this run is loaded',
-                'set checkpoint.start = "resume", or remove load_step',
-                ("start",),
-            ),
-        )
-        return [Conflict(key, expected, remedy, keys) for broken, key, expected, remedy, keys in rules if broken]
+        broken = [rule for rule in CHECKPOINT_RULES if rule.is_broken(self)]
+        return [Conflict(rule.key, rule.expected, rule.remedy, rule.involves) for rule in broken]
 
 
 class ActivationCheckpoint(Section):

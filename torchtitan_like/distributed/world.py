@@ -42,7 +42,7 @@ def launched_as(environ: dict[str, str] | None = None) -> LaunchedAs:
 
 
 class HostGroup:
-    """A gloo group for small host-side exchanges, owned by the thread that made it.
+    """A gloo group for small host-side exchanges, owned by one thread: the one that made it, until another adopts it.
 
     With one rank there is no group at all and every call returns its input.
     """
@@ -50,6 +50,10 @@ class HostGroup:
     def __init__(self, ranks: list[int], timeout: timedelta) -> None:
         self.size = len(ranks)
         self.group = dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
+        self._thread = threading.get_ident()
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner, for good; the former one has no exchange under way."""
         self._thread = threading.get_ident()
 
     def destroy(self) -> None:

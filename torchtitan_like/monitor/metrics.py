@@ -26,7 +26,7 @@ from torchtitan_like.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
 
-__all__ = ["Metrics", "StepRecord"]
+__all__ = ["Metrics", "StepRecord", "announce_hardware"]
 
 Row = dict[str, Any]
 # Takes this rank's (num_steps, 2) float64 CPU tensor, returns all data ranks': (data_ranks, num_steps, 2).
@@ -64,6 +64,20 @@ class _Interval:
     num_steps: int = 0
     num_tokens: int = 0
     data_loading_s: float = 0.0
+
+
+def announce_hardware(
+    memory: MemoryMonitor, device_type: str, override: float | None, flops_per_token: float
+) -> float | None:
+    """Log what the device is and how MFU is computed; its peak in FLOP/s, None when unknown."""
+    logger.info(f"{memory.describe()}; memory usage for model: {memory.read().gib:.2f}GiB")
+    peak = flops.peak_flops(memory.device_name if device_type == "cuda" else "cpu", override)
+    shown = f"{peak:.3e} FLOP/s" if peak else "n/a"
+    logger.info(
+        f"Peak FLOPS used for computing MFU: {shown}; {flops_per_token / 1e9:.3f} GFLOP per token = "
+        "6 (P - P_embedding) + 6 L H (2 head_dim) seq"
+    )
+    return peak
 
 
 class Metrics:

@@ -66,11 +66,11 @@ def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
 class SavedSchedule:
     """The schedule in a checkpoint: only compared on load, since the config's own is what counts.
 
-    `step` is the first one that will be made, `peak_lr` the rate that the schedule multiplies.
+    `first_step` tells the first one that will be made, `peak_lr` is the rate that the schedule multiplies.
     """
 
     schedule: Schedule
-    step: int
+    first_step: Callable[[], int]
     peak_lr: float
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,10 +79,11 @@ class SavedSchedule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Warn, with the learning rate under both, when the checkpoint was made under another schedule."""
         old = Schedule(**json.loads(state_dict["json"]))
+        step = self.first_step()
         if old != self.schedule:
             logger.warning(
-                f"The learning-rate schedule has changed: at step {self.step} the old one (horizon {old.horizon} steps) "
-                f"gives {self.peak_lr * old.factor(self.step):.3e}, the new one (horizon {self.schedule.horizon}) "
-                f"{self.peak_lr * self.schedule.factor(self.step):.3e}. Set lr_scheduler.total_steps to keep the horizon "
+                f"The learning-rate schedule has changed: at step {step} the old one (horizon {old.horizon} steps) "
+                f"gives {self.peak_lr * old.factor(step):.3e}, the new one (horizon {self.schedule.horizon}) "
+                f"{self.peak_lr * self.schedule.factor(step):.3e}. Set lr_scheduler.total_steps to keep the horizon "
                 "of a run that grows"
             )

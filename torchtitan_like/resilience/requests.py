@@ -16,16 +16,21 @@ from torchtitan_like.resilience.exit_codes import ExitCode
 
 
 class Request(IntEnum):
-    """The order of this table is the order of the counts on the wire; the first one asked for wins."""
+    """The order of this table is the order of the counts on the wire; the first stop asked for wins."""
 
     BAD_NUMBERS = 0
-    INTERRUPT = 1
-    TERMINATE = 2
-    DATA_EXHAUSTED = 3
+    SAVE_FAILED = 1
+    INTERRUPT = 2
+    TERMINATE = 3
+    DATA_EXHAUSTED = 4
+    SAVE = 5
+    EXPORT = 6
 
 
+# The requests that end the run, and with which code; the others ask for something in passing.
 EXIT_CODES = {
     Request.BAD_NUMBERS: ExitCode.BAD_NUMBERS,
+    Request.SAVE_FAILED: ExitCode.STORAGE,
     Request.INTERRUPT: ExitCode.INTERRUPTED,
     Request.TERMINATE: ExitCode.REQUEUE,
     Request.DATA_EXHAUSTED: ExitCode.DONE,
@@ -62,6 +67,11 @@ class Requests:
                 signal.signal(signum, old)
 
 
-def agreed_stop(counts: list[int]) -> Request | None:
-    """The first request of the table that any rank has asked for, from the summed counts."""
-    return next((request for request, count in zip(Request, counts, strict=True) if count), None)
+def agreed(counts: list[int]) -> list[Request]:
+    """What any rank has asked for, in the order of the table, from the summed counts."""
+    return [request for request, count in zip(Request, counts, strict=True) if count]
+
+
+def stop_among(requests: list[Request]) -> Request | None:
+    """The first of `requests` that ends the run."""
+    return next((request for request in requests if request in EXIT_CODES), None)

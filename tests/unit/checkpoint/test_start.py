@@ -1,128 +1,209 @@
 """Where a run starts from, for every combination of what is asked and what is on disk."""
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchtitan_like.checkpoint.start import CheckpointError, decide_start
-from torchtitan_like.checkpoint.step_folders import (
-    publish,
-    published_steps,
-    remove_stale_stages,
-    retain_latest,
-    supersede_later,
-    write_manifest,
-)
-
-
-def section(**changes):
-    defaults = {"enable": True, "start": "auto", "load_step": -1, "initial_load_path": None, "exclude_from_loading": []}
-    return SimpleNamespace(**{**defaults, **changes})
-
-
-def make_steps(folder, *names):
-    """Names such as "5" (full), "7w" (weights only), "9?" (torn: no manifest)."""
-    for name in names:
-        step = folder / f"step-{name.rstrip('w?')}"
-        step.mkdir(parents=True)
-        if not name.endswith("?"):
-            kind = "weights" if name.endswith("w") else "full"
-            write_manifest(step, {"kind": kind, "step": int(name.rstrip("w")), "seed": 7})
-
+from tests.unit.checkpoint.folders import CONFIG, make_steps
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.start import decide_start, format_of
+from torchtitan_like.checkpoint.step_folders import MANIFEST, supersede_later
+from torchtitan_like.config.sections_scale import Checkpoint
 
 LAST_STEP = 20
-WARM = "WARM"  # stands for the path of a valid step elsewhere
 
-CASES = [
-    # what is asked, what is on disk, (kind, step) or the words of the error
-    ({}, [], ("scratch", 0)),
-    ({"enable": False}, ["5"], ("scratch", 0)),
-    ({}, ["5", "10"], ("resume", 10)),
-    ({}, ["5", "10", "15?"], ("resume", 10)),
-    ({}, ["5", "10w"], ("resume", 5)),
-    ({}, ["10w"], "holds weights alone"),
-    ({}, ["5", "20w"], ("resume", 20)),
-    ({}, ["20w"], ("resume", 20)),
-    ({}, ["5", "25"], ("resume", 25)),
-    ({"load_step": 5}, ["5", "20w"], ("resume", 5)),
-    ({"initial_load_path": WARM}, ["10w"], ("warm", 0)),
-    ({"load_step": 5}, ["5", "10"], ("resume", 5)),
+
+def section(**changes: Any) -> Checkpoint:
+    """As from TOML, but for the rules over several keys: what is asked here must be right without them."""
+    return Checkpoint.model_construct(**{**Checkpoint(enable=True).model_dump(), **changes})
+
+
+def path(name: str) -> dict[str, Any]:
+    """`initial_load_path`: a name of `ELSEWHERE`, or of nothing."""
+    return {"initial_load_path": name}
+
+
+ELSEWHERE = {"FULL": "3", "WEIGHTS": "4w", "HF": "5H", "DCP": "6D", "META": "7M", "EXPORT": "8h", "TORN": "9?",
+             "GARBLED": "12m", "LATE": "30"}  # fmt: skip
+WHOLE_RUN = {"initial_load_model_only": False}
+
+STARTS = [
+    # what is asked, what is on disk, (kind, step, format) of the first choice, further choices
+    ({}, [], ("scratch", 0, "step"), []),
+    ({"enable": False}, ["5"], ("scratch", 0, "step"), []),
+    # the newest full step, and older ones behind it
+    ({}, ["5", "10"], ("resume", 10, "step"), [5]),
+    ({}, ["5", "10", "15?"], ("resume", 10, "step"), [5]),
+    ({}, ["5", "10w"], ("resume", 5, "step"), []),
+    ({}, ["5", "7", "10h"], ("resume", 7, "step"), [5]),
+    ({}, ["5", "10H"], ("resume", 5, "step"), []),
+    ({}, ["0", "5"], ("resume", 5, "step"), [0]),
+    ({"start": "resume"}, ["5"], ("resume", 5, "step"), []),
+    ({"load_only": True}, ["5"], ("resume", 5, "step"), []),
+    # damaged ones are left out
+    ({}, ["5", "10", "15!"], ("resume", 10, "step"), [5]),
+    ({}, ["5", "10!", "15"], ("resume", 15, "step"), [5]),
+    ({}, ["5", "10m", "15!"], ("resume", 5, "step"), []),
+    ({}, ["5", "20!"], ("resume", 5, "step"), []),
+    # nothing is left to do
+    ({}, ["5", "20w"], ("resume", 20, "step"), []),
+    ({}, ["20w"], ("resume", 20, "step"), []),
+    ({}, ["5", "20h"], ("resume", 20, "step"), []),
+    ({}, ["5", "25"], ("resume", 25, "step"), []),
+    # one step by name, without a fallback
+    ({"load_step": 5}, ["5", "20w"], ("resume", 5, "step"), []),
+    ({"load_step": 5}, ["3", "5", "10"], ("resume", 5, "step"), []),
+    # initial_load_path
+    (path("FULL"), [], ("warm", 0, "step"), []),
+    (path("WEIGHTS"), [], ("warm", 0, "step"), []),
+    (path("HF"), [], ("warm", 0, "hf"), []),
+    (path("EXPORT"), [], ("warm", 0, "hf"), []),
+    (path("DCP"), [], ("warm", 0, "dcp"), []),
+    (path("META"), [], ("warm", 0, "meta"), []),
+    (path("HF") | {"initial_load_in_hf": True}, [], ("warm", 0, "hf"), []),
+    (path("FULL"), ["9?"], ("warm", 0, "step"), []),
+    (path("FULL"), ["10w"], ("warm", 0, "step"), []),
+    (path("FULL"), ["10H"], ("warm", 0, "step"), []),
+    (path("FULL"), ["5"], ("resume", 5, "step"), []),
+    (path("FULL") | {"exclude_from_loading": ["optimizer"]}, [], ("warm", 0, "step"), []),
+    (path("FULL") | {"start": "warm"}, [], ("warm", 0, "step"), []),
+    (path("FULL") | WHOLE_RUN, [], ("resume", 3, "step"), []),
+    (path("FULL") | WHOLE_RUN, ["5"], ("resume", 5, "step"), []),
+    (path("FULL") | WHOLE_RUN | {"exclude_from_loading": ["model"]}, [], ("resume", 3, "step"), []),
+    # weights of the model's own folder
+    ({"initial_load_in_hf": True}, [], ("warm", 0, "hf"), []),
+    ({"initial_load_in_hf": True, "start": "warm"}, [], ("warm", 0, "hf"), []),
+    # the user's step-0
+    ({}, ["0H"], ("warm", 0, "hf"), []),
+    ({}, ["0D"], ("warm", 0, "dcp"), []),
+    ({}, ["0M"], ("warm", 0, "meta"), []),
+    ({}, ["0w"], ("warm", 0, "step"), []),
+    ({"initial_load_in_hf": True}, ["0H"], ("warm", 0, "hf"), []),
+    ({}, ["0H", "5"], ("resume", 5, "step"), []),
+    # new weights
+    ({"start": "scratch"}, [], ("scratch", 0, "step"), []),
+    ({"start": "scratch"}, ["9?"], ("scratch", 0, "step"), []),
+    ({"create_seed_checkpoint": True}, [], ("scratch", 0, "step"), []),
+    ({}, ["0"], ("resume", 0, "step"), []),
+]
+
+REFUSED = [
+    # what is asked, what is on disk, words of the error
+    ({}, ["10w"], "step-10, a checkpoint of this program.*set checkpoint.initial_load_path"),
+    ({}, ["10H"], "step-10, Hugging Face safetensors.*no run can be resumed"),
+    ({}, ["1000D"], "torch.distributed.checkpoint folder of another program.*no run can be resumed"),
+    ({}, ["0H", "10H"], "weights alone \\(newest: step-10"),
+    ({}, ["5!"], "step-5/shard-00000.bin holds 50 bytes, of 100.*Move them away"),
+    ({}, ["5!", "10m", "15w"], "step-10/manifest.json is damaged.*step-5/shard-00000.bin"),
+    (path("FULL"), ["5!"], "no full checkpoint that is whole"),
+    ({"start": "resume"}, ["5!"], "no full checkpoint that is whole"),
     ({"load_step": 7}, ["5", "10"], "full checkpoints: 5, 10"),
     ({"load_step": 7}, [], "full checkpoints: none"),
-    ({"load_step": 10}, ["5", "10w"], "no full checkpoint of that step"),
+    ({"load_step": 10}, ["5", "10w"], "step-10 holds weights alone"),
+    ({"load_step": 10}, ["5", "10H"], "step-10 holds weights alone \\(Hugging Face safetensors\\)"),
+    ({"load_step": 10}, ["5", "10!"], "Name another step"),
+    ({"load_step": 10}, ["5", "10m"], "manifest.json is damaged"),
     ({"start": "resume"}, [], "holds no full checkpoint"),
-    ({"start": "resume"}, ["5"], ("resume", 5)),
-    ({"initial_load_path": WARM}, [], ("warm", 0)),
-    ({"initial_load_path": WARM}, ["9?"], ("warm", 0)),
-    ({"initial_load_path": WARM}, ["5"], ("resume", 5)),
-    ({"initial_load_path": "nowhere"}, [], "not a checkpoint"),
-    ({"start": "warm", "initial_load_path": WARM}, [], ("warm", 0)),
-    ({"start": "warm", "initial_load_path": WARM}, ["5"], "Choose another job.dump_folder"),
-    ({"initial_load_path": WARM, "exclude_from_loading": ["model"]}, [], "loads the weights and nothing else"),
-    ({"initial_load_path": WARM, "exclude_from_loading": ["optimizer"]}, [], ("warm", 0)),
-    ({"start": "warm"}, [], "needs checkpoint.initial_load_path"),
-    ({"start": "scratch"}, [], ("scratch", 0)),
+    ({"start": "resume"}, ["0H"], "holds no full checkpoint"),
+    (path("nowhere"), [], "not a checkpoint"),
+    (path("TORN"), [], "not a checkpoint"),
+    (path("GARBLED"), [], "manifest.json is damaged"),
+    (path("FULL") | {"start": "warm"}, ["5"], "Choose another job.dump_folder"),
+    (path("FULL") | {"start": "warm"}, ["0H"], "Choose another job.dump_folder"),
+    (path("FULL") | {"exclude_from_loading": ["model"]}, [], "loads the weights and nothing else"),
+    ({"start": "warm"}, [], "a warm start needs checkpoint.initial_load_path"),
+    (path("FULL") | {"initial_load_in_hf": True}, [], "holds a checkpoint of this program, not Hugging Face"),
+    (path("DCP") | {"initial_load_in_hf": True}, [], "holds a torch.distributed.checkpoint folder"),
+    ({"initial_load_in_hf": True}, ["0D"], "holds a torch.distributed.checkpoint folder"),
+    (path("HF") | WHOLE_RUN, [], "weights alone \\(Hugging Face safetensors\\)"),
+    (path("WEIGHTS") | WHOLE_RUN, [], "initial_load_model_only = true"),
+    (path("DCP") | WHOLE_RUN, [], "name a full step-N of this program"),
+    (path("LATE") | WHOLE_RUN, [], "is at step 30, and training.steps = 20"),
+    (path("FULL"), ["0H"], "two sources of weights"),
     ({"start": "scratch"}, ["5"], "Choose another job.dump_folder"),
+    ({"start": "scratch"}, ["5m"], "Choose another job.dump_folder"),
+    ({"start": "scratch"}, ["0H"], "Choose another job.dump_folder"),
+    ({"create_seed_checkpoint": True}, ["0"], "create_seed_checkpoint = true begins a new run"),
+    ({"create_seed_checkpoint": True}, ["5w"], "create_seed_checkpoint = true begins a new run"),
 ]
 
 
-@pytest.mark.parametrize(("asked", "on_disk", "expected"), CASES)
-def test_start(tmp_path, asked, on_disk, expected):
-    make_steps(tmp_path / "elsewhere", "3")
-    make_steps(tmp_path / "here", *on_disk)
-    if asked.get("initial_load_path") == WARM:
-        asked = {**asked, "initial_load_path": str(tmp_path / "elsewhere" / "step-3")}
-    if isinstance(expected, str):
-        with pytest.raises(CheckpointError, match=expected):
-            decide_start(section(**asked), tmp_path / "here", LAST_STEP)
-        return
-    start = decide_start(section(**asked), tmp_path / "here", LAST_STEP)
-    assert (start.kind, start.step) == expected
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the steps of `ELSEWHERE` and, in `assets`, a model's weights."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    make_steps(folder, *ELSEWHERE.values())
+    make_steps(folder / "assets", "0H")
+    return folder
+
+
+@pytest.fixture
+def decide(tmp_path: Path, elsewhere: Path) -> Any:
+    def decide(asked: dict[str, Any], on_disk: list[str]) -> Any:
+        make_steps(tmp_path, *on_disk)
+        wanted = asked.get("initial_load_path")
+        if wanted in ELSEWHERE:
+            number = ELSEWHERE[wanted].rstrip("whmHDM?")
+            asked = asked | {"initial_load_path": str(elsewhere / f"step-{number}")}
+        return decide_start(section(**asked), tmp_path, LAST_STEP, hf_assets_path=str(elsewhere / "assets" / "step-0"))
+
+    return decide
+
+
+@pytest.mark.parametrize(("asked", "on_disk", "first", "others"), STARTS)
+def test_start(decide: Any, asked: Any, on_disk: list[str], first: Any, others: list[int]) -> None:
+    start, *further = decide(asked, on_disk)
+    assert (start.kind, start.step, start.format) == first
     assert start.seed == (7 if start.kind == "resume" else None)
+    assert [(other.kind, other.step) for other in further] == [("resume", step) for step in others]
+    if start.kind == "resume":
+        assert all(one.manifest["config"] == CONFIG for one in (start, *further))
 
 
-@pytest.mark.parametrize(
-    ("on_disk", "keep", "left"),
-    [
-        (["1", "2", "3", "4"], 2, [3, 4]),
-        (["1", "2", "3", "4"], 0, [1, 2, 3, 4]),
-        (["1", "2", "3w", "4w"], 2, [2, 3, 4]),
-        (["0", "1", "2", "3"], 2, [0, 2, 3]),
-        (["1", "2", "3?", "4"], 2, [2, 4]),
-    ],
-)
-def test_retention_counts_complete_steps_and_keeps_the_newest_full_one(tmp_path, on_disk, keep, left):
-    make_steps(tmp_path, *on_disk)
-    retain_latest(tmp_path, keep)
-    assert [s.step for s in published_steps(tmp_path)] == left
-    assert not list(tmp_path.glob(".trash-*"))
+@pytest.mark.parametrize(("asked", "on_disk", "words"), REFUSED)
+def test_refused(decide: Any, asked: Any, on_disk: list[str], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        decide(asked, on_disk)
 
 
-def test_a_published_step_is_never_overwritten(tmp_path):
-    make_steps(tmp_path, "5")
-    staged = tmp_path / "step-5.tmp-x"
-    staged.mkdir()
-    with pytest.raises(FileExistsError, match="never overwritten"):
-        publish(staged, tmp_path / "step-5")
+@pytest.mark.parametrize("on_disk", [["5!"], ["5m"]])
+def test_damage_is_told_from_other_mistakes(decide: Any, on_disk: list[str]) -> None:
+    with pytest.raises(DamagedError):
+        decide({}, on_disk)
 
 
-def test_steps_beyond_the_start_are_kept_under_another_name(tmp_path):
-    make_steps(tmp_path, "5", "10", "15")
-    supersede_later(tmp_path, 5, "abc")
-    assert [s.step for s in published_steps(tmp_path)] == [5]
-    assert {p.name for p in tmp_path.iterdir()} == {"step-5", "step-10.superseded-abc", "step-15.superseded-abc"}
+def test_what_is_left_out_is_said(decide: Any) -> None:
+    (start, *_) = decide({}, ["5", "10!"])
+    assert str(start).endswith("shard-00000.bin holds 50 bytes, of 100 that were written")
 
 
-def test_only_unfinished_things_are_removed(tmp_path):
-    make_steps(tmp_path, "5")
-    for name in ("step-10.tmp-x", ".trash-1"):
-        (tmp_path / name).mkdir()
-    remove_stale_stages(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"step-5"}
+def test_the_first_format_brings_its_configuration_too(tmp_path: Path) -> None:
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / MANIFEST).write_text('{"format_version": 1, "kind": "full", "step": 5, "seed": 3}')
+    (tmp_path / "step-5" / "config.toml").write_text(CONFIG)
+    (start,) = decide_start(section(), tmp_path, LAST_STEP)
+    assert (start.kind, start.step, start.seed) == ("resume", 5, 3)
+    assert start.manifest is not None and start.manifest["config"] == CONFIG
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 5}'])
-def test_a_broken_manifest_is_no_checkpoint(tmp_path, text):
-    make_steps(tmp_path, "5")
-    (tmp_path / "step-5" / "manifest.json").write_text(text)
-    assert published_steps(tmp_path) == []
+def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) -> None:
+    """The last save, of weights alone, does not hide it, and makes room for that step's new save."""
+    make_steps(tmp_path, "5", "10w")
+    assert decide_start(section(), tmp_path, 10)[0].step == 10
+    (start,) = decide_start(section(), tmp_path, 20)
+    assert (start.kind, start.step) == ("resume", 5)
+    assert [one.name for one in supersede_later(tmp_path, start.step, "x")] == ["step-10.superseded-x"]
+
+
+def test_formats(tmp_path: Path) -> None:
+    make_steps(tmp_path, "1", "2w", "3h", "4H", "5D", "6M", "7?", "8m")
+    found = [format_of(tmp_path / f"step-{number}") for number in range(1, 8)]
+    assert found == ["step", "step", "hf", "hf", "dcp", "meta", None]
+    assert format_of(tmp_path / "nowhere") is None
+    with pytest.raises(DamagedError):
+        format_of(tmp_path / "step-8")
+    (tmp_path / "step-1" / MANIFEST).unlink()
+    assert format_of(tmp_path / "step-1") is None

@@ -35,15 +35,6 @@ NOT_AVAILABLE = [
     ("--parallelism.context_parallel_degree 2", "parallelism.context_parallel_degree"),
     ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree"),
     ("--model.converters quantize.linear.float8", "model.converters"),
-    ("--checkpoint.enable --checkpoint.async_mode async", "checkpoint.async_mode"),
-    ("--checkpoint.enable --checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
-    ("--checkpoint.enable --checkpoint.export_dtype bfloat16", "checkpoint.export_dtype"),
-    ("--checkpoint.enable --checkpoint.initial_load_path . --checkpoint.initial_load_in_hf",
-     "checkpoint.initial_load_in_hf"),
-    ("--checkpoint.enable --checkpoint.initial_load_path . --checkpoint.no_initial_load_model_only",
-     "checkpoint.initial_load_model_only"),
-    ("--checkpoint.enable --checkpoint.create_seed_checkpoint", "checkpoint.create_seed_checkpoint"),
-    ("--checkpoint.enable --checkpoint.load_only", "checkpoint.load_only"),
     ("--fault_tolerance.enable", "fault_tolerance.enable"),
     ("--memory_estimation.enable", "memory_estimation.enable"),
     ("--comm.mode local_tensor", "comm.mode"),
@@ -81,6 +72,14 @@ WARNINGS = [
      "training.mixed_precision_param", "bfloat16"),
     ("--training.steps 1000 --compile.components loss", "compile.components", "it needs compile.enable = true"),
     ("--training.steps 1000 --checkpoint.initial_load_path x", "checkpoint.initial_load_path", "checkpoint.enable"),
+    ("--training.steps 1000 --checkpoint.enable --checkpoint.hf_shard_gb 1", "checkpoint.hf_shard_gb",
+     "it needs checkpoint.last_save_in_hf = true or checkpoint.hf_interval > 0"),
+    ("--training.steps 1000 --checkpoint.enable --checkpoint.hf_executor consolidate", "checkpoint.hf_executor",
+     "it needs checkpoint.last_save_in_hf"),
+    ("--training.steps 1000 --checkpoint.enable --checkpoint.no_enable_ft_dataloader_checkpoints",
+     "checkpoint.enable_ft_dataloader_checkpoints", "fault_tolerance.enable = true"),
+    ("--training.steps 1000 --checkpoint.enable --checkpoint.no_initial_load_model_only",
+     "checkpoint.initial_load_model_only", "it needs checkpoint.initial_load_path"),
     ("--training.steps 1000 --validation.freq 5", "validation.freq", "it needs validation.enable = true"),
     ("--training.steps 1000 --parallelism.pipeline_parallel_schedule GPipe", "parallelism.pipeline_parallel_schedule",
      "parallelism.pipeline_parallel_degree > 1"),
@@ -109,6 +108,27 @@ def test_settings_listed_below_a_switch_that_is_off_are_no_surprise(tmp_path: Pa
     line = f"--job.config_file {file}"
     assert check(line) == []
     assert keys(check(f"{line} --compile.components loss"), "warning") == ["compile.components"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "line", "needs"),
+    [
+        ("keep_latest_k = 0", "--checkpoint.keep_every 500", "nothing is deleted"),
+        ("load_only = true", "--checkpoint.async_mode async", "nothing is saved"),
+        ("load_only = true", "--checkpoint.hf_interval 5", "nothing is saved"),
+        ('start = "resume"', "--checkpoint.initial_load_path .", "there must be a checkpoint of this run"),
+        ("load_step = 5", "--checkpoint.initial_load_path .", "that step of this run is loaded"),
+        ('start = "scratch"', "--checkpoint.verify full", "nothing is loaded"),
+        ("create_seed_checkpoint = true", "--checkpoint.exclude_from_loading optimizer", "nothing is loaded"),
+        ('start = "warm"\ninitial_load_path = "."', "--checkpoint.allow_change model.*", "no run is resumed"),
+    ],
+)
+def test_settings_without_effect_on_checkpoints(tmp_path: Path, switch: str, line: str, needs: str) -> None:
+    (tmp_path / "checkpoint/step-5").mkdir(parents=True)
+    file = tmp_path / "x.toml"
+    file.write_text(f"[training]\nsteps = 1000\n[checkpoint]\nenable = true\n{switch}")
+    (warning,) = check(f"--job.config_file {file} --job.dump_folder {tmp_path} {line}")
+    assert (warning.severity, warning.key) == ("warning", line.split()[0][2:]) and needs in str(warning)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +194,47 @@ def test_step_to_load_must_exist(tmp_path: Path) -> None:
     assert check(f"{line} 5") == []
     (problem,) = check(f"{line} 6")
     assert problem.key == "checkpoint.load_step" and "holds the steps 5" in problem.expected
+
+
+def test_pinned_memory_without_a_gpu_is_none() -> None:
+    line = "--training.steps 1000 --checkpoint.enable --checkpoint.async_mode async_with_pinned_mem"
+    (warning,) = check(line, device_type="cpu")
+    assert (warning.severity, warning.key) == ("warning", "checkpoint.async_mode")
+    assert check(line, device_type="cuda") == check(line) == []
+
+
+def test_weights_of_the_assets_are_there(tmp_path: Path) -> None:
+    """Without an initial_load_path they are what initial_load_in_hf means."""
+    line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_in_hf"
+    (problem,) = check(line)
+    assert problem.key == "checkpoint.initial_load_in_hf" and "tests/assets/tokenizer" in problem.expected
+    (tmp_path / "checkpoint/step-5").mkdir(parents=True)
+    assert check(line) == []
+
+
+def test_a_seed_checkpoint_is_saved_by_one_rank() -> None:
+    line = "--training.steps 1000 --checkpoint.enable --checkpoint.create_seed_checkpoint"
+    assert check(line, 1) == check(line, None) == []
+    (problem,) = check(line, 2)
+    assert problem.key == "checkpoint.create_seed_checkpoint" and "NGPU=1" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("pattern", "remedy"),
+    [
+        ("optimizer.lr", None),
+        ("model.*", None),
+        ("*", None),
+        ("model.args.dim", None),
+        ("data.sources.wiki.weight", None),
+        ("data.sources.*.weight", None),
+        ("optimizer.lrr", 'did you mean "optimizer.lr"?'),
+        ("xyz.*", 'for example "optimizer.lr" or "model.*"'),
+    ],
+)
+def test_what_may_change_is_a_setting(pattern: str, remedy: str | None) -> None:
+    found = check(f"--training.steps 1000 --checkpoint.enable --checkpoint.allow_change {pattern}")
+    assert [problem.remedy for problem in found] == ([] if remedy is None else [remedy])
 
 
 def test_dump_folder_below_a_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from torchtitan_like.resilience.exit_codes import ExitCode
-from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed_stop
+from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 
 
 def test_a_request_is_sent_once():
@@ -24,10 +24,12 @@ def test_a_request_is_sent_once():
         ({Request.TERMINATE: 1}, Request.TERMINATE),
         ({Request.DATA_EXHAUSTED: 4}, Request.DATA_EXHAUSTED),
         ({Request.TERMINATE: 2, Request.BAD_NUMBERS: 1}, Request.BAD_NUMBERS),
+        ({Request.SAVE: 1, Request.EXPORT: 1}, None),
+        ({Request.SAVE: 1, Request.SAVE_FAILED: 1}, Request.SAVE_FAILED),
     ],
 )
-def test_the_first_request_of_the_table_wins(counts, expected):
-    assert agreed_stop([counts.get(request, 0) for request in Request]) is expected
+def test_the_first_stop_of_the_table_wins(counts, expected):
+    assert stop_among(agreed([counts.get(request, 0) for request in Request])) is expected
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
     assert signal.getsignal(signum) is former
 
 
-def test_every_request_has_a_code_and_codes_differ():
-    assert set(EXIT_CODES) == set(Request)
+def test_every_stop_has_a_code_and_codes_differ():
+    assert set(EXIT_CODES) == set(Request) - {Request.SAVE, Request.EXPORT}
     assert len({int(code) for code in ExitCode}) == len(ExitCode)
     assert ExitCode.BAD_CONFIG == 78

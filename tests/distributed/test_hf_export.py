@@ -1,0 +1,427 @@
+"""Exports to Hugging Face safetensors: one set of bytes from any number of ranks, any layout and either executor."""
+
+import hashlib
+import json
+import resource
+import time
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.harness.hf_weights import to_theirs
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import EXTENT, verify_file
+from torchtitan_like.checkpoint.hf import direct
+from torchtitan_like.checkpoint.hf.consolidate import SHAPES, consolidate
+from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.folder import SpecialToken, write_folder
+from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
+from torchtitan_like.distributed.data_parallel import DTYPES
+from torchtitan_like.distributed.initialize import initialize, materialize
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.models.hf_table import links
+
+# Four extents, each cut by the edge of a tensor; one dimension that no number of ranks divides; all that is no matrix.
+SHAPES_OF = {
+    "layers.0.w": (1025, 1537), "layers.2.w": (700, 1000), "layers.10.w": (999, 1001), "layers.10.b": (3,), "one": (1, 1),
+}  # fmt: skip
+
+
+@lru_cache
+def whole():
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES_OF.items()}
+    others = {"scalar": torch.tensor(3.0), "count": torch.arange(11), "mask": torch.arange(77) % 3 == 0}
+    return state | others | {"none": torch.zeros(0, 4), "half": torch.randn(300, 7, generator=generator).half()}
+
+
+ROWS = tuple((name, f"model.{name}") for name in (*SHAPES_OF, "scalar", "count", "mask", "none", "half"))
+
+
+@lru_cache
+def my_group():
+    return HostGroup(list(range(dist.get_world_size())), timedelta(seconds=20))
+
+
+def laid_out(layout):
+    """`whole()` as this rank has it."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if layout == "replicated":
+        return whole()
+    if layout == "stages":  # each tensor on one rank alone, the first rank idle where it can be
+        return {name: t for i, (name, t) in enumerate(whole().items()) if (i + 1) % size == rank}
+    if layout == "grid":
+        mesh = init_device_mesh("cpu", (size // 2 or 1, min(size, 2)))
+        placements = [Shard(0), Shard(1)]
+    elif layout == "hybrid":
+        mesh = init_device_mesh("cpu", (size // 2 or 1, min(size, 2)))
+        placements = [Replicate(), Shard(0)]
+    elif layout == "subset":
+        mesh = DeviceMesh("cpu", list(range(max(1, size - 1))))
+        placements = [Shard(0)]
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+        placements = [Shard({"rows": 0, "columns": 1}[layout])]
+    return {
+        name: distribute_tensor(t, mesh, placements, src_data_rank=None)
+        if t.ndim >= max(p.dim + 1 for p in placements if isinstance(p, Shard))
+        else t
+        for name, t in whole().items()
+    }
+
+
+def export(folder, layout="rows", dtype=None, index=None, **options):
+    return write_export(
+        Path(folder),
+        laid_out(layout),
+        rows=ROWS,
+        tied=(),
+        dtype=DTYPES.get(dtype),
+        group=my_group(),
+        index=index,
+        **options,
+    )
+
+
+def export_all(folder, layout, executors, options):
+    return {executor: export(f"{folder}/{executor}", layout, executor=executor, **options) for executor in executors}
+
+
+def failing(function, *args, **options):
+    """What this rank is told, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        function(*args, **options)
+    except CheckpointError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+def bytes_of(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
+
+
+def load(folder):
+    return {name: t for path in Path(folder).glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+OPTIONS = {"one-file": {}, "files-bf16": {"dtype": "bfloat16", "shard_bytes": 3_200_000}}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Bytes of the export from one rank."""
+    folder = tmp_path_factory.mktemp("reference")
+    for name, options in OPTIONS.items():
+        run_ranks(export_all, 1, str(folder / name), "replicated", ["direct"], options)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_export_holds_the_tensors(reference, dtype):
+    found = load(reference / ("files-bf16" if dtype else "one-file") / "direct")
+    for name, tensor in whole().items():
+        expected = tensor.to(DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor
+        stored = found.pop(f"model.{name}")
+        assert stored.dtype == expected.dtype and torch.equal(stored, expected), name
+    assert not found
+
+
+def test_the_files_are_cut_by_bytes_and_indexed(reference):
+    folder = reference / "files-bf16" / "direct"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    for file in files:
+        with pytest.raises(StopIteration):
+            next(name for name in load_file(folder / file) if index["weight_map"][name] != file)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in load(folder).values())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, "rows"), (2, "rows"), (4, "rows"), (2, "columns"), (4, "grid"), (4, "hybrid"), (4, "replicated"), (4, "subset"),
+     (2, "stages"), (4, "stages")],
+)  # fmt: skip
+def test_all_write_the_same_bytes(tmp_path, reference, world_size, layout):
+    for name, options in OPTIONS.items():
+        results = run_ranks(export_all, world_size, str(tmp_path / name), layout, ["direct", "consolidate"], options)
+        for executor, records in results[0].items():
+            folder = tmp_path / name / executor
+            assert bytes_of(folder) == bytes_of(reference / name / "direct"), (name, executor)
+            assert set(records) == {path.name for path in folder.iterdir()}
+            for file, record in records.items():
+                verify_file(folder / file, record)
+        assert all(result == results[0] for result in results)
+
+
+def test_the_index_of_the_source_decides_which_tensors_share_a_file(tmp_path):
+    names = [theirs for _, theirs in ROWS]
+    index = {name: f"part-{i % 2}.bin" for i, name in enumerate(names)}
+    run_ranks(export, 2, str(tmp_path / "known"), "rows", None, index | {"model.tied": "part-2.bin"})
+    for i in range(2):
+        entries, _ = read_header(tmp_path / "known" / f"model-0000{i + 1}-of-00002.safetensors")
+        assert {entry.name for entry in entries} == {name for name in names if index[name] == f"part-{i}.bin"}
+    del index[names[3]]
+    run_ranks(export, 2, str(tmp_path / "unknown"), "rows", None, index)
+    assert [path.name for path in (tmp_path / "unknown").glob("*.safetensors")] == ["model.safetensors"]
+
+
+# ---- parallel layouts as torch makes them
+
+
+def export_parallel(folder):
+    """A model under tensor parallelism and FSDP2, whose shards of shards stand in each other's order."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 22), torch.nn.Linear(22, 10), torch.nn.LayerNorm(10))
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    tensors = {name: p.detach() for name, p in model.state_dict().items()}
+    assert any("_Strided" in repr(t.placements) for t in tensors.values())
+    rows = tuple((name, name) for name in tensors)
+    write_export(Path(folder), tensors, rows=rows, tied=(), dtype=None, group=my_group())
+    return whole
+
+
+def test_shards_of_tensor_parallelism_under_fsdp(tmp_path):
+    expected = run_ranks(export_parallel, 4, str(tmp_path))[0]
+    found = load(tmp_path)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+# ---- transformers
+
+LLAMA = get_spec("llama3")
+SMALL = {
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "vocab_size": 2048,
+    "max_seq_len": 64,
+    "multiple_of": 32,
+}
+
+
+def build(overrides):
+    args = resolve_args(LLAMA, "debugmodel", SMALL | overrides)
+    with torch.device("meta"):
+        model = LLAMA.build(args)
+    materialize(model, torch.device("cpu"))
+    initialize(model, LLAMA.init_table(args), 0)
+    with torch.no_grad():
+        model.tok_embeddings.weight.div_(8)  # logits of order 1, tied or not
+    return args, model
+
+
+def export_llama(folder, overrides, dtype, assets):
+    from torch.distributed.fsdp import fully_shard
+
+    args, model = build(overrides)
+    for layer in model.layers.values():
+        fully_shard(layer)
+    fully_shard(model)
+    tensors = {name: p.detach() for name, p in model.state_dict().items()}
+    write_export(
+        Path(folder), tensors, rows=LLAMA.hf_names(args), tied=LLAMA.tied(args), dtype=DTYPES[dtype], group=my_group()
+    )
+    if dist.get_rank() == 0:
+        tokens = {"bos": SpecialToken("<|begin_of_text|>", 2046), "eos": SpecialToken("<|end_of_text|>", 2047)}
+        write_folder(Path(folder), config=LLAMA.hf_config(args), dtype=DTYPES[dtype], assets=Path(assets), **tokens)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [({}, "float32"), ({"enable_weight_tying": True}, "float32"), ({"rope_scaling_factor": 1.0}, "bfloat16")],
+    ids=["plain", "tied", "bf16"],
+)
+def test_transformers_reads_it(tmp_path, repo_root, overrides, dtype):
+    """Nothing missing, unexpected or of another shape; the same weights bit for bit; the same logits; the tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    assets = repo_root / "tests/assets/tokenizer"
+    run_ranks(export_llama, 2, str(tmp_path / "hf"), overrides, dtype, str(assets))
+    args, model = build(overrides)
+    model = model.to(DTYPES[dtype])
+    theirs, report = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True, dtype="auto"
+    )
+    assert not any(report.values()), report
+    assert theirs.dtype == DTYPES[dtype] and theirs.config.bos_token_id == 2046 and theirs.config.eos_token_id == 2047
+    ours = dict(model.named_parameters())
+    found = links(LLAMA.hf_names(args), {name: tuple(p.shape) for name, p in ours.items()}, LLAMA.tied(args))
+    for name, tensor in to_theirs(found, ours).items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+    if dtype == "float32":  # in bf16 the two round at different places
+        tokens = torch.randint(0, 2048, (2, 48), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (2046, 2047)
+    text = "To be, or not to be:\n  that is 12345"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_a_tokenizer_without_its_config_gets_one(tmp_path, repo_root):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "hf").mkdir()
+    content = (repo_root / "tests/assets/tokenizer/tokenizer.json").read_bytes()
+    (tmp_path / "assets/tokenizer.json").write_bytes(content)
+    eos = SpecialToken("<|end_of_text|>", 2047)
+    args = resolve_args(LLAMA, "debugmodel", SMALL)
+    options = {"config": LLAMA.hf_config(args), "dtype": torch.float32, "assets": tmp_path / "assets"}
+    records = write_folder(tmp_path / "hf", bos=None, eos=eos, **options)
+    for name, record in records.items():
+        verify_file(tmp_path / "hf" / name, record)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, 2047)
+    assert (
+        tokenizer("To be", add_special_tokens=False)["input_ids"]
+        == pytest.importorskip("tokenizers")
+        .Tokenizer.from_str(content.decode())
+        .encode("To be", add_special_tokens=False)
+        .ids
+    )
+
+
+# ---- consolidation of shards
+
+
+def write_torch_shards(folder, layout, numbers):
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {theirs: tensor for (_, theirs), tensor in zip(ROWS, laid_out(layout).values(), strict=True)}
+    writer = dcp.HuggingFaceStorageWriter(folder, fqn_to_index_mapping=numbers, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer)
+
+
+def consolidate_on(ranks, source, folder, mapping, num_threads):
+    """On a subgroup; the other ranks of the world take no part."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() in ranks:
+        return consolidate(source, folder, mapping, num_threads, group)
+    return None
+
+
+@pytest.mark.parametrize("layout", ["rows", "grid", "replicated"])
+def test_shards_that_torch_has_written(tmp_path, reference, layout):
+    """Also by two ranks of four, and alone; with scalars, integers and bools, which torch's own merger gets wrong."""
+    run_ranks(write_torch_shards, 4, str(tmp_path / "shards"), layout, None)
+    for name, ranks, num_threads in (("some", [1, 3], 2), ("all", [0, 1, 2, 3], 5)):
+        args = (ranks, str(tmp_path / "shards"), str(tmp_path / name), None, num_threads)
+        results = run_ranks(consolidate_on, 4, *args)
+        assert [result is not None for result in results] == [rank in ranks for rank in range(4)]
+        assert bytes_of(tmp_path / name) == bytes_of(reference / "one-file/direct")
+    records = consolidate(tmp_path / "shards", tmp_path / "alone")
+    assert bytes_of(tmp_path / "alone") == bytes_of(reference / "one-file/direct")
+    assert all(records == result for result in results)
+
+
+def test_the_mapping_decides_which_tensors_share_a_file(tmp_path):
+    numbers = {theirs: 1 + i % 3 for i, (_, theirs) in enumerate(ROWS)}
+    run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", numbers)
+    consolidate(tmp_path / "shards", tmp_path / "out", numbers)
+    for number in (1, 2, 3):
+        entries, _ = read_header(tmp_path / "out" / f"model-0000{number}-of-00003.safetensors")
+        assert {entry.name for entry in entries} == {name for name, n in numbers.items() if n == number}
+    assert all(torch.equal(load(tmp_path / "out")[f"model.{name}"], tensor) for name, tensor in whole().items())
+
+
+def shard(folder, number, name, start, values, full=None, metadata=None):
+    """A file of shards with one tensor of one dimension."""
+    metadata = metadata or {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [start]}})}
+    if full is not None:
+        metadata[SHAPES] = json.dumps({name: [full]})
+    layout = lay_out(f"shard-{number:05d}-model-00001-of-00001.safetensors", [(name, "F32", (len(values),))], metadata)
+    (folder / layout.name).write_bytes(layout.header + torch.tensor(values, dtype=torch.float32).numpy().tobytes())
+
+
+def test_shards_that_do_not_fit_together(tmp_path):
+    """Found before anything is written."""
+    cases = {
+        "hole": ([(1, 0, 2, None), (2, 3, 2, None)], None, r"w\[2:3\] is missing"),
+        "overlap": ([(1, 0, 3, None), (2, 2, 2, None)], None, r"w\[2:3\] is there more than once"),
+        "twice": ([(1, 0, 2, None), (2, 0, 2, None)], None, "hold the same part"),
+        "last": ([(1, 0, 2, 4)], None, r"w\[2:4\] is missing"),
+        "number": ([(1, 0, 2, None), (3, 2, 2, None)], None, "no file of shard 2"),
+        "empty": ([], None, "holds no .*safetensors"),
+        "unknown": ([(1, 0, 2, None)], {"w": 1, "v": 2}, r"the shards lack 1 tensors \(v\)"),
+        "unnamed": ([(1, 0, 2, None)], {}, r"it lacks 1 tensors \(w\)"),
+    }
+    for case, (shards, mapping, words) in cases.items():
+        source = tmp_path / case
+        source.mkdir()
+        for number, start, count, full in shards:
+            shard(source, number, "w", start, [1.0] * count, full)
+        with pytest.raises(CheckpointError, match=words):
+            consolidate(source, tmp_path / f"{case}-out", mapping)
+        assert not (tmp_path / f"{case}-out").exists()
+
+
+def test_files_that_are_no_shards(tmp_path):
+    shard(tmp_path, 1, "w", 0, [1.0], metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="lacks DCP_SHARDING_INFO"):
+        consolidate(tmp_path, tmp_path / "out")
+    shard(tmp_path, 1, "w", 0, [1.0], metadata={"DCP_SHARDING_INFO": '{"v": {"saved_offsets": [0]}}'})
+    with pytest.raises(CheckpointError, match="does not fit its tensors"):
+        consolidate(tmp_path, tmp_path / "out")
+
+
+# ---- failures
+
+
+def export_with_a_full_disk(folder, executor, limit):
+    """Rank 1 may write no file beyond `limit` bytes; the other ranks may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    turns, direct.ROUND = direct.ROUND, 1  # many turns: the others must not finish theirs
+    try:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        return failing(export, folder, executor=executor)
+    finally:
+        direct.ROUND = turns
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("executor", "limit"), [("direct", EXTENT), ("consolidate", EXTENT), ("consolidate", 8 * 2**20)]
+)
+def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, executor, limit):
+    for error, seconds in run_ranks(export_with_a_full_disk, 2, str(tmp_path / "out"), executor, limit):
+        assert "rank 1" in error and "rank 0" not in error and "File too large" in error and "out" in error, error
+        assert seconds < 10, "far below the timeout of the group"
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        assert path.read_bytes()[:8] == bytes(8), "without a header no program takes it for a model"
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "model.safetensors").write_text("precious")
+    for error, _ in run_ranks(failing, 2, export, str(tmp_path)):
+        assert "model.safetensors exists already" in error
+    assert (tmp_path / "model.safetensors").read_text() == "precious"
+
+
+def export_different_tensors(folder):
+    tensors = {"w": torch.zeros(2 + dist.get_rank())}
+    write_export(Path(folder), tensors, rows=(("w", "w"),), tied=(), dtype=None, group=my_group())
+
+
+def test_ranks_that_export_different_tensors(tmp_path):
+    for error, _ in run_ranks(failing, 2, export_different_tensors, str(tmp_path)):
+        assert "do not belong to one model" in error

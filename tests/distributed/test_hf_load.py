@@ -1,0 +1,267 @@
+"""Weights of other formats on sharded models: the same bits on every topology, read once, and errors on every rank."""
+
+import json
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.harness.hf_weights import unpermuted
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.hf import safetensors_source
+from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
+from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.hf.pieces import owned
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.initialize import materialize
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.models.hf_table import slices
+
+LLAMA = get_spec("llama3")
+# Rows that no number of ranks divides, so that shards are uneven and begin within a head.
+SIZES = {
+    "dim": 30, "n_layers": 2, "n_heads": 3, "n_kv_heads": 1, "vocab_size": 65, "multiple_of": 7, "max_seq_len": 64,
+    "rope_scaling_factor": 1.0,
+}  # fmt: skip
+TIMEOUT = timedelta(seconds=25)
+
+
+def sizes(tied):
+    return resolve_args(LLAMA, "debugmodel", SIZES | {"enable_weight_tying": tied})
+
+
+@pytest.fixture(scope="module")
+def original(request, tmp_path_factory):
+    """A Llama of transformers (tied, if asked for), in many files, and as TorchTitan and Meta would store it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("original")
+    args = sizes(request.param)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA.hf_config(args))).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn(weight.shape) / 4 + ("norm" in name))
+    model.save_pretrained(folder / "hf", max_shard_size="12KB")
+    assert len(list((folder / "hf").glob("*.safetensors"))) > 3
+    theirs = dict(LLAMA.hf_names(args))
+    weights = {}
+    for name in parameters(args):
+        pattern = ".".join("{}" if part.isdigit() else part for part in name.split("."))
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        weights[name] = model.state_dict()[theirs[pattern].format(*numbers)].clone()
+    torch.save(weights, folder / "ours.pt")
+    heads = {"wq": args.n_heads, "wk": args.num_kv_heads}
+    meta = {n: unpermuted(w, heads[k]) if (k := n.split(".")[-2]) in heads else w for n, w in weights.items()}
+    (folder / "meta").mkdir()
+    torch.save(meta, folder / "meta" / "consolidated.00.pth")
+    run_ranks(save_as_torchtitan, 2, str(folder / "torchtitan"), meta)
+    tokens = torch.randint(0, args.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return folder, request.param, tokens, model(tokens).logits
+
+
+def parameters(args):
+    with torch.device("meta"):
+        return [name for name, _ in LLAMA.build(args).named_parameters()]
+
+
+def save_as_torchtitan(folder, weights):
+    """The model's names at the top level, sharded in another way than they will be loaded, beside other state."""
+    import torch.distributed.checkpoint as dcp
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights.items()}
+    dcp.save(state | {"optimizer": {"state.norm.weight.step": torch.zeros(())}}, checkpoint_id=folder)
+
+
+def build(args, mesh):
+    """As the framework does: on meta, sharded, then given memory."""
+    with torch.device("meta"):
+        model = LLAMA.build(args)
+    if mesh is not None:
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    materialize(model, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+LOADERS = {"hf": load_hf, "torchtitan": load_torchtitan, "meta": load_meta}
+
+
+def load_into(model, args, folder, kind, votes):
+    rows = LLAMA.hf_names(args) if kind == "hf" else LLAMA.meta_names(args)
+    options = {"quantized": False} if kind == "hf" else {}
+    state = dict(model.named_parameters(remove_duplicate=False))
+    return LOADERS[kind](folder / kind, state, rows=rows, tied=LLAMA.tied(args), votes=votes, **options)
+
+
+def load_and_compare(folder, tied, kind, shape, tokens):
+    """(names of the weights that differ, logits, elements read here, report)."""
+    args, world = sizes(tied), dist.get_world_size()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]) if world > 1 else None
+    group = HostGroup(list(range(world)), TIMEOUT)
+    model = build(args, mesh)
+    read, read_box = [0], safetensors_source.read_box
+
+    def counting(file, stored, box):
+        numbers = read_box(file, stored, box)
+        read[0] += numbers.numel()
+        return numbers
+
+    safetensors_source.read_box = counting
+    try:
+        report = load_into(model, args, folder, kind, Votes(group, is_leader=dist.get_rank() == 0))
+    finally:
+        safetensors_source.read_box = read_box
+        group.destroy()
+    expected = torch.load(folder / "ours.pt")
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    assert whole.keys() == expected.keys()
+    differing = [name for name in expected if not torch.equal(whole[name], expected[name])]
+    with torch.no_grad():
+        return differing, model(tokens), read[0], report
+
+
+untied = pytest.mark.parametrize("original", [False], ids=["untied"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("original", "shape"),
+    [(False, (1,)), (False, (2,)), (False, (4,)), (False, (2, 2)), (True, (2,))],
+    ids=["1", "2", "4", "2x2", "tied-2"],
+    indirect=["original"],
+)
+@pytest.mark.parametrize("kind", ["hf", "torchtitan", "meta"])
+def test_every_format_gives_the_same_weights_on_every_topology(original, kind, shape):
+    folder, tied, tokens, logits = original
+    world = torch.Size(shape).numel()
+    results = run_ranks(load_and_compare, world, folder, tied, kind, shape, tokens)
+    for differing, found, _, report in results:
+        assert differing == []
+        # fp32: sums of at most 65 products of order 1, in another order.
+        assert (found - logits).abs().max() <= 1e-5
+        assert report == results[0][3] and report.missing == () and report.unused == ()
+    if kind == "hf":
+        read, total = sum(n for _, _, n, _ in results), LLAMA.num_params(sizes(tied))
+        assert read == total * (2 if shape == (2, 2) else 1), "each rank reads its own part and no more"
+
+
+@untied
+def test_what_shapes_do_not_tell_is_compared_with_the_config(original):
+    folder, args = original[0] / "hf", sizes(False)
+    assert config_differences(folder, LLAMA.hf_config(args)) == []
+    other = resolve_args(
+        LLAMA, "debugmodel", SIZES | {"n_heads": 15, "n_kv_heads": 5, "rope_scaling_factor": 8.0, "max_seq_len": 8}
+    )
+    found = " ".join(config_differences(folder, LLAMA.hf_config(other)))
+    for words in ("num_attention_heads = 3, this model has 15", "num_key_value_heads = 1", "rope_scaling = None"):
+        assert words in found
+    assert "says max_position_embeddings" not in found
+    assert config_differences(original[0], LLAMA.hf_config(other)) == []
+
+
+def load_columns_and_strides(folder):
+    """All placements that FSDP over tensor parallelism gives a model, and the weights that differ under them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    args = sizes(False)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in LLAMA.build(args).named_parameters()}
+    module = torch.nn.Module()
+    for name, shape in shapes.items():
+        dim = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
+        tensor = distribute_tensor(torch.full(shape, torch.nan), mesh["tp"], [Shard(dim)])
+        module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
+    fully_shard(module, mesh=mesh["fsdp"])
+    model = {name: getattr(module, name.replace(".", "_")) for name in shapes}
+    # Two runs of rows that do not touch, of uneven lengths: what a strided shard is without its other half.
+    runs = {0: [(0, 17), (33, 16)], 1: [(17, 16), (49, 16)]}[mesh["tp"].get_local_rank()]
+    rows = torch.full((sum(n for _, n in runs), args.dim), torch.nan)
+    name = "tok_embeddings.weight"
+    model[name] = DTensor.from_local(
+        rows, mesh["tp"], [_StridedShard(0, split_factor=2)], shape=shapes[name], stride=(args.dim, 1)
+    )
+    group = HostGroup(list(range(4)), TIMEOUT)
+    load_hf(
+        folder / "hf", model, rows=LLAMA.hf_names(args), tied=(), quantized=False,
+        votes=Votes(group, is_leader=dist.get_rank() == 0),
+    )  # fmt: skip
+    group.destroy()
+    expected = torch.load(folder / "ours.pt")
+    placements = {(type(p).__name__, p.dim) for parameter in model.values() for p in parameter.placements}
+    differing = [
+        name
+        for name, parameter in model.items()
+        for box, view in owned(parameter)
+        if not torch.equal(view, expected[name][slices(box)])
+    ]
+    if not torch.equal(rows, torch.cat([expected[name][first : first + n] for first, n in runs])):
+        differing.append(name)
+    return placements, differing
+
+
+@untied
+def test_columns_and_strided_shards(original):
+    folder = original[0]
+    for placements, differing in run_ranks(load_columns_and_strides, 4, folder):
+        assert differing == []
+        assert placements == {("_StridedShard", 0), ("Shard", 0), ("Shard", 1)}
+
+
+def load_stage(folder, change):
+    """Rank 0 has the first layer, rank 1 the rest; what goes wrong, or the report and the weights."""
+    args, rank = sizes(False), dist.get_rank()
+    model = build(args, None)
+    group = HostGroup([0, 1], TIMEOUT)
+    first = ("tok_embeddings", "layers.0")
+    mine = {n: p for n, p in model.named_parameters() if n.startswith(first) is (rank == 0)}
+    if change == "lacking":
+        mine.pop("norm.weight", None)
+    source = safetensors_source.SafetensorsSource
+    fill = source.fill
+
+    def blind(self, wanted):
+        raise OSError(5, "Input/output error")
+
+    if change == "blind" and rank == 1:
+        source.fill = blind
+    try:
+        report = load_hf(
+            folder / "hf", mine, rows=LLAMA.hf_names(args), tied=(), quantized=False, votes=Votes(group, is_leader=rank == 0)
+        )  # fmt: skip
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        source.fill = fill
+        group.destroy()
+    expected = torch.load(folder / "ours.pt")
+    assert all(torch.equal(p, expected[name]) for name, p in mine.items())
+    return report
+
+
+@untied
+def test_ranks_with_different_tensors_need_a_model_together(original):
+    folder = original[0]
+    first, second = run_ranks(load_stage, 2, folder, "")
+    index = json.loads((folder / "hf/model.safetensors.index.json").read_text())
+    assert first == second and sorted(first.used) == sorted(index["weight_map"])
+
+
+@untied
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("lacking", "1 without a place in this model: model.norm.weight"), ("blind", "rank 1: OSError")],
+)
+def test_an_error_of_one_rank_is_raised_on_all(original, change, words):
+    folder = original[0]
+    errors = run_ranks(load_stage, 2, folder, change)
+    assert errors[0] == errors[1] and words in errors[0]

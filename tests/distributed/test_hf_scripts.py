@@ -1,0 +1,136 @@
+"""`scripts/export.py` and `scripts/consolidate.py`, alone and on several ranks."""
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts import consolidate, export
+from tests.distributed.parity import build, options, release
+from tests.distributed.test_hf_export import ROWS, bytes_of, load, whole, write_torch_shards
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.extents import verify_file
+from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
+
+
+def train(argv):
+    """One step; the trained weights by Hugging Face's names, whole."""
+    trainer = build(argv)
+    trainer.train()
+    state = {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in trainer.model.state_dict().items()
+    }
+    release(trainer)
+    return state
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """A published step of weights alone, and the weights."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    changes = {"training.steps": 1, "checkpoint.enable": "true", "training.local_batch_size": 4}
+    state = run_ranks(train, 2, options(str(folder), "float32", **changes))[0]
+    return folder / "checkpoint/step-1", state
+
+
+@lru_cache
+def my_group():
+    return HostGroup(list(range(dist.get_world_size())), timedelta(seconds=20))
+
+
+def export_together(step, out, executor):
+    arguments = argparse.Namespace(dtype=None, executor=executor, shard_gb=0.0001)
+    export.export(Path(step), Path(out), arguments, Votes(my_group(), is_leader=dist.get_rank() == 0))
+
+
+def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, capsys):
+    transformers = pytest.importorskip("transformers")
+    path, state = step
+    assert export.main([str(path), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    assert "is complete" in capsys.readouterr().out
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True, dtype="auto"
+    )
+    assert not any(report.values()), report
+    assert torch.equal(model.lm_head.weight, state["output.weight"].bfloat16())
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, state["layers.1.feed_forward.w2.weight"].bfloat16())
+    manifest = read_manifest(tmp_path / "hf")
+    assert (manifest["kind"], manifest["step"]) == ("hf", 1)
+    files = file_records(manifest)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"} <= files.keys()
+    assert files.keys() | {"manifest.json"} == {path.name for path in (tmp_path / "hf").iterdir()}
+    for name, record in files.items():
+        verify_file(tmp_path / "hf" / name, record)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing staged is left"
+
+
+def test_any_number_of_ranks_exports_the_same_directory(tmp_path, step):
+    path, state = step
+    assert export.main([str(path), str(tmp_path / "one"), "--shard-gb", "0.0001"]) == 0
+    for ranks, executor in ((2, "direct"), (4, "consolidate")):
+        out = tmp_path / f"{executor}-{ranks}"
+        run_ranks(export_together, ranks, str(path), str(out), executor)
+        assert bytes_of(out) == bytes_of(tmp_path / "one")
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 1
+    assert load(tmp_path / "one").keys() >= {"lm_head.weight"} and len(load(tmp_path / "one")) == len(state)
+
+
+@pytest.mark.parametrize("case", ["no step", "an export", "exists"])
+def test_what_cannot_be_exported(tmp_path, step, capsys, case):
+    path, _ = step
+    source, words = {
+        "no step": (tmp_path, "is no step to export"),
+        "an export": (tmp_path / "hf", "is no step to export"),
+        "exists": (path, "exists already"),
+    }[case]
+    if case == "an export":
+        assert export.main([str(path), str(source)]) == 0
+    (tmp_path / "out").mkdir()
+    assert export.main([str(source), str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_shards_are_merged_and_removed(tmp_path, capsys):
+    run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
+    index = {theirs: f"file-{i % 2}" for i, (_, theirs) in enumerate(ROWS)}
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": index | {"tied": "file-1"}}))
+    arguments = [str(tmp_path / "shards"), str(tmp_path / "out"), "--mapping", str(tmp_path / "index.json")]
+    assert consolidate.main([*arguments, "--remove-shards"]) == 2
+    assert "the shards lack 1 tensors (tied)" in capsys.readouterr().err
+    assert len(list((tmp_path / "shards").iterdir())) == 2, "nothing is removed that is not merged"
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": index}))
+    assert consolidate.main([*arguments, "--remove-shards", "--num-threads", "2"]) == 0
+    assert "out: 3 files" in capsys.readouterr().out
+    assert not list((tmp_path / "shards").glob("*.safetensors"))
+    found = load(tmp_path / "out")
+    assert all(torch.equal(found[theirs], whole()[ours]) for ours, theirs in ROWS)
+
+
+def test_both_under_torchrun(tmp_path, step, repo_root):
+    """As a person starts them, from anywhere; the bytes are those of one process."""
+    path, _ = step
+    run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
+    sources = {"export": str(path), "consolidate": str(tmp_path / "shards")}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    started = {
+        name: subprocess.Popen(
+            [*launch, repo_root / "scripts" / f"{name}.py", source, f"{name}-2"],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for name, source in sources.items()
+    }  # fmt: skip
+    for name, main in (("export", export.main), ("consolidate", consolidate.main)):
+        output, _ = started[name].communicate(timeout=120)
+        assert started[name].returncode == 0, output
+        assert main([sources[name], str(tmp_path / f"{name}-1")]) == 0
+        assert bytes_of(tmp_path / f"{name}-2") == bytes_of(tmp_path / f"{name}-1")

@@ -1,0 +1,215 @@
+"""When a run saves, in what form, and what a save in the background has in common with one in the foreground."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.parity import build, options, release
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
+EXACT = ("step", "n_tokens_seen", "loss", "grad_norm", "lr", "data_digest", "data_digest_chain")
+
+
+def train(argv):
+    """Run to the end; the code."""
+    trainer = build(argv)
+    try:
+        code = trainer.train()
+    finally:
+        release(trainer)
+    return code
+
+
+def run(folder, *, ranks=2, **overrides):
+    assert run_ranks(train, ranks, options(str(folder), "float32", **SAVING | overrides)) == [ExitCode.DONE] * ranks
+
+
+def steps_of(folder, place="checkpoint"):
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / place).glob("step-*"))
+
+
+def rows_of(folder, keys=EXACT):
+    rows = read_rows(Path(folder) / "metrics.jsonl")
+    return [[v.hex() if isinstance(v := row[key], float) else v for key in keys] for row in rows]
+
+
+def manifest_of(folder, step, place="checkpoint"):
+    return json.loads((folder / place / f"step-{step}" / "manifest.json").read_text())
+
+
+def test_a_save_in_the_background_has_the_bytes_of_one_in_the_foreground(tmp_path):
+    """Although the weights change while it is written: it is written from a copy, and awaited before the next."""
+    changes = {"training.steps": 5, "checkpoint.interval": 1}
+    for mode in ("disabled", "async", "async_with_pinned_mem"):
+        run(tmp_path / mode, **changes, **{"checkpoint.async_mode": mode})
+        assert steps_of(tmp_path / mode) == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        files = manifest_of(tmp_path / "disabled", step)["files"]
+        assert {"shard-00000.bin", "shard-00001.bin", ".metadata", "config.toml"} == set(files)
+        for mode in ("async", "async_with_pinned_mem"):
+            found = manifest_of(tmp_path / mode, step)["files"]
+            for name in ("shard-00000.bin", "shard-00001.bin", ".metadata"):
+                place = f"checkpoint/step-{step}/{name}"
+                assert (tmp_path / mode / place).read_bytes() == (tmp_path / "disabled" / place).read_bytes(), place
+                assert found[name] == files[name]
+
+
+def train_and_ask(argv, asks):
+    """`asks`: step -> switch file that is touched after it."""
+    trainer = build(argv)
+    record = trainer.metrics.record
+
+    def traced(step):
+        record(step)
+        if trainer.is_leader and step.step in asks:
+            (trainer.run_directory.folder / asks[step.step]).touch()
+
+    trainer.metrics.record = traced
+    code = trainer.train()
+    release(trainer)
+    return code
+
+
+def test_a_switch_file_asks_for_a_save_or_an_export_within_two_steps(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 10})
+    assert run_ranks(train_and_ask, 2, argv, {2: "SAVE", 5: "EXPORT"}) == [ExitCode.DONE] * 2
+    (asked,) = [step for step in steps_of(tmp_path / "run") if step != 10]
+    assert asked in (3, 4) and manifest_of(tmp_path / "run", asked)["kind"] == "full"
+    (exported,) = steps_of(tmp_path / "run", "checkpoint/hf")
+    assert exported in (6, 7) and manifest_of(tmp_path / "run", exported, "checkpoint/hf")["kind"] == "hf"
+
+
+def test_minutes_ask_for_a_save_as_steps_do(tmp_path):
+    """With next to no time between two saves every step is saved, from the third on at the latest."""
+    run(tmp_path / "run", **{"training.steps": 6, "checkpoint.interval_minutes": 1e-9, "checkpoint.keep_latest_k": 0})
+    assert {3, 4, 5, 6} <= set(steps_of(tmp_path / "run"))
+
+
+def test_a_seed_checkpoint_is_what_a_run_begins_with(tmp_path):
+    run(tmp_path / "run", ranks=1, **{"checkpoint.create_seed_checkpoint": "true"})
+    assert steps_of(tmp_path / "run") == [0] and manifest_of(tmp_path / "run", 0)["kind"] == "full"
+    run(tmp_path / "run", **{"training.steps": 2})
+    run(tmp_path / "straight", **{"training.steps": 2})
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
+
+
+def test_load_only_leaves_the_folder_as_it_is(tmp_path):
+    run(tmp_path / "run", **{"training.steps": 2})
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/checkpoint").rglob("*")}
+    run(tmp_path / "run", **{"training.steps": 4, "checkpoint.load_only": "true"})
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run/checkpoint").rglob("*")} == before
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_step_is_left_out_and_the_run_goes_on_from_the_one_before(tmp_path):
+    changes = {"checkpoint.interval": 2, "lr_scheduler.total_steps": 6}
+    run(tmp_path / "straight", **changes, **{"training.steps": 6})
+    run(tmp_path / "run", **changes, **{"training.steps": 4})
+    damage(tmp_path / "run/checkpoint/step-4/shard-00001.bin")
+    run(tmp_path / "run", **changes, **{"training.steps": 6})
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
+    assert steps_of(tmp_path / "straight") == [2, 4, 6]
+    names = sorted(path.name.split("-", 2)[:2] for path in (tmp_path / "run/checkpoint").glob("step-*"))
+    assert len(names) == 4, "the damaged step is kept beside the others, under another name"
+
+
+def test_nothing_whole_to_go_on_from_is_an_error_not_a_new_run(tmp_path):
+    run(tmp_path / "run", **{"training.steps": 2})
+    damage(tmp_path / "run/checkpoint/step-2/shard-00000.bin")
+    argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 4})
+    for error in run_ranks(start_that_fails, 2, argv):
+        assert "shard-00000.bin" in error and "DamagedError" in error
+    assert len(rows_of(tmp_path / "run")) == 2, "nothing was lost"
+
+
+def start_that_fails(argv):
+    try:
+        release(build(argv))
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it started"
+
+
+def test_a_finished_run_goes_on_although_its_last_save_was_weights_alone(tmp_path):
+    changes = {"checkpoint.interval": 3, "checkpoint.last_save_model_only": "true", "lr_scheduler.total_steps": 6}
+    run(tmp_path / "straight", **changes, **{"training.steps": 6})
+    run(tmp_path / "run", **changes, **{"training.steps": 4})
+    assert manifest_of(tmp_path / "run", 4)["kind"] == "weights"
+    run(tmp_path / "run", **changes, **{"training.steps": 6})
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
+
+
+LAYOUTS = [
+    (4, {"parallelism.data_parallel_shard_degree": 4}),
+    (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
+    (2, {}),
+    (1, {}),
+]
+
+
+def test_a_run_moves_from_layout_to_layout(tmp_path):
+    """FSDP 4 -> HSDP 2 x 2 -> 2 -> 1 at one global batch: every token in its place, the loss within 1e-5."""
+    changes = {"lr_scheduler.total_steps": 8, "training.local_batch_size": 2, "checkpoint.async_mode": "async"}
+    run(tmp_path / "straight", ranks=1, **changes, **{"training.steps": 8})
+    for number, (ranks, layout) in enumerate(LAYOUTS, start=1):
+        run(tmp_path / "run", ranks=ranks, **changes, **layout, **{"training.steps": 2 * number})
+    moved, straight = rows_of(tmp_path / "run"), rows_of(tmp_path / "straight")
+    exact = [EXACT.index(key) for key in ("step", "n_tokens_seen", "lr", "data_digest", "data_digest_chain")]
+    assert [[row[i] for i in exact] for row in moved] == [[row[i] for i in exact] for row in straight]
+    for key in ("loss", "grad_norm"):
+        i = EXACT.index(key)
+        for mine, theirs in zip(moved, straight, strict=True):
+            assert float.fromhex(mine[i]) == pytest.approx(float.fromhex(theirs[i]), rel=1e-5)
+
+
+def test_the_last_save_as_safetensors_begins_another_run_with_the_same_weights(tmp_path):
+    """Interval saves stay native; the last one is Hugging Face's, and is loaded by its path."""
+    hf = {"checkpoint.last_save_model_only": "true", "checkpoint.last_save_in_hf": "true"}
+    run(tmp_path / "run", **hf, **{"training.steps": 4, "checkpoint.interval": 2})
+    assert [manifest_of(tmp_path / "run", step)["kind"] for step in (2, 4)] == ["full", "hf"]
+    source = {
+        "checkpoint.initial_load_path": tmp_path / "run/checkpoint/step-4",
+        "checkpoint.initial_load_in_hf": "true",
+    }
+    first = run_ranks(first_losses, 2, options(str(tmp_path / "hf"), "float32", **SAVING, **source))
+    native = {"training.steps": 4, "checkpoint.interval": 2}
+    run(tmp_path / "native", **native)
+    source = {"checkpoint.initial_load_path": tmp_path / "native/checkpoint/step-4"}
+    assert first == run_ranks(first_losses, 2, options(str(tmp_path / "warm"), "float32", **SAVING, **source))
+
+
+def first_losses(argv):
+    """Sum of all weights' bits and the loss of one step: what the run starts with."""
+    trainer = build(argv)
+    assert trainer.progress.step == 0
+    fetched = trainer._fetch(1)
+    record = trainer.train_step(1, fetched, fetched.agreement.wait())
+    loss = record.loss_share.double()
+    dist.all_reduce(loss)
+    release(trainer)
+    return loss.item().hex()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_last_weights_are_saved_in_the_type_asked_for(tmp_path, dtype):
+    changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": dtype}
+    run(tmp_path / "run", **changes, **{"training.steps": 2})
+    metadata = (tmp_path / "run/checkpoint/step-2/.metadata").read_bytes()
+    import pickle
+
+    found = {entry.properties.dtype for entry in pickle.loads(metadata).state_dict_metadata.values()}
+    assert found == {getattr(torch, dtype)}
+    source = {"checkpoint.initial_load_path": tmp_path / "run/checkpoint/step-2"}
+    assert run_ranks(first_losses, 2, options(str(tmp_path / "warm"), "float32", **SAVING, **source))

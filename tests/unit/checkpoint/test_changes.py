@@ -1,0 +1,180 @@
+"""Which settings may change on resume: every one is classified, and what is refused is refused at once."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+from torchtitan_like.checkpoint.changes import PARTS, RESOLVED, check_changes, diff_settings, part_of
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.config import dump_toml, load_config
+from torchtitan_like.config.fields import all_settings
+
+KEYS = [setting.key for setting in all_settings()]
+
+
+def differ(before: str, now: str, stored: Any = None, current: Any = None) -> Any:
+    """Both runs as command lines; `stored` and `current` are what they have worked out."""
+    toml, config = dump_toml(load_config(before.split())), load_config(now.split())
+    return diff_settings(toml, config.model_dump(), stored or {}, current or {})
+
+
+def keys(changes: list[Any]) -> list[str]:
+    return [change.key for change in changes]
+
+
+def test_every_setting_is_classified() -> None:
+    assert all(isinstance(part_of(key), str) for key in KEYS)
+    with pytest.raises(KeyError):
+        part_of("sectoin.key")
+
+
+def test_every_row_classifies_something() -> None:
+    first_match = [next(pattern for pattern, _ in PARTS if fnmatchcase(key, pattern)) for key in KEYS]
+    assert {pattern for pattern, _ in PARTS} == set(first_match)
+    assert set(RESOLVED) <= set(KEYS)
+
+
+def test_the_same_settings_do_not_differ() -> None:
+    line = "--model.args.dim 64 --data.sources.a.path README.md --lr_scheduler.decay_ratio None"
+    assert differ(line, line) == ([], [])
+    assert check_changes(differ(line, line)) is None
+
+
+REFUSED = [
+    "--model.flavor 8B",
+    "--model.args.dim 64",
+    "--model.converters quantize.linear.float8",
+    "--quantize.linear.float8.recipe_name rowwise",
+    "--experimental.custom_import my_models",
+    "--training.seq_len 1024",
+    "--training.dataset shakespeare",
+    "--training.dtype bfloat16",
+    "--training.mixed_precision_param float32",
+    "--training.max_norm 2",
+    "--data.no_shuffle",
+    "--data.no_add_bos",
+    "--optimizer.lr 1e-3",
+    "--optimizer.no_weight_decay *norm*",
+    "--lr_scheduler.warmup_steps 10",
+    "--lr_scheduler.total_steps 10",
+    "--debug.matmul_precision high",
+]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_makes_another_run_is_refused_in_both_directions(line: str) -> None:
+    key = line.split()[0][2:].replace("no_shuffle", "shuffle").replace("no_add_bos", "add_bos")
+    for before, now in ((line, ""), ("", line)):
+        changes = differ(before, now)
+        assert keys(changes.refused) == [key] and not changes.harmless
+        with pytest.raises(CheckpointError, match=rf'{key} .* -> .*checkpoint.allow_change = \["{key}"\]'):
+            check_changes(changes)
+
+
+HARMLESS = [
+    "--training.steps 20",
+    "--training.local_batch_size 4",
+    "--training.dataset_path /elsewhere/text.jsonl",
+    "--model.hf_assets_path /elsewhere",
+    "--data.cache_folder /cache",
+    "--optimizer.implementation foreach",
+    "--parallelism.data_parallel_replicate_degree 2",
+    "--activation_checkpoint.mode full",
+    "--compile.enable",
+    "--checkpoint.interval 7",
+    "--metrics.log_freq 1",
+    "--job.dump_folder /elsewhere",
+    "--validation.enable",
+    "--debug.deterministic",
+    "--loss.chunk_mib 0",
+    "--comm.train_timeout_seconds 9",
+]
+
+
+@pytest.mark.parametrize("line", HARMLESS)
+def test_what_makes_no_other_run_is_told(line: str) -> None:
+    changes = differ("", line)
+    assert not changes.refused
+    assert keys(changes.harmless) == [line.split()[0][2:]]
+    assert str(check_changes(changes)).startswith(f"Changed since the checkpoint: {line.split()[0][2:]} ")
+
+
+def test_all_are_named_at_once() -> None:
+    changes = differ("--optimizer.lr 1e-3 --metrics.log_freq 1", "--training.seq_len 64 --lr_scheduler.decay_type sqrt")
+    assert sorted(keys(changes.refused)) == ["lr_scheduler.decay_type", "optimizer.lr", "training.seq_len"]
+    with pytest.raises(CheckpointError) as caught:
+        check_changes(changes)
+    for words in ("optimizer.lr 0.001 -> 0.0008; ", 'decay_type "linear" -> "sqrt"; ', "training.seq_len 2048 -> 64."):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("--checkpoint.allow_change optimizer.lr,training.seq_len", ["model.flavor"]),
+        ("--checkpoint.allow_change *", []),
+        ("--checkpoint.allow_change opt*.*,model.flavor", ["training.seq_len"]),
+        ("--checkpoint.exclude_from_loading optimizer", ["model.flavor", "training.seq_len"]),
+        ("--checkpoint.exclude_from_loading optimizer,dataloader", ["model.flavor"]),
+    ],
+)
+def test_what_is_allowed_or_not_loaded_is_free(line: str, left: list[str]) -> None:
+    changes = differ("", f"--optimizer.lr 1 --training.seq_len 64 --model.flavor 8B {line}")
+    assert sorted(keys(changes.refused)) == left
+    assert {"optimizer.lr", "training.seq_len", "model.flavor"} - set(left) <= set(keys(changes.harmless))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "stored", "current", "refused"),
+    [
+        # the batch is what it comes to, however it is put together
+        ("--training.global_batch_size 16", "--training.local_batch_size 4", 16, 16, []),
+        ("", "", 16, 32, ["training.global_batch_size"]),
+        ("--training.global_batch_size 16", "--training.global_batch_size 32", 16, 32, ["training.global_batch_size"]),
+        ("", "--training.global_batch_size 16", None, 16, []),  # the first format did not tell
+        ("--training.global_batch_size 8", "--training.global_batch_size 16", None, 16, ["training.global_batch_size"]),
+    ],
+)
+def test_batch_size(before: str, now: str, stored: int | None, current: int, refused: list[str]) -> None:
+    summary = {} if stored is None else {"global_batch_size": stored}
+    assert keys(differ(before, now, summary, {"global_batch_size": current}).refused) == refused
+
+
+@pytest.mark.parametrize(("now", "refused"), [("", []), ("--debug.seed 7", []), ("--debug.seed 8", ["debug.seed"])])
+@pytest.mark.parametrize("before", ["", "--debug.seed 7"])
+def test_seed(before: str, now: str, refused: list[str]) -> None:
+    """An unset seed is that of the checkpoint."""
+    assert keys(differ(before, now, {"seed": 7}).refused) == refused
+
+
+def test_of_a_seed_checkpoint_only_the_model_counts() -> None:
+    """One rank saved it, before anything was learnt."""
+    line = "--optimizer.lr 1 --debug.seed 8 --model.flavor 8B"
+    changes = differ("", line, {"step": 0, "seed": 7, "global_batch_size": 8}, {"global_batch_size": 64})
+    assert keys(changes.refused) == ["model.flavor"]
+    assert sorted(keys(changes.harmless)) == ["debug.seed", "optimizer.lr", "training.global_batch_size"]
+    assert len(differ("", line, {"step": 1, "seed": 7}).refused) == 3
+
+
+def test_a_named_source_is_what_it_holds() -> None:
+    before = "--data.sources.a.path one.txt --data.sources.a.text_field text"
+    moved = differ(before, "--data.sources.a.path two.txt --data.sources.a.max_epochs 3")
+    assert not moved.refused and sorted(keys(moved.harmless)) == ["data.sources.a.max_epochs", "data.sources.a.path"]
+    other = differ(before, "--data.sources.a.path one.txt --data.sources.a.text_field body")
+    assert keys(other.refused) == ["data.sources.a.text_field"]
+
+
+def test_names_and_settings_of_other_versions() -> None:
+    """An older name is today's setting; a setting of today has its default there; an unknown one means nothing here."""
+    now = load_config(["--training.local_batch_size", "4"]).model_dump()
+    stored = "[training]\nbatch_size = 4\n[model]\nmystery = 5\nflavor = 'debugmodel'\n[future]\nx = 1"
+    assert diff_settings(stored, now, {}, {}) == ([], [])
+
+
+@pytest.mark.parametrize("text", ["[training", "x = "])
+def test_a_stored_configuration_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(CheckpointError, match="is no TOML"):
+        diff_settings(text, load_config([]).model_dump(), {}, {})

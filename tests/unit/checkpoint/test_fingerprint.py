@@ -1,0 +1,80 @@
+"""What decides about bits, and the sentence on resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_like.checkpoint.fingerprint import compare, numeric_fingerprint, resume_line
+from torchtitan_like.config.sections_scale import Compile
+from torchtitan_like.config.sections_training import Loss, Optimizer, Training
+
+
+def fingerprint(layout: dict[str, int] | None = None, **changes: Any) -> dict[str, str]:
+    """Of a run on four ranks; `changes` are settings of the four sections."""
+    sections = (Training, Optimizer, Loss, Compile)
+    chosen = [cls(**{name: v for name, v in changes.items() if name in cls.model_fields}) for cls in sections]
+    return numeric_fingerprint(torch.device("cpu"), {"dp_shard": 4} if layout is None else layout, *chosen)
+
+
+def test_the_same_run_is_bit_exact() -> None:
+    assert compare(fingerprint(), fingerprint()) == []
+    assert resume_line(fingerprint(), fingerprint()) == "bit-exact: yes"
+
+
+def test_it_tells_what_it_is() -> None:
+    found = fingerprint()
+    assert found["torch"] == torch.__version__
+    assert found["threads"] == str(torch.get_num_threads())
+    assert found["vector level"] == torch.backends.cpu.get_cpu_capability()
+    assert (found["layout"], fingerprint(layout={})["layout"]) == ("dp_shard 4", "one rank")
+    assert all(isinstance(value, str) and value for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"layout": {"dp_shard": 2}}, "layout dp_shard 4 -> dp_shard 2"),
+        ({"local_batch_size": 4}, "micro-batch 8 -> 4"),
+        ({"mixed_precision_param": "float32"}, "dtypes float32/bfloat16/float32 -> float32/float32/float32"),
+        ({"implementation": "foreach"}, "optimizer AdamW fused -> AdamW foreach"),
+        ({"enable": True}, "compile no -> model, loss by inductor"),
+    ],
+)
+def test_a_change_is_named(changes: Any, expected: str) -> None:
+    assert compare(fingerprint(), fingerprint(**changes)) == [expected]
+
+
+def test_every_reason_is_told() -> None:
+    now = fingerprint()
+    stored = now | {"torch": "2.0.0", "threads": "64"}
+    line = resume_line(stored, now)
+    assert line == f"bit-exact: no (torch 2.0.0 -> {now['torch']}; threads 64 -> {now['threads']})"
+
+
+def test_threads_and_settings_of_this_process_are_read() -> None:
+    before, threads, precision = fingerprint(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_num_threads(threads + 1)
+        torch.set_float32_matmul_precision("medium")
+        assert compare(before, fingerprint()) == [
+            f"threads {threads} -> {threads + 1}",
+            f"matmul precision {precision} -> medium",
+        ]
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_a_gpu_repeats_its_bits_only_when_told_to() -> None:
+    gpu = fingerprint() | {"device": "NVIDIA H100 80GB HBM3", "NCCL": "2.27.3"}
+    assert resume_line(gpu, gpu) == "bit-exact: no (debug.deterministic is false)"
+    told = gpu | {"deterministic": "yes"}
+    assert resume_line(told, told) == "bit-exact: yes"
+    assert compare(gpu, {name: value for name, value in gpu.items() if name != "NCCL"}) == ["NCCL 2.27.3 -> none"]
+
+
+def test_a_checkpoint_that_does_not_say() -> None:
+    assert resume_line(None, fingerprint()).startswith("bit-exact: unknown")

@@ -1,0 +1,478 @@
+"""Weights of other formats on one rank: every element at its place, every tensor accounted for, damage refused."""
+
+import json
+import logging
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.harness.hf_weights import to_theirs, unpermuted
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.hf import pieces as pieces_module
+from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
+from torchtitan_like.checkpoint.hf.load import load_hf
+from torchtitan_like.checkpoint.hf.safetensors_source import Stored, read_box
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.models.hf_table import Row, links, slices
+
+LLAMA = get_spec("llama3")
+SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "multiple_of": 16}
+ROWS = (("layers.{}.w", "model.layers.{}.weight"), ("embedding", "model.embed.weight"), ("head", "lm_head.weight"))
+TIED = (("head", "embedding"),)
+
+
+def alone():
+    return Votes(HostGroup.alone(), is_leader=True)
+
+
+def random(shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def empty(tensors, dtype=torch.float32):
+    return {name: torch.full(tensor.shape, torch.nan, dtype=dtype) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def state():
+    return random({"layers.0.w": (6, 5), "layers.1.w": (7, 5), "embedding": (9, 5), "head": (9, 5)})
+
+
+def write(folder: Path, state, files=1, index=True):
+    """`state` as a directory of Hugging Face's; with its names, in `files` files."""
+    theirs = to_theirs(links(ROWS, {name: tuple(t.shape) for name, t in state.items()}), state)
+    return write_files(folder, theirs, files, index)
+
+
+def write_files(folder: Path, theirs, files=1, index=True):
+    folder.mkdir(exist_ok=True)
+    names = (
+        [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)] if files > 1 else ["model.safetensors"]
+    )
+    weight_map = {name: names[i % files] for i, name in enumerate(sorted(theirs))}
+    for file in names:
+        mine = {name: tensor.contiguous() for name, tensor in theirs.items() if weight_map[name] == file}
+        save_file(mine, folder / file)
+    if index and files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def load(folder, into, tied=(), quantized=False, rows=ROWS):
+    return load_hf(folder, into, rows=rows, tied=tied, quantized=quantized, votes=alone())
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+# ---- safetensors
+
+
+@pytest.mark.parametrize(("files", "index"), [(1, False), (3, True), (3, False)])
+def test_a_directory_fills_the_tensors_in_place(tmp_path, state, files, index):
+    ours = empty(state)
+    before = {name: tensor.data_ptr() for name, tensor in ours.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = load(write(tmp_path / "hf", state, files, index), ours)
+    assert_equal(ours, state)
+    assert {name: tensor.data_ptr() for name, tensor in ours.items()} == before
+    assert sorted(report.used) == sorted(
+        ["model.layers.0.weight", "model.layers.1.weight", "model.embed.weight", "lm_head.weight"]
+    )
+    assert (report.unused, report.missing, report.converted) == ((), (), {})
+
+
+def test_large_tensors_pass_in_parts(tmp_path, state, monkeypatch):
+    monkeypatch.setattr(pieces_module, "MOST", 3)
+    ours = empty(state)
+    load(write(tmp_path / "hf", state), ours)
+    assert_equal(ours, state)
+
+
+def test_dtypes_are_converted_and_told(tmp_path, state):
+    stored = {name: tensor.bfloat16() for name, tensor in state.items()}
+    ours = empty(state)
+    report = load(write(tmp_path / "hf", stored), ours)
+    assert_equal(ours, {name: tensor.float() for name, tensor in stored.items()})
+    assert set(report.converted.values()) == {"bfloat16 -> float32"} and len(report.converted) == 4
+    assert "Read 4 tensors" in str(report) and "4 bfloat16 -> float32" in str(report)
+
+
+def test_what_is_missing_surplus_or_of_another_shape_is_named_before_anything_is_read(tmp_path, state):
+    folder = write(tmp_path / "hf", state)
+    ours = empty(state | {"layers.2.w": torch.empty(1), "layers.3.w": torch.empty(1), "head": torch.empty(9, 4)})
+    del ours["layers.0.w"]
+    with pytest.raises(CheckpointError) as error:
+        load(folder, ours)
+    text = str(error.value)
+    assert "2 missing: model.layers.2.weight, model.layers.3.weight" in text
+    assert "1 without a place in this model: model.layers.0.weight" in text
+    assert "1 unfit: lm_head.weight is (9, 5), this model needs (9, 4)" in text
+    assert not isinstance(error.value, DamagedError)
+    assert all(tensor.isnan().all() for tensor in ours.values())
+
+
+def test_integers_are_no_weights(tmp_path, state):
+    folder = write(tmp_path / "hf", state | {"head": torch.zeros(9, 5, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight holds other numbers \(int8 -> float32\)"):
+        load(folder, empty(state))
+
+
+def test_tables_that_every_model_computes_may_stay_unread(tmp_path, state, caplog):
+    folder = write(tmp_path / "hf", state)
+    save_file({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "more.safetensors")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with caplog.at_level(logging.INFO):
+        report = load(folder, empty(state))
+    assert report.unused == ("model.layers.0.self_attn.rotary_emb.inv_freq",)
+    assert "not used: model.layers.0.self_attn.rotary_emb.inv_freq" in caplog.text
+
+
+def test_a_second_name_of_a_tied_tensor(tmp_path, state):
+    """May be absent; where it is stored it holds the same numbers."""
+    tied = {name: tensor for name, tensor in state.items() if name != "head"}
+    folder = write(tmp_path / "absent", tied)
+    both = empty(tied)
+    both["head"] = both["embedding"]
+    assert "lm_head.weight" not in load(folder, both, TIED).used
+    assert_equal(both, tied | {"head": tied["embedding"]})
+
+    assert "lm_head.weight" in load(write(tmp_path / "equal", tied | {"head": tied["embedding"]}), both, TIED).used
+    with pytest.raises(CheckpointError, match="head, which this model ties.*enable_weight_tying = false"):
+        load(write(tmp_path / "other", state), both, TIED)
+    with pytest.raises(CheckpointError, match="1 missing: lm_head.weight"):
+        load(folder, empty(state))
+
+
+def test_rows_that_do_more_than_rename(tmp_path):
+    rows = (
+        Row(("{}.w1", "{}.w3"), "{}.gate_up", transposed=True, axis=1),
+        Row("{}.w2", "{}.experts.{e}.down"),
+        Row("{}.wqkv", ("{}.q", "{}.k", "{}.v"), sizes=(8, 4, 4)),
+        Row("{}.rotary", "{}.pairs", interleaved_heads=2),
+    )
+    shapes = {"0.w1": (3, 4, 5), "0.w3": (3, 4, 5), "0.w2": (3, 5, 4), "0.wqkv": (16, 5), "0.rotary": (12, 5)}
+    state = random(shapes)
+    ours = empty(state)
+    load(write_files(tmp_path / "hf", to_theirs(links(rows, shapes), state), 2), ours, rows=rows)
+    assert_equal(ours, state)
+
+
+@st.composite
+def boxes(draw):
+    shape = draw(st.lists(st.integers(1, 6), min_size=0, max_size=4))
+    box = []
+    for n in shape:
+        start, step = draw(st.integers(0, n - 1)), draw(st.integers(1, 3))
+        box.append((start, draw(st.integers(1, -(-(n - start) // step))), step))
+    return tuple(shape), tuple(box)
+
+
+@settings(deadline=None, max_examples=200)
+@given(boxes())
+def test_any_rectangle_is_read_as_it_is_stored(tmp_path_factory, shape_and_box):
+    shape, box = shape_and_box
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
+    path = tmp_path_factory.getbasetemp() / "numbers"
+    path.write_bytes(b"\xff" * 5 + whole.numpy().tobytes())
+    with open(path, "rb", buffering=0) as file:
+        found = read_box(file, Stored(shape, torch.int16, "numbers", 5), box)
+    assert torch.equal(found, whole[slices(box)])
+
+
+# ---- float8 with a factor for each block
+
+
+def quantize(weight, block):
+    """As DeepSeek-V3's files: each block divided by its factor, which is stored as `weight_scale_inv`."""
+    rows, columns = (-(-n // b) for n, b in zip(weight.shape, block, strict=True))
+    factors = torch.empty(rows, columns)
+    stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    reference = torch.empty(weight.shape)
+    for i in range(rows):
+        for j in range(columns):
+            where = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            factors[i, j] = weight[where].abs().max() / 448
+            stored[where] = (weight[where] / factors[i, j]).to(torch.float8_e4m3fn)
+            reference[where] = stored[where].float() * factors[i, j]
+    return stored, factors, reference
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    block = (4, 3)
+    weight = random({"w": (10, 7)})["w"] * torch.arange(1, 11)[:, None]
+    stored, factors, reference = quantize(weight, block)
+    theirs = {"q.weight": stored, "q.weight_scale_inv": factors, "norm.weight": torch.ones(7).bfloat16()}
+    folder = write_files(tmp_path / "fp8", theirs)
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": method}))
+    return folder, theirs, reference
+
+
+FP8_ROWS = (("w", "q.weight"), ("norm", "norm.weight"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("most", [1, 10_000])
+def test_float8_blocks_are_multiplied_out_in_float32(quantized, monkeypatch, dtype, most):
+    monkeypatch.setattr(pieces_module, "MOST", most)
+    folder, _, reference = quantized
+    ours = {"w": torch.empty(10, 7, dtype=dtype), "norm": torch.empty(7)}
+    report = load(folder, ours, quantized=True, rows=FP8_ROWS)
+    assert_equal(ours, {"w": reference.to(dtype), "norm": torch.ones(7)})
+    assert report.used == ("q.weight", "norm.weight") and report.unused == ()
+
+
+def test_float8_rows_that_stand_side_by_side(quantized):
+    folder, _, reference = quantized
+    ours = {"w": torch.empty(10, 7), "norm": torch.empty(7)}
+    load(folder, ours, quantized=True, rows=(Row("w", "q.weight", interleaved_heads=1), ("norm", "norm.weight")))
+    assert torch.equal(ours["w"], torch.cat([reference[::2], reference[1::2]]))
+
+
+def test_float8_is_read_where_it_is_asked_for_and_nowhere_else(quantized, tmp_path, state):
+    folder, theirs, _ = quantized
+    ours = {"w": torch.empty(10, 7), "norm": torch.empty(7)}
+    with pytest.raises(CheckpointError, match="set checkpoint.initial_load_in_hf_quantized = true"):
+        load(folder, ours, rows=FP8_ROWS)
+    with pytest.raises(CheckpointError, match="holds no factors of float8.*set it to false"):
+        load(write(tmp_path / "plain", state), empty(state), quantized=True)
+    write_files(folder, {name: t for name, t in theirs.items() if "scale" not in name})
+    with pytest.raises(CheckpointError, match="float8 weights without their factors.*q.weight"):
+        load(folder, ours, rows=FP8_ROWS)
+    write_files(folder, theirs)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="does not tell the size of the blocks"):
+        load(folder, ours, quantized=True, rows=FP8_ROWS)
+    (folder / "config.json").write_text('{"quantization_config": {"weight_block_size": [128, 128]}}')
+    with pytest.raises(CheckpointError, match=r"q.weight \(10, 7\) has factors \(3, 3\).*would need \(1, 1\)"):
+        load(folder, ours, quantized=True, rows=FP8_ROWS)
+
+
+# ---- damage
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def cut_header(path):
+    path.write_bytes(path.read_bytes()[:5])
+
+
+def scramble_header(path):
+    content = bytearray(path.read_bytes())
+    content[8] = ord("x")
+    path.write_bytes(content)
+
+
+def overlap(path):
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    (a, x), (b, y) = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")[:2]
+    x["data_offsets"] = y["data_offsets"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+@pytest.mark.parametrize("damage", [cut, cut_header, scramble_header, overlap, Path.unlink])
+def test_damaged_files_are_named(tmp_path, state, damage):
+    folder = write(tmp_path / "hf", state, files=2)
+    damage(folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(DamagedError, match="model-00002-of-00002.safetensors"):
+        load(folder, empty(state))
+
+
+def test_a_file_of_a_set_without_index_is_missed(tmp_path, state):
+    folder = write(tmp_path / "hf", state, files=3, index=False)
+    (folder / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(DamagedError, match="model-00003-of-00003.safetensors is not there"):
+        load(folder, empty(state))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("{", "is not an index"),
+        ('{"weight_map": {"lm_head.weight": "../model.safetensors"}}', "is not an index"),
+        ('{"weight_map": {"lm_head.weight": "none.safetensors"}}', "none.safetensors is not there"),
+        ('{"weight_map": {"lm_heads.weight": "model.safetensors"}}', "does not hold lm_heads.weight"),
+    ],
+)
+def test_a_wrong_index_is_damage(tmp_path, state, index, words):
+    folder = write(tmp_path / "hf", state)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(DamagedError, match=words):
+        load(folder, empty(state))
+
+
+def test_a_tensor_that_stands_in_two_files_is_damage(tmp_path, state):
+    folder = write(tmp_path / "hf", state)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    with pytest.raises(DamagedError, match="both a.safetensors and b.safetensors hold"):
+        load(folder, empty(state))
+
+
+def test_a_file_that_ends_while_it_is_read_is_damage(tmp_path):
+    (tmp_path / "numbers").write_bytes(bytes(10))
+    with open(tmp_path / "numbers", "rb", buffering=0) as file, pytest.raises(DamagedError, match="ends at byte 10"):
+        read_box(file, Stored((2, 4), torch.int16, "numbers", 0), ((0, 2, 1), (0, 4, 1)))
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+        load(tmp_path, {})
+
+
+# ---- TorchTitan and Meta
+
+
+def llama(tied=False):
+    args = resolve_args(LLAMA, "debugmodel", SMALL | {"enable_weight_tying": tied})
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in LLAMA.build(args).named_parameters()}
+    return args, random(shapes)
+
+
+def as_meta_stores(args, state):
+    """By the permutation of transformers' conversion script, the other way round."""
+    heads = {"wq": args.n_heads, "wk": args.num_kv_heads}
+    return {
+        name: unpermuted(tensor, heads[name.split(".")[-2]]) if name.split(".")[-2] in heads else tensor
+        for name, tensor in state.items()
+    }
+
+
+def load_llama(loader, path, args, ours):
+    return loader(path, ours, rows=LLAMA.meta_names(args), tied=LLAMA.tied(args), votes=alone())
+
+
+OTHERS = {
+    "optimizer": {"state.norm.weight.exp_avg": torch.zeros(32), "param_groups.norm.weight.lr": 0.1},
+    "lr_scheduler": {"last_epoch": 3},
+    "dataloader": {"dp_rank_0": b"x"},
+    "train_state": {"step": torch.tensor(3)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_torchtitans_model_is_read_with_our_order_of_rows(tmp_path, prefix):
+    import torch.distributed.checkpoint as dcp
+
+    args, state = llama()
+    theirs = as_meta_stores(args, state) | {"freqs_cis": torch.ones(2)}
+    dcp.save({prefix + name: t for name, t in theirs.items()} | OTHERS, checkpoint_id=tmp_path / "tt", no_dist=True)
+    ours = empty(state)
+    report = load_llama(load_torchtitan, tmp_path / "tt", args, ours)
+    assert_equal(ours, state)
+    assert report.unused == ("freqs_cis",) and len(report.used) == len(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_torchtitan_checkpoint(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    args, state = llama()
+    dcp.save(as_meta_stores(args, state), checkpoint_id=tmp_path, no_dist=True)
+    (shard,) = tmp_path.glob("*.distcp")
+    whole = shard.read_bytes()
+    cut(shard)
+    with pytest.raises(DamagedError, match=f"{shard.name} has {len(whole) - 1} bytes of the {len(whole)}"):
+        load_llama(load_torchtitan, tmp_path, args, empty(state))
+    shard.write_bytes(bytes(len(whole)))
+    with pytest.raises(DamagedError, match="cannot be read"):
+        load_llama(load_torchtitan, tmp_path, args, empty(state))
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04")
+    with pytest.raises(DamagedError, match=".metadata cannot be read"):
+        load_llama(load_torchtitan, tmp_path, args, empty(state))
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="has no .metadata"):
+        load_llama(load_torchtitan, tmp_path, args, empty(state))
+
+
+def split_meta(theirs, files, embedding_dim=0):
+    """Column-parallel, row-parallel and whole tensors of `files` model-parallel ranks."""
+    dims = {"wo": 1, "w2": 1, "tok_embeddings": embedding_dim}
+
+    def part(name, tensor, i):
+        if tensor.ndim != 2:
+            return tensor
+        return tensor.chunk(files, dims.get(name.split(".")[-2], 0))[i].clone()
+
+    return [{name: part(name, tensor, i) for name, tensor in theirs.items()} for i in range(files)]
+
+
+@pytest.mark.parametrize(("files", "embedding_dim"), [(1, 0), (2, 0), (4, 0), (2, 1)])
+def test_metas_files_are_read_with_our_order_of_rows(tmp_path, files, embedding_dim):
+    args, state = llama()
+    theirs = as_meta_stores(args, state) | {"rope.freqs": torch.ones(4)}
+    for i, part in enumerate(split_meta(theirs, files, embedding_dim)):
+        torch.save(part, tmp_path / f"consolidated.{i:02d}.pth")
+    ours = empty(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = load_llama(load_meta, tmp_path, args, ours)
+    assert_equal(ours, state)
+    assert report.unused == ("rope.freqs",)
+
+
+def test_one_file_of_metas_and_a_tied_output(tmp_path):
+    args, state = llama(tied=True)
+    theirs = as_meta_stores(args, state)
+    torch.save(theirs | {"output.weight": theirs["tok_embeddings.weight"]}, tmp_path / "consolidated.00.pth")
+    ours = empty(state)
+    load_llama(load_meta, tmp_path / "consolidated.00.pth", args, ours)
+    assert_equal(ours, state)
+    torch.save(theirs | {"output.weight": theirs["tok_embeddings.weight"] + 1}, tmp_path / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match="output.weight, which this model ties"):
+        load_llama(load_meta, tmp_path, args, ours)
+
+
+def test_damaged_files_of_metas(tmp_path):
+    args, state = llama()
+    parts = split_meta(as_meta_stores(args, state), 2)
+    for i, part in enumerate(parts):
+        torch.save(part, tmp_path / f"consolidated.{i:02d}.pth")
+    second = tmp_path / "consolidated.01.pth"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-100])
+    with pytest.raises(DamagedError, match="consolidated.01.pth is cut short"):
+        load_llama(load_meta, tmp_path, args, empty(state))
+    torch.save({name: t for name, t in parts[1].items() if name != "norm.weight"}, second)
+    with pytest.raises(DamagedError, match=re.escape("do not hold parts of the same tensors: ['norm.weight']")):
+        load_llama(load_meta, tmp_path, args, empty(state))
+    torch.save(parts[1] | {"norm.weight": torch.ones(3)}, second)
+    with pytest.raises(DamagedError, match="the parts of norm.weight differ"):
+        load_llama(load_meta, tmp_path, args, empty(state))
+    second.write_bytes(whole)
+    (tmp_path / "consolidated.00.pth").unlink()
+    with pytest.raises(DamagedError, match="some are not there"):
+        load_llama(load_meta, tmp_path, args, empty(state))
+    second.unlink()
+    with pytest.raises(CheckpointError, match="holds no consolidated"):
+        load_llama(load_meta, tmp_path, args, empty(state))
+
+
+def test_other_sizes_are_refused(tmp_path):
+    args, state = llama()
+    torch.save(as_meta_stores(args, state), tmp_path / "consolidated.00.pth")
+    del state["layers.1.ffn_norm.weight"]
+    with pytest.raises(CheckpointError, match="1 without a place in this model: layers.1.ffn_norm.weight"):
+        load_llama(load_meta, tmp_path, args, empty(state))

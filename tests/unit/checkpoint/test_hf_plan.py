@@ -1,0 +1,298 @@
+"""Which bytes of an export come from where: the format, the rectangles, and who writes what."""
+
+import json
+import math
+import struct
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.harness.hf_weights import to_theirs
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.extents import EXTENT
+from torchtitan_like.checkpoint.hf import plan
+from torchtitan_like.checkpoint.hf.plan import Held, assign, check_cover, divide, group_by, lay_out_all, merge, moves
+from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, PAGE, lay_out, read_header, render_index
+from torchtitan_like.models.hf_table import Row, links
+
+MIXED = [
+    ("flag", "BOOL", (3,)),
+    ("weight", "F32", (5, 7)),
+    ("count", "I64", ()),
+    ("half", "BF16", (4, 0)),
+    ("small", "F8_E4M3", (2,)),
+    ("more", "F32", (2,)),
+]
+
+
+def write(path: Path, layout) -> None:
+    path.write_bytes(layout.header + bytes(range(256))[: layout.size - len(layout.header)])
+
+
+# ---- the format
+
+
+def test_a_file_reads_back_and_is_read_by_the_library(tmp_path):
+    layout = lay_out("model.safetensors", MIXED, {"note": "text"})
+    path = tmp_path / layout.name
+    write(path, layout)
+    entries, metadata = read_header(path)
+    assert tuple(entries) == layout.entries and metadata == {"format": "pt", "note": "text"}
+    loaded = load_file(path)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in loaded.items()} == {n: (DTYPES[d], s) for n, d, s in MIXED}
+    begin = len(layout.header)
+    assert begin % PAGE == 0 and loaded["count"].item() == int.from_bytes(
+        path.read_bytes()[begin : begin + 8], "little"
+    )
+
+
+def test_every_element_is_aligned_and_equal_widths_keep_their_order():
+    entries = lay_out("f", MIXED).entries
+    assert [entry.name for entry in entries] == ["count", "weight", "more", "half", "flag", "small"]
+    assert all(entry.begin % DTYPES[entry.dtype].itemsize == 0 for entry in entries)
+
+
+def test_a_header_of_just_a_page_is_not_padded_by_another(tmp_path):
+    sizes = {len(lay_out("f", [("n" * n, "F32", (1,))]).header) for n in range(1, PAGE)}
+    assert sizes == {PAGE, 2 * PAGE}
+
+
+def test_files_of_the_library_are_read_too(tmp_path):
+    save_file({"b": torch.ones(2, 3), "a": torch.tensor(True), "z": torch.empty(0, 2)}, tmp_path / "f.safetensors")
+    entries, _ = read_header(tmp_path / "f.safetensors")
+    assert sorted((e.name, e.dtype, e.shape) for e in entries) == [
+        ("a", "BOOL", ()), ("b", "F32", (2, 3)), ("z", "F32", (0, 2)),
+    ]  # fmt: skip
+
+
+def with_header(header: object, data: int = 8) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(data)
+
+
+TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "do not hold the header"),
+        (b"\x01\x02", "do not hold the header"),
+        (bytes(4096), "header that cannot be read"),  # a file that was made, but not finished
+        (struct.pack("<Q", 2**60) + bytes(100), "do not hold the header"),
+        (with_header(b"{not json"), "header that cannot be read"),
+        (with_header([1]), "header that cannot be read"),
+        (with_header({"a": {**TWO, "dtype": "F4"}}), "header that cannot be read"),
+        (with_header({"a": {**TWO, "shape": [3]}}), "expected"),
+        (with_header({"a": {**TWO, "data_offsets": [4, 12]}}, 12), "expected"),
+        (with_header({"a": TWO, "b": {**TWO, "data_offsets": [4, 12]}}, 12), "expected"),
+        (with_header({"a": TWO}, 7), "its header describes"),
+        (with_header({"a": TWO}, 9), "its header describes"),
+    ],
+)
+def test_what_is_no_complete_file(tmp_path, content, words):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=words):
+        read_header(path)
+
+
+def test_the_index_counts_the_bytes_of_tensors():
+    files = [lay_out("one", MIXED[:2]), lay_out("two", MIXED[2:])]
+    index = json.loads(render_index(files))
+    assert index["metadata"] == {"total_size": 3 + 140 + 8 + 2 + 8}
+    assert index["weight_map"] == {name: "one" if i < 2 else "two" for i, (name, _, _) in enumerate(MIXED)}
+
+
+# ---- rectangles
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_a_stretch_of_elements_is_a_few_rectangles(shape, data):
+    total = math.prod(shape)
+    low = data.draw(st.integers(0, total))
+    high = data.draw(st.integers(low, total))
+    times = torch.zeros(shape, dtype=torch.int64)
+    found = plan.rectangles(tuple(shape), low, high)
+    for bounds in found:
+        times[tuple(slice(a, b) for a, b in bounds)] += 1
+    expected = torch.zeros(total, dtype=torch.int64)
+    expected[low:high] = 1
+    assert torch.equal(times.reshape(-1), expected)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ([((0, 4, 1), (0, 6, 1))], None),
+        ([((0, 3, 1), (0, 6, 1)), ((3, 1, 1), (0, 6, 1))], None),
+        ([((0, 4, 1), (0, 2, 1)), ((0, 1, 1), (2, 4, 1)), ((1, 3, 1), (2, 4, 1))], None),
+        ([((0, 3, 1), (0, 6, 1))], r"t\[3:4, 0:6\] is missing"),
+        ([], r"t\[0:4, 0:6\] is missing"),
+        ([((0, 3, 1), (0, 6, 1)), ((2, 2, 1), (0, 6, 1))], r"t\[2:3, 0:6\] is there more than once"),
+        # As many elements as the tensor has, and yet neither complete nor unique
+        ([((0, 2, 1), (0, 6, 1)), ((1, 2, 1), (0, 6, 1))], "is there more than once"),
+    ],
+)
+def test_shards_must_cover_a_tensor_exactly_once(boxes, words):
+    if words is None:
+        check_cover("t", (4, 6), boxes)
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            check_cover("t", (4, 6), boxes)
+
+
+# ---- the plan as a whole, carried out in memory: whatever the table and the shards, the reference's tensors come out
+
+ROWS = {
+    "plain": (("layers.{}.w", "model.layers.{}.w"),),
+    "transposed": (Row("layers.{}.w", "t.{}", transposed=True),),
+    "joined": (Row(("layers.{}.w", "layers.{}.v"), "both.{}"),),
+    "split": (Row("layers.{}.w", ("q.{}", "k.{}"), sizes=(8, 4)),),
+    "interleaved": (Row("layers.{}.w", "meta.{}", interleaved_heads=3),),
+    "experts": (Row("layers.{}.w", "e.{}.{e}", transposed=True, axis=1),),
+}
+
+
+def cut(shape, ways):
+    """The shape in `ways[d]` pieces along each dimension, as uneven as torch's chunks."""
+    spans = [[()]]
+    for n, k in zip(shape, ways, strict=True):
+        size = -(-n // k)
+        parts = [(a, min(size, n - a), 1) for a in range(0, n, size)]
+        spans = [[box + (part,) for box in spans[0] for part in parts]]
+    return spans[0]
+
+
+def carry_out(files, found, held, holder_of):
+    """The files' bytes, by moving every rectangle."""
+    content = [torch.full((file.size,), 0xFF, dtype=torch.uint8) for file in files]
+    for move in moves(files, found, holder_of):
+        f, k = move.extent
+        move.put(content[f][k * plan.EXTENT : (k + 1) * plan.EXTENT], move.read(held[move.key]))
+    return content
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(ROWS)), st.data())
+def test_any_table_over_any_shards(kind, data):
+    shape = data.draw(st.sampled_from([(12, 5, 6)])) if kind == "experts" else (12, data.draw(st.integers(1, 9)))
+    names = [f"layers.{i}.{w}" for i in (2, 10) for w in (("w", "v") if kind == "joined" else ("w",))]
+    state = {name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
+    ranks = data.draw(st.integers(1, 5))
+    told, held = [[] for _ in range(ranks)], {}
+    for name in names:
+        boxes = cut(shape, [data.draw(st.integers(1, 4)) for _ in shape])
+        at = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=2)) for _ in boxes]  # some twice
+        for rank in range(ranks):
+            told[rank].append(
+                Held(name, "F32", shape, tuple(b for b, where in zip(boxes, at, strict=True) if rank in where))
+            )
+        held |= {(name, box): state[name][tuple(slice(a, a + n) for a, n, _ in box)].clone() for box in boxes}
+    dtype = data.draw(st.sampled_from([None, torch.bfloat16]))
+    found = plan.targets(merge(told, [str(r) for r in range(ranks)]), ROWS[kind], (), dtype)
+    files = lay_out_all(found, divide(found, data.draw(st.sampled_from([100, 10**9]))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "EXTENT", data.draw(st.sampled_from([64, 128, 1024, EXTENT])))  # so that many are cut
+        owners = assign(files, found)
+        assert set(owners) == set(plan.extents_of(files)) and set(owners.values()) <= set(range(ranks))
+        content = carry_out(files, found, held, lambda extent, part: part.holders[-1])
+    expected = to_theirs(links(ROWS[kind], dict.fromkeys(names, shape)), state)
+    for file, raw in zip(files, content, strict=True):
+        for entry in file.entries:
+            values = raw[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape)
+            assert torch.equal(values, expected.pop(entry.name).to(values.dtype))
+    assert not expected
+
+
+def one_tensor(shape, boxes, dtype="F32"):
+    """Targets of one tensor; boxes: box -> ranks."""
+    ranks = 1 + max(r for holders in boxes.values() for r in holders)
+    told = [[Held("t", dtype, shape, tuple(b for b, h in boxes.items() if r in h))] for r in range(ranks)]
+    return plan.targets(merge(told, [str(r) for r in range(ranks)]), (("t", "t"),), (), None)
+
+
+MIB = 2**18  # elements
+
+
+@pytest.mark.parametrize(
+    ("boxes", "extents_of_each"),
+    [
+        ({((0, 64 * MIB, 1),): (0, 1, 2, 3)}, [5, 4, 4, 4]),  # replicated: each rank a quarter, nobody sends
+        ({((0, 32 * MIB, 1),): (0,), ((32 * MIB, 32 * MIB, 1),): (1,)}, [8, 9]),
+        ({((0, 32 * MIB, 1),): (0, 2), ((32 * MIB, 32 * MIB, 1),): (1, 3)}, [4, 5, 4, 4]),  # sharded and replicated
+        ({((0, 60 * MIB, 1),): (1,), ((60 * MIB, 4 * MIB, 1),): (2,)}, [0, 15, 2]),  # rank 0 idles
+    ],
+)
+def test_who_holds_most_of_an_extent_writes_it_and_replicas_share(boxes, extents_of_each):
+    found = one_tensor((64 * MIB,), boxes)
+    counts = Counter(assign(lay_out_all(found, [["t"]]), found).values())
+    assert [counts[rank] for rank in range(len(extents_of_each))] == extents_of_each
+
+
+def test_columns_are_written_in_turns():
+    """No rank holds more of an extent than the others, and none writes more."""
+    boxes = {((0, 256, 1), (1024 * 64 * rank, 1024 * 64, 1)): (rank,) for rank in range(4)}
+    found = one_tensor((256, 4 * 64 * 1024), boxes)
+    counts = Counter(assign(lay_out_all(found, [["t"]]), found).values())
+    assert sorted(counts.values()) == [16, 16, 16, 17]
+
+
+def test_names_are_ordered_by_their_numbers_and_files_are_cut_by_bytes():
+    names = ["layers.10.w", "layers.2.w", "norm.w", "layers.1.w"]
+    told = [[Held(name, "F32", (10,), (((0, 10, 1),),)) for name in names]]
+    found = plan.targets(merge(told, ["0"]), tuple((name, name) for name in names), (), None)
+    assert list(found) == ["layers.1.w", "layers.2.w", "layers.10.w", "norm.w"]
+    assert divide(found, 80) == [["layers.1.w", "layers.2.w"], ["layers.10.w", "norm.w"]]
+    assert divide(found, 79) == divide(found, 1) == [[name] for name in found]
+    assert group_by(found, {"layers.1.w": 7, "layers.2.w": 3, "layers.10.w": 7, "norm.w": 3, "gone": 1}) == [
+        ["layers.2.w", "norm.w"], ["layers.1.w", "layers.10.w"],
+    ]  # fmt: skip
+    assert [file.name for file in lay_out_all(found, [list(found)])] == ["model.safetensors"]
+    assert [file.name for file in lay_out_all(found, divide(found, 80))][1] == "model-00002-of-00002.safetensors"
+
+
+def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
+    told = [
+        [
+            Held("w", "F32", (2,), (((0, 2, 1),),)),
+            Held("n", "I32", (2,), (((0, 2, 1),),)),
+            Held("again", "F32", (2,), (((0, 2, 1),),)),
+            Held("empty", "F32", (0, 3), ()),
+            Held("scalar", "F64", (), ((),)),
+        ]
+    ]
+    rows = tuple((name, name) for name in ("w", "n", "again", "empty", "scalar"))
+    found = plan.targets(merge(told, ["0"]), rows, (("again", "w"),), torch.float16)
+    assert {name: target.dtype for name, target in found.items()} == {
+        "w": "F16", "n": "I32", "empty": "F16", "scalar": "F16",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([[Held("w", "F32", (2,), (((0, 1, 1),),))]], r"w\[1:2\] is missing"),
+        ([[Held("w", "F32", (2,), ())], [Held("w", "F32", (3,), ())]], "do not belong to one model"),
+        ([[Held("w", "F32", (2,), ())], [Held("w", "BF16", (2,), ())]], "do not belong to one model"),
+        ([[Held("x", "F32", (2,), (((0, 2, 1),),))]], "no row of the table knows"),
+        (
+            [[Held("w", "F32", (2,), (((0, 2, 1),),)), Held("v", "BF16", (2,), (((0, 2, 1),),))]],
+            "made of tensors of two dtypes",
+        ),
+    ],
+)
+def test_what_cannot_be_exported(told, words):
+    with pytest.raises(CheckpointError, match=words):
+        plan.targets(merge(told, ["rank 0", "rank 1"]), (Row(("w", "v"), "both"),), (), None)
+
+
+def test_a_dtype_that_the_format_lacks():
+    with pytest.raises(CheckpointError, match="hold no torch.complex128"):
+        plan.hold({"w": torch.zeros(1, dtype=torch.complex128)})

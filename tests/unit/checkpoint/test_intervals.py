@@ -1,0 +1,46 @@
+"""Saving by the clock, and its cost."""
+
+from __future__ import annotations
+
+from torchtitan_like.checkpoint.intervals import Intervals
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_minutes_count_from_the_start_and_from_each_save() -> None:
+    clock = Clock()
+    intervals = Intervals(2.5, clock)
+    clock.now += 149.9
+    assert not intervals.are_over()
+    clock.now += 0.1
+    assert intervals.are_over()
+    intervals.saved()
+    assert not intervals.are_over()
+    clock.now += 150
+    assert intervals.are_over()
+
+
+def test_no_minutes_are_never_over() -> None:
+    clock = Clock()
+    intervals = Intervals(0, clock)
+    clock.now += 10**9
+    assert not intervals.are_over()
+
+
+def test_cost() -> None:
+    clock = Clock()
+    intervals = Intervals(0, clock)
+    assert intervals.cost() == "0 saves took 0.0 seconds, 0.00% of the run"
+    clock.now += 200
+    intervals.saved()
+    intervals.stood(1.5)
+    intervals.stood(0.5)
+    assert intervals.cost() == "1 save took 2.0 seconds, 1.00% of the run"
+    intervals.saved()
+    intervals.stood(2)
+    assert intervals.cost() == "2 saves took 4.0 seconds, 2.00% of the run"

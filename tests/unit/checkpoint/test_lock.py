@@ -1,0 +1,210 @@
+"""One writer in a folder: who is refused, who is succeeded, and that a lost lock is noticed before a publish."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.lock import LOCK, RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from torchtitan_like.checkpoint.lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def never(seconds: float) -> None:
+    raise AssertionError("nothing had to be waited for")
+
+
+def holder_elsewhere(folder: Path, **changes: Any) -> Path:
+    """A lock of another machine."""
+    holder = {
+        "host": "node-7",
+        "machine": "another",
+        "pid": 1,
+        "started": "5",
+        "job": "812",
+        "token": "theirs",
+        "beat": 3,
+    }
+    (folder / LOCK).write_text(json.dumps(holder | changes))
+    return folder / LOCK
+
+
+def held(lock: RunLock) -> bool:
+    try:
+        lock.check()
+    except CheckpointError:
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_is_held_until_released(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "new", sleep=never)
+    lock.acquire()
+    lock.check()
+    lock.release()
+    assert list((tmp_path / "new").iterdir()) == []
+    assert not held(lock)
+
+
+def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    first = RunLock(tmp_path, sleep=never)
+    first.acquire()
+    with pytest.raises(CheckpointError, match=rf"alive: process {os.getpid()} on \S+, job 4711, last seen 20"):
+        RunLock(tmp_path, sleep=never).acquire()
+    assert held(first)
+    first.release()
+    second = RunLock(tmp_path, sleep=never)
+    second.acquire()
+    second.release()
+
+
+def test_a_killed_holder_on_this_machine_is_succeeded_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
+        RunLock(tmp_path, sleep=never).acquire()
+    process.kill()
+    lock = RunLock(tmp_path, sleep=never)
+    wait_until(lambda: "Z" in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2])
+    lock.acquire()  # it is dead, although nobody has taken note of it yet
+    assert held(lock)
+    lock.release()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_pid_given_to_another_process_does_not_hold(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, sleep=never)
+    holder_elsewhere(tmp_path, machine=lock._me["machine"], pid=os.getpid(), started="1")
+    lock.acquire()
+    assert held(lock)
+    lock.release()
+
+
+def test_a_silent_holder_elsewhere_is_succeeded_after_the_wait(tmp_path: Path, caplog: Any) -> None:
+    holder_elsewhere(tmp_path)
+    waits: list[float] = []
+    lock = RunLock(tmp_path, interval=10, patience=35, sleep=waits.append)
+    lock.acquire()
+    assert 35 <= sum(waits) < 40
+    assert held(lock)
+    assert "process 1 on node-7, job 812" in caplog.text and "no sign of life" in caplog.text
+    lock.release()
+
+
+def test_a_holder_elsewhere_that_beats_is_not(tmp_path: Path) -> None:
+    holder_elsewhere(tmp_path)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if sum(waits) > 30:
+            holder_elsewhere(tmp_path, beat=4)
+
+    with pytest.raises(CheckpointError, match="belongs to a run that is alive: process 1 on node-7"):
+        RunLock(tmp_path, interval=10, patience=35, sleep=sleep).acquire()
+    assert json.loads((tmp_path / LOCK).read_text())["token"] == "theirs"
+
+
+def test_a_holder_elsewhere_that_ends_is_succeeded(tmp_path: Path) -> None:
+    file = holder_elsewhere(tmp_path)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        file.unlink()
+
+    lock = RunLock(tmp_path, sleep=sleep)
+    lock.acquire()
+    assert held(lock) and len(waits) == 1
+    lock.release()
+
+
+def test_a_lock_without_a_name_is_waited_for(tmp_path: Path) -> None:
+    """As long as its holder is just writing it, or died in doing so."""
+    (tmp_path / LOCK).touch()
+    waits: list[float] = []
+    lock = RunLock(tmp_path, sleep=waits.append)
+    lock.acquire()
+    assert sum(waits) >= 35 and held(lock)
+    lock.release()
+
+
+def test_of_two_successors_one_wins(tmp_path: Path) -> None:
+    holder_elsewhere(tmp_path)
+    locks = [RunLock(tmp_path, interval=0.04, patience=0.1) for _ in range(4)]
+    outcomes: list[str] = []
+
+    def acquire(lock: RunLock) -> None:
+        try:
+            lock.acquire()
+            outcomes.append("held")
+        except CheckpointError as error:
+            assert "belongs to a run that is alive" in str(error)
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=acquire, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["held", "refused", "refused", "refused"]
+    assert [held(lock) for lock in locks].count(True) == 1
+    for lock in locks:
+        lock.release()
+
+
+def test_the_heartbeat_changes_the_file_until_the_release(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, interval=0.01)
+    lock.acquire()
+    wait_until(lambda: json.loads((tmp_path / LOCK).read_text())["beat"] >= 3)
+    lock.check()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_lock_is_noticed_and_left_to_its_new_holder(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, interval=0.01)
+    lock.acquire()
+    other = holder_elsewhere(tmp_path)
+    thread = lock._thread
+    assert thread is not None
+    thread.join(10)  # the heartbeat ends by itself: it must not overwrite the new holder's
+    with pytest.raises(CheckpointError, match="was taken from this run .*: process 1 on node-7, job 812"):
+        lock.check()
+    lock.release()
+    assert json.loads(other.read_text())["token"] == "theirs"
+
+
+def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    (tmp_path / LOCK).unlink()
+    with pytest.raises(CheckpointError, match="it is gone"):
+        lock.check()
+    lock.release()

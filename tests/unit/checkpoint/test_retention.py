@@ -1,0 +1,107 @@
+"""Which steps are deleted, and that deletion neither waits, nor fails a run, nor leaves halves behind."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint.folders import make_steps
+from torchtitan_like.checkpoint.retention import PIN, Retention
+from torchtitan_like.checkpoint.step_folders import numbered_folders
+
+
+@pytest.fixture
+def retention(tmp_path: Path) -> Iterator[Retention]:
+    retention = Retention(tmp_path, keep_latest_k=2)
+    yield retention
+    retention.close()
+
+
+def left(folder: Path) -> list[int]:
+    return [number for number, _ in numbered_folders(folder)]
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "keep", "every", "expected"),
+    [
+        (["1", "2", "3", "4"], 2, 0, [3, 4]),
+        (["1", "2", "3", "4"], 0, 0, [1, 2, 3, 4]),
+        (["1", "2", "3w", "4w"], 2, 0, [2, 3, 4]),
+        (["1", "2", "3h", "4h"], 2, 0, [2, 3, 4]),
+        (["0", "1", "2", "3"], 2, 0, [0, 2, 3]),
+        (["0H", "1", "2", "3"], 2, 0, [0, 2, 3]),
+        # only complete steps are counted, and only they are deleted
+        (["1", "2", "3?", "4"], 2, 0, [2, 3, 4]),
+        (["1", "2", "3!", "4m"], 2, 0, [1, 2, 3, 4]),
+        (["1", "2", "3H", "4"], 2, 0, [2, 3, 4]),
+        (["1!", "2", "3", "4"], 2, 0, [1, 3, 4]),
+        (["1"], 2, 0, [1]),
+        (["10", "20", "30", "40", "50"], 2, 20, [20, 40, 50]),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, on_disk: list[str], keep: int, every: int, expected: list[int]) -> None:
+    make_steps(tmp_path, *on_disk)
+    before = left(tmp_path)
+    retention = Retention(tmp_path, keep_latest_k=keep, keep_every=every)
+    assert retention.apply() == [step for step in before if step not in expected]
+    retention.close()
+    assert left(tmp_path) == expected
+    assert not list(tmp_path.glob(".trash-*"))
+
+
+def test_a_pinned_step_is_kept(tmp_path: Path, retention: Retention) -> None:
+    make_steps(tmp_path, "1", "2", "3", "4")
+    (tmp_path / "step-1" / PIN).touch()
+    assert retention.apply() == [2]
+
+
+def test_deletion_does_not_wait_but_is_awaited_at_the_end(
+    tmp_path: Path, retention: Retention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_steps(tmp_path, "1", "2", "3")
+    may_delete, rmtree = threading.Event(), shutil.rmtree
+
+    def slowly(path: Path) -> None:
+        assert may_delete.wait(10)
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    retention.apply()
+    assert left(tmp_path) == [2, 3] and (tmp_path / ".trash-1").exists()
+    may_delete.set()
+    retention.close()
+    assert not (tmp_path / ".trash-1").exists()
+
+
+def test_what_could_not_be_deleted_is_tried_again(
+    tmp_path: Path, retention: Retention, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Also when the same step has been saved, and is doomed, once more."""
+    make_steps(tmp_path, "1", "2", "3")
+    with monkeypatch.context() as patched:
+
+        def refuse(path: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        patched.setattr(shutil, "rmtree", refuse)
+        retention.apply()
+        make_steps(tmp_path, "1")
+        retention.apply()
+        retention._deleter.submit(lambda: None).result()
+    assert {path.name for path in tmp_path.glob(".trash-*")} == {".trash-1", ".trash-1-1"}
+    assert "Permission denied" in caplog.text and "tried again" in caplog.text
+    assert retention.apply() == []
+    retention.close()
+    assert not list(tmp_path.glob(".trash-*"))
+
+
+def test_the_trash_of_an_earlier_run_is_emptied(tmp_path: Path, retention: Retention) -> None:
+    (tmp_path / ".trash-7").mkdir()
+    retention.apply()
+    retention.close()
+    assert not (tmp_path / ".trash-7").exists()

@@ -1,0 +1,135 @@
+"""Which folders are complete steps, what is told of damaged ones, and what is renamed or removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
+from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.extents import FileRecord
+from torchtitan_like.checkpoint.step_folders import (
+    MANIFEST,
+    all_steps,
+    file_records,
+    numbered_folders,
+    publish,
+    published_steps,
+    read_manifest,
+    remove_stale_stages,
+    supersede_later,
+    write_manifest,
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    record = FileRecord(5, ("ab", "cd"))
+    content = {"kind": "full", "step": 5, "files": {"a": record}, "nested": {"b": 1, "a": [0.1, None, "ü"]}}
+    write_manifest(tmp_path, content)
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert file_records(manifest) == {"a": record}
+    assert manifest["nested"] == content["nested"]
+    assert {name: manifest[name] for name in ("format_version", "extent_bytes", "hash")} == {
+        "format_version": 2,
+        "extent_bytes": 4 * 2**20,
+        "hash": "xxh3_128",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+
+
+def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path) -> None:
+    make_steps(tmp_path, "5?")
+    (tmp_path / "step-6").write_text("a file")
+    assert read_manifest(tmp_path / "step-5") is None
+    assert read_manifest(tmp_path / "step-6") is None
+    assert all_steps(tmp_path) == all_steps(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\0\0\0", '{"step": 5}'])
+def test_a_broken_manifest_is_damage(tmp_path: Path, text: str) -> None:
+    make_steps(tmp_path, "5")
+    (tmp_path / "step-5" / MANIFEST).write_text(text)
+    with pytest.raises(DamagedError, match="step-5/manifest.json is damaged"):
+        read_manifest(tmp_path / "step-5")
+    (step,) = all_steps(tmp_path)
+    assert step.step == 5 and step.damage and not step.is_full
+    assert published_steps(tmp_path) == []
+
+
+def test_any_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"kind": "full", "step": 5, "seed": 7, "files": {"a": FileRecord(5, ("ab12",))}})
+    file = tmp_path / MANIFEST
+    original = file.read_bytes()
+    for offset in range(len(original)):
+        flip_bit(file, offset, bit=offset % 8)
+        with pytest.raises(DamagedError):
+            read_manifest(tmp_path)
+        file.write_bytes(original)
+    assert read_manifest(tmp_path) is not None
+
+
+def test_the_first_format_is_read_without_hashes(tmp_path: Path) -> None:
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / MANIFEST).write_text('{"format_version": 1, "kind": "full", "step": 5, "seed": 3}')
+    (step,) = published_steps(tmp_path)
+    assert step.is_full and step.manifest["seed"] == 3 and file_records(step.manifest) == {}
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"format_version": 3, "kind": "full", "step": 5})
+    with pytest.raises(DamagedError, match=r"written by a newer version .*format_version 3, this one knows 2"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(None, "is missing, of 100 bytes"), (99, "holds 99 bytes, of 100"), (101, "holds 101 bytes")]
+)
+def test_missing_short_and_long_files_are_damage(tmp_path: Path, size: int | None, words: str) -> None:
+    make_steps(tmp_path, "5", "6")
+    file = tmp_path / "step-5" / SHARD
+    file.unlink()
+    if size is not None:
+        file.write_bytes(bytes(size))
+    damaged, whole = all_steps(tmp_path)
+    assert damaged.damage and words in damaged.damage and str(file) in damaged.damage
+    assert published_steps(tmp_path) == [whole]
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    make_steps(tmp_path, "100", "20", "3")
+    (tmp_path / "step-20.tmp-x").mkdir()
+    (tmp_path / "step-x").mkdir()
+    assert [step.step for step in published_steps(tmp_path)] == [3, 20, 100]
+    assert [number for number, _ in numbered_folders(tmp_path)] == [3, 20, 100]
+
+
+def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
+    make_steps(tmp_path, "5")
+    staged = tmp_path / "step-5.tmp-x"
+    staged.mkdir()
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        publish(staged, tmp_path / "step-5")
+    publish(staged, tmp_path / "step-6")
+    assert (tmp_path / "step-6").is_dir() and not staged.exists()
+
+
+def test_steps_beyond_the_start_are_kept_under_another_name(tmp_path: Path) -> None:
+    """Whatever is in them: a folder of that name would be in the way of the next save."""
+    make_steps(tmp_path, "5", "10", "15m", "20H", "25?")
+    make_steps(tmp_path / "hf", "5h", "10h")
+    assert len(supersede_later(tmp_path, 5, "abc")) == 5
+    assert [number for number, _ in numbered_folders(tmp_path)] == [5]
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step-5", "step-10.superseded-abc"}
+    assert json.loads((tmp_path / "step-10.superseded-abc" / MANIFEST).read_text())["step"] == 10
+
+
+def test_only_unfinished_stages_are_removed(tmp_path: Path) -> None:
+    make_steps(tmp_path, "5")
+    (tmp_path / "step-10.tmp-x").mkdir()
+    (tmp_path / "hf" / "step-10.tmp-x").mkdir(parents=True)
+    (tmp_path / "step-5.superseded-x").mkdir()
+    assert len(remove_stale_stages(tmp_path)) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"step-5", "step-5.superseded-x", "hf"}

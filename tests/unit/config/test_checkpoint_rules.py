@@ -1,0 +1,114 @@
+"""Settings of [checkpoint] that contradict each other, and those that do not although one might think so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
+from torchtitan_like.config.sections_scale import Checkpoint
+
+HF_LAST, FULL_LAST = "--last_save_in_hf", "--no_last_save_model_only"
+SEED, ON = "--create_seed_checkpoint", "--enable"
+
+# One line for each row of the table, in its order: what is asked, the key to blame, words of the remedy.
+CONTRADICTIONS = [
+    (f"{HF_LAST} {FULL_LAST}", "last_save_in_hf", "set checkpoint.last_save_model_only = true"),
+    (f"--export_dtype bfloat16 {FULL_LAST}", "export_dtype", "leave export_dtype out"),
+    ("--initial_load_in_hf --no_initial_load_model_only", "initial_load_model_only", "initial_load_model_only = true"),
+    ("--initial_load_in_hf_quantized", "initial_load_in_hf_quantized", "set checkpoint.initial_load_in_hf = true"),
+    ("--start warm", "start", "set checkpoint.initial_load_path"),
+    ("--start warm --initial_load_path x --no_initial_load_model_only", "initial_load_model_only", 'start = "auto"'),
+    ("--start warm --initial_load_path x --exclude_from_loading model", "exclude_from_loading", 'start = "scratch"'),
+    ("--start scratch --initial_load_path x", "start", 'set checkpoint.start = "warm"'),
+    ("--start scratch --load_step 5", "load_step", 'set checkpoint.start = "resume"'),
+    ("--load_only", "load_only", "set checkpoint.enable = true"),
+    (SEED, "create_seed_checkpoint", "set checkpoint.enable = true"),
+    (f"{ON} {SEED} --load_only", "load_only", "remove one of the two"),
+    (f"{ON} {SEED} --start resume", "start", "remove one of the two"),
+    (f"{ON} {SEED} --initial_load_path x", "initial_load_path", "remove one of the two"),
+    (f"{ON} {SEED} --load_step 5", "load_step", "remove one of the two"),
+    ("--interval 10 --keep_every 25", "keep_every", "set it to a multiple"),
+    ("--folder s3://bucket/run", "folder", "scripts/checkpoint.py offload"),
+    ("--initial_load_path gs://bucket/step-5", "initial_load_path", "copy that checkpoint here first"),
+]
+# More ways to break a row.
+OTHERS = [
+    ("--start scratch --initial_load_in_hf", "start", "or remove them"),
+    ("--start warm --initial_load_path x --load_step 5", "load_step", "or remove load_step"),
+    (f"{ON} {SEED} --start warm --initial_load_path x", "start", "remove one of the two"),
+    (f"{ON} {SEED} --initial_load_in_hf", "initial_load_path", "remove one of the two"),
+    ("--keep_latest_k 1", "keep_latest_k", ""),
+    ("--interval 0", "interval", ""),
+    ("--interval_minutes -1", "interval_minutes", ""),
+    ("--hf_shard_gb 0", "hf_shard_gb", ""),
+    ("--export_dtype int8", "export_dtype", ""),
+    ("--exclude_from_loading weights", "exclude_from_loading", ""),
+]
+
+
+def arguments(line: str) -> list[str]:
+    return [word.replace("--", "--checkpoint.", 1) for word in line.split()]
+
+
+@pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS + OTHERS)
+def test_contradictions(line: str, key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments(line))
+    keys = [problem.key for problem in caught.value.problems]
+    assert f"checkpoint.{key}" in keys
+    (problem,) = [problem for problem in caught.value.problems if problem.key == f"checkpoint.{key}"]
+    assert remedy in problem.remedy and "\n" not in str(problem)
+
+
+def test_every_row_is_tried() -> None:
+    for rule, (line, key, _) in zip(CHECKPOINT_RULES, CONTRADICTIONS, strict=True):
+        assert rule.key == key, line
+        assert rule.remedy and set(rule.involves) <= set(Checkpoint.model_fields)
+
+
+def test_a_run_folder_is_no_uri() -> None:
+    with pytest.raises(ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*offload"):
+        load_config(["--job.dump_folder", "s3://bucket"])
+
+
+def saves() -> Iterator[tuple[str, bool]]:
+    """async x HF x weights-only x dtype x HF exports: what is asked, and whether it can be had."""
+    choices = ("disabled", "async", "async_with_pinned_mem"), ("", HF_LAST), ("", FULL_LAST), ("", "bfloat16"), (0, 5)
+    for mode, hf, full, dtype, hf_interval in product(*choices):
+        line = f"{ON} --async_mode {mode} {hf} {full} {f'--export_dtype {dtype}' * bool(dtype)} --hf_interval {hf_interval}"
+        yield line, not full or not (hf or (dtype and not hf_interval))
+
+
+@pytest.mark.parametrize(("line", "is_right"), list(saves()))
+def test_saves(line: str, is_right: bool) -> None:
+    if is_right:
+        assert load_config(arguments(line)).checkpoint.enable
+    else:
+        with pytest.raises(ConfigError):
+            load_config(arguments(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--start warm --initial_load_in_hf",
+        "--start warm --initial_load_path x --exclude_from_loading optimizer",
+        "--initial_load_path x --no_initial_load_model_only",
+        "--initial_load_in_hf --initial_load_in_hf_quantized",
+        "--start resume --load_step 5",
+        "--load_step 5 --initial_load_path x",
+        f"{ON} --load_only --load_step 5",
+        f"{ON} --load_only {HF_LAST} --async_mode async",
+        f"{ON} {SEED} --start scratch",
+        f"{ON} {SEED} --async_mode async",
+        "--interval 10 --keep_every 20 --interval_minutes 2.5",
+        f"--export_dtype float16 --hf_interval 10 {FULL_LAST}",
+        "--folder /absolute/folder",
+    ],
+)
+def test_what_may_be_combined(line: str) -> None:
+    load_config(arguments(line))

@@ -1,0 +1,331 @@
+"""Native steps: torch's distributed checkpoint (DCP), with its standard planners, over files in hashed extents.
+
+    dcp.save(state, storage_writer=ExtentWriter(folder, rank), process_group=group)
+    dcp.load(state, storage_reader=ExtentReader(folder, records), process_group=group)
+
+Every rank that has something to write writes one file, `shard-00000.bin`: its items one after the other, each from a
+multiple of 64 bytes on, padded with zeros; a tensor is its elements in C order, anything else the planner's own bytes.
+`.metadata` is DCP's pickle; where it says how an item is stored stands (file name, offset, length in bytes).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.extents import (
+    EXTENT,
+    ExtentSink,
+    ExtentSource,
+    FileRecord,
+    Progress,
+    all_extents,
+    check_sizes,
+    find_damage,
+)
+from torchtitan_like.checkpoint.step_folders import fsync_directory
+from torchtitan_like.distributed.world import HostGroup
+
+METADATA = ".metadata"
+ALIGNMENT = 64  # bytes; a multiple of every element's size, so that no extent ends within an element
+BOUNCE = 4 * EXTENT
+
+
+class ExtentWriter(StorageWriter):
+    """Writes one step into `folder`, which exists and is new.
+
+    After `dcp.save` `records` holds what this rank has written: its shard, if it had anything to write, and on rank 0
+    `.metadata`. Tensors in host memory are written from where they are; others pass through a buffer of a few extents.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
+        self.folder = Path(folder)
+        self.shard = f"shard-{rank:05d}.bin"
+        self.records: dict[str, FileRecord] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.records = {}
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items in the plan's order: the same state gives the same bytes."""
+        results = []
+        if plan.items:
+            with ExtentSink(self.folder / self.shard) as sink:
+                bounce = _Bounce()
+                results = [self._write_item(sink, item, planner, bounce) for item in plan.items]
+                self.records[self.shard] = sink.close()
+            fsync_directory(self.folder)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_item(self, sink: ExtentSink, item: WriteItem, planner: SavePlanner, bounce: _Bounce) -> WriteResult:
+        sink.write(bytes(-sink.size % ALIGNMENT))
+        begin = sink.size
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            for piece in bounce.pieces(data.detach()):
+                sink.write(piece)
+        else:
+            sink.write(data.getbuffer())
+        length = sink.size - begin
+        return WriteResult(item.index, length, (self.shard, begin, length))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata` durably, last; called on rank 0 when every rank has written its shard."""
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):  # the same text from live and from staged (pinned) tensors
+                properties = TensorProperties(dtype=entry.properties.dtype)
+                metadata.state_dict_metadata[name] = replace(entry, properties=properties)
+        temporary = self.folder / f"{METADATA}.tmp"
+        with ExtentSink(temporary) as sink:
+            sink.write(pickle.dumps(metadata))
+            self.records[METADATA] = sink.close()
+        os.rename(temporary, self.folder / METADATA)
+        fsync_directory(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # one is made for each save; DCP never reuses it for another folder
+
+
+class _Bounce:
+    """Turns tensors into the bytes of their elements, C order, through a host buffer where they cannot be used as is."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The tensor's bytes in order; each piece is valid until the next is asked for."""
+        if tensor.numel() == 0:
+            return
+        if tensor.is_cpu and tensor.is_contiguous():
+            yield _as_bytes(tensor)
+        elif tensor.nbytes <= BOUNCE:
+            if self._buffer is None:
+                self._buffer = torch.empty(BOUNCE, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            staged = self._buffer[: tensor.nbytes]
+            staged.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            yield _as_bytes(staged)
+        else:
+            rows = BOUNCE // tensor[0].nbytes
+            for part in tensor.split(rows) if rows else tensor.unbind():
+                yield from self.pieces(part)
+
+
+class ExtentReader(StorageReader):
+    """Reads a step written by ExtentWriter, straight into the state's own tensors.
+
+    Every extent is verified against `records` before what it holds is used; `verified` tells which ones were read.
+    Nothing is read before every file is known to have its recorded size.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], records: Mapping[str, FileRecord]) -> None:
+        self.folder = Path(folder)
+        self.records = records
+        self.verified: dict[str, set[int]] = {}
+        self._metadata: Metadata | None = None
+
+    def metadata(self) -> Metadata:
+        """What the step holds. Raises DamagedError; unpickles nothing that is not what was written."""
+        if self._metadata is None:
+            content = bytearray(self._record(METADATA).size)
+            check_sizes(self.folder, {METADATA: self.records[METADATA]})
+            with self._source(METADATA) as source:
+                source.read(0, memoryview(content))
+            self._metadata = pickle.loads(content)
+        return self._metadata
+
+    def read_metadata(self) -> Metadata:
+        """As `metadata`, for DCP: damage comes as a CheckpointException, as DCP makes a mere text of any Exception here."""
+        try:
+            return self.metadata()
+        except DamagedError as error:
+            raise CheckpointException("metadata", {None: (error, None)}) from error  # type: ignore[dict-item]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Check that the files are there (rank 0: all of them). Raises DamagedError."""
+        if is_coordinator:
+            check_sizes(self.folder, self.records)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.verified = {}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every file this rank needs once, from front to back."""
+        stored = self.metadata().storage_data
+        by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
+        for item in plan.items:
+            name, offset, length = stored[item.storage_index]
+            by_file.setdefault(name, []).append((offset, length, item))
+        for name, items in sorted(by_file.items()):
+            with self._source(name) as source:
+                for offset, length, item in sorted(items, key=lambda entry: entry[0]):
+                    if item.type == LoadItemType.BYTE_IO:
+                        content = bytearray(length)
+                        source.read(offset, memoryview(content))
+                        planner.load_bytes(item, io.BytesIO(content))
+                    else:
+                        target = planner.resolve_tensor(item).detach()
+                        self._read_tensor(source, offset, item, target)
+                        planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_tensor(self, source: ExtentSource, offset: int, item: ReadItem, target: torch.Tensor) -> None:
+        """Copy the item's box of the stored tensor, which begins at byte `offset`, to `target`, casting where needed."""
+        if not target.numel():
+            return
+        entry = self.metadata().state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata) and item.storage_index.index is not None
+        box = _Box(entry.chunks[item.storage_index.index].sizes, item.storage_offsets, item.lengths, target)
+        dtype, size = entry.properties.dtype, entry.properties.dtype.itemsize
+        begin, end = offset + box.first * size, offset + box.end * size
+        in_place = _as_bytes(box.flat) if box.flat is not None and target.is_cpu and target.dtype == dtype else None
+        for index in range(begin // EXTENT, -(-end // EXTENT)):
+            extent = source.record.span(index)
+            low, high = max(begin, extent[0]), min(end, extent[1])
+            if in_place is not None and (low, high) == extent:
+                source.read_extent(index, in_place[low - begin : high - begin])
+            else:
+                content = source.extent(index)[low - extent[0] : high - extent[0]]
+                box.put(torch.frombuffer(content, dtype=dtype), (low - offset) // size)
+
+    def _record(self, name: str) -> FileRecord:
+        if name not in self.records:
+            raise DamagedError(f"{self.folder / name} is not among the files recorded in the manifest")
+        return self.records[name]
+
+    @contextmanager
+    def _source(self, name: str) -> Iterator[ExtentSource]:
+        with ExtentSource(self.folder / name, self._record(name)) as source:
+            try:
+                yield source
+            finally:
+                self.verified.setdefault(name, set()).update(source.verified)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # made for one folder, with its records
+
+
+class _Box:
+    """A box of a stored tensor and the tensor that receives it, filled from stretches of the stored elements."""
+
+    def __init__(
+        self, stored: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+    ) -> None:
+        self.stored, self.starts, self.lengths, self.target = stored, starts, lengths, target
+        strides = [math.prod(stored[dim + 1 :]) for dim in range(len(stored))]
+        # The stretch of stored elements, in C order, from the box's first to its last.
+        self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
+        self.end = self.first + last + 1
+        # The target as such a stretch itself, where both are without gaps: rows, or all, of the stored tensor.
+        is_gapless = self.end - self.first == target.numel() and target.is_contiguous()
+        self.flat = target.view(-1) if is_gapless else None
+
+    def put(self, elements: torch.Tensor, first: int) -> None:
+        """Copy what belongs to the box of `elements` (n,), the stored ones from number `first` on."""
+        if self.flat is not None:
+            self.flat[first - self.first : first - self.first + len(elements)].copy_(elements)
+            return
+        for starts, sizes in _boxes(self.stored, first, first + len(elements)):
+            part, elements = elements[: math.prod(sizes)].view(sizes), elements[math.prod(sizes) :]
+            here, there = [], []
+            for start, size, begin, length in zip(starts, sizes, self.starts, self.lengths, strict=True):
+                low, high = max(start, begin), min(start + size, begin + length)
+                here.append(slice(low - start, max(low, high) - start))
+                there.append(slice(low - begin, max(low, high) - begin))
+            self.target[tuple(there)].copy_(part[tuple(here)])
+
+
+def _boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(starts, sizes) of boxes that are, one after the other, the elements `begin` to `end` of a tensor in C order."""
+    row_size = math.prod(shape[1:])
+    while begin < end:
+        row, skipped = divmod(begin, row_size)
+        rows = 0 if skipped else (end - begin) // row_size
+        if rows:
+            yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
+            begin += rows * row_size
+        else:
+            stop = min(end, (row + 1) * row_size)
+            for starts, sizes in _boxes(shape[1:], skipped, stop - row * row_size):
+                yield (row, *starts), (1, *sizes)
+            begin = stop
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def verify_rest(
+    folder: Path,
+    records: Mapping[str, FileRecord],
+    verified: Mapping[str, set[int]],
+    group: HostGroup,
+    progress: Progress | None = None,
+) -> None:
+    """Verify what no rank has read, split over the ranks, which call this together; `verified`: what this one has.
+
+    Raises DamagedError on the rank that finds damage.
+    """
+    seen = {(name, index) for mine in group.gather_objects(verified) for name in mine for index in mine[name]}
+    rest = [extent for extent in all_extents(records) if extent not in seen]
+    rank = torch.distributed.get_rank(group.group) if group.group is not None else 0
+    mine = rest[len(rest) * rank // group.size : len(rest) * (rank + 1) // group.size]
+    for error in find_damage(folder, records, mine, progress):
+        raise error
+
+
+def unwrap(problem: CheckpointException) -> CheckpointError:
+    """DCP's error as ours, with every failed rank's words: DamagedError when any rank has found damage."""
+    texts, damaged = [], False
+    for rank, (failure, _) in problem.failures.items():
+        error = unwrap(failure) if isinstance(failure, CheckpointException) else failure
+        damaged |= isinstance(error, DamagedError)
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        texts.append(text if rank is None else f"rank {rank}: {text}")
+    return (DamagedError if damaged else CheckpointError)("; ".join(texts))

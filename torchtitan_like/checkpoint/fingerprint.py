@@ -1,0 +1,64 @@
+"""All that decides whether the same step gives the same bits: stored with a checkpoint, compared on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_scale import Compile
+    from torchtitan_like.config.sections_training import Loss, Optimizer, Training
+
+
+def numeric_fingerprint(
+    device: torch.device,
+    layout: Mapping[str, int],
+    training: Training,
+    optimizer: Optimizer,
+    loss: Loss,
+    compile_section: Compile,
+) -> dict[str, str]:
+    """What decides about bits, in words. `layout`: degrees by the mesh's names."""
+    dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    parts = f"{', '.join(compile_section.components)} by {compile_section.backend}"
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found = {
+        "torch": torch.__version__,
+        "device": "cpu",
+        "vector level": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": "yes" if deterministic else "no",
+        "layout": " ".join(f"{name} {degree}" for name, degree in layout.items()) or "one rank",
+        "micro-batch": str(training.local_batch_size),
+        "dtypes": "/".join(dtypes),
+        "loss chunk": f"{loss.chunk_mib} MiB",
+        "optimizer": f"{optimizer.name} {optimizer.implementation}",
+        "compile": parts if compile_section.enable else "no",
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """Each difference in words: `threads 1 -> 2`."""
+    return [
+        f"{name} {stored.get(name, 'none')} -> {current.get(name, 'none')}"
+        for name in dict.fromkeys((*stored, *current))
+        if stored.get(name) != current.get(name)
+    ]
+
+
+def resume_line(stored: Mapping[str, str] | None, current: Mapping[str, str]) -> str:
+    """`bit-exact: yes`, or why the resumed run will not repeat the bits of one that never stopped."""
+    if stored is None:
+        return "bit-exact: unknown (the checkpoint does not say how it was computed)"
+    reasons = compare(stored, current)
+    if current["device"] != "cpu" and current["deterministic"] == "no":
+        reasons.append("debug.deterministic is false")
+    return f"bit-exact: no ({'; '.join(reasons)})" if reasons else "bit-exact: yes"

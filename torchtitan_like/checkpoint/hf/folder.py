@@ -1,0 +1,77 @@
+"""What a Hugging Face directory holds beside the weights: the model's config, generation settings, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
+from torchtitan_like.checkpoint.step_folders import fsync_directory
+
+# Taken over from the folder of the tokenizer where they are.
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "*.model", "*.tiktoken", "chat_template.*", "generation_config.json",
+)  # fmt: skip
+
+
+class SpecialToken(NamedTuple):
+    """A token that begins or ends a text."""
+
+    text: str
+    id: int
+
+
+def write_folder(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    assets: Path,
+    bos: SpecialToken | None,
+    eos: SpecialToken | None,
+) -> dict[str, FileRecord]:
+    """Make an export complete for `transformers`; called on rank 0 alone. Returns what was written.
+
+    config: the model's sizes (`ModelSpec.hf_config`). dtype: that of the exported weights. assets: the tokenizer's folder,
+    or its file. bos, eos: None where the tokenizer has none. Raises OSError.
+    """
+    source = assets if assets.is_dir() else assets.parent
+    contents = {path.name: path.read_bytes() for pattern in _COPIED for path in sorted(source.glob(pattern))}
+    ids = {f"{name}_token_id": token.id if token else None for name, token in (("bos", bos), ("eos", eos))}
+    texts = {f"{name}_token": token.text for name, token in (("bos", bos), ("eos", eos)) if token}
+    name = str(dtype).removeprefix("torch.")  # older releases of transformers look for torch_dtype, newer for dtype
+    contents["config.json"] = _as_json({**config, **ids, "torch_dtype": name, "dtype": name})
+    contents.setdefault("generation_config.json", _as_json({"_from_model_config": True, **ids}))
+    # Without it the class is guessed from the model's type, and the tokens that begin and end a text are unknown.
+    contents.setdefault("tokenizer_config.json", _as_json({"tokenizer_class": "PreTrainedTokenizerFast", **texts}))
+    records = {}
+    for file, content in contents.items():
+        with ExtentSink(folder / file) as sink:
+            sink.write(content)
+            records[file] = sink.close()
+    fsync_directory(folder)
+    return records
+
+
+def read_index(assets: Path) -> dict[str, str] | None:
+    """The index of a model's folder, its weight_map; None when it has none."""
+    return read_weight_map(assets / INDEX) if (assets / INDEX).is_file() else None
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The weight_map of a `model.safetensors.index.json`: tensor -> file. Raises CheckpointError."""
+    try:
+        return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as an index: {type(error).__name__} {error}") from error
+
+
+def _as_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"

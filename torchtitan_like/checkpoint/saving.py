@@ -1,0 +1,190 @@
+"""One save from stage to publish: every rank writes, all vote, the manifest commits, the rename shows it.
+
+stage -> visibility, space -> every rank writes and hashes its files -> vote 1 (outcomes and records) -> rank 0 checks the
+sizes on disk, writes `manifest.json`, renames to `step-N`, fsyncs -> vote 2 (the outcome is everyone's) -> retention.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
+from torchtitan_like.checkpoint.step_folders import publish, write_manifest
+from torchtitan_like.checkpoint.votes import Votes
+
+if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.lock import RunLock
+    from torchtitan_like.checkpoint.retention import Retention
+
+logger = logging.getLogger()
+
+
+@dataclass(frozen=True)
+class Save:
+    """What one save is."""
+
+    kind: Literal["full", "weights", "hf"]
+    folder: Path  # where its step-N will stand
+    dtype: torch.dtype | None = None  # floating-point weights are converted to it; None keeps their own
+    is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
+
+
+@dataclass(frozen=True)
+class HfLayout:
+    """How an export is cut into files and who writes them."""
+
+    executor: Literal["direct", "consolidate"]
+    shard_bytes: int
+
+
+class StepWriter:
+    """Writes steps on the checkpoint thread of every rank together. `lock` and `retention` are rank 0's, else None."""
+
+    def __init__(
+        self,
+        votes: Votes,
+        identity: Identity,
+        layout: HfLayout,
+        run_id: str,
+        lock: RunLock | None,
+        retention: Retention | None,
+    ) -> None:
+        self._votes, self._identity, self._layout, self._run_id = votes, identity, layout, run_id
+        self._lock, self._retention = lock, retention
+        self._is_visible = False  # to every rank, as far as is known
+
+    def commit(
+        self,
+        save: Save,
+        step: int,
+        tensors: Mapping[str, Any],
+        *,
+        config_toml: str,
+        summary: Mapping[str, Any],
+        on_published: Callable[[Save, Path, float], None],
+    ) -> Path:
+        """Write and publish `step-N`; raises CheckpointError on every rank when any rank failed.
+
+        `tensors`: flat names -> DTensor, tensor or string. `summary` goes into the manifest. `on_published` is told
+        what, where and in how many seconds, on rank 0.
+        """
+        begin = time.monotonic()
+        final = save.folder / f"step-{step}"
+        staged = save.folder / f"{final.name}.tmp-{self._run_id}"
+        if save.dtype is not None and save.kind != "hf":  # an export converts piece by piece
+            tensors = {name: _as_dtype(value, save.dtype) for name, value in tensors.items()}
+        try:
+            self._votes.leader_does(lambda: self._stage(staged, final, tensors))
+            self._see_each_other(staged)
+            records = self._write_files(save, staged, tensors, config_toml)
+            content = {"kind": save.kind, "step": step, "config": config_toml, **summary}
+            self._votes.leader_does(lambda: self._publish(staged, final, records, content))
+        except CheckpointError:
+            if self._votes.is_leader:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        seconds = time.monotonic() - begin
+        logger.info(f"Saved {final} ({save.kind}) in {seconds:.2f} seconds")
+        if self._retention is not None:
+            try:
+                on_published(save, final, seconds)
+                self._retention.apply()
+            except OSError as error:  # the step is safe, and the others know: what comes after it must not undo that
+                logger.error(f"{final} is saved, but what follows a save has failed: {error}")
+        return final
+
+    def _stage(self, staged: Path, final: Path, tensors: Mapping[str, Any]) -> None:
+        if self._lock is not None:
+            self._lock.check()
+        if final.exists():
+            raise CheckpointError(f"{final} exists already: a published checkpoint is never overwritten")
+        staged.mkdir(parents=True)
+        needed = sum(v.numel() * v.element_size() for v in tensors.values() if isinstance(v, torch.Tensor))
+        check_space(staged, needed, 2 * self._votes.group.size + 8)
+        check_writable(staged)
+
+    def _see_each_other(self, staged: Path) -> None:
+        """Before the first save: every rank, on every node, must see what rank 0 has put there."""
+        if self._is_visible:
+            return
+        token = self._votes.leader_does(lambda: write_marker(staged))
+        self._votes.all_do(lambda: see_marker(staged, token))
+        self._votes.leader_does(lambda: remove_marker(staged))
+        self._is_visible = True
+
+    def _write_files(
+        self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
+    ) -> dict[str, FileRecord]:
+        def write_config() -> FileRecord:
+            sink = ExtentSink(staged / "config.toml")
+            sink.write(config_toml.encode())
+            return sink.close()
+
+        records = {"config.toml": self._votes.leader_does(write_config)}
+        write = partial(self._export, save.dtype or torch.float32) if save.kind == "hf" else self._write_native
+        for part in self._votes.all_do(lambda: write(staged, tensors)):
+            records.update(part)
+        return records
+
+    def _write_native(self, staged: Path, tensors: Mapping[str, Any]) -> dict[str, FileRecord]:
+        import torch.distributed.checkpoint as dcp
+
+        from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
+
+        group = self._votes.group
+        writer = ExtentWriter(staged, 0 if group.group is None else torch.distributed.get_rank(group.group))
+        detached = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()}
+        dcp.save(detached, storage_writer=writer, process_group=group.group, no_dist=group.size == 1)
+        return writer.records
+
+    def _export(self, dtype: torch.dtype, staged: Path, tensors: Mapping[str, Any]) -> dict[str, FileRecord]:
+        from torchtitan_like.checkpoint.hf.direct import write_export
+        from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
+
+        identity = self._identity
+        records = write_export(
+            staged,
+            {name.removeprefix("model."): value.detach() for name, value in tensors.items()},
+            rows=identity.spec.hf_names(identity.args),
+            tied=identity.spec.tied(identity.args),
+            dtype=dtype,
+            group=self._votes.group,
+            executor=self._layout.executor,
+            shard_bytes=self._layout.shard_bytes,
+            index=self._votes.leader_does(lambda: read_index(identity.hf_assets)),
+        )
+        if self._votes.is_leader:
+            bos, eos = identity.special_tokens()
+            config = identity.spec.hf_config(identity.args)
+            records |= write_folder(staged, config=config, dtype=dtype, assets=identity.tokenizer, bos=bos, eos=eos)
+        return records
+
+    def _publish(
+        self, staged: Path, final: Path, records: Mapping[str, FileRecord], content: Mapping[str, Any]
+    ) -> None:
+        for name, record in records.items():
+            found = (staged / name).stat().st_size
+            if found != record.size:
+                raise OSError(f"{staged / name} holds {found} bytes on disk, but {record.size} were written to it")
+        write_manifest(staged, {**content, "files": {name: asdict(record) for name, record in sorted(records.items())}})
+        if self._lock is not None:
+            self._lock.check()
+        publish(staged, final)
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors converted; integers, bools and everything else as they are."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().to(dtype) if is_float else value

@@ -1,0 +1,316 @@
+"""Any checkpoint as names and tensors, read one at a time; compared, and converted into any other format.
+
+One process holds the weights of a model once or twice: what runs on many ranks is in `loading` and `hf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.start import Format, Start, format_of
+from torchtitan_like.checkpoint.stateful import ModelState
+from torchtitan_like.checkpoint.step_folders import (
+    MANIFEST,
+    Manifest,
+    file_records,
+    fsync_directory,
+    read_manifest,
+    write_manifest,
+)
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models.hf_table import links, slices, their_shapes
+
+Kind = Literal["native", "hf", "dcp", "pt"]
+# Whose names the tensors have. Within one family they are kept; from one to another the model's tables translate.
+FAMILIES: dict[Kind, str] = {"native": "ours", "hf": "hf", "dcp": "torch", "pt": "torch"}
+BLOCK = 2**22  # elements compared at a time
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint of any format. `forms`: name -> (shape, dtype) of its tensors, under the names they have there.
+
+    read      one tensor, by name
+    whole     everything, nested as it was saved; of a step of ours the weights alone
+    objects   names of what is no tensor
+    files     of safetensors: name -> file
+    """
+
+    path: Path
+    kind: Kind
+    manifest: Manifest
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    read: Callable[[str], Tensor]
+    whole: Callable[[], Any]
+    objects: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.kind]
+
+
+def open_contents(path: Path) -> Contents:
+    """Read headers and indices. Raises CheckpointError; DamagedError where they are not what was written."""
+    if path.is_file():
+        return _open_pt(path)
+    found = format_of(path)
+    if found == "hf":
+        return _open_hf(path)
+    if found in ("step", "dcp"):
+        return _open_dcp(path, "native" if found == "step" else "dcp")
+    raise CheckpointError(
+        f"{path} is no checkpoint that can be read here: give a step-N, a folder of safetensors or of "
+        "torch.distributed.checkpoint, or a .pt file"
+    )
+
+
+def _open_dcp(path: Path, kind: Kind) -> Contents:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+
+    manifest = read_manifest(path) or {}
+    records = file_records(manifest)
+    reader = ExtentReader(path, records) if records else dcp.FileSystemReader(path)
+    stored = (reader.metadata() if isinstance(reader, ExtentReader) else reader.read_metadata()).state_dict_metadata
+    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def read(name: str) -> Tensor:
+        target = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)}
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        return target[name]
+
+    def whole() -> Any:
+        if kind == "native":
+            return {name: read(name) for name in tensors if name.startswith("model.")}
+        state: dict[str, Any] = {}
+        _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        return state
+
+    forms = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in tensors.items()}
+    return Contents(path, kind, manifest, forms, read, whole, tuple(name for name in stored if name not in tensors))
+
+
+def _open_hf(path: Path) -> Contents:
+    from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
+
+    stored = open_safetensors(path, quantized=False).stored
+
+    def read(name: str) -> Tensor:
+        with open(path / stored[name].file, "rb", buffering=0) as file:
+            return read_box(file, stored[name], tuple((0, n, 1) for n in stored[name].shape))
+
+    forms = {name: (tuple(entry.shape), entry.dtype) for name, entry in stored.items()}
+    files = {name: entry.file for name, entry in stored.items()}
+    return Contents(
+        path, "hf", read_manifest(path) or {}, forms, read, lambda: {name: read(name) for name in stored}, files=files
+    )
+
+
+def _open_pt(path: Path) -> Contents:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # what a file that is none makes of torch.load is of many kinds
+        raise CheckpointError(f"{path} cannot be read by torch.load: {error}") from error
+    leaves = dict(_leaves(state))
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
+    forms = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    objects = tuple(name for name in leaves if name not in tensors)
+    return Contents(path, "pt", {}, forms, tensors.__getitem__, lambda: state, objects)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _leaves(part, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, value
+
+
+def difference(a: Tensor, b: Tensor) -> str | None:
+    """In what two tensors differ: dtype and shape, or the largest absolute difference; None: equal bit for bit."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{short(a.dtype)} {list(a.shape)} -> {short(b.dtype)} {list(b.shape)}"
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    if torch.equal(bits[0], bits[1]):
+        return None
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    blocks = zip(a.reshape(-1).split(BLOCK), b.reshape(-1).split(BLOCK), strict=True)
+    largest = torch.stack([(x.to(wide) - y.to(wide)).abs().max() for x, y in blocks]).max()  # NaN stays NaN
+    return f"max abs difference {largest.item():.3e}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
+    """The model's weights under our names, checked to be all of them. Raises CheckpointError."""
+    if source.kind == "native":
+        return {name.removeprefix("model."): tensor for name, tensor in source.whole().items()}
+    with torch.device("meta"):
+        model = identity.spec.build(identity.args)
+    stored = [dtype for _, dtype in source.forms.values() if dtype.is_floating_point]
+    weights = ModelState(model.to(max(set(stored), key=stored.count, default=torch.float32)).to_empty(device="cpu"))
+    start = Start(
+        "warm",
+        0,
+        source.path,
+        "named on the command line",
+        format=cast(Format, "meta" if source.kind == "pt" else source.kind),
+        manifest=source.manifest or None,
+    )
+    load_states(start, {"model": weights}, Votes(HostGroup.alone(), is_leader=True), identity)
+    return {name: tensor.detach() for name, tensor in weights.state_dict().items()}
+
+
+def _meta_weights(ours: Mapping[str, Tensor], identity: Identity) -> dict[str, Tensor]:
+    """Our weights as TorchTitan and Meta name them and order their rows."""
+    spec, args = identity.spec, identity.args
+    if spec.meta_names is None:
+        raise CheckpointError(f"of {spec.name} no checkpoints of TorchTitan or Meta are known")
+    found = links(spec.meta_names(args), {name: tuple(tensor.shape) for name, tensor in ours.items()}, spec.tied(args))
+    dtypes = {link.theirs: ours[link.ours].dtype for link in found}
+    theirs = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in their_shapes(found).items()}
+    for link in found:
+        part = ours[link.ours][slices(link.our_box)]
+        target = theirs[link.theirs][slices(link.their_box)]
+        target.copy_((part.mT if link.transposed else part).reshape(target.shape))
+    return theirs
+
+
+def convert(
+    source: Contents, out: Path, to: Kind, *, dtype: torch.dtype | None, identity: Identity | None, config: str | None
+) -> None:
+    """Write `source` as `out`, which appears when it is complete. Floating-point tensors become `dtype` (None: stay).
+
+    identity: the model, needed when the two formats are of different families. config: the TOML for a native step.
+    Every tensor is saved without what it may be a view of. Raises CheckpointError, OSError.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: choose another name")
+    if source.family == FAMILIES[to]:
+        state, identity = source.whole(), None if to == "hf" else identity
+    else:
+        assert identity is not None
+        state = our_weights(source, identity)
+        state = _meta_weights(state, identity) if FAMILIES[to] == "torch" else state
+
+    def converted(tensor: Tensor) -> Tensor:
+        changed = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return changed.clone(memory_format=torch.contiguous_format) if changed is tensor else changed
+
+    state = tree_map_only(Tensor, converted, state)
+    staged = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if to == "pt":
+            _write_pt(staged, state)
+        elif to == "dcp":
+            _write_dcp(staged, state)
+        elif to == "native":
+            assert config is not None
+            _write_native(staged, state, source, config)
+        else:
+            _write_hf(staged, state, source, identity)
+        os.rename(staged, out)
+        fsync_directory(out.parent)
+    finally:
+        if staged.is_dir():
+            shutil.rmtree(staged)
+        staged.unlink(missing_ok=True)
+
+
+def _write_pt(staged: Path, state: Any) -> None:
+    with open(staged, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_dcp(staged: Path, state: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(staged, thread_count=1), no_dist=True)
+
+
+def _write_native(staged: Path, state: Mapping[str, Tensor], source: Contents, config: str) -> None:
+    """A step with weights alone, to be named in `checkpoint.initial_load_path`."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
+
+    staged.mkdir()
+    writer = ExtentWriter(staged, 0)
+    state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    _complete(staged, writer.records, {"config.toml": config.encode()}, "weights", source, {"config": config})
+
+
+def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None) -> None:
+    """A directory for `transformers`; without a model, one with the names and small files of the source."""
+    from torchtitan_like.checkpoint.hf.direct import write_export
+    from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
+
+    staged.mkdir()
+    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+    spec, args = (identity.spec, identity.args) if identity else (None, None)
+    records = write_export(
+        staged,
+        state,
+        rows=spec.hf_names(args) if spec else tuple((name, name) for name in state),
+        tied=spec.tied(args) if spec else (),
+        dtype=None,
+        group=HostGroup.alone(),
+        index=read_index(identity.hf_assets) if identity else source.files,
+    )
+    others: dict[str, bytes] = {}
+    if identity:
+        bos, eos = identity.special_tokens()
+        sizes = identity.spec.hf_config(args)
+        records |= write_folder(staged, config=sizes, dtype=dtype, assets=identity.tokenizer, bos=bos, eos=eos)
+    else:
+        files = [file for file in source.path.iterdir() if file.is_file() and "safetensors" not in file.name]
+        others = {file.name: file.read_bytes() for file in files if file.name != MANIFEST}
+        if "config.json" in others:
+            types = {"torch_dtype": short(dtype), "dtype": short(dtype)}
+            others["config.json"] = json.dumps(json.loads(others["config.json"]) | types, indent=2).encode() + b"\n"
+    _complete(staged, records, others, "hf", source, {})
+
+
+def _complete(
+    staged: Path,
+    records: Mapping[str, FileRecord],
+    others: Mapping[str, bytes],
+    kind: str,
+    source: Contents,
+    more: Mapping[str, str],
+) -> None:
+    """Write the small files and, last, the manifest."""
+    found = dict(records)
+    for name, content in others.items():
+        with ExtentSink(staged / name) as sink:
+            sink.write(content)
+            found[name] = sink.close()
+    files = {name: dataclasses.asdict(record) for name, record in sorted(found.items())}
+    write_manifest(staged, {"kind": kind, "step": source.manifest.get("step", 0), "files": files, **more})

@@ -1,0 +1,107 @@
+"""From a command line to a run: the config, checked as a whole; the world; the words and the code at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.config import ConfigError, JobConfig, dump_toml
+from torchtitan_like.data.tokenizer import load_tokenizer
+from torchtitan_like.distributed.data_parallel import needs_wrapping
+from torchtitan_like.distributed.determinism import set_determinism
+from torchtitan_like.distributed.dims import resolve_degrees
+from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.monitor.log import init_logger, logger
+from torchtitan_like.monitor.run_directory import write_atomically
+from torchtitan_like.preflight import load_checked
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.hf.folder import SpecialToken
+    from torchtitan_like.config.sections_training import Model
+
+
+def read_config(argv: list[str], world_size: int) -> JobConfig:
+    """Load and check the config as a whole, before anything is built. Raises ConfigError with every problem."""
+    config, warnings = load_checked(
+        argv, world_size, training=True, device_type="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    for warning in warnings:
+        logger.warning(str(warning))
+    return config
+
+
+def join(config: JobConfig, launched: LaunchedAs) -> World:
+    """Groups and meshes: everything a rank needs to know of the others."""
+    for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
+        logger.info(line)
+    training = config.training
+    dims, errors = resolve_degrees(config.parallelism, launched.world_size)
+    assert dims is not None, errors  # preflight has reported these
+    needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    return join_world(launched, dims, timeout, needs_mesh=needs_mesh)
+
+
+def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
+    """The checkpointer of a run."""
+    return Checkpointer(
+        config.checkpoint,
+        dump_folder=config.job.dump_folder,
+        group=world.checkpoint_group,
+        is_leader=world.rank == 0,
+        device=world.device,
+        identity=identify(config.model),
+    )
+
+
+def identify(model: Model) -> Identity:
+    """The model by name and sizes, for checkpoints in formats other than our own."""
+    spec = get_spec(model.name)
+
+    def special_tokens() -> tuple[SpecialToken | None, SpecialToken | None]:
+        from torchtitan_like.checkpoint.hf.folder import SpecialToken
+
+        tokenizer = load_tokenizer(model.tokenizer_folder)
+        ids = (tokenizer.bos_id, tokenizer.eos_id)
+        bos, eos = (None if i is None else SpecialToken(tokenizer.decode([i]), i) for i in ids)
+        return bos, eos
+
+    args = resolve_args(spec, model.flavor, model.args)
+    return Identity(spec, args, Path(model.hf_assets_path), Path(model.tokenizer_folder), special_tokens)
+
+
+def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs], ExitCode]) -> int:
+    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code."""
+    init_logger()
+    launched = launched_as()
+    try:
+        config = read_config(argv, launched.world_size)
+    except ConfigError as error:
+        if launched.rank == 0:
+            print(error, file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    if config.job.print_config and launched.rank == 0:
+        print(dump_toml(config))
+    if config.job.save_config_file and launched.rank == 0:
+        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(run(config, launched))
+    try:
+        run(config, launched)
+    except Exception as error:
+        # torchrun shows what the first failing rank records here, with host and rank, as its last words.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        raise
+    return 0
