@@ -128,7 +128,7 @@ def test_what_was_saved_on_any_layout_is_loaded(tmp_path: Path, dim: int | None)
 def test_every_element_is_stored_once_and_nothing_else(step: Any) -> None:
     folder, records = step
     assert sorted(os.listdir(folder)) == [".metadata", "shard-00000.bin", "shard-00001.bin"]
-    stored = ExtentReader(folder, records).metadata().storage_data
+    stored = ExtentReader(folder, records).read_metadata().storage_data
     spans = sorted((name, offset, offset + length) for name, offset, length in stored.values())
     for (name, _, end), (following, begin, _) in zip(spans, spans[1:], strict=False):
         assert begin % 64 == 0 and (begin >= end if name == following else begin == 0)
@@ -198,10 +198,13 @@ def test_boxes_are_the_elements_in_order(data: st.DataObject) -> None:
 def load_damaged(folder: str, records: dict[str, FileRecord]) -> tuple[type[Exception], str, bool]:
     """(the error's class, its text, has anything been read?)."""
     state = state_of(0, fill=False)
+    reader = ExtentReader(folder, records)
+    error: Exception
     try:
-        dcp.load(state, storage_reader=ExtentReader(folder, records))
-    except CheckpointException as problem:
-        error = unwrap(problem)
+        reader.read_metadata()
+        dcp.load(state, storage_reader=reader)
+    except (CheckpointException, DamagedError) as problem:
+        error = unwrap(problem) if isinstance(problem, CheckpointException) else problem
         untouched = all(not value.to_local().any() for value in state.values() if isinstance(value, DTensor))
         return type(error), str(error), not untouched
     raise AssertionError("nothing was noticed")

@@ -159,8 +159,11 @@ class ExtentReader(StorageReader):
         self.verified: dict[str, set[int]] = {}
         self._metadata: Metadata | None = None
 
-    def metadata(self) -> Metadata:
-        """What the step holds. Raises DamagedError; unpickles nothing that is not what was written."""
+    def read_metadata(self) -> Metadata:
+        """What the step holds. Raises DamagedError; unpickles nothing that is not what was written.
+
+        To be called before `dcp.load` too, which makes a mere text of what is raised in here.
+        """
         if self._metadata is None:
             content = bytearray(self._record(METADATA).size)
             check_sizes(self.folder, {METADATA: self.records[METADATA]})
@@ -168,13 +171,6 @@ class ExtentReader(StorageReader):
                 source.read(0, memoryview(content))
             self._metadata = pickle.loads(content)
         return self._metadata
-
-    def read_metadata(self) -> Metadata:
-        """As `metadata`, for DCP: damage comes as a CheckpointException, as DCP makes a mere text of any Exception here."""
-        try:
-            return self.metadata()
-        except DamagedError as error:
-            raise CheckpointException("metadata", {None: (error, None)}) from error  # type: ignore[dict-item]
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Check that the files are there (rank 0: all of them). Raises DamagedError."""
@@ -192,7 +188,7 @@ class ExtentReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every file this rank needs once, from front to back."""
-        stored = self.metadata().storage_data
+        stored = self.read_metadata().storage_data
         by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
         for item in plan.items:
             name, offset, length = stored[item.storage_index]
@@ -216,7 +212,7 @@ class ExtentReader(StorageReader):
         """Copy the item's box of the stored tensor, which begins at byte `offset`, to `target`, casting where needed."""
         if not target.numel():
             return
-        entry = self.metadata().state_dict_metadata[item.storage_index.fqn]
+        entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata) and item.storage_index.index is not None
         box = _Box(entry.chunks[item.storage_index.index].sizes, item.storage_offsets, item.lengths, target)
         dtype, size = entry.properties.dtype, entry.properties.dtype.itemsize
@@ -323,9 +319,8 @@ def verify_rest(
 def unwrap(problem: CheckpointException) -> CheckpointError:
     """DCP's error as ours, with every failed rank's words: DamagedError when any rank has found damage."""
     texts, damaged = [], False
-    for rank, (failure, _) in problem.failures.items():
-        error = unwrap(failure) if isinstance(failure, CheckpointException) else failure
+    for rank, (error, _) in problem.failures.items():
         damaged |= isinstance(error, DamagedError)
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        texts.append(text if rank is None else f"rank {rank}: {text}")
+        texts.append(f"rank {rank}: {text}")
     return (DamagedError if damaged else CheckpointError)("; ".join(texts))

@@ -10,18 +10,29 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
+from zipfile import is_zipfile
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils._pytree import tree_map_only
 
+from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, unwrap
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord, find_damage
+from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
+from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.loading import Identity, load_states
-from torchtitan_like.checkpoint.start import Format, Start, format_of
+from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import (
     MANIFEST,
@@ -80,30 +91,39 @@ def open_contents(path: Path) -> Contents:
     )
 
 
+@contextmanager
+def _told_plainly(path: Path) -> Iterator[None]:
+    """What torch raises where bytes are not what they should be is of many kinds; as errors of ours."""
+    try:
+        yield
+    except CheckpointException as problem:  # no Exception
+        raise unwrap(problem) from problem
+    except (CheckpointError, OSError):
+        raise
+    except Exception as problem:
+        raise CheckpointError(f"{path}: {type(problem).__name__}: {problem}") from problem
+
+
 def _open_dcp(path: Path, kind: Kind) -> Contents:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
-
     manifest = read_manifest(path) or {}
     records = file_records(manifest)
     reader = ExtentReader(path, records) if records else dcp.FileSystemReader(path)
-    stored = (reader.metadata() if isinstance(reader, ExtentReader) else reader.read_metadata()).state_dict_metadata
+    with _told_plainly(path):
+        stored = reader.read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
     def read(name: str) -> Tensor:
         target = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)}
-        dcp.load(target, storage_reader=reader, no_dist=True)
+        with _told_plainly(path):
+            dcp.load(target, storage_reader=reader, no_dist=True)
         return target[name]
 
     def whole() -> Any:
         if kind == "native":
             return {name: read(name) for name in tensors if name.startswith("model.")}
         state: dict[str, Any] = {}
-        _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        with _told_plainly(path):
+            _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
         return state
 
     forms = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in tensors.items()}
@@ -111,26 +131,26 @@ def _open_dcp(path: Path, kind: Kind) -> Contents:
 
 
 def _open_hf(path: Path) -> Contents:
-    from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
-
     stored = open_safetensors(path, quantized=False).stored
 
     def read(name: str) -> Tensor:
         with open(path / stored[name].file, "rb", buffering=0) as file:
             return read_box(file, stored[name], tuple((0, n, 1) for n in stored[name].shape))
 
+    def whole() -> dict[str, Tensor]:
+        for damage in find_damage(path, file_records(manifest)):  # of an export of ours the hashes are known
+            raise damage
+        return {name: read(name) for name in stored}
+
+    manifest = read_manifest(path) or {}
     forms = {name: (tuple(entry.shape), entry.dtype) for name, entry in stored.items()}
     files = {name: entry.file for name, entry in stored.items()}
-    return Contents(
-        path, "hf", read_manifest(path) or {}, forms, read, lambda: {name: read(name) for name in stored}, files=files
-    )
+    return Contents(path, "hf", manifest, forms, read, whole, files=files)
 
 
 def _open_pt(path: Path) -> Contents:
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # what a file that is none makes of torch.load is of many kinds
-        raise CheckpointError(f"{path} cannot be read by torch.load: {error}") from error
+    with _told_plainly(path):
+        state = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     leaves = dict(_leaves(state))
     tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
     forms = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
@@ -177,7 +197,7 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
         0,
         source.path,
         "named on the command line",
-        format=cast(Format, "meta" if source.kind == "pt" else source.kind),
+        format="meta" if source.kind == "pt" else source.kind,
         manifest=source.manifest or None,
     )
     load_states(start, {"model": weights}, Votes(HostGroup.alone(), is_leader=True), identity)
@@ -224,15 +244,16 @@ def convert(
     staged = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if to == "pt":
-            _write_pt(staged, state)
-        elif to == "dcp":
-            _write_dcp(staged, state)
-        elif to == "native":
-            assert config is not None
-            _write_native(staged, state, source, config)
-        else:
-            _write_hf(staged, state, source, identity)
+        with _told_plainly(out):
+            if to == "pt":
+                _write_pt(staged, state)
+            elif to == "dcp":
+                dcp.save(state, storage_writer=dcp.FileSystemWriter(staged, thread_count=1), no_dist=True)
+            elif to == "native":
+                assert config is not None
+                _write_native(staged, state, source, config)
+            else:
+                _write_hf(staged, state, source, identity)
         os.rename(staged, out)
         fsync_directory(out.parent)
     finally:
@@ -248,18 +269,8 @@ def _write_pt(staged: Path, state: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _write_dcp(staged: Path, state: Any) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(staged, thread_count=1), no_dist=True)
-
-
 def _write_native(staged: Path, state: Mapping[str, Tensor], source: Contents, config: str) -> None:
     """A step with weights alone, to be named in `checkpoint.initial_load_path`."""
-    import torch.distributed.checkpoint as dcp
-
-    from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
-
     staged.mkdir()
     writer = ExtentWriter(staged, 0)
     state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
@@ -269,9 +280,6 @@ def _write_native(staged: Path, state: Mapping[str, Tensor], source: Contents, c
 
 def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None) -> None:
     """A directory for `transformers`; without a model, one with the names and small files of the source."""
-    from torchtitan_like.checkpoint.hf.direct import write_export
-    from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
-
     staged.mkdir()
     dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     spec, args = (identity.spec, identity.args) if identity else (None, None)

@@ -1,0 +1,254 @@
+"""Saving and loading native checkpoints against a floor and against torch's own distributed checkpoint (DCP).
+
+    python benchmarks/checkpoint.py [--rounds 9] [--gb 2] [--folder DIR]
+
+A state of weights and two moments, cut over 2 CPU ranks by rows. Every round times each side once, in turn, so that a
+noisy machine disturbs all alike; the table gives medians over rounds and of the ratio within a round.
+
+- save: the floor is what no format can undercut: each rank writes its shards with `safetensors.torch.save_file`, fsync.
+- load: files in the page cache, every extent verified, against `dcp.load` of a plain DCP save of the same state: on the
+  same layout, 2 ranks -> 1, 2 -> 4, and cut by columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+LOADS = {"same layout": (2, 0), "2 ranks -> 1": (1, 0), "2 ranks -> 4": (4, 0), "cut by columns": (2, 1)}
+
+
+def shapes(gigabytes: float) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama's weights of width 1,024 and their moments: about `gigabytes` in float32."""
+    layer = {"wq": (1024, 1024), "wk": (256, 1024), "wv": (256, 1024), "wo": (1024, 1024), "norm": (1024,)}
+    layer |= {"w1": (2816, 1024), "w2": (1024, 2816), "w3": (2816, 1024)}
+    num_layers = max(1, round((gigabytes * 1e9 / 12 - 2 * 32000 * 1024) / 11.3e6))
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for end in ("tok_embeddings", "output"):
+            yield f"{end}.{kind}", (32000, 1024)
+        for index in range(num_layers):
+            for name, shape in layer.items():
+                yield f"layers.{index}.{name}.{kind}", shape
+
+
+def make_state(gigabytes: float, dim: int, fill: bool) -> dict[str, Any]:
+    """The state as DTensors cut along `dim` over all ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, empty
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Any] = {}
+    for name, shape in shapes(gigabytes):
+        state[name] = empty(shape, device_mesh=mesh, placements=[Shard(min(dim, len(shape) - 1))])
+        local = state[name].to_local()
+        torch.randn(local.shape, out=local) if fill else local.zero_()
+    return state
+
+
+class Memory:
+    """The largest resident memory of this process during a `with` block, beyond that at its begin (MiB)."""
+
+    def __enter__(self) -> Memory:
+        self._over = threading.Event()
+        self._first = self._most = self._now()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _now(self) -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self._most = max(self._most, self._now())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.extra = self._most - self._first
+
+
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """(seconds until the last rank is done, CPU seconds of this rank)."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin, cpu = time.monotonic(), time.process_time()
+    action()
+    used = time.process_time() - cpu
+    seconds = torch.tensor(time.monotonic() - begin)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item(), used
+
+
+def rank_saves(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Each round: ours, the floor and plain DCP, in turn; all but the last round's files are deleted."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    from torchtitan_like.checkpoint.dcp_storage import ExtentWriter, _as_bytes
+    from torchtitan_like.checkpoint.extents import EXTENT, hash_extent
+
+    rank, folder = dist.get_rank(), Path(arguments.folder)
+    state = make_state(arguments.gb, 0, fill=True)
+    shards: dict[str, torch.Tensor] = {name: tensor.to_local() for name, tensor in state.items()}
+
+    def ours() -> None:
+        writer = ExtentWriter(folder / "ours", rank)
+        dcp.save(state, storage_writer=writer)
+        records = {name: (record.size, record.extents) for name, record in writer.records.items()}
+        (folder / f"records-{rank}.json").write_text(json.dumps(records))
+
+    def floor() -> None:
+        path = folder / "floor" / f"shard-{rank}.safetensors"
+        save_file(shards, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    def plain() -> None:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "plain", thread_count=1, sync_files=True))
+
+    def hashing() -> None:
+        for shard in shards.values():
+            data = _as_bytes(shard)
+            for begin in range(0, len(data), EXTENT):
+                hash_extent(data[begin : begin + EXTENT])
+
+    sides = {"ours": ours, "floor": floor, "plain": plain}
+    figures: dict[str, list[float]] = {}
+    for index in range(arguments.rounds):
+        for name in sorted(sides, reverse=index % 2 == 1):
+            if rank == 0:
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (folder / name).mkdir()
+                os.sync()  # a side does not pay for what the one before has left in memory
+            with Memory() as memory:
+                seconds, cpu = timed(sides[name])
+            for key, value in (("s", seconds), ("cpu_s", cpu), ("mib", memory.extra)):
+                figures.setdefault(f"{name} {key}", []).append(value)
+        figures.setdefault("hashing cpu_s", []).append(timed(hashing)[1])
+    figures["largest shard mib"] = [max(shard.nbytes for shard in shards.values()) / 2**20]
+    return figures
+
+
+def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Each round: ours and plain DCP, in turn."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+    from torchtitan_like.checkpoint.extents import FileRecord
+
+    folder = Path(arguments.folder)
+    records = {
+        name: FileRecord(size, tuple(extents))
+        for path in folder.glob("records-*.json")
+        for name, (size, extents) in json.loads(path.read_text()).items()
+    }
+    state = make_state(arguments.gb, LOADS[arguments.child][1], fill=False)
+    sides = {
+        "ours": lambda: dcp.load(state, storage_reader=ExtentReader(folder / "ours", records)),
+        "plain": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "plain")),
+    }
+    figures: dict[str, list[float]] = {}
+    checks = set()
+    for index in range(-1, arguments.rounds):  # the first fills the page cache and is not counted
+        for name in sorted(sides, reverse=index % 2 == 1):
+            for tensor in state.values():
+                tensor.to_local().zero_()
+            with Memory() as memory:
+                seconds, _ = timed(sides[name])
+            checks.add(sum(tensor.to_local().double().sum().item() for tensor in state.values()))
+            if index >= 0:
+                figures.setdefault(f"{name} s", []).append(seconds)
+                figures.setdefault(f"{name} mib", []).append(memory.extra)
+    assert len(checks) == 1, f"the two have not loaded the same: {checks} on rank {dist.get_rank()}"
+    return figures
+
+
+def child(arguments: argparse.Namespace) -> None:
+    """One rank of one case: prints its figures on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    figures = (rank_saves if arguments.child == "save" else rank_loads)(arguments)
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(figures), flush=True)
+    dist.destroy_process_group()
+
+
+def launch(case: str, ranks: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Run a case on `ranks` processes; its figures of every round."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+    command += ["--child", case, "--gb", str(arguments.gb), "--rounds", str(arguments.rounds)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "--folder", arguments.folder], env=env, capture_output=True, text=True)
+    _, found, result = done.stdout.rpartition("RESULT ")
+    if done.returncode or not found:
+        raise SystemExit(f"{case} failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    figures: dict[str, list[float]] = json.JSONDecoder().raw_decode(result)[0]
+    return figures
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Median (minimum - maximum)."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def ratio(above: list[float], below: list[float]) -> str:
+    return spread([a / b for a, b in zip(above, below, strict=True)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per case")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the state, in 10^9 bytes")
+    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    parser.add_argument("--child", choices=["save", *LOADS], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments)
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as arguments.folder:
+        save = launch("save", 2, arguments)
+        loads = {case: launch(case, ranks, arguments) for case, (ranks, _) in LOADS.items()}
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python "
+          f"{platform.python_version()}, {arguments.gb:g} GB, medians of {arguments.rounds} rounds\n")  # fmt: skip
+    print("| case | ours, s | other, s | ratio | ours: extra memory, MiB |\n|---|---|---|---|---|")
+    for other, label in (("floor", "save, other = safetensors + fsync"), ("plain", "save, other = plain DCP")):
+        ours, theirs = save["ours s"], save[f"{other} s"]
+        print(f"| {label} | {spread(ours)} | {spread(theirs)} | {ratio(ours, theirs)} | {max(save['ours mib']):.0f} |")
+    for case, found in loads.items():
+        ours, theirs = found["ours s"], found["plain s"]
+        print(f"| load, {case}, other = plain DCP | {spread(ours)} | {spread(theirs)} | 1 / {ratio(theirs, ours)} | "
+              f"{max(found['ours mib']):.0f} |")  # fmt: skip
+    print(f"\nHashing is {ratio(save['hashing cpu_s'], save['ours cpu_s'])} of a save's CPU time; the largest shard of a "
+          f"tensor has {save['largest shard mib'][0]:.0f} MiB")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""`scripts/checkpoint.py`: what it says of good and of broken folders, what conversions keep, what offloading deletes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from scripts.checkpoint import Meter, in_bytes, in_time, main
+from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
+from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
+from torchtitan_like.checkpoint.extents import ExtentSink
+from torchtitan_like.checkpoint.step_folders import write_manifest
+from torchtitan_like.checkpoint.tools import open_contents
+from torchtitan_like.config import dump_toml, load_config
+from torchtitan_like.launch import identify
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+MODEL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16}
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full step of a tiny model: weights in float32, a moment, the step's number, text."""
+    folder = tmp_path_factory.mktemp("run") / "step-7"
+    folder.mkdir()
+    options = {f"model.args.{key}": value for key, value in MODEL.items()}
+    options |= {"model.hf_assets_path": ROOT / "tests/assets/tokenizer", "training.dtype": "float32"}
+    config = load_config([part for key, value in options.items() for part in (f"--{key}", str(value))])
+    identity = identify(config.model)
+    torch.manual_seed(0)
+    weights = {n: torch.randn(t.shape) for n, t in identity.spec.build(identity.args).state_dict().items()}
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in weights.items()}
+    state |= {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "optimizer.step": torch.tensor(7)}
+    write_step(folder, state | {"train_state.json": "{}"}, dump_toml(config))
+    return folder
+
+
+def write_step(folder: Path, state: dict[str, Any], config: str) -> None:
+    writer = ExtentWriter(folder, 0)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    with ExtentSink(folder / "config.toml") as sink:
+        sink.write(config.encode())
+        records = writer.records | {"config.toml": sink.close()}
+    files = {name: dataclasses.asdict(record) for name, record in records.items()}
+    write_manifest(folder, {"kind": "full", "step": 7, "seed": 1, "files": files, "config": config})
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    """(code, all that was printed)."""
+    code = main([str(part) for part in argv])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+# ---- ls, show, verify
+
+
+def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path, "10", "20w", "30!", "40m", "50?", "60H")
+    make_steps(tmp_path / "hf", "20h")
+    (tmp_path / "step-10" / "PIN").touch()
+    for name in ("step-70.tmp-ab", "step-80.superseded-cd", ".trash-5"):
+        (tmp_path / name).mkdir()
+    code, text = run(capsys, "ls", tmp_path)
+    assert code == 0
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    expected = {
+        "step-10": ("full", " B ", "0 s ago", "pinned"),
+        "step-20": ("weights",),
+        "step-30": ("DAMAGED", "holds 50 bytes, of 100"),
+        "step-40": ("DAMAGED", "manifest.json is damaged"),
+        "step-50": ("torn", "no manifest.json"),
+        "step-60": ("foreign", "Hugging Face safetensors"),
+        "step-70.tmp-ab": ("unfinished",),
+        "step-80.superseded-cd": ("superseded",),
+        ".trash-5": ("being deleted",),
+        "hf/step-20": ("hf",),
+    }
+    assert lines.keys() == expected.keys()
+    for name, words in expected.items():
+        assert all(word in lines[name] for word in words), lines[name]
+
+
+def test_ls_of_another_folder_says_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ls", tmp_path) == (2, f"{tmp_path} holds no step-N: give the folder of a run's checkpoints\n")
+
+
+def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "show", step)
+    assert code == 0
+    assert {"kind: full", "step: 7", "seed: 1", "format_version: 2"} <= set(text.splitlines())
+    assert "model.layers.1.attention.wk.weight  float32  [16, 32]" in text
+    assert "optimizer.step  int64  []" in text
+    assert "train_state.json  (no tensor)" in text
+
+
+def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path, "1", "2", "3!", "4m", "5w")
+    make_steps(tmp_path / "hf", "5h")
+    assert run(capsys, "verify", tmp_path / "step-2")[0] == 0
+    flip_bit(tmp_path / "step-2" / SHARD, 50)
+    code, text = run(capsys, "verify", tmp_path)
+    assert code == 1
+    for name in ("step-1", "step-5", "hf/step-5"):
+        assert f"{tmp_path / name}: whole, 100 B verified" in text
+    assert f"{tmp_path / 'step-2' / SHARD} is damaged: extent 0 (bytes 0 to 100)" in text
+    assert f"{tmp_path / 'step-3' / SHARD} holds 50 bytes" in text
+    assert f"{tmp_path / 'step-4' / 'manifest.json'} is damaged" in text
+    for broken in ("step-2", "step-3", "step-4"):
+        assert run(capsys, "verify", tmp_path / broken)[0] == 1
+    assert run(capsys, "verify", tmp_path / "step-9")[0] == 2
+
+
+def test_progress_tells_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 0.5, 2.0, 4.0])
+    meter = Meter("step-5", clock=lambda: next(times))
+    for done in (1, 2 * 2**20, 8 * 2**20):
+        meter(done, 8 * 2**20)
+    assert capsys.readouterr().err.splitlines() == [
+        "step-5:  25% of 8.0 MiB, 1.0 MiB/s, 6 s left  ",
+        "step-5: 100% of 8.0 MiB, 2.0 MiB/s, 0 s left  ",
+    ]
+
+
+# ---- diff
+
+
+def test_diff_finds_settings_names_shapes_and_numbers(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "diff", step, step) == (0, "23 of 23 common tensors are equal bit for bit\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((step / "manifest.json").read_text())["config"].replace("n_layers = 2", "n_layers = 3")
+    state: dict[str, Any] = open_contents(step).whole()
+    state["model.norm.weight"][3] += 0.5
+    state["model.output.weight"] = state["model.output.weight"].bfloat16()
+    write_step(other, state | {"model.new": torch.zeros(1)}, config)
+    code, text = run(capsys, "diff", step, other)
+    assert code == 1
+    assert text.splitlines() == [
+        "model.args.n_layers 2 -> 3",
+        f"optimizer.state.norm.weight.exp_avg: only in {step}",
+        f"optimizer.step: only in {step}",
+        f"model.new: only in {other}",
+        "model.norm.weight: max abs difference 5.000e-01",
+        "model.output.weight: float32 [2048, 32] -> bfloat16 [2048, 32]",
+        "19 of 21 common tensors are equal bit for bit",
+    ]
+
+
+# ---- convert
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp", "pt"])
+def test_weights_come_back_bit_for_bit_from_every_format(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    config = ["--config", step / "config.toml"]
+    assert run(capsys, "convert", step, tmp_path / "there", "--to", to)[0] == 0
+    assert run(capsys, "convert", tmp_path / "there", tmp_path / "back", "--to", "native", *config)[0] == 0
+    code, text = run(capsys, "diff", step, tmp_path / "back")
+    assert text.splitlines()[-1] == "21 of 21 common tensors are equal bit for bit"
+    assert run(capsys, "verify", tmp_path / "back")[0] == 0
+    code, text = run(capsys, "diff", step, tmp_path / "there", *config)
+    assert text.splitlines()[-1] == "21 of 21 common tensors are equal bit for bit"
+    assert sorted(os.listdir(tmp_path)) == ["back", "there"]
+
+
+def test_torchs_files_have_metas_order_of_rows(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "convert", step, tmp_path / "m.pt", "--to", "pt")
+    run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
+    meta, theirs = torch.load(tmp_path / "m.pt"), load_file(tmp_path / "hf" / "model.safetensors")
+    halves = theirs["model.layers.0.self_attn.q_proj.weight"].view(4, 2, 4, 32)
+    assert torch.equal(meta["layers.0.attention.wq.weight"], halves.transpose(1, 2).reshape(32, 32))
+    assert torch.equal(meta["layers.0.attention.wv.weight"], theirs["model.layers.0.self_attn.v_proj.weight"])
+
+
+def test_an_export_in_another_dtype_keeps_everything_else(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of any model: nothing but types changes. Numbers that are no floats stay, and the index tells the new size."""
+    source = tmp_path / "theirs"
+    source.mkdir()
+    tensors = {"a.weight": torch.randn(30, 10), "a.count": torch.arange(5), "b.mask": torch.tensor([True, False])}
+    parts = {
+        "model-00001-of-00002.safetensors": ["a.weight", "b.mask"],
+        "model-00002-of-00002.safetensors": ["a.count"],
+    }
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, source / file)
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (source / "config.json").write_text('{"model_type": "other", "torch_dtype": "float32"}')
+    (source / "tokenizer.json").write_text("{}")
+    out = tmp_path / "out"
+    assert run(capsys, "convert", source, out, "--to", "hf", "--dtype", "bfloat16")[0] == 0
+    found = {name: tensor for file in parts for name, tensor in load_file(out / file).items()}
+    assert torch.equal(found["a.weight"], tensors["a.weight"].bfloat16())
+    assert torch.equal(found["a.count"], tensors["a.count"]) and torch.equal(found["b.mask"], tensors["b.mask"])
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 600 + 40 + 2}, "weight_map": weight_map}
+    assert json.loads((out / "config.json").read_text()) == {
+        "model_type": "other", "torch_dtype": "bfloat16", "dtype": "bfloat16",
+    }  # fmt: skip
+    assert (out / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_torch_file_keeps_its_form_and_loses_what_its_slices_drag_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = torch.randn(1000, 1000)
+    saved = {"model": {"w": large[3], "n": torch.tensor(3)}, "groups": [{"lr": 0.1, "w": large[:, 5]}]}
+    torch.save(saved, tmp_path / "large.pt")
+    assert run(capsys, "convert", tmp_path / "large.pt", tmp_path / "small.pt", "--to", "pt")[0] == 0
+    assert (tmp_path / "large.pt").stat().st_size > 4_000_000 > 20_000 > (tmp_path / "small.pt").stat().st_size
+    assert run(capsys, "convert", tmp_path / "small.pt", tmp_path / "dcp", "--to", "dcp")[0] == 0
+    assert run(capsys, "convert", tmp_path / "dcp", tmp_path / "back.pt", "--to", "pt", "--dtype", "float16")[0] == 0
+    back = torch.load(tmp_path / "back.pt")
+    assert torch.equal(back["model"]["w"], large[3].half())
+    assert torch.equal(back["groups"][0]["w"], large[:, 5].half())
+    assert back["model"]["n"].dtype == torch.int64 and back["groups"][0]["lr"] == 0.1
+
+
+def test_a_native_step_in_bfloat16_is_half_as_large(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "convert", step, tmp_path / "out", "--to", "native", "--dtype", "bfloat16")[0] == 0
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["kind"], manifest["step"]) == ("weights", 7)
+    text = run(capsys, "show", tmp_path / "out")[1]
+    assert "float32" not in text.split("model.", 1)[1] and "optimizer" not in text.split("model.", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["{step}", "{tmp}", "--to", "pt"], "exists already"),
+        (["{tmp}/m.pt", "{tmp}/out", "--to", "hf"], "give --config"),
+        (["{tmp}/nothing", "{tmp}/out", "--to", "hf"], "no checkpoint that can be read"),
+        (["{tmp}/text.pt", "{tmp}/out", "--to", "dcp"], "text.pt: UnpicklingError"),
+        (["{tmp}/m.pt", "{tmp}/out", "--to", "hf", "--config", "{step}/config.toml"], "missing"),
+    ],
+)
+def test_what_cannot_be_converted_leaves_nothing_behind(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], text: str
+) -> None:
+    torch.save({"norm.weight": torch.ones(32)}, tmp_path / "m.pt")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    code, output = run(capsys, "convert", *(part.format(step=step, tmp=tmp_path) for part in argv))
+    assert code == 2 and text in output
+    assert sorted(os.listdir(tmp_path)) == ["m.pt", "text.pt"]
+
+
+def test_damage_is_found_before_anything_is_written(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(step, tmp_path / "step")
+    flip_bit(tmp_path / "step" / SHARD, 500)
+    code, text = run(capsys, "convert", tmp_path / "step", tmp_path / "out.pt", "--to", "pt")
+    assert code == 1 and f"{SHARD} is damaged" in text
+    assert os.listdir(tmp_path) == ["step"]
+
+
+# ---- offload
+
+
+@pytest.mark.parametrize("command", [None, "cp -r {src} {dst}/{name}"])
+def test_offload_copies_what_is_complete_and_keeps_the_newest_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str | None
+) -> None:
+    run_folder, archive = tmp_path / "run", tmp_path / "archive"
+    archive.mkdir()
+    make_steps(run_folder, "0", "10", "20", "30!", "40", "50w", "60w", "70?")
+    (run_folder / "step-10" / "PIN").touch()
+    options = ["--command", command] if command else []
+    assert run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[0] == 0
+    steps = ["step-0", "step-10", "step-20", "step-40", "step-50", "step-60"]
+    assert sorted(os.listdir(archive)) == sorted([*steps, *(f"{name}.sha256" for name in steps)])
+    # Gone is only 20: 0 is where the run began, 10 is pinned, 40 is the newest full one, 50 and 60 are the newest.
+    assert sorted(os.listdir(run_folder)) == [
+        "step-0", "step-10", "step-30", "step-40", "step-50", "step-60", "step-70",
+    ]  # fmt: skip
+    for name in steps:
+        subprocess.run(["sha256sum", "--check", "--strict", f"{name}.sha256"], cwd=archive, check=True)
+    text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[1]
+    assert "is copied" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("false", "false ended with code 1"),
+        ("true", "is not what was copied"),
+        ("sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'", "shard-00000.bin"),
+    ],
+)
+def test_a_copy_that_is_not_right_removes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
+) -> None:
+    make_steps(tmp_path / "run", "10", "20", "30")
+    (tmp_path / "archive").mkdir()
+    code, output = run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1, "--command", command)
+    assert code == 2 and text in output
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
+    assert not list((tmp_path / "archive").glob("*.sha256"))
+
+
+def test_a_step_damaged_here_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path / "run", "10", "20", "30")
+    (tmp_path / "archive").mkdir()
+    flip_bit(tmp_path / "run" / "step-10" / SHARD, 9)
+    code, text = run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1)
+    assert code == 1 and "extent 0" in text
+    assert sorted(p.name for p in (tmp_path / "archive").iterdir() if p.is_dir()) == ["step-20", "step-30"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-30"]
+
+
+def test_what_is_copied_out_of_reach_stays_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path / "run", "10", "20", "30")
+    code, text = run(
+        capsys, "offload", tmp_path / "run", "s3://bucket/run", "--keep", 1, "--command", "true {src} {dst}"
+    )
+    assert code == 0 and text.count("cannot be read back") == 3
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
+    assert run(capsys, "offload", tmp_path / "run", "s3://bucket/run")[0] == 2
+
+
+# ---- interval, and how numbers are written
+
+
+def test_the_best_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None:
+    """sqrt(2 * 40 s * 43,200 s) = 1,859 s = 744 steps; a save of 40 s is then 2.1 % of the time."""
+    argv = ["interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 12, "--interval", 500]
+    lines = run(capsys, *argv)[1].splitlines()
+    assert lines[3].split() == ["500", "21", "min", "3.10%", "11", "min", "4.59%", "<-", "given"]
+    assert lines[4].split() == "744 31 min 2.11% 16 min 4.30% <- best (Young, Daly)".split()
+    in_all = [float(line.split("%")[1].split()[-1]) for line in lines[1:]]
+    assert min(in_all) == 4.30
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [in_bytes(n) for n in (0, 1, 1023, 1536, 5 * 2**30)] == ["0 B", "1 B", "1023 B", "1.5 KiB", "5.0 GiB"]
+    assert [in_time(s) for s in (0, 119, 600, 3 * 3600, 3 * 86400)] == ["0 s", "119 s", "10 min", "3.0 h", "3.0 days"]
