@@ -90,6 +90,8 @@ if [ $((NGPU * NNODES)) -gt 1 ]; then
     --local-ranks-filter "${LOG_RANK:-0}" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
     -m torchtitan_like.train "${config[@]}")
 fi
+# After a signal torchrun kills workers that are not gone after 30 seconds: a last save may take longer.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}"
 printf '+ OMP_NUM_THREADS=%s' "$OMP_NUM_THREADS"
 printf ' %q' "${command[@]}"
 printf '\n'

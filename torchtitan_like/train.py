@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -102,6 +103,7 @@ class Trainer:
         self.start, self.progress = start, Progress(step=start.step)
         logger.info(str(start))
         config, dims = self.config, self.world.dims
+        self.differences = [f"{part} not loaded" for part in config.checkpoint.exclude_from_loading]
         per_micro_batch = config.training.local_batch_size * dims.dp
         wanted = config.training.global_batch_size
         self.global_batch_size = wanted if wanted > 0 else per_micro_batch
@@ -112,6 +114,7 @@ class Trainer:
             changes = diff_settings(stored["config"], config.model_dump(), stored, now)
             if note := check_changes(changes):
                 logger.info(note)
+            self.differences += changes.accepted()
 
     def _prepare_randomness(self) -> None:
         """One seed, from which all randomness is a function."""
@@ -226,7 +229,8 @@ class Trainer:
             self.checkpointer.load(self.starts, self.states, consider=self._consider)
             self.garbage.collect("GC collection after checkpoint loading")
         if self.start.kind == "resume":
-            logger.info(f"Resume: {resume_line((self.start.manifest or {}).get('numeric'), self.numeric)}")
+            stored = (self.start.manifest or {}).get("numeric")
+            logger.info(f"Resume: {resume_line(stored, self.numeric, self.differences)}")
         # Where the data is, whichever parts of the checkpoint were left out.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         # Only now: a start that fails leaves the folder as it was.
@@ -250,7 +254,7 @@ class Trainer:
         """Make steps until the last one or until all ranks agree to stop; returns why it ended."""
         config, first_step = self.config, self.progress.step + 1
         if config.checkpoint.create_seed_checkpoint:
-            self.save()
+            self.save([Save("full", self.checkpointer.folder, is_last=True)])
             return ExitCode.DONE
         logger.info(f"Training starts at step {first_step}")
         self.garbage.freeze()
@@ -288,7 +292,7 @@ class Trainer:
                     is_first_or_last = step in (1, config.training.steps)
                     if self.validation_batches and (is_first_or_last or step % config.validation.freq == 0):
                         self.validate(step)
-            return self._finish(None if self.is_finished else reason)
+            return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
 
     def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
         """Forward and backward of every micro-batch, one clipped and gated update. Nothing here waits for the device.
@@ -388,9 +392,8 @@ class Trainer:
         mean = loss_sum / max(1.0, num_tokens)
         self.metrics.validation(step, mean, None, int(num_tokens), time.perf_counter() - begin)
 
-    def save(self, saves: Sequence[Save] = ()) -> None:
-        """Save where the run is now: in full, unless told otherwise. Metrics up to here are on disk before it is seen."""
-        saves = saves or self.checkpointer.on_demand()
+    def save(self, saves: Sequence[Save]) -> None:
+        """Save where the run is now. Metrics up to here are on disk before it is seen."""
         if not saves:
             return
         step = self.progress.step
@@ -418,7 +421,7 @@ class Trainer:
 
     # ---- close
 
-    def _finish(self, reason: Request | None) -> ExitCode:
+    def _finish(self, reason: Request | None, export_asked: bool) -> ExitCode:
         """Leave on disk what the next start needs, and say why this one ended."""
         self.metrics.flush(self.progress.step)
         bad_step = self.bad_step()
@@ -430,10 +433,10 @@ class Trainer:
             if not self.optimizer.is_atomic:
                 weights = "some weights may have been updated before it showed, so nothing is saved"
             logger.error(f"Step {bad_step} had a non-finite loss or gradient: {weights}, and the run stops")
-        can_save = bad_step is None or self.optimizer.is_atomic
-        if reason is not None and can_save and self.checkpointer.newest_step != self.progress.step:
-            self.save()
-        self.checkpointer.wait()
+        self.checkpointer.wait()  # a save under way may be of this very step
+        if bad_step is None or self.optimizer.is_atomic:
+            step, is_finished = self.progress.step, reason is None
+            self.save(self.checkpointer.due_at_end(step, is_finished=is_finished, export_asked=export_asked))
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
         if self.is_leader:
             self.run_directory.event("stop", reason=code.reason, code=int(code), step=self.progress.step)
@@ -458,31 +461,29 @@ def run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
     logger.info(f"Starting job: {config.job.description}")
     world = join(config, launched)
-    checkpointer = build_checkpointer(config, world)
     step, code = 0, ExitCode.DONE
-    try:
-        starts = checkpointer.find_start(config.training.steps)
-        step = starts[0].step
-        if step >= config.training.steps:
-            logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
-        else:
-            trainer = Trainer(config, world, checkpointer, starts)
-            try:
-                code = trainer.train()
-            finally:
-                step = trainer.progress.step
-                trainer.close()
-    except tuple(CODES) as problem:
-        code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
-        logger.error(str(problem))
-    except Exception as problem:
-        if is_out_of_memory(problem):
-            logger.error(oom_advice())
-        raise
-    finally:
-        checkpointer.close()
-    if world.rank == 0:
-        write_exit(config.job.dump_folder, code.reason, int(code), step)
+    with closing(build_checkpointer(config, world)) as checkpointer:
+        try:
+            starts = checkpointer.find_start(config.training.steps)
+            step = starts[0].step
+            if step >= config.training.steps:
+                logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
+            else:
+                trainer = Trainer(config, world, checkpointer, starts)
+                try:
+                    code = trainer.train()
+                finally:
+                    step = trainer.progress.step
+                    trainer.close()
+        except tuple(CODES) as problem:
+            code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
+            logger.error(str(problem))
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                logger.error(oom_advice())
+            raise
+        if world.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
+            write_exit(config.job.dump_folder, code.reason, int(code), step)
     world.leave()
     logger.info("Process group destroyed")
     return code

@@ -15,13 +15,16 @@ from safetensors.torch import load_file
 
 from tests.harness.hf_weights import to_theirs
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT, verify_file
 from torchtitan_like.checkpoint.hf import direct
-from torchtitan_like.checkpoint.hf.consolidate import SHAPES, consolidate
+from torchtitan_like.checkpoint.hf.consolidate import SHAPES, consolidate, write_shards
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.folder import SpecialToken, write_folder
+from torchtitan_like.checkpoint.hf.output import in_rounds
+from torchtitan_like.checkpoint.hf.plan import hold, merge, targets
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
+from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
@@ -374,6 +377,30 @@ def test_shards_that_do_not_fit_together(tmp_path):
         assert not (tmp_path / f"{case}-out").exists()
 
 
+def write_our_shards(folder):
+    told, views = hold(laid_out("rows"))
+    votes = Votes(my_group(), is_leader=dist.get_rank() == 0)
+    found = targets(merge(votes.all_do(lambda: told), ["0", "1", "2", "3"]), ROWS, (), None)
+    write_shards(Path(folder), found, views, votes, dist.get_rank())
+
+
+def test_that_the_last_of_our_shards_is_missing_is_noticed_too(tmp_path, reference):
+    run_ranks(write_our_shards, 4, str(tmp_path / "shards"))
+    consolidate(tmp_path / "shards", tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(reference / "one-file/direct")
+    next((tmp_path / "shards").glob("shard-00004-*")).unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        consolidate(tmp_path / "shards", tmp_path / "again")
+
+
+def test_a_shard_that_was_cut_short(tmp_path):
+    shard(tmp_path, 1, "w", 0, [1.0, 2.0])
+    path = next(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedError, match="its header describes"):
+        consolidate(tmp_path, tmp_path / "out")
+
+
 def test_files_that_are_no_shards(tmp_path):
     shard(tmp_path, 1, "w", 0, [1.0], metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="lacks DCP_SHARDING_INFO"):
@@ -406,8 +433,51 @@ def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, executor, limit
     for error, seconds in run_ranks(export_with_a_full_disk, 2, str(tmp_path / "out"), executor, limit):
         assert "rank 1" in error and "rank 0" not in error and "File too large" in error and "out" in error, error
         assert seconds < 10, "far below the timeout of the group"
-    for path in (tmp_path / "out").glob("*.safetensors"):
+    left = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(left) == (1 if executor == "direct" else 0)
+    for path in left:
         assert path.read_bytes()[:8] == bytes(8), "without a header no program takes it for a model"
+
+
+def rounds_until_it_fails(failing_rank):
+    """How often this rank has worked and exchanged, of 50 rounds, and what it is told."""
+    calls = {"work": 0, "exchange": 0}
+
+    def work(turn):
+        calls["work"] += 1
+        if turn == 3 and dist.get_rank() == failing_rank:
+            raise OSError(28, "No space left on device", "model.safetensors")
+
+    def exchange(turn):
+        calls["exchange"] += 1
+        my_group().barrier()  # fails the test by its timeout if a rank stays away
+
+    error, _ = failing(in_rounds, Votes(my_group(), is_leader=dist.get_rank() == 0), 50, work, exchange)
+    return calls, error
+
+
+def test_all_stop_in_the_round_after_a_failure_and_until_then_nobody_is_left_waiting():
+    (first, error), (second, other) = run_ranks(rounds_until_it_fails, 2, 1)
+    assert first == {"work": 5, "exchange": 5} and second == {"work": 4, "exchange": 5}
+    assert error == other and "rank 1" in error and "No space left" in error and "rank 0" not in error
+
+
+def consolidate_with_a_blind_rank(source, folder):
+    """Rank 1 cannot open more files, as if it did not see the folder."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        return failing(consolidate, source, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_shards_that_one_rank_cannot_read(tmp_path):
+    run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
+    for error, seconds in run_ranks(consolidate_with_a_blind_rank, 2, str(tmp_path / "shards"), str(tmp_path / "out")):
+        assert "rank 1: OSError" in error and "shard-0000" in error and seconds < 10
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -146,21 +146,43 @@ def start_with_a_blind_rank(argv):
 
     from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 
-    read = ExtentReader.metadata
+    read = ExtentReader.read_metadata
 
     def blind(reader):
         raise FileNotFoundError("not here yet")
 
     if dist.get_rank() == 1:
-        ExtentReader.metadata = blind
+        ExtentReader.read_metadata = blind
     try:
         return start_that_fails(argv)
     finally:
-        ExtentReader.metadata = read
+        ExtentReader.read_metadata = read
 
 
 def run_one_rank(argv):
     return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1))
+
+
+def run_and_look_for_exit_file(argv):
+    """(code, was exit.json there before the checkpointer closed?)"""
+    from torchtitan_like.checkpoint.retention import Retention
+
+    close, found = Retention.close, []
+
+    def look(retention):
+        found.append((retention.folder.parent / "exit.json").exists())
+        close(retention)
+
+    Retention.close = look
+    try:
+        return run_one_rank(argv), found
+    finally:
+        Retention.close = close
+
+
+def test_how_a_run_ended_is_written_before_it_waits_for_deletions(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 1})
+    assert run_ranks(run_and_look_for_exit_file, 1, argv) == [(ExitCode.DONE, [True])]
 
 
 def test_a_finished_run_whose_last_save_is_weights_alone_is_finished(tmp_path):

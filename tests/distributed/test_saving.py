@@ -1,6 +1,8 @@
 """When a run saves, in what form, and what a save in the background has in common with one in the foreground."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,39 @@ def test_a_switch_file_asks_for_a_save_or_an_export_within_two_steps(tmp_path):
     assert asked in (3, 4) and manifest_of(tmp_path / "run", asked)["kind"] == "full"
     (exported,) = steps_of(tmp_path / "run", "checkpoint/hf")
     assert exported in (6, 7) and manifest_of(tmp_path / "run", exported, "checkpoint/hf")["kind"] == "hf"
+
+
+def train_until_asked(argv, after):
+    """After step `after` the scheduler ends the run, and somebody wants an export."""
+    trainer = build(argv)
+    record = trainer.metrics.record
+
+    def traced(step):
+        record(step)
+        if step.step == after:
+            (trainer.run_directory.folder / "EXPORT").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.metrics.record = traced
+    code, step = trainer.train(), trainer.progress.step
+    release(trainer)
+    return code, step
+
+
+def test_a_run_stops_in_good_order_at_a_step_that_is_just_being_saved(tmp_path):
+    """That step is saved once; an export asked for with the stop is written before the run ends."""
+    changes = {"training.steps": 50, "checkpoint.interval": 1, "checkpoint.async_mode": "async"}
+    argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
+    (code, step), other = run_ranks(train_until_asked, 2, argv, 2)
+    assert (code, step) == other and code == ExitCode.REQUEUE
+    assert steps_of(tmp_path / "run")[-1] == step and manifest_of(tmp_path / "run", step)["kind"] == "full"
+    assert steps_of(tmp_path / "run", "checkpoint/hf") == [step]
+
+
+def test_an_export_asked_for_at_the_very_end_is_written(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **SAVING | {"training.steps": 3})
+    assert run_ranks(train_and_ask, 2, argv, {2: "EXPORT"}) == [ExitCode.DONE] * 2
+    assert steps_of(tmp_path / "run", "checkpoint/hf") == [3]
 
 
 def test_minutes_ask_for_a_save_as_steps_do(tmp_path):

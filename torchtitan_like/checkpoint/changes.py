@@ -57,6 +57,7 @@ PARTS: tuple[tuple[str, str], ...] = (
 # Settings whose value is worked out when a run starts (from the layout, or at random), and its name in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
 _UNSET = (None, -1)  # a resolved setting that the configuration leaves to the run
+HORIZON, STEPS = "lr_scheduler.total_steps", "training.steps"  # the first, unset, is the second
 
 
 class Change(NamedTuple):
@@ -75,6 +76,10 @@ class Changes(NamedTuple):
 
     harmless: list[Change]
     refused: list[Change]
+
+    def accepted(self) -> list[str]:
+        """Those of `harmless` that do shape the run, and were allowed by name or with the part they belong to."""
+        return [str(change) for change in self.harmless if part_of(change.key)]
 
 
 def part_of(key: str) -> str:
@@ -120,6 +125,8 @@ def diff_settings(
             change = Change(key, stored_summary.get(name, change.stored), current_summary.get(name, change.now))
             if change.stored in _UNSET or change.now in _UNSET:
                 continue
+        if key == HORIZON and (change.stored or before[STEPS]) == (change.now or now[STEPS]):
+            continue
         if change.stored == change.now:
             continue
         (changes.harmless if is_free(key) else changes.refused).append(change)

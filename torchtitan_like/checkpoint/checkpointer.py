@@ -60,6 +60,7 @@ class Checkpointer:
         self.folder = Path(dump_folder) / section.folder
         self.saves = section.enable and not section.load_only
         self.newest_step = 0  # of the last full state loaded or saved
+        self._newest_export = -1
         self._identity = identity
         self._intervals = Intervals(section.interval_minutes)
         self._pending: list[tuple[Save, int, Future[Path]]] = []
@@ -72,8 +73,9 @@ class Checkpointer:
         self._thread = SavingThread(device, group.adopt)
         # One name for all ranks: they must stage into one folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
-        if is_leader and self.saves:
+        if is_leader:  # also to load alone: one run writes metrics, logs and config beside the checkpoints
             self._lock = RunLock(self.folder)
+        if is_leader and self.saves:
             self._retention = Retention(self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every)
         layout = HfLayout(section.hf_executor, round(section.hf_shard_gb * 1e9))
         self._writer = StepWriter(self._votes, identity, layout, run_id, self._lock, self._retention)
@@ -153,6 +155,8 @@ class Checkpointer:
         """The saves planned after this step, or asked for by all ranks' agreement."""
         section, saves = self.section, []
         if not self.saves:
+            if save_asked or export_asked:
+                logger.warning("SAVE and EXPORT ask in vain: nothing is saved, see checkpoint.enable and load_only")
             return []
         is_last = step == last_step
         if (
@@ -163,13 +167,18 @@ class Checkpointer:
         ):
             saves.append(self._last_save() if is_last else Save("full", self.folder))
         if (section.hf_interval and step % section.hf_interval == 0) or export_asked:
-            export = Save("hf", self.folder / HF_EXPORTS, DTYPES[section.export_dtype], is_last=is_last)
-            saves += [] if any(save.kind == "hf" for save in saves) else [export]
+            saves += [] if any(save.kind == "hf" for save in saves) else [self._export(is_last)]
         return saves
 
-    def on_demand(self) -> list[Save]:
-        """The save of a run that stops before its last step."""
-        return [Save("full", self.folder, is_last=True)] if self.saves else []
+    def due_at_end(self, step: int, *, is_finished: bool, export_asked: bool) -> list[Save]:
+        """What is still to be saved of a run that ends at `step`; nothing is under way (`wait`)."""
+        if not self.saves:
+            return []
+        full = [] if is_finished or self.newest_step == step else [Save("full", self.folder, is_last=True)]
+        return full + ([self._export(True)] if export_asked and self._newest_export != step else [])
+
+    def _export(self, is_last: bool) -> Save:
+        return Save("hf", self.folder / HF_EXPORTS, DTYPES[self.section.export_dtype], is_last=is_last)
 
     def _last_save(self) -> Save:
         section = self.section
@@ -250,6 +259,8 @@ class Checkpointer:
                 continue
             if save.kind == "full":
                 self.newest_step = step
+            elif save.kind == "hf":
+                self._newest_export = step
         if pending:
             seconds = time.monotonic() - begin
             self._intervals.stood(seconds)

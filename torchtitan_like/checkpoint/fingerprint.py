@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,7 @@ def numeric_fingerprint(
         "micro-batch": str(training.local_batch_size),
         "dtypes": "/".join(dtypes),
         "loss chunk": f"{loss.chunk_mib} MiB",
-        "optimizer": f"{optimizer.name} {optimizer.implementation}",
+        "optimizer": f"{optimizer.name} {optimizer.implementation}{' on CPU' if training.enable_cpu_offload else ''}",
         "compile": parts if compile_section.enable else "no",
     }
     if device.type == "cuda":
@@ -54,11 +54,14 @@ def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     ]
 
 
-def resume_line(stored: Mapping[str, str] | None, current: Mapping[str, str]) -> str:
-    """`bit-exact: yes`, or why the resumed run will not repeat the bits of one that never stopped."""
+def resume_line(stored: Mapping[str, str] | None, current: Mapping[str, str], besides: Sequence[str] = ()) -> str:
+    """`bit-exact: yes`, or why the resumed run will not repeat the bits of one that never stopped.
+
+    `besides`: reasons of other kinds, such as parts that are not loaded.
+    """
     if stored is None:
         return "bit-exact: unknown (the checkpoint does not say how it was computed)"
-    reasons = compare(stored, current)
+    reasons = [*compare(stored, current), *besides]
     if current["device"] != "cpu" and current["deterministic"] == "no":
         reasons.append("debug.deterministic is false")
     return f"bit-exact: no ({'; '.join(reasons)})" if reasons else "bit-exact: yes"

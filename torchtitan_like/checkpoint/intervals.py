@@ -20,8 +20,15 @@ class Intervals:
         self._num_saves = 0
 
     def are_over(self) -> bool:
-        """Have the minutes passed since the last save, or since the start? Never, when they are 0."""
-        return 0 < self._seconds <= self._clock() - self._last_save
+        """Have the minutes passed since the last save, or since the start? Never, when they are 0.
+
+        Said once: the minutes count anew from then on, as the save asked for comes some steps later.
+        """
+        now = self._clock()
+        over = 0 < self._seconds <= now - self._last_save
+        if over:
+            self._last_save = now
+        return over
 
     def saved(self) -> None:
         """Take note of a save: the minutes count anew."""

@@ -92,9 +92,12 @@ class RunLock:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        text = self._read()
-        if text is not None and _parse(text).get("token") == self._me["token"]:
-            self.path.unlink(missing_ok=True)
+        try:
+            text = self._read()
+            if text is not None and _parse(text).get("token") == self._me["token"]:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:  # how the run has ended is known by now, and must be told
+            logger.warning(f"{self.path} could not be removed: {error}")
 
     def _create(self) -> bool:
         try:
@@ -161,8 +164,8 @@ class RunLock:
 
     def _refusal(self, holder: Holder) -> str:
         return (
-            f"{self.path.parent} belongs to a run that is alive: {_name(holder)}. Stop that one first, choose another "
-            "job.dump_folder, or set checkpoint.load_only = true to read without saving"
+            f"{self.path.parent} belongs to a run that is alive: {_name(holder)}. Stop that one first, or choose another "
+            "job.dump_folder, with one of these steps as checkpoint.initial_load_path if need be"
         )
 
 

@@ -86,7 +86,7 @@ class StepWriter:
         if save.dtype is not None and save.kind != "hf":  # an export converts piece by piece
             tensors = {name: _as_dtype(value, save.dtype) for name, value in tensors.items()}
         try:
-            self._votes.leader_does(lambda: self._stage(staged, final, tensors))
+            self._votes.leader_does(lambda: self._stage(save, staged, final, tensors))
             self._see_each_other(staged)
             records = self._write_files(save, staged, tensors, config_toml)
             content = {"kind": save.kind, "step": step, "config": config_toml, **summary}
@@ -101,17 +101,19 @@ class StepWriter:
             try:
                 on_published(save, final, seconds)
                 self._retention.apply()
-            except OSError as error:  # the step is safe, and the others know: what comes after it must not undo that
+            except Exception as error:  # the step is safe, and the others know: what comes after it must not undo that
                 logger.error(f"{final} is saved, but what follows a save has failed: {error}")
         return final
 
-    def _stage(self, staged: Path, final: Path, tensors: Mapping[str, Any]) -> None:
+    def _stage(self, save: Save, staged: Path, final: Path, tensors: Mapping[str, Any]) -> None:
         if self._lock is not None:
             self._lock.check()
         if final.exists():
             raise CheckpointError(f"{final} exists already: a published checkpoint is never overwritten")
         staged.mkdir(parents=True)
-        needed = sum(v.numel() * v.element_size() for v in tensors.values() if isinstance(v, torch.Tensor))
+        needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
+        if save.kind == "hf" and self._layout.executor == "consolidate":
+            needed *= 2  # the shards stay until the files are whole
         check_space(staged, needed, 2 * self._votes.group.size + 8)
         check_writable(staged)
 
@@ -182,6 +184,14 @@ class StepWriter:
         if self._lock is not None:
             self._lock.check()
         publish(staged, final)
+
+
+def _num_bytes(value: Any, dtype: torch.dtype | None) -> int:
+    """What a value of the state takes on disk, its floating-point numbers as `dtype`."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    is_converted = dtype is not None and value.is_floating_point()
+    return value.numel() * (dtype.itemsize if dtype is not None and is_converted else value.element_size())
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -37,10 +37,9 @@ class Staging:
         return copies
 
     def wait(self) -> None:
-        """Block until the copies are complete."""
-        event, self._event = self._event, None
-        if event is not None:
-            event.synchronize()
+        """Block until the copies are complete: for any number of threads, each of which needs to know."""
+        if self._event is not None:
+            self._event.synchronize()
 
     @torch.no_grad()
     def _copy_of(self, name: str, value: Any, *, pinned: bool) -> Any:

@@ -153,16 +153,16 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
                 "Move the first away, or leave the second out"
             )
         return _weights(section, step_0, "the user's step-0, and nothing newer is there")
-    why = f"no full checkpoint in {folder}"
-    if section.initial_load_path or section.initial_load_in_hf:
-        return _initial(section, last_step, hf_assets_path, why)
-    if found:
+    if found:  # the end of a run: it never begins anew by itself, whatever initial_load_path says
         newest = found[-1][1]
         raise CheckpointError(
             f"{folder} holds weights alone (newest: {newest.name}, {FORMAT_NAMES[format_of(newest) or 'step']}), from "
             f"which no run can be resumed. For a new run from these weights set checkpoint.initial_load_path = "
             f"{str(newest)!r} and another job.dump_folder; to begin anew, move them away"
         )
+    why = f"no full checkpoint in {folder}"
+    if section.initial_load_path or section.initial_load_in_hf:
+        return _initial(section, last_step, hf_assets_path, why)
     return Start("scratch", 0, None, f"{why}, no initial_load_path")
 
 

@@ -7,6 +7,7 @@ Only rank 0 calls these functions; the others are told the outcome.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes
 
 MANIFEST = "manifest.json"
@@ -46,14 +47,18 @@ class StepFolder:
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest of a directory; None when there is none: the directory is no checkpoint of ours.
 
-    Raises DamagedError when there is one that cannot be believed.
+    Raises DamagedError when there is one that cannot be believed, CheckpointError when it cannot be looked at or is a
+    newer program's: no step must be given up for a missing permission or a file server that is away.
     """
     file = path / MANIFEST
     try:
         text = file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        kind = DamagedError if error.errno == errno.EIO else CheckpointError
+        raise kind(f"{file} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
         raise DamagedError(f"{file} cannot be read: {error}") from error
     try:
         manifest = json.loads(text)
@@ -66,7 +71,7 @@ def read_manifest(path: Path) -> Manifest | None:
         if manifest.pop("self", None) != _hash(manifest):
             raise DamagedError(f"{file} is damaged: its text is not the one that was written (its own hash differs)")
         if newer:
-            raise DamagedError(
+            raise CheckpointError(
                 f"{file} was written by a newer version of this program (format_version "
                 f"{manifest['format_version']}, this one knows {FORMAT_VERSION}): use that version to read it"
             )
@@ -98,7 +103,7 @@ def _hash(manifest: Manifest) -> str:
 
 
 def all_steps(folder: Path) -> list[StepFolder]:
-    """Every `step-N` of `folder` with a manifest, oldest first, the damaged ones too."""
+    """Every `step-N` of `folder` with a manifest, oldest first, the damaged ones too. Raises as `read_manifest` for others."""
     if not folder.is_dir():
         return []
     steps = []
@@ -109,7 +114,7 @@ def all_steps(folder: Path) -> list[StepFolder]:
             steps.append(StepFolder(number, path, {}, str(error)))
             continue
         if manifest is not None:
-            steps.append(StepFolder(number, path, manifest, _damage(path, manifest)))
+            steps.append(StepFolder(number, path, manifest, _damage(number, path, manifest)))
     return steps
 
 
@@ -129,11 +134,17 @@ def file_records(manifest: Manifest) -> dict[str, FileRecord]:
     return {name: FileRecord(f["size"], tuple(f["extents"])) for name, f in manifest.get("files", {}).items()}
 
 
-def _damage(path: Path, manifest: Manifest) -> str | None:
+def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
     """What names and sizes show at once; what is inside is verified by whoever reads it."""
+    if manifest["step"] != number:
+        return f"{path} holds step {manifest['step']}, by its manifest: it has been renamed or copied"
     try:
         check_sizes(path, file_records(manifest))
-    except (DamagedError, OSError) as error:
+    except DamagedError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise CheckpointError(f"{path} cannot be looked at: {error}") from error
         return str(error)
     return None
 
@@ -153,6 +164,7 @@ def publish(staged: Path, final: Path) -> None:
         raise FileExistsError(f"{final} exists already: a published checkpoint is never overwritten")
     os.rename(staged, final)
     fsync_directory(final.parent)
+    fsync_directory(final.parent.parent)  # the folder itself may be new
 
 
 def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:

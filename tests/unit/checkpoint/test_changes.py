@@ -178,3 +178,25 @@ def test_names_and_settings_of_other_versions() -> None:
 def test_a_stored_configuration_that_cannot_be_read(text: str) -> None:
     with pytest.raises(CheckpointError, match="is no TOML"):
         diff_settings(text, load_config([]).model_dump(), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("--training.steps 100", "--training.steps 200 --lr_scheduler.total_steps 100"),
+        ("--training.steps 100 --lr_scheduler.total_steps 200", "--training.steps 200"),
+    ],
+)
+def test_a_horizon_may_be_written_down(before: str, now: str) -> None:
+    """As a run that grows is told to do: unset, it is the length of the run."""
+    assert keys(differ(before, now).refused) == []
+
+
+def test_another_horizon_is_refused() -> None:
+    changes = differ("--training.steps 100", "--training.steps 200 --lr_scheduler.total_steps 150")
+    assert keys(changes.refused) == ["lr_scheduler.total_steps"]
+
+
+def test_what_shapes_the_run_is_told_although_it_is_accepted() -> None:
+    now = "--optimizer.lr 1 --metrics.log_freq 7 --checkpoint.allow_change optimizer.lr"
+    assert differ("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]

@@ -40,6 +40,7 @@ def test_it_tells_what_it_is() -> None:
         ({"local_batch_size": 4}, "micro-batch 8 -> 4"),
         ({"mixed_precision_param": "float32"}, "dtypes float32/bfloat16/float32 -> float32/float32/float32"),
         ({"implementation": "foreach"}, "optimizer AdamW fused -> AdamW foreach"),
+        ({"enable_cpu_offload": True}, "optimizer AdamW fused -> AdamW fused on CPU"),
         ({"enable": True}, "compile no -> model, loss by inductor"),
     ],
 )
@@ -52,6 +53,7 @@ def test_every_reason_is_told() -> None:
     stored = now | {"torch": "2.0.0", "threads": "64"}
     line = resume_line(stored, now)
     assert line == f"bit-exact: no (torch 2.0.0 -> {now['torch']}; threads 64 -> {now['threads']})"
+    assert resume_line(now, now, ["optimizer not loaded"]) == "bit-exact: no (optimizer not loaded)"
 
 
 def test_threads_and_settings_of_this_process_are_read() -> None:

@@ -219,6 +219,7 @@ def one_tensor(shape, boxes, dtype="F32"):
 
 
 MIB = 2**18  # elements
+STRIPES = {((m * MIB, n * MIB, 1),): (rank,) for k in range(8) for m, n, rank in ((4 * k, 3, 0), (4 * k + 3, 1, 1))}
 
 
 @pytest.mark.parametrize(
@@ -228,10 +229,11 @@ MIB = 2**18  # elements
         ({((0, 32 * MIB, 1),): (0,), ((32 * MIB, 32 * MIB, 1),): (1,)}, [8, 9]),
         ({((0, 32 * MIB, 1),): (0, 2), ((32 * MIB, 32 * MIB, 1),): (1, 3)}, [4, 5, 4, 4]),  # sharded and replicated
         ({((0, 60 * MIB, 1),): (1,), ((60 * MIB, 4 * MIB, 1),): (2,)}, [0, 15, 2]),  # rank 0 idles
+        (STRIPES, [8, 1]),  # rank 1 has a quarter of each extent, and the last bytes behind the last of them
     ],
 )
 def test_who_holds_most_of_an_extent_writes_it_and_replicas_share(boxes, extents_of_each):
-    found = one_tensor((64 * MIB,), boxes)
+    found = one_tensor((sum(n for ((_, n, _),) in boxes),), boxes)
     counts = Counter(assign(lay_out_all(found, [["t"]]), found).values())
     assert [counts[rank] for rank in range(len(extents_of_each))] == extents_of_each
 

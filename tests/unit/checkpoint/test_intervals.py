@@ -25,6 +25,15 @@ def test_minutes_count_from_the_start_and_from_each_save() -> None:
     assert intervals.are_over()
 
 
+def test_a_save_is_asked_for_once_though_it_comes_some_steps_later() -> None:
+    clock = Clock()
+    intervals = Intervals(2.5, clock)
+    clock.now += 150
+    assert [intervals.are_over() for _ in range(3)] == [True, False, False]
+    clock.now += 150
+    assert intervals.are_over(), "without a save too, the next interval asks again"
+
+
 def test_no_minutes_are_never_over() -> None:
     clock = Clock()
     intervals = Intervals(0, clock)

@@ -208,3 +208,12 @@ def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it is gone"):
         lock.check()
     lock.release()
+
+
+def test_a_lock_that_cannot_be_removed_does_not_change_how_a_run_ends(tmp_path: Path, caplog: Any) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).mkdir()  # reading it is an OSError
+    lock.release()
+    assert "could not be removed" in caplog.text

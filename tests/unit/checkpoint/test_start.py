@@ -65,8 +65,6 @@ STARTS = [
     (path("META"), [], ("warm", 0, "meta"), []),
     (path("HF") | {"initial_load_in_hf": True}, [], ("warm", 0, "hf"), []),
     (path("FULL"), ["9?"], ("warm", 0, "step"), []),
-    (path("FULL"), ["10w"], ("warm", 0, "step"), []),
-    (path("FULL"), ["10H"], ("warm", 0, "step"), []),
     (path("FULL"), ["5"], ("resume", 5, "step"), []),
     (path("FULL") | {"exclude_from_loading": ["optimizer"]}, [], ("warm", 0, "step"), []),
     (path("FULL") | {"start": "warm"}, [], ("warm", 0, "step"), []),
@@ -94,6 +92,8 @@ REFUSED = [
     # what is asked, what is on disk, words of the error
     ({}, ["10w"], "step-10, a checkpoint of this program.*set checkpoint.initial_load_path"),
     ({}, ["10H"], "step-10, Hugging Face safetensors.*no run can be resumed"),
+    (path("FULL"), ["10w"], "step-10, a checkpoint of this program.*no run can be resumed"),
+    (path("FULL"), ["10H"], "step-10, Hugging Face safetensors.*no run can be resumed"),
     ({}, ["1000D"], "torch.distributed.checkpoint folder of another program.*no run can be resumed"),
     ({}, ["0H", "10H"], "weights alone \\(newest: step-10"),
     ({}, ["5!"], "step-5/shard-00000.bin holds 50 bytes, of 100.*Move them away"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
-from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.step_folders import (
     MANIFEST,
@@ -80,8 +80,31 @@ def test_the_first_format_is_read_without_hashes(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"format_version": 3, "kind": "full", "step": 5})
-    with pytest.raises(DamagedError, match=r"written by a newer version .*format_version 3, this one knows 2"):
+    with pytest.raises(
+        CheckpointError, match=r"written by a newer version .*format_version 3, this one knows 2"
+    ) as told:
         read_manifest(tmp_path)
+    assert not isinstance(told.value, DamagedError), "an older step is no substitute"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SHARD])
+def test_what_cannot_be_looked_at_is_no_damage(tmp_path: Path, name: str) -> None:
+    """A missing permission, a server that is away: the run must not go back to an older step and set this one aside."""
+    make_steps(tmp_path, "5", "10")
+    file = tmp_path / "step-10" / name
+    file.unlink()
+    file.symlink_to(name)  # opening it fails as it would there, for root too: ELOOP
+    with pytest.raises(CheckpointError, match="step-10") as told:
+        all_steps(tmp_path)
+    assert not isinstance(told.value, DamagedError)
+
+
+def test_a_step_under_another_number_is_damage(tmp_path: Path) -> None:
+    """Its schedule and its data would be those of another step than the one that the run counts from."""
+    make_steps(tmp_path, "5")
+    (tmp_path / "step-5").rename(tmp_path / "step-7")
+    (step,) = all_steps(tmp_path)
+    assert step.damage and "holds step 5" in step.damage
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ logger = logging.getLogger()
 
 SHARDING = "DCP_SHARDING_INFO"  # torch's key: {name: {"saved_offsets": [...]}} as JSON
 SHAPES = "full_shapes"  # ours: {name: shape} as JSON, by which a missing last shard is noticed
+NUM_THREADS = 5
 ROUND = 4  # extents for each thread between two looks at whether another rank has failed
 
 
@@ -67,7 +68,7 @@ def consolidate(
     input_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
     fqn_to_index_mapping: Mapping[str, int] | None = None,
-    num_threads: int = 5,
+    num_threads: int = NUM_THREADS,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, FileRecord]:
     """Make whole files of all shards in `input_dir`, in `output_dir`, which every rank of the group must see.
@@ -127,13 +128,18 @@ def consolidate_together(
     into: dict[ExtentId, list[Move]] = defaultdict(list)
     for move in moves(files, found, lambda extent, part: part.holders[0] if extent in mine else None):
         into[move.extent].append(move)
-    turns = math.ceil(max(map(len, shares)) / (ROUND * num_threads))
+    batch = ROUND * num_threads
+    turns = math.ceil(max(map(len, shares)) / batch)
     with Output(folder, files, votes, rank) as output, _Copier(shards, into, output, num_threads) as copier:
+        votes.all_do(copier.open)
         output.create(mine)
-        in_rounds(
-            votes, turns, lambda turn: copier.copy(shares[rank][turn * ROUND * num_threads :][: ROUND * num_threads])
-        )
-        records = output.finish()
+        try:
+            in_rounds(votes, turns, lambda turn: copier.copy(shares[rank][turn * batch : (turn + 1) * batch]))
+            records = output.finish()
+        except CheckpointError:
+            if votes.is_leader:
+                output.remove()
+            raise
     votes.all_do(lambda: _read_back(folder, records, [(files[f].name, k) for f, k in shares[rank]]))
     total = sum(file.size for file in files)
     logger.info(
@@ -207,12 +213,15 @@ class _Copier:
     ) -> None:
         self._shards, self._into, self._output = shards, into, output
         self._closing = ExitStack()
-        self._files = {}
-        for number in sorted({move.holder for found in into.values() for move in found}):
-            self._files[number] = os.open(shards[number].path, os.O_RDONLY)
-            self._closing.callback(os.close, self._files[number])
+        self._files: dict[int, int] = {}
         self._buffers = threading.local()
         self._pool = self._closing.enter_context(ThreadPoolExecutor(num_threads))
+
+    def open(self) -> None:
+        """Open every file that something is copied from."""
+        for number in sorted({move.holder for found in self._into.values() for move in found}):
+            self._files[number] = os.open(self._shards[number].path, os.O_RDONLY)
+            self._closing.callback(os.close, self._files[number])
 
     def __enter__(self) -> _Copier:
         return self

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import EXTENT, FileRecord
-from torchtitan_like.checkpoint.hf.consolidate import consolidate_together, write_shards
+from torchtitan_like.checkpoint.hf.consolidate import NUM_THREADS, consolidate_together, write_shards
 from torchtitan_like.checkpoint.hf.output import Output, in_rounds
 from torchtitan_like.checkpoint.hf.plan import (
     ExtentId,
@@ -67,7 +67,8 @@ def write_export(
     (None: stay as they are). Files hold at most `shard_bytes` bytes of tensors, or what `index` (weight_map of a
     model.safetensors.index.json) puts together, when it knows all names. Both executors write the same bytes:
     `direct` at once, `consolidate` by way of `sharded/`. Returns, on every rank, what was written, index included.
-    Raises CheckpointError on all ranks when any of them fails, with rank, file and reason; no file has a header then.
+    Raises CheckpointError on all ranks when any of them fails, with rank, file and reason; the folder is then the caller's
+    to remove.
     """
     rank = dist.get_rank(group.group) if group.group is not None else 0
     votes = Votes(group, is_leader=rank == 0)
@@ -234,7 +235,7 @@ def _by_shards(
     write_shards(sharded, found, views, votes, rank)
     logger.info(f"Wrote the shards of the export to {sharded} in {time.monotonic() - begin:.2f} seconds")
     numbers = {name: number for number, names in enumerate(groups) for name in names}
-    records = consolidate_together(sharded, folder, numbers, 5, votes, rank)
+    records = consolidate_together(sharded, folder, numbers, NUM_THREADS, votes, rank)
     votes.leader_does(lambda: shutil.rmtree(sharded))
     return records
 

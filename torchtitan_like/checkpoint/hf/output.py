@@ -88,6 +88,11 @@ class Output:
             # The disk starts now, not at fsync: DONTNEED starts writing what is dirty, and waits for nothing.
             os.posix_fadvise(descriptor, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
+    def remove(self) -> None:
+        """After a failure, on one rank: nothing that looks like a model stays."""
+        for file in self.files:
+            (self.folder / file.name).unlink(missing_ok=True)
+
     def finish(self) -> dict[str, FileRecord]:
         """When every byte of every rank is on disk: headers, index. What was written, on every rank."""
         digests: dict[ExtentId, str] = {}
@@ -102,17 +107,20 @@ class Output:
         return records | {INDEX: self._votes.leader_does(self._write_index)}
 
     def _sync(self) -> dict[ExtentId, str]:
-        for f, descriptor in self._descriptors.items():
-            with naming(self.folder / self.files[f].name):
-                os.fsync(descriptor)
+        for f in self._descriptors:
+            self._sync_file(f)
         return self._digests
+
+    def _sync_file(self, f: int) -> None:
+        with naming(self.folder / self.files[f].name):
+            os.fsync(self._descriptors[f])
 
     def _write_headers(self) -> None:
         mine = range(self._rank, len(self.files), self._votes.group.size)
         self._open_all(f for f in mine if f not in self._descriptors)
         for f in mine:
             self._write_at(f, 0, memoryview(self.files[f].header))
-            os.fsync(self._descriptors[f])
+            self._sync_file(f)
 
     def _write_index(self) -> FileRecord:
         for file in self.files:
