@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
+
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of

@@ -265,3 +265,18 @@ def test_an_error_of_one_rank_is_raised_on_all(original, change, words):
     folder = original[0]
     errors = run_ranks(load_stage, 2, folder, change)
     assert errors[0] == errors[1] and words in errors[0]
+
+
+def owned_of_three_rows():
+    """Which rows of (3, 2) this rank has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rows = distribute_tensor(torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (4,)), [Shard(0)])
+    return [(box, held.flatten().tolist()) for box, held in owned(rows)]
+
+
+def test_a_rank_without_a_share_of_a_tensor_owns_nothing_of_it():
+    shares = run_ranks(owned_of_three_rows, 4)
+    assert shares[:3] == [[(((row, 1, 1), (0, 2, 1)), [2.0 * row, 2.0 * row + 1])] for row in range(3)]
+    assert shares[3] == []

@@ -69,7 +69,8 @@ def _owned_spans(tensor: Any) -> list[list[Span]]:
 
 def _runs(positions: list[int]) -> list[Span]:
     starts = [i for i, p in enumerate(positions) if i == 0 or p != positions[i - 1] + 1]
-    return [(positions[i], end - i, 1) for i, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
+    ends = [*starts[1:], len(positions)][: len(starts)]  # no run at all where nothing is here
+    return [(positions[i], end - i, 1) for i, end in zip(starts, ends, strict=True)]
 
 
 def common(box: Box, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:

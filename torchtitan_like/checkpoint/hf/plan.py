@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import EXTENT
-from torchtitan_like.checkpoint.hf.pieces import owned
+from torchtitan_like.checkpoint.hf.pieces import common, meet, narrow, owned
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, Entry, FileLayout, dtype_code, file_names, lay_out
 from torchtitan_like.models.hf_table import Box, Link, Rows, Shape, Table, links, slices, their_shapes
 
@@ -175,30 +175,8 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 
 def _part(link: Link, box: Box, holders: tuple[int, ...]) -> Part | None:
     """What a link and a held rectangle have in common."""
-    cuts = common(link.our_box, [(start, start + n) for start, n, _ in box])
-    if cuts is None:
-        return None
-    local = tuple(
-        (start - low, n, 1) for (start, n, _), (low, _, _) in zip(narrow(link.our_box, cuts), box, strict=True)
-    )
-    theirs = _swapped(cuts[len(cuts) - len(link.their_box) :], link.transposed)
-    return Part(narrow(link.their_box, theirs), holders, (link.ours, box), local, link.transposed)
-
-
-def common(box: Box, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Which positions of each span lie within (low, high); None when there are none."""
-    cuts = []
-    for (start, count, step), (low, high) in zip(box, bounds, strict=True):
-        first, last = max(0, -((start - low) // step)), min(count, -((start - high) // step))
-        if first >= last:
-            return None
-        cuts.append((first, last))
-    return cuts
-
-
-def narrow(box: Box, cuts: Sequence[tuple[int, int]]) -> Box:
-    """The positions `cuts` of each span of the box."""
-    return tuple((s + a * step, b - a, step) for (s, _, step), (a, b) in zip(box, cuts, strict=True))
+    met = meet(link, box)
+    return None if met is None else Part(met[1], holders, (link.ours, box), met[0], link.transposed)
 
 
 def _swapped(dims: Sequence[tuple[int, int]], transposed: bool) -> Sequence[tuple[int, int]]:

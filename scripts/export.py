@@ -1,0 +1,176 @@
+"""Write a checkpoint as a Hugging Face directory: weights, config, tokenizer.
+
+    python scripts/export.py outputs/checkpoint/step-1000 outputs/model --dtype bfloat16
+    torchrun --nproc_per_node 4 scripts/export.py outputs/checkpoint/step-1000 outputs/model
+
+STEP_DIR is a published step; the model and the tokenizer are those of the `config.toml` inside it. On several ranks each
+holds a part of the weights only. No GPU is used. The directory appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import logging
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
+
+from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
+from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.probes import check_space
+from torchtitan_like.checkpoint.start import Start
+from torchtitan_like.checkpoint.step_folders import Manifest, file_records, publish, read_manifest, write_manifest
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.data.tokenizer import TokenizerError
+from torchtitan_like.distributed.data_parallel import DTYPES
+from torchtitan_like.distributed.world import CHECKPOINT_TIMEOUT, HostGroup, launched_as
+from torchtitan_like.launch import identify
+
+
+class Weights:
+    """The stored weights, in the type they are stored in; of several ranks each has rows of every one."""
+
+    def __init__(self, path: Path, manifest: Manifest, world_size: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        records = file_records(manifest)
+        reader: Any = ExtentReader(path, records) if records else dcp.FileSystemReader(path)
+        stored = reader.read_metadata().state_dict_metadata
+        places: dict[str, Any] = {}
+        if world_size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Shard
+
+            places = {"device_mesh": init_device_mesh("cpu", (world_size,)), "placements": [Shard(0)]}
+        self._tensors = {
+            name.removeprefix("model."): _empty(entry, places if entry.size else {})
+            for name, entry in stored.items()
+            if name.startswith("model.")
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._tensors)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        assert all(state_dict[name] is tensor for name, tensor in self._tensors.items()), "they are read in place"
+
+
+def _empty(stored: Any, places: Mapping[str, Any]) -> torch.Tensor:
+    from torch.distributed.tensor import empty
+
+    tensor: torch.Tensor = (empty if places else torch.empty)(stored.size, dtype=stored.properties.dtype, **places)
+    return tensor
+
+
+def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -> None:
+    """All ranks together. Raises CheckpointError, ConfigError or TokenizerError."""
+    manifest = read_manifest(step)
+    if manifest is None or manifest["kind"] == "hf":
+        raise CheckpointError(f"{step} is no step to export: give a published step-N, full or weights alone")
+    config = load_config(["--job.config_file", str(step / "config.toml")])
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)
+    identity = identify(config.model)
+    weights = Weights(step, manifest, votes.group.size)
+    load_states(
+        Start("warm", 0, step, "named on the command line", manifest=manifest), {"model": weights}, votes, identity
+    )
+    staged = out.with_name(f"{out.name}.tmp-{manifest['step']}")
+
+    def stage() -> None:
+        if out.exists():
+            raise CheckpointError(f"{out} exists already: choose another name")
+        shutil.rmtree(staged, ignore_errors=True)  # of an export that was interrupted
+        staged.mkdir(parents=True)
+        check_space(staged, sum(tensor.numel() * tensor.dtype.itemsize for tensor in weights.state_dict().values()))
+
+    try:
+        votes.leader_does(stage)
+        _write(staged, out, weights.state_dict(), identity, manifest["step"], arguments, votes)
+    finally:
+        if votes.is_leader:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _write(
+    staged: Path,
+    out: Path,
+    tensors: Mapping[str, torch.Tensor],
+    identity: Identity,
+    step: int,
+    arguments: argparse.Namespace,
+    votes: Votes,
+) -> None:
+    spec, args = identity.spec, identity.args
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else next(iter(tensors.values())).dtype
+    records = write_export(
+        staged,
+        tensors,
+        rows=spec.hf_names(args),
+        tied=spec.tied(args),
+        dtype=dtype,
+        group=votes.group,
+        executor=arguments.executor,
+        shard_bytes=round((arguments.shard_gb or 5) * 1e9),
+        index=None if arguments.shard_gb else votes.leader_does(lambda: read_index(identity.hf_assets)),
+    )
+
+    def complete() -> None:
+        bos, eos = identity.special_tokens()
+        others = write_folder(
+            staged, config=spec.hf_config(args), dtype=dtype, assets=identity.tokenizer, bos=bos, eos=eos
+        )
+        files = {name: dataclasses.asdict(record) for name, record in (records | others).items()}
+        write_manifest(staged, {"kind": "hf", "step": step, "files": files})
+        publish(staged, out)
+
+    votes.leader_does(complete)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step_dir", type=Path, help="a published checkpoint, such as outputs/checkpoint/step-300")
+    parser.add_argument("out", type=Path, help="the directory to make")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="of floating-point weights; default: as they are stored"
+    )
+    parser.add_argument("--executor", choices=["direct", "consolidate"], default="direct", help="both write the same")
+    parser.add_argument(
+        "--shard-gb", type=float, help="most GB of weights in a file; default: as the index of the assets says, else 5"
+    )
+    arguments = parser.parse_args(argv)
+    launched = launched_as()
+    logging.basicConfig(level=logging.INFO if launched.rank == 0 else logging.WARNING, format="%(message)s")
+    if launched.world_size > 1:
+        dist.init_process_group("gloo", timeout=CHECKPOINT_TIMEOUT)
+    group = HostGroup(list(range(launched.world_size)), CHECKPOINT_TIMEOUT)
+    try:
+        export(arguments.step_dir, arguments.out, arguments, Votes(group, is_leader=launched.rank == 0))
+    except (CheckpointError, ConfigError, TokenizerError) as error:
+        if launched.rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+    finally:
+        group.destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if launched.rank == 0:
+        print(f"{arguments.out} is complete")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
