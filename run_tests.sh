@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration). Arguments go to pytest.
+# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults), to which the
+# arguments go.
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
+#   ./run_tests.sh --faults              200 kills of real runs instead (half an hour); arguments: --help
 #
 # Prints the time it took. Returns pytest's code, or 1 when only a static check has failed.
 set -uo pipefail
@@ -13,6 +15,12 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$ROOT/scripts/setup_env.sh"
 setup_env dev || exit 1
 cd "$ROOT" || exit 1
+# One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
+export OMP_NUM_THREADS=1
+
+if [ "${1:-}" = --faults ]; then
+  exec "$PYTHON" -m tests.faults.campaign "${@:2}"
+fi
 
 failed=()
 check() {
@@ -26,8 +34,6 @@ check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/setup_env.sh
 check "$PYTHON" -m mypy
 static=$((SECONDS - started))
 
-# One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
-export OMP_NUM_THREADS=1
 echo "+ $PYTHON -m pytest $*"
 "$PYTHON" -m pytest "$@"
 code=$?

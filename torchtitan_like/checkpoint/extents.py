@@ -124,7 +124,7 @@ class ExtentSource:
         begin, end = self.record.span(index)
         assert len(into) == end - begin, (len(into), begin, end)
         self._file.seek(begin)
-        with naming(self.path):
+        with reading(self.path):
             done = 0
             while done < len(into) and (count := self._file.readinto(into[done:])):
                 done += count
@@ -227,12 +227,22 @@ def all_extents(records: Mapping[str, FileRecord]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name into an OSError of a read or write, which has none; an unreadable sector is damage."""
+    """Put the file's name into an OSError of a read or write, which has none."""
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EIO and not error.filename:
-            raise DamagedError(f"{path} is damaged: {error}") from error
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """As `naming`; and a sector that cannot be read is damage."""
+    try:
+        with naming(path):
+            yield
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise DamagedError(f"{path} is damaged: {error}") from error
         raise

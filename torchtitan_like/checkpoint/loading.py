@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
@@ -109,6 +110,7 @@ def _load_weights(start: Start, model: Stateful, votes: Votes, identity: Identit
     tensors, tied = model.state_dict(), spec.tied(args)
     if start.manifest is not None:  # an export of ours: its hashes are known
         records = file_records(start.manifest)
+        votes.leader_does(lambda: check_sizes(path, records))
         votes.all_do(lambda: verify_rest(path, records, {}, votes.group))
     if start.format == "hf":
         for line in config_differences(path, spec.hf_config(args)):

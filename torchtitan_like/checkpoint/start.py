@@ -83,7 +83,7 @@ def decide_start(
         return [_resume(newest, why)]
     may_be_full = [step for step in reversed(steps) if step.manifest.get("kind", "full") == "full"]
     full = [step for step in may_be_full if step.damage is None]
-    damage = [f"{step.damage}" for step in may_be_full if step.damage and (not full or step.step > full[0].step)]
+    damage = [step.damage for step in may_be_full if step.damage]
     if full:
         left_out = f"; damaged and left out: {'; '.join(damage)}" if damage else ""
         first = _resume(full[0], f"newest full checkpoint{left_out}")

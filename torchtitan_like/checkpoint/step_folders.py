@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes
+from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes, naming
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
@@ -54,6 +54,8 @@ def read_manifest(path: Path) -> Manifest | None:
     try:
         text = file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
+        if any(path.glob("shard-*.bin")):
+            raise DamagedError(f"{file} is missing: what the other files should hold is not known") from None
         return None
     except OSError as error:
         kind = DamagedError if error.errno == errno.EIO else CheckpointError
@@ -88,7 +90,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     complete = json.loads(json.dumps({**form, **manifest}, default=dataclasses.asdict))
     complete["self"] = _hash(complete)
     temporary = folder / f"{MANIFEST}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
+    with naming(temporary), open(temporary, "w", encoding="utf-8") as file:
         json.dump(complete, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

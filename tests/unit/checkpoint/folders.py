@@ -15,16 +15,16 @@ def make_steps(folder: Path, *names: str) -> None:
     """Steps with a file of 100 bytes, seed 7 and a stored configuration. Behind a step's number stands what it is:
 
     nothing: full. w: weights only. h: an export of ours. !: its file is cut short. m: its manifest is garbled.
-    ?: torn, no manifest. H, D, M: somebody else's safetensors, DCP, Meta's files.
+    ?: of no known format. x: its manifest is gone. H, D, M: somebody else's safetensors, DCP, Meta's files.
     """
     for name in names:
-        number = name.rstrip("wh!m?HDM")
+        number = name.rstrip("wh!mx?HDM")
         what = name[len(number) :]
         step = folder / f"step-{number}"
         step.mkdir(parents=True)
-        foreign = {"H": "model.safetensors", "D": ".metadata", "M": "consolidated.00.pth"}.get(what)
+        foreign = {"H": "model.safetensors", "D": ".metadata", "M": "consolidated.00.pth", "?": "notes.txt"}.get(what)
         (step / (foreign or SHARD)).write_bytes(bytes(100))
-        if foreign or "?" in what:
+        if foreign or "x" in what:
             continue
         kind = "weights" if "w" in what else "hf" if "h" in what else "full"
         files = {SHARD: record_file(step / SHARD)}

@@ -96,6 +96,7 @@ REFUSED = [
     (path("FULL"), ["10H"], "step-10, Hugging Face safetensors.*no run can be resumed"),
     ({}, ["1000D"], "torch.distributed.checkpoint folder of another program.*no run can be resumed"),
     ({}, ["0H", "10H"], "weights alone \\(newest: step-10"),
+    ({}, ["5x"], "step-5/manifest.json is missing.*Move them away"),
     ({}, ["5!"], "step-5/shard-00000.bin holds 50 bytes, of 100.*Move them away"),
     ({}, ["5!", "10m", "15w"], "step-10/manifest.json is damaged.*step-5/shard-00000.bin"),
     (path("FULL"), ["5!"], "no full checkpoint that is whole"),
@@ -206,4 +207,5 @@ def test_formats(tmp_path: Path) -> None:
     with pytest.raises(DamagedError):
         format_of(tmp_path / "step-8")
     (tmp_path / "step-1" / MANIFEST).unlink()
-    assert format_of(tmp_path / "step-1") is None
+    with pytest.raises(DamagedError, match="step-1/manifest.json is missing"):
+        format_of(tmp_path / "step-1")

@@ -1,0 +1,237 @@
+"""Runs of the real trainer that can be killed, under torchrun or forked from a warm process; both look the same here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tests.harness.runner import ROOT, kill_session, trainer_command, trainer_environment
+
+EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss", "grad_norm", "lr", "data_digest",
+         "data_digest_chain", "skipped")  # fmt: skip
+ASSETS = ROOT / "tests/assets/checkpoints"
+
+
+def arguments(folder: Path, **overrides: Any) -> list[str]:
+    """The command line of a tiny run: 13,000 parameters, a text of 25 samples that 4 a step pass several times."""
+    values = {
+        "job.config_file": ROOT / "train_configs/debug_model.toml",
+        "job.dump_folder": folder,
+        "model.hf_assets_path": ASSETS / "tokenizer",
+        "model.args.dim": 32,
+        "model.args.n_layers": 1,
+        "model.args.n_heads": 4,
+        "model.args.multiple_of": 16,
+        "model.args.vocab_size": 32,
+        "model.args.max_seq_len": 64,
+        "training.dataset_path": ASSETS / "text.jsonl",
+        "training.seq_len": 16,
+        "training.global_batch_size": 4,
+        "training.local_batch_size": 1,
+        "training.steps": 40,
+        "lr_scheduler.warmup_steps": 3,
+        "lr_scheduler.total_steps": 40,
+        "data.cache_folder": folder.parent / "tokens",
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 1,
+        "checkpoint.keep_latest_k": 3,
+        "checkpoint.last_save_model_only": "false",
+        "metrics.log_freq": 1,
+        "metrics.enable_tensorboard": "false",
+        "validation.enable": "false",
+        "debug.seed": 1,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }
+    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+
+
+def exact_rows(folder: Path) -> list[list[Any]]:
+    """The EXACT keys of every whole row of metrics.jsonl, floats as hex: equal means bit for bit."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # who is killed may leave the last one torn
+    return [[v.hex() if isinstance(v := row[key], float) else v for key in EXACT] for row in rows]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over. codes: of every rank, or torchrun's alone; a negative one is a signal."""
+
+    codes: list[int]
+    output: str = field(repr=False)
+    exit: dict[str, Any] | None
+
+    @property
+    def tail(self) -> str:
+        """What the output says of errors, and its last lines: for messages."""
+        lines = [line[:400] for line in self.output.splitlines()]
+        told = [line for line in lines[:-8] if re.search("ERROR|WARNING|Error|Traceback", line)]
+        return "\n".join([*told[-20:], *lines[-8:]])
+
+    def says(self, words: str) -> bool:
+        """Do these words stand in the output? (`in` would have pytest print all of it.)"""
+        return words in self.output
+
+
+class Run(Protocol):
+    """A run that has been started."""
+
+    def is_over(self) -> bool:
+        """Have all ranks ended?"""
+
+    def pids(self) -> dict[int, int]:
+        """Rank -> pid."""
+
+    def wait(self, timeout: float = 90) -> Ended:
+        """Wait for the end; AssertionError with the output's end after `timeout` seconds, when all are killed."""
+
+
+class Starter(Protocol):
+    """Where runs come from."""
+
+    name: str
+
+    def start(self, argv: list[str], num_ranks: int, folder: Path) -> Run: ...
+
+
+def kill(pids: list[int]) -> list[int]:
+    """SIGKILL to all of them at once, from outside; those that were there to be killed."""
+    killed = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # ended by itself meanwhile
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+    return killed
+
+
+def _exit_of(folder: Path) -> dict[str, Any] | None:
+    path = folder / "exit.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+class Torchrun:
+    """The command that run_train.sh uses, from an interpreter's start to its end."""
+
+    name = "torchrun"
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+
+    def start(self, argv: list[str], num_ranks: int, folder: Path) -> Run:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _TorchrunRun(argv, num_ranks, folder, self.env)
+
+
+class _TorchrunRun:
+    def __init__(self, argv: list[str], num_ranks: int, folder: Path, env: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.log = folder.parent / "output.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                trainer_command(argv, num_ranks, folder), cwd=ROOT, env=trainer_environment(env), text=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
+    def pids(self) -> dict[int, int]:
+        """The trainers among torchrun's descendants, by the RANK in their environment."""
+        import psutil
+
+        found = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "torchtitan_like.train" in child.cmdline():
+                        found[int(child.environ()["RANK"])] = child.pid
+        return found
+
+    def wait(self, timeout: float = 90) -> Ended:
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            kill_session(self.process)
+            raise AssertionError(f"the run did not end within {timeout:g} s:\n{self.log.read_text()[-3000:]}") from None
+        return Ended([self.process.returncode], self.log.read_text(errors="replace"), _exit_of(self.folder))
+
+
+class Warm:
+    """Ranks forked from one process that has all imported (warm.py); one run at a time."""
+
+    name = "forked"
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.warm"], cwd=ROOT, env=trainer_environment(env), text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.buffer = b""
+        assert self.answer(120) == {"ready": True}
+
+    def start(self, argv: list[str], num_ranks: int, folder: Path) -> Run:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder.parent / "output.log"
+        log.unlink(missing_ok=True)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"argv": argv, "num_ranks": num_ranks, "log": str(log)}) + "\n")
+        return _WarmRun(self, self.answer(30)["pids"], folder, log)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next line of the process; TimeoutError when it does not come."""
+        assert self.process.stdout is not None
+        end = time.monotonic() + timeout
+        while b"\n" not in self.buffer:
+            if not select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))[0]:
+                raise TimeoutError
+            piece = os.read(self.process.stdout.fileno(), 65536)
+            if not piece:
+                raise AssertionError("the process that forks the ranks has died")
+            self.buffer += piece
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        self.process.kill()  # the ranks die with it
+        self.process.communicate()
+
+
+class _WarmRun:
+    def __init__(self, server: Warm, pids: list[int], folder: Path, log: Path) -> None:
+        self.server, self.folder, self.log = server, folder, log
+        self._pids = pids
+        self.codes: list[int] | None = None
+
+    def is_over(self) -> bool:
+        if self.codes is None:
+            with contextlib.suppress(TimeoutError):
+                self.codes = self.server.answer(0)["codes"]
+        return self.codes is not None
+
+    def pids(self) -> dict[int, int]:
+        return dict(enumerate(self._pids))
+
+    def wait(self, timeout: float = 90) -> Ended:
+        late = False
+        if self.codes is None:
+            try:
+                self.codes = self.server.answer(timeout)["codes"]
+            except TimeoutError:
+                late = True
+                kill(self._pids)
+                self.codes = self.server.answer(30)["codes"]
+        output = self.log.read_text(errors="replace") if self.log.exists() else ""
+        if late:
+            raise AssertionError(f"the run did not end within {timeout:g} s:\n{output[-3000:]}")
+        return Ended(self.codes, output, _exit_of(self.folder))

@@ -1,0 +1,104 @@
+"""A process that has torch imported and forks the trainer's ranks: a start costs a second instead of six.
+
+What runs is `torchtitan_like.train.main` in real processes with a real rendezvous; only the interpreter's start and the
+imports are shared. Like torchrun, the parent stops the other ranks when one has died.
+
+Protocol, one JSON object a line: {"argv", "num_ranks", "log"} in, {"pids"} out at once, {"codes"} out at the end
+(a negative code is the signal that ended the rank).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+# What a run imports sooner or later; none of it starts a thread.
+MODULES = ("torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+           "tokenizers", "safetensors", "torchtitan_like.train")  # fmt: skip
+# As torchrun: a rank that does not end itself after SIGTERM is killed. (torchrun waits 30 s.)
+GRACE_SECONDS = 10.0
+
+
+def serve() -> None:
+    """Fork runs as they are asked for, until stdin ends."""
+    for module in MODULES:
+        importlib.import_module(module)
+    sys.modules["torch"].set_num_threads(1)  # a forked child cannot use its parent's thread pool
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        port = _free_port()
+        pids = [_fork(rank, port, request) for rank in range(request["num_ranks"])]
+        print(json.dumps({"pids": pids}), file=answers)
+        print(json.dumps({"codes": _wait_for(pids)}), file=answers)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+        _become_rank(rank, port, request)
+    return pid
+
+
+def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
+    size = str(request["num_ranks"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        from torchtitan_like.resilience.end import end_process
+        from torchtitan_like.train import main
+
+        end_process(main(request["argv"]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _wait_for(pids: list[int]) -> list[int]:
+    """The exit codes; after the first failure the others get SIGTERM, and SIGKILL if that does not end them."""
+    codes: dict[int, int] = {}
+    failed_at = None
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        left = [p for p in pids if p not in codes]
+        if pid and codes[pid] < 0 and failed_at is None:
+            failed_at = time.monotonic()
+            for other in left:
+                os.kill(other, signal.SIGTERM)
+        if failed_at is not None and time.monotonic() > failed_at + GRACE_SECONDS:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+        if not pid:
+            time.sleep(0.002)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    serve()
