@@ -8,6 +8,7 @@ noisy machine disturbs all alike; the table gives medians over rounds and of the
 - save: the floor is what no format can undercut: each rank writes its shards with `safetensors.torch.save_file`, fsync.
 - load: files in the page cache, every extent verified, against `dcp.load` of a plain DCP save of the same state: on the
   same layout, 2 ranks -> 1, 2 -> 4, and cut by columns.
+- background: the trainer's own saves with `async_mode = "async"`: how long training stands, and until the step is there.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +154,71 @@ def rank_saves(arguments: argparse.Namespace) -> dict[str, list[float]]:
     return figures
 
 
+def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Each round: the trainer's own saves in the foreground and in the background, and one copy of the state in memory."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from torchtitan_like.checkpoint.checkpointer import Checkpointer
+    from torchtitan_like.checkpoint.saving import Save
+    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_training import Model
+    from torchtitan_like.distributed.world import HostGroup
+    from torchtitan_like.launch import identify
+
+    rank, ranks, folder = dist.get_rank(), list(range(dist.get_world_size())), Path(arguments.folder)
+    state = make_state(arguments.gb, 0, fill=True)
+    copies = {name: torch.zeros_like(tensor.to_local()) for name, tensor in state.items()}
+
+    class Whole:
+        def state_dict(self) -> dict[str, Any]:
+            return state
+
+    def make(mode: str) -> Checkpointer:
+        section = Checkpoint(enable=True, async_mode=mode, keep_latest_k=0)
+        group, identity = HostGroup(ranks, timedelta(hours=1)), identify(Model())
+        return Checkpointer(
+            section, dump_folder=str(folder / mode), group=group, is_leader=rank == 0, device=torch.device("cpu"),
+            identity=identity,
+        )  # fmt: skip
+
+    def save(checkpointer: Checkpointer, step: int) -> None:
+        checkpointer.save(
+            [Save("full", checkpointer.folder)], step, {"model": cast(Any, Whole())}, config_toml="", summary={},
+            on_published=lambda save, path, seconds: None,
+        )  # fmt: skip
+
+    def copy() -> None:
+        for name, tensor in state.items():
+            copies[name].copy_(tensor.to_local())
+
+    checkpointers = {mode: make(mode) for mode in ("disabled", "async")}
+    for checkpointer in checkpointers.values():
+        checkpointer.find_start(last_step=sys.maxsize)  # takes the folder's lock
+    figures: dict[str, list[float]] = {}
+    for index in range(-1, arguments.rounds):  # the first makes the buffers and is not counted
+        for mode in sorted(checkpointers, reverse=index % 2 == 1):
+            if rank == 0:
+                for step in checkpointers[mode].folder.glob("step-*"):
+                    shutil.rmtree(step)
+                os.sync()
+            begin = time.monotonic()
+            blocked = timed(partial(save, checkpointers[mode], index + 1))[0]
+            checkpointers[mode].wait()
+            dist.barrier()
+            if index >= 0:
+                figures.setdefault(f"{mode} blocked s", []).append(blocked)
+                figures.setdefault(f"{mode} s", []).append(time.monotonic() - begin)
+        seconds = timed(copy)[0]
+        if index >= 0:
+            figures.setdefault("copy s", []).append(seconds)
+    for checkpointer in checkpointers.values():
+        checkpointer.close()
+    return figures
+
+
 def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Each round: ours and plain DCP, in turn."""
     import torch.distributed as dist
@@ -195,7 +262,8 @@ def child(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    figures = (rank_saves if arguments.child == "save" else rank_loads)(arguments)
+    cases = {"save": rank_saves, "background": rank_saves_in_background}
+    figures = cases.get(arguments.child, rank_loads)(arguments)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(figures), flush=True)
     dist.destroy_process_group()
@@ -228,14 +296,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per case")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state, in 10^9 bytes")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
-    parser.add_argument("--child", choices=["save", *LOADS], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=["save", "background", *LOADS], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments)
         return
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as arguments.folder:
+    parent = arguments.folder
+    with tempfile.TemporaryDirectory(dir=parent) as arguments.folder:
         save = launch("save", 2, arguments)
         loads = {case: launch(case, ranks, arguments) for case, (ranks, _) in LOADS.items()}
+    with tempfile.TemporaryDirectory(dir=parent) as arguments.folder:
+        background = launch("background", 2, arguments)
     print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python "
           f"{platform.python_version()}, {arguments.gb:g} GB, medians of {arguments.rounds} rounds\n")  # fmt: skip
     print("| case | ours, s | other, s | ratio | ours: extra memory, MiB |\n|---|---|---|---|---|")
@@ -246,6 +317,12 @@ def main() -> None:
         ours, theirs = found["ours s"], found["plain s"]
         print(f"| load, {case}, other = plain DCP | {spread(ours)} | {spread(theirs)} | 1 / {ratio(theirs, ours)} | "
               f"{max(found['ours mib']):.0f} |")  # fmt: skip
+    for key, other, label in (
+        ("async blocked s", "copy s", "save in the background, time that training stands; other = one copy in memory"),
+        ("async s", "disabled s", "save in the background, until it is published; other = in the foreground"),
+    ):
+        ours, theirs = background[key], background[other]
+        print(f"| {label} | {spread(ours)} | {spread(theirs)} | {ratio(ours, theirs)} | |")
     print(f"\nHashing is {ratio(save['hashing cpu_s'], save['ours cpu_s'])} of a save's CPU time; the largest shard of a "
           f"tensor has {save['largest shard mib'][0]:.0f} MiB")  # fmt: skip
 

@@ -125,6 +125,10 @@ def _verify(step: StepFolder) -> int:
     damage = damage or ([step.damage] if step.damage else [])
     for text in damage:
         print(text)
+    known = {*records, MANIFEST, PIN}
+    names = {file.relative_to(step.path).as_posix() for file in step.path.rglob("*") if file.is_file()}
+    if records and (extra := sorted(names - known)):
+        print(f"{step.path}: no part of the checkpoint, and not verified: {', '.join(extra)}")
     if not damage:
         size = in_bytes(sum(record.size for record in records.values()))
         print(
@@ -177,12 +181,12 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """What differs between two checkpoints: settings, names, shapes, types, numbers."""
+    """What differs between two checkpoints: settings, names, shapes, types, numbers, and what is no tensor."""
     from torchtitan_like.checkpoint import tools
 
     pair = [tools.open_contents(arguments.a), tools.open_contents(arguments.b)]
     lines = _differing_settings(*pair)
-    held: list[Any] = [contents.forms for contents in pair]
+    held: list[Any] = [{**contents.forms, **dict.fromkeys(contents.objects)} for contents in pair]
     reads: list[Callable[[str], Any]] = [contents.read for contents in pair]
     if pair[0].family != pair[1].family:  # both under our names
         identity, _ = _identify(next((c for c in pair if c.kind == "native"), pair[0]), arguments.config)
@@ -190,8 +194,11 @@ def diff(arguments: argparse.Namespace) -> int:
         reads = [weights.__getitem__ for weights in held]
     for here, there in ((0, 1), (1, 0)):
         lines += [f"{name}: only in {pair[here].path}" for name in held[here] if name not in held[there]]
-    found = {name: tools.difference(reads[0](name), reads[1](name)) for name in held[0] if name in held[1]}
-    lines += [f"{name}: {text}" for name, text in found.items() if text]
+    objects = {name for contents in pair for name in contents.objects}
+    common = [name for name in held[0] if name in held[1]]
+    found = {name: tools.difference(reads[0](name), reads[1](name)) for name in common if name not in objects}
+    others = {name: tools.object_difference(reads[0](name), reads[1](name)) for name in common if name in objects}
+    lines += [f"{name}: {text}" for name, text in (found | others).items() if text]
     equal = sum(text is None for text in found.values())
     print("\n".join([*lines, f"{equal} of {len(found)} common tensors are equal bit for bit"]))
     return int(bool(lines))
@@ -244,20 +251,21 @@ def _identify(source: Contents, config_file: Path | None) -> tuple[Identity, str
 def offload(arguments: argparse.Namespace) -> int:
     """Copy every complete step, verify the copy, and then let go of those that are not among the newest here.
 
-    A step is taken for copied when `step-N.sha256` stands beside it at the destination: `sha256sum -c` reads it.
+    A step is taken for copied when `step-N.sha256` stands beside it at the destination: `sha256sum -c` reads it. Before
+    it is removed here, both are compared once more: the run may have gone back and written another one of that number.
     """
     folder, target = arguments.folder, arguments.dest
     is_local = "://" not in target
     steps = published_steps(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no complete step")
-    safe, damaged = set(), 0
+    copied_before, safe, damaged = set(), set(), set()
     for step in steps:
         if is_local and (Path(target) / f"{step.path.name}.sha256").exists():
-            safe.add(step.step)
+            copied_before.add(step.step)
             continue
         if _verify(step):
-            damaged = 1
+            damaged.add(step.step)
             continue
         sums = _sums(step.path)
         _copy(step.path, target, arguments.command)
@@ -268,13 +276,16 @@ def offload(arguments: argparse.Namespace) -> int:
             print(f"{step.path} is copied to {target} and verified there")
         else:
             print(f"{step.path} is copied to {target}, where it cannot be read back from here: it is kept")
-    for old in doomed(steps, arguments.keep):
-        if old.step in safe:
+    # A damaged step is none of the newest that stay: nothing could be resumed from it.
+    for old in doomed([step for step in steps if step.step not in damaged], arguments.keep):
+        if old.step in copied_before:
+            _check_copy(Path(target) / old.path.name, old, _sums(old.path))
+        if old.step in safe | copied_before:
             trash = folder / f".trash-{old.step}-offloaded"
             os.rename(old.path, trash)
             shutil.rmtree(trash)
             print(f"{old.path} is removed here")
-    return damaged
+    return int(bool(damaged))
 
 
 def _sums(path: Path) -> str:
@@ -316,7 +327,10 @@ def _check_copy(copied: Path, step: StepFolder, sums: str) -> None:
     if found != sums:
         differing = set(sums.splitlines()) ^ set(found.splitlines())
         names = sorted({line.split("  ", 1)[1] for line in differing})
-        raise CheckpointError(f"{copied} is not what was copied: {', '.join(names)}. {step.path} is kept")
+        raise CheckpointError(
+            f"{copied} is not what was copied: {', '.join(names)}. {step.path} is kept. To copy it again, move that one "
+            f"and {copied.name}.sha256 away"
+        )
 
 
 # ---- interval

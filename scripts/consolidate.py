@@ -42,6 +42,11 @@ def main(argv: list[str]) -> int:
             files = read_weight_map(arguments.mapping)
             numbers = {file: number for number, file in enumerate(sorted(set(files.values())), start=1)}
             mapping = {name: numbers[file] for name, file in files.items()}
+        if arguments.remove_shards and arguments.input.resolve() == arguments.output.resolve():
+            raise CheckpointError(
+                f"{arguments.output} is the folder of the shards too, of which --remove-shards would leave nothing: choose "
+                "another output"
+            )
         records = consolidate(arguments.input, arguments.output, mapping, arguments.num_threads)
         if rank == 0 and arguments.remove_shards:
             for path in arguments.input.glob("*.safetensors"):

@@ -115,7 +115,8 @@ def _write(
     votes: Votes,
 ) -> None:
     spec, args = identity.spec, identity.args
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else next(iter(tensors.values())).dtype
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     records = write_export(
         staged,
         tensors,
@@ -131,7 +132,12 @@ def _write(
     def complete() -> None:
         bos, eos = identity.special_tokens()
         others = write_folder(
-            staged, config=spec.hf_config(args), dtype=dtype, assets=identity.tokenizer, bos=bos, eos=eos
+            staged,
+            config=spec.hf_config(args),
+            dtype=dtype or max(set(floating), key=floating.count, default=torch.float32),
+            assets=identity.tokenizer,
+            bos=bos,
+            eos=eos,
         )
         files = {name: dataclasses.asdict(record) for name, record in (records | others).items()}
         write_manifest(staged, {"kind": "hf", "step": step, "files": files})

@@ -27,12 +27,14 @@ from torchtitan_like.checkpoint.dcp_storage import (
     ExtentReader,
     ExtentWriter,
     _Bounce,
+    _Box,
     _boxes,
+    _read_boxes,
     unwrap,
     verify_rest,
 )
 from torchtitan_like.checkpoint.errors import DamagedError
-from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, all_extents
+from torchtitan_like.checkpoint.extents import EXTENT, ExtentSource, FileRecord, all_extents
 from torchtitan_like.distributed.world import HostGroup
 
 # name: (shape, dtype); all are cut over the ranks where they have dimensions enough.
@@ -336,3 +338,15 @@ def load_missing(folder: str, records: dict[str, FileRecord]) -> str:
 def test_what_is_not_there_is_no_damage(step: Any) -> None:
     for text in run_ranks(load_missing, 2, str(step[0]), step[1]):
         assert text.startswith("CheckpointError: rank 0: RuntimeError: Missing key")
+
+
+def test_bytes_that_two_tensors_want_reach_both(tmp_path):
+    """An extent is read where it shall be only where its boxes do not overlap."""
+    state = {"a": torch.randn(3, 1000)}
+    writer = ExtentWriter(tmp_path, 0)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    first, second = torch.zeros(3, 1000), torch.zeros(3, 1000)
+    boxes = [_Box(0, torch.float32, (3, 1000), (0, 0), (3, 1000), target) for target in (first, second)]
+    with ExtentSource(tmp_path / "shard-00000.bin", writer.records["shard-00000.bin"]) as source:
+        _read_boxes(source, boxes)
+    assert torch.equal(first, state["a"]) and torch.equal(second, state["a"])

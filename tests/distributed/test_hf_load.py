@@ -1,18 +1,20 @@
 """Weights of other formats on sharded models: the same bits on every topology, read once, and errors on every rank."""
 
 import json
+import pickle
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.harness.hf_weights import unpermuted
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf import safetensors_source
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
@@ -280,3 +282,39 @@ def test_a_rank_without_a_share_of_a_tensor_owns_nothing_of_it():
     shares = run_ranks(owned_of_three_rows, 4)
     assert shares[:3] == [[(((row, 1, 1), (0, 2, 1)), [2.0 * row, 2.0 * row + 1])] for row in range(3)]
     assert shares[3] == []
+
+
+def test_what_config_json_leaves_out_is_transformers_default(tmp_path):
+    ours = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"}, "rms_norm_eps": 1e-5, "hidden_size": 8}
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    keys = [line.split(" says ")[1].split(" = ")[0] for line in config_differences(tmp_path, ours)]
+    assert keys == ["rope_theta", "rope_scaling", "rms_norm_eps"]
+    ours = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
+    assert config_differences(tmp_path, ours) == []
+
+
+def test_a_dcp_index_that_leaves_a_hole_is_damage(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(4, 2)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([8, 2])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    votes = Votes(HostGroup.alone(), is_leader=True)
+    with pytest.raises(DamagedError, match=r"does not say where all of w \[8, 2\] is"):
+        load_torchtitan(tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), votes=votes)
+
+
+def test_metas_files_agree_on_what_each_holds_as_a_whole(tmp_path):
+    for i in range(2):
+        torch.save({"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth")
+    votes, rows = Votes(HostGroup.alone(), is_leader=True), (("norm.weight", "norm.weight"),)
+    with pytest.raises(DamagedError, match="norm.weight stands in each file as a whole, with other numbers"):
+        load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
+
+
+def test_a_config_that_is_no_json_is_damage(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedError, match="config.json cannot be read"):
+        safetensors_source.open_safetensors(tmp_path, quantized=False)

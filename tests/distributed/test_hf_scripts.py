@@ -16,7 +16,9 @@ from scripts import consolidate, export
 from tests.distributed.parity import build, options, release
 from tests.distributed.test_hf_export import ROWS, bytes_of, load, whole, write_torch_shards
 from tests.harness.rank_pool import run_ranks
+from tests.unit.scripts.test_checkpoint_tool import write_step
 from torchtitan_like.checkpoint.extents import verify_file
+from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
@@ -84,6 +86,28 @@ def test_any_number_of_ranks_exports_the_same_directory(tmp_path, step):
     assert load(tmp_path / "one").keys() >= {"lm_head.weight"} and len(load(tmp_path / "one")) == len(state)
 
 
+def test_without_a_dtype_every_tensor_keeps_its_own(tmp_path, step):
+    path, state = step
+    mixed = {f"model.{name}": t if "norm" in name else t.bfloat16() for name, t in state.items()}
+    (tmp_path / "step-7").mkdir()
+    write_step(tmp_path / "step-7", mixed, (path / "config.toml").read_text())
+    assert export.main([str(tmp_path / "step-7"), str(tmp_path / "hf")]) == 0
+    found = load(tmp_path / "hf")
+    assert {t.dtype for name, t in found.items() if "norm" in name} == {torch.float32}
+    assert {t.dtype for name, t in found.items() if "norm" not in name} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_numbers_that_float16_does_not_reach_are_told(tmp_path, caplog):
+    """float32 to bfloat16 is not looked at: it reaches as far."""
+    state = {"layers.0.w": torch.tensor([65504.0, -1.0]), "one": torch.tensor([[-7e4]]), "none": torch.zeros(0, 4)}
+    for dtype in (torch.bfloat16, torch.float16):
+        write_export(tmp_path / str(dtype), state, rows=ROWS, tied=(), dtype=dtype, group=HostGroup.alone())
+        told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(told) == (dtype == torch.float16)
+    assert told[0].startswith("1 tensors hold numbers that float16 does not reach") and "infinite: one." in told[0]
+
+
 @pytest.mark.parametrize("case", ["no step", "an export", "exists"])
 def test_what_cannot_be_exported(tmp_path, step, capsys, case):
     path, _ = step
@@ -108,6 +132,8 @@ def test_shards_are_merged_and_removed(tmp_path, capsys):
     assert consolidate.main([*arguments, "--remove-shards"]) == 2
     assert "the shards lack 1 tensors (tied)" in capsys.readouterr().err
     assert len(list((tmp_path / "shards").iterdir())) == 2, "nothing is removed that is not merged"
+    assert consolidate.main([str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]) == 2
+    assert "--remove-shards would leave nothing" in capsys.readouterr().err
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index}))
     assert consolidate.main([*arguments, "--remove-shards", "--num-threads", "2"]) == 0
     assert "out: 3 files" in capsys.readouterr().out

@@ -194,38 +194,31 @@ class ExtentReader(StorageReader):
             name, offset, length = stored[item.storage_index]
             by_file.setdefault(name, []).append((offset, length, item))
         for name, items in sorted(by_file.items()):
+            items.sort(key=lambda entry: entry[0])
+            tensors = [(offset, item) for offset, _, item in items if item.type != LoadItemType.BYTE_IO]
+            targets = [planner.resolve_tensor(item).detach() for _, item in tensors]
+            boxes = [self._box(offset, item, target) for (offset, item), target in zip(tensors, targets, strict=True)]
             with self._source(name) as source:
-                for offset, length, item in sorted(items, key=lambda entry: entry[0]):
+                for offset, length, item in items:
                     if item.type == LoadItemType.BYTE_IO:
                         content = bytearray(length)
                         source.read(offset, memoryview(content))
                         planner.load_bytes(item, io.BytesIO(content))
-                    else:
-                        target = planner.resolve_tensor(item).detach()
-                        self._read_tensor(source, offset, item, target)
-                        planner.commit_tensor(item, target)
+                _read_boxes(source, [box for box in boxes if box is not None])
+            for (_, item), target in zip(tensors, targets, strict=True):
+                planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_tensor(self, source: ExtentSource, offset: int, item: ReadItem, target: torch.Tensor) -> None:
-        """Copy the item's box of the stored tensor, which begins at byte `offset`, to `target`, casting where needed."""
+    def _box(self, offset: int, item: ReadItem, target: torch.Tensor) -> _Box | None:
+        """The item's box of the stored tensor, which begins at byte `offset`; None for one without elements."""
         if not target.numel():
-            return
+            return None
         entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata) and item.storage_index.index is not None
-        box = _Box(entry.chunks[item.storage_index.index].sizes, item.storage_offsets, item.lengths, target)
-        dtype, size = entry.properties.dtype, entry.properties.dtype.itemsize
-        begin, end = offset + box.first * size, offset + box.end * size
-        in_place = _as_bytes(box.flat) if box.flat is not None and target.is_cpu and target.dtype == dtype else None
-        for index in range(begin // EXTENT, -(-end // EXTENT)):
-            extent = source.record.span(index)
-            low, high = max(begin, extent[0]), min(end, extent[1])
-            if in_place is not None and (low, high) == extent:
-                source.read_extent(index, in_place[low - begin : high - begin])
-            else:
-                content = source.extent(index)[low - extent[0] : high - extent[0]]
-                box.put(torch.frombuffer(content, dtype=dtype), (low - offset) // size)
+        stored = entry.chunks[item.storage_index.index].sizes
+        return _Box(offset, entry.properties.dtype, stored, item.storage_offsets, item.lengths, target)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.records:
@@ -249,17 +242,30 @@ class _Box:
     """A box of a stored tensor and the tensor that receives it, filled from stretches of the stored elements."""
 
     def __init__(
-        self, stored: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+        self,
+        offset: int,
+        dtype: torch.dtype,
+        stored: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
     ) -> None:
-        self.stored, self.starts, self.lengths, self.target = stored, starts, lengths, target
+        self.stored, self.starts, self.lengths, self.target, self.dtype = stored, starts, lengths, target, dtype
         strides = [math.prod(stored[dim + 1 :]) for dim in range(len(stored))]
-        # The stretch of stored elements, in C order, from the box's first to its last.
+        # The stretch of stored elements, in C order, from the box's first to its last; and of bytes in the file.
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
-        self.end = self.first + last + 1
+        self.offset = offset
+        self.begin = offset + self.first * dtype.itemsize
+        self.end = offset + (self.first + last + 1) * dtype.itemsize
         # The target as such a stretch itself, where both are without gaps: rows, or all, of the stored tensor.
-        is_gapless = self.end - self.first == target.numel() and target.is_contiguous()
+        is_gapless = last + 1 == target.numel() and target.is_contiguous()
         self.flat = target.view(-1) if is_gapless else None
+        self.bytes = _as_bytes(self.flat) if self.flat is not None and target.is_cpu and target.dtype == dtype else None
+
+    def put_bytes(self, content: memoryview, at: int) -> None:
+        """Copy what belongs to the box of stored bytes; `at`: where in the file they begin. Casts where needed."""
+        self.put(torch.frombuffer(content, dtype=self.dtype), (at - self.offset) // self.dtype.itemsize)
 
     def put(self, elements: torch.Tensor, first: int) -> None:
         """Copy what belongs to the box of `elements` (n,), the stored ones from number `first` on."""
@@ -274,6 +280,35 @@ class _Box:
                 here.append(slice(low - start, max(low, high) - start))
                 there.append(slice(low - begin, max(low, high) - begin))
             self.target[tuple(there)].copy_(part[tuple(here)])
+
+
+def _read_boxes(source: ExtentSource, boxes: Sequence[_Box]) -> None:
+    """Fill `boxes`, from front to back; an extent that belongs to them as a whole is read where it shall be."""
+    by_extent: dict[int, list[_Box]] = {}
+    for box in boxes:
+        for index in range(box.begin // EXTENT, -(-box.end // EXTENT)):
+            by_extent.setdefault(index, []).append(box)
+    for index, found in sorted(by_extent.items()):
+        begin, end = source.record.span(index)
+        if (views := _in_place(found, begin, end)) is not None:
+            source.read_extent(index, views)
+            continue
+        for box in found:
+            low, high = max(box.begin, begin), min(box.end, end)
+            box.put_bytes(source.extent(index)[low - begin : high - begin], low)
+
+
+def _in_place(boxes: Sequence[_Box], begin: int, end: int) -> list[memoryview] | None:
+    """The memory of an extent's boxes, and some for the padding between them; None where they do not fill it so."""
+    views: list[memoryview] = []
+    at = begin
+    for box in boxes:
+        low, high = max(box.begin, begin), min(box.end, end)
+        if box.bytes is None or not 0 <= low - at < ALIGNMENT:
+            return None
+        views += [memoryview(bytearray(low - at)), box.bytes[low - box.begin : high - box.begin]]
+        at = high
+    return [*views, memoryview(bytearray(end - at))] if end - at < ALIGNMENT else None
 
 
 def _boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import xxhash
 from torchtitan_like.checkpoint.errors import DamagedError
 
 EXTENT = 4 * 2**20
+PIECE = 2**18  # bytes read and hashed at a time: what a core's own cache holds
 WRITE_BEHIND = 2 * EXTENT
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -115,20 +116,22 @@ class ExtentSource:
         view = self._buffer[: end - begin]
         if self._held != index:
             self._held = None
-            self.read_extent(index, view)
+            self.read_extent(index, [view])
             self._held = index
         return view
 
-    def read_extent(self, index: int, into: memoryview) -> None:
-        """Read an extent straight into `into`, writable bytes of exactly its length."""
+    def read_extent(self, index: int, into: Sequence[memoryview]) -> None:
+        """Read an extent straight into writable bytes, which together have exactly its length."""
         begin, end = self.record.span(index)
-        assert len(into) == end - begin, (len(into), begin, end)
+        assert sum(map(len, into)) == end - begin, (into, begin, end)
         self._file.seek(begin)
+        digest = xxhash.xxh3_128()
         with reading(self.path):
-            done = 0
-            while done < len(into) and (count := self._file.readinto(into[done:])):
-                done += count
-        if done < len(into) or hash_extent(into) != self.record.extents[index]:
+            for view in into:
+                while len(view) and (count := self._file.readinto(view[:PIECE])):
+                    digest.update(view[:count])
+                    view = view[count:]
+        if digest.hexdigest() != self.record.extents[index]:
             raise DamagedError(
                 f"{self.path} is damaged: extent {index} (bytes {begin} to {end}) is not what was written"
             )
@@ -141,7 +144,7 @@ class ExtentSource:
             begin, end = self.record.span(index)
             length = min(end - offset, len(into))
             if length == end - begin:
-                self.read_extent(index, into[:length])
+                self.read_extent(index, [into[:length]])
             else:
                 into[:length] = self.extent(index)[offset - begin : offset - begin + length]
             offset, into = offset + length, into[length:]
@@ -212,7 +215,7 @@ def find_damage(
             for index in indices:
                 begin, end = records[name].span(index)
                 try:
-                    source.read_extent(index, buffer[: end - begin])
+                    source.read_extent(index, [buffer[: end - begin]])
                 except DamagedError as error:
                     yield error
                 done += end - begin

@@ -20,6 +20,7 @@ import torch
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
 from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
 from torchtitan_like.checkpoint.votes import Votes
@@ -84,6 +85,7 @@ class StepWriter:
         final = save.folder / f"step-{step}"
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
         if save.dtype is not None and save.kind != "hf":  # an export converts piece by piece
+            warn_of_overflow(tensors, save.dtype)
             tensors = {name: _as_dtype(value, save.dtype) for name, value in tensors.items()}
         try:
             self._votes.leader_does(lambda: self._stage(save, staged, final, tensors))

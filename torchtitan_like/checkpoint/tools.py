@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
+import reprlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import is_zipfile
@@ -23,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, unwrap
 from torchtitan_like.checkpoint.errors import CheckpointError
@@ -32,6 +35,7 @@ from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import (
@@ -56,7 +60,7 @@ BLOCK = 2**22  # elements compared at a time
 class Contents:
     """A checkpoint of any format. `forms`: name -> (shape, dtype) of its tensors, under the names they have there.
 
-    read      one tensor, by name
+    read      one tensor, or object, by name
     whole     everything, nested as it was saved; of a step of ours the weights alone
     objects   names of what is no tensor
     files     of safetensors: name -> file
@@ -66,7 +70,7 @@ class Contents:
     kind: Kind
     manifest: Manifest
     forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    read: Callable[[str], Tensor]
+    read: Callable[[str], Any]
     whole: Callable[[], Any]
     objects: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
@@ -112,8 +116,9 @@ def _open_dcp(path: Path, kind: Kind) -> Contents:
         stored = reader.read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def read(name: str) -> Tensor:
-        target = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)}
+    def read(name: str) -> Any:
+        entry = tensors.get(name)
+        target = {name: None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)}
         with _told_plainly(path):
             dcp.load(target, storage_reader=reader, no_dist=True)
         return target[name]
@@ -155,7 +160,7 @@ def _open_pt(path: Path) -> Contents:
     tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
     forms = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     objects = tuple(name for name in leaves if name not in tensors)
-    return Contents(path, "pt", {}, forms, tensors.__getitem__, lambda: state, objects)
+    return Contents(path, "pt", {}, forms, leaves.__getitem__, lambda: state, objects)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -179,6 +184,19 @@ def difference(a: Tensor, b: Tensor) -> str | None:
     return f"max abs difference {largest.item():.3e}"
 
 
+def object_difference(a: Any, b: Any) -> str | None:
+    """Both in short, where they differ; None: they are equal, with all tensors that are in them."""
+    (values, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    if form == other_form and all(
+        difference(x, y) is None
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else pickle.dumps(x) == pickle.dumps(y)  # with == NaN differs from itself, and an array has many answers
+        for x, y in zip(values, others, strict=True)
+    ):
+        return None
+    return f"{reprlib.repr(a)} -> {reprlib.repr(b)}"
+
+
 def short(dtype: torch.dtype) -> str:
     """`bfloat16`."""
     return str(dtype).removeprefix("torch.")
@@ -190,8 +208,10 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
         return {name.removeprefix("model."): tensor for name, tensor in source.whole().items()}
     with torch.device("meta"):
         model = identity.spec.build(identity.args)
-    stored = [dtype for _, dtype in source.forms.values() if dtype.is_floating_point]
-    weights = ModelState(model.to(max(set(stored), key=stored.count, default=torch.float32)).to_empty(device="cpu"))
+    stored = {dtype for _, dtype in source.forms.values() if dtype.is_floating_point}
+    # Of several the one that loses nothing: the few tensors kept in a wider one are those that need it.
+    dtype = reduce(torch.promote_types, stored or {torch.float32})
+    weights = ModelState(model.to(dtype).to_empty(device="cpu"))
     start = Start(
         "warm",
         0,
@@ -240,6 +260,7 @@ def convert(
         changed = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         return changed.clone(memory_format=torch.contiguous_format) if changed is tensor else changed
 
+    warn_of_overflow(dict(_leaves(state)), dtype)
     state = tree_map_only(Tensor, converted, state)
     staged = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -72,8 +72,8 @@ class Link(NamedTuple):
 def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Link]:
     """Every element of our tensors, and of theirs, exactly once; the second name of a tied parameter is left out.
 
-    shapes: the full shapes of our tensors by name; several of ours that are one of theirs are there together.
-    Raises KeyError naming the tensors that no row knows, ValueError where a row does not fit a shape.
+    shapes: the full shapes of our tensors by name; several of ours that are one of theirs are there together. Raises
+    KeyError naming the tensors that no row knows, or whose row has others that lack; ValueError where it does not fit.
     """
     aliases = {alias for alias, _ in tied}
     patterns = list(_patterns(rows))
@@ -82,10 +82,13 @@ def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Lin
     for name, shape in shapes.items():
         if name in aliases:
             continue
-        for pattern, row, earlier in patterns:
+        for pattern, row, place in patterns:
             if match := pattern.fullmatch(name):
                 numbers = match.groups()
-                offset = sum(shapes[other.format(*numbers)][row.axis] for other in earlier)
+                joined = [part.format(*numbers) for part in _several(row.ours)]
+                if lacking := [part for part in joined if part not in shapes]:
+                    raise KeyError(f"{name} is one tensor of theirs together with {lacking}, which lack")
+                offset = sum(shapes[part][row.axis] for part in joined[:place])
                 found += _links_of(row, name, shape, numbers, offset)
                 break
         else:
@@ -114,13 +117,12 @@ def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _patterns(rows: Rows) -> Iterator[tuple[re.Pattern[str], Row, tuple[str, ...]]]:
-    """For each of our names: its pattern, its row, and the names that stand before it in their tensor."""
+def _patterns(rows: Rows) -> Iterator[tuple[re.Pattern[str], Row, int]]:
+    """For each of our names: its pattern, its row, and how many stand before it in their tensor."""
     for given in rows:
         row = given if isinstance(given, Row) else Row(*given)
-        ours = _several(row.ours)
-        for i, name in enumerate(ours):
-            yield re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")), row, ours[:i]
+        for i, name in enumerate(_several(row.ours)):
+            yield re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")), row, i
 
 
 def _links_of(row: Row, name: str, shape: Shape, numbers: tuple[str, ...], offset: int) -> Iterator[Link]:

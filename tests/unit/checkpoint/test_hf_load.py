@@ -263,6 +263,13 @@ def test_float8_is_read_where_it_is_asked_for_and_nowhere_else(quantized, tmp_pa
         load(folder, ours, quantized=True, rows=FP8_ROWS)
 
 
+def test_factors_of_what_is_no_float8_are_refused(quantized):
+    folder, theirs, reference = quantized
+    write_files(folder, theirs | {"q.weight": reference.bfloat16()})
+    with pytest.raises(CheckpointError, match="factors .* that are no float8: q.weight"):
+        load(folder, {"w": torch.empty(10, 7), "norm": torch.empty(7)}, quantized=True, rows=FP8_ROWS)
+
+
 # ---- damage
 
 
@@ -319,6 +326,19 @@ def test_a_wrong_index_is_damage(tmp_path, state, index, words):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(DamagedError, match=words):
         load(folder, empty(state))
+
+
+def test_files_beside_those_that_are_read_are_named(tmp_path, state, caplog):
+    """Another program may take those: transformers a `model.safetensors`, before any index."""
+    folder = write(tmp_path / "hf", state, files=2)
+    load(folder, empty(state))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        save_file({"lm_head.weight": torch.zeros(9, 5)}, folder / name)
+    ours = empty(state)
+    load(folder, ours)
+    assert_equal(ours, state)
+    assert "not adapter_model.safetensors, model.safetensors, which stand beside them" in caplog.text
 
 
 def test_a_tensor_that_stands_in_two_files_is_damage(tmp_path, state):

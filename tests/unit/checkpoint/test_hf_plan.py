@@ -88,6 +88,7 @@ TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (with_header(b"{not json"), "header that cannot be read"),
         (with_header([1]), "header that cannot be read"),
         (with_header({"a": {**TWO, "dtype": "F4"}}), "header that cannot be read"),
+        (with_header({"a": {**TWO, "shape": [-1, -2]}}), "header that cannot be read"),
         (with_header({"a": {**TWO, "shape": [3]}}), "expected"),
         (with_header({"a": {**TWO, "data_offsets": [4, 12]}}, 12), "expected"),
         (with_header({"a": TWO, "b": {**TWO, "data_offsets": [4, 12]}}, 12), "expected"),

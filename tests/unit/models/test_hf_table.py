@@ -145,6 +145,12 @@ def test_a_shape_that_does_not_fit_its_row_is_named(row, words):
         links((row,), {"a": (8, 2)})
 
 
+@pytest.mark.parametrize("present", ["0.a", "0.b"])
+def test_a_part_of_their_tensor_alone_is_refused(present):
+    with pytest.raises(KeyError, match=f"{present} is one tensor of theirs together with .'0.[ab]'., which lack"):
+        links((Row(("{}.a", "{}.b"), "{}.ab"),), {present: (2, 3), "1.a": (1, 1), "1.b": (1, 1)})
+
+
 def test_tensors_that_no_row_knows_are_named():
     with pytest.raises(KeyError, match="2 of 3 tensors.*bias.*layers.x.wq"):
         links((("layers.{}.wq", "q.{}"),), {"bias": (1,), "layers.x.wq": (1,), "layers.0.wq": (1,)})

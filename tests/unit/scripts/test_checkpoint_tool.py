@@ -108,7 +108,9 @@ def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.Cap
 def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path, "1", "2", "3!", "4m", "5w")
     make_steps(tmp_path / "hf", "5h")
-    assert run(capsys, "verify", tmp_path / "step-2")[0] == 0
+    (tmp_path / "step-2" / "model.safetensors").touch()
+    code, text = run(capsys, "verify", tmp_path / "step-2")
+    assert code == 0 and "step-2: no part of the checkpoint, and not verified: model.safetensors" in text
     flip_bit(tmp_path / "step-2" / SHARD, 50)
     code, text = run(capsys, "verify", tmp_path)
     assert code == 1
@@ -153,11 +155,26 @@ def test_diff_finds_settings_names_shapes_and_numbers(
         "model.args.n_layers 2 -> 3",
         f"optimizer.state.norm.weight.exp_avg: only in {step}",
         f"optimizer.step: only in {step}",
+        f"train_state.json: only in {step}",
         f"model.new: only in {other}",
         "model.norm.weight: max abs difference 5.000e-01",
         "model.output.weight: float32 [2048, 32] -> bfloat16 [2048, 32]",
         "19 of 21 common tensors are equal bit for bit",
     ]
+
+
+def test_diff_compares_what_is_no_tensor(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, position in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        state = {"model.w": torch.ones(2), "train_state.json": json.dumps({"position": position})}
+        write_step(tmp_path / name, state, "")
+        groups = [{"lr": float("nan"), "w": torch.ones(2)}, {"lr": position}]
+        torch.save({"w": torch.ones(2), "groups": groups}, tmp_path / f"{name}.pt")
+    code, text = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1 and """train_state.json: '{"position": 1}' -> '{"position": 2}'""" in text
+    code, text = run(capsys, "diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1 and text.startswith("groups: [{'lr': nan")
+    assert run(capsys, "diff", tmp_path / "a.pt", tmp_path / "a.pt")[0] == 0
 
 
 # ---- convert
@@ -243,6 +260,31 @@ def test_a_native_step_in_bfloat16_is_half_as_large(
     assert "float32" not in text.split("model.", 1)[1] and "optimizer" not in text.split("model.", 1)[1]
 
 
+def test_the_few_tensors_of_a_wider_type_lose_nothing(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights in bfloat16, norms in float32."""
+    run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file(
+        {n: t + 1e-4 if "norm" in n else t.bfloat16() for n, t in theirs.items()}, tmp_path / "hf/model.safetensors"
+    )
+    (tmp_path / "hf" / "manifest.json").unlink()
+    config = ["--config", step / "config.toml"]
+    assert run(capsys, "convert", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
+    found, before = open_contents(tmp_path / "out"), open_contents(step)
+    assert torch.equal(found.read("model.norm.weight"), before.read("model.norm.weight") + 1e-4)
+    assert torch.equal(found.read("model.output.weight"), before.read("model.output.weight").bfloat16().float())
+
+
+def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save({"fits": torch.tensor([65504.0]), "deep": {"not": torch.tensor([1.0, -1e5])}}, tmp_path / "m.pt")
+    for dtype, text in (("bfloat16", ""), ("float16", "1 tensors hold numbers that float16 does not reach")):
+        caplog.clear()
+        assert main(["convert", str(tmp_path / "m.pt"), str(tmp_path / dtype), "--to", "pt", "--dtype", dtype]) == 0
+        assert text in caplog.text and ("deep.not" in caplog.text) == bool(text)
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -325,6 +367,34 @@ def test_a_step_damaged_here_is_not_copied(tmp_path: Path, capsys: pytest.Captur
     assert code == 1 and "extent 0" in text
     assert sorted(p.name for p in (tmp_path / "archive").iterdir() if p.is_dir()) == ["step-20", "step-30"]
     assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-30"]
+
+
+@pytest.mark.parametrize("fault", ["written again here", "gone there", "damaged there"])
+def test_an_earlier_copy_is_looked_at_before_the_step_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    run_folder, archive = tmp_path / "run", tmp_path / "archive"
+    archive.mkdir()
+    make_steps(run_folder, "10", "20", "30")
+    assert run(capsys, "offload", run_folder, archive, "--keep", 3)[0] == 0
+    if fault == "written again here":  # the run went back, and this is another step 10
+        shutil.rmtree(run_folder / "step-10")
+        make_steps(run_folder, "10w")
+    elif fault == "gone there":
+        shutil.rmtree(archive / "step-10")
+    else:
+        flip_bit(archive / "step-10" / SHARD, 50)
+    code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
+    assert code == 2 and "step-10 is not what was copied" in text and "step-10.sha256 away" in text
+    assert sorted(os.listdir(run_folder)) == ["step-10", "step-20", "step-30"]
+
+
+def test_a_damaged_step_is_none_of_those_that_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path / "run", "10", "20", "30")
+    (tmp_path / "archive").mkdir()
+    flip_bit(tmp_path / "run" / "step-30" / SHARD, 9)
+    assert run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1)[0] == 1
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-20", "step-30"]
 
 
 def test_what_is_copied_out_of_reach_stays_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

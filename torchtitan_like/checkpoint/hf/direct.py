@@ -39,6 +39,7 @@ from torchtitan_like.checkpoint.hf.plan import (
     targets,
 )
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, FileLayout
+from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows, Table
@@ -75,6 +76,7 @@ def write_export(
     views: dict[Key, Tensor] = {}
 
     def tell() -> Sequence[Any]:
+        warn_of_overflow(tensors, dtype)
         told, here = hold(tensors)
         views.update(here)
         return told

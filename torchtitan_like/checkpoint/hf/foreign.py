@@ -112,6 +112,9 @@ def _open_dcp(folder: Path) -> DcpSource:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not _NOT_THE_MODEL.fullmatch(name)
     }
+    for name, entry in tensors.items():  # what no chunk holds would stay as it was initialised
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise DamagedError(f"{folder / '.metadata'} does not say where all of {name} {list(entry.size)} is")
     stored_at = {index: where for index, where in metadata.storage_data.items() if index.fqn in tensors}
     needed: dict[str, int] = {}
     for where in stored_at.values():
@@ -163,6 +166,8 @@ def _open_meta(path: Path) -> MetaSource:
         if len({(part.shape, part.dtype) for part in mine}) > 1:
             raise DamagedError(f"{path}: the parts of {name} differ in shape or dtype from file to file")
         dim = _split_dim(name, mine[0], width)
+        if dim is None and not all(torch.equal(part, mine[0]) for part in mine[1:]):
+            raise DamagedError(f"{path}: {name} stands in each file as a whole, with other numbers in some")
         mine = mine[:1] if dim is None else mine
         shape = [n * len(mine) if d == dim else n for d, n in enumerate(mine[0].shape)]
         steps = [mine[0].shape[d] if d == dim else 0 for d in range(len(shape))]

@@ -25,6 +25,8 @@ logger = logging.getLogger()
 
 # What may differ in config.json without another result: how the weights were trained, and what they may be used for.
 _FREE = ("architectures", "attention_dropout", "initializer_range", "max_position_embeddings", "use_cache")
+# What transformers takes where config.json says nothing, as those of older models do.
+_DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
 # Tables that others store and every model computes for itself: names of their tensors that may stay unread.
 COMPUTED = ("*rotary_emb.inv_freq", "rope.freqs", "freqs_cis")
 
@@ -97,7 +99,7 @@ def config_differences(folder: Path, ours: Mapping[str, Any]) -> list[str]:
     """
     if not (folder / "config.json").exists():
         return []
-    theirs = _older_form(json.loads((folder / "config.json").read_text()))
+    theirs = _DEFAULTS | _older_form(json.loads((folder / "config.json").read_text()))
     return [
         f"{folder / 'config.json'} says {key} = {theirs[key]}, this model has {value}"
         for key, value in ours.items()
@@ -110,7 +112,7 @@ def _older_form(config: dict[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or {})
     if not rope:
         return config
-    theta = rope.pop("rope_theta", None)
+    theta = rope.pop("rope_theta", _DEFAULTS["rope_theta"])
     return config | {"rope_theta": theta, "rope_scaling": None if rope.get("rope_type") == "default" else rope}
 
 

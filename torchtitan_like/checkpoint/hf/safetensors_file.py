@@ -95,6 +95,8 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
         metadata = header.pop("__metadata__", {})
         found = [(tuple(v["data_offsets"]), name, v["dtype"], tuple(v["shape"])) for name, v in header.items()]
         entries = [Entry(name, dtype, shape, start + a, start + b) for (a, b), name, dtype, shape in sorted(found)]
+        if any(type(n) is not int or n < 0 for entry in entries for n in entry.shape):
+            raise ValueError("a shape is no list of sizes")
         lengths = [math.prod(entry.shape) * DTYPES[entry.dtype].itemsize for entry in entries]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{path} has a header that cannot be read: {type(error).__name__} {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.pieces import Form, Piece
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, INDEX, Entry, read_header
 from torchtitan_like.models.hf_table import Box
+
+logger = logging.getLogger()
 
 SINGLE = "model.safetensors"
 # Added to the name of a float8 weight: one factor for each of its blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3).
@@ -84,16 +87,21 @@ def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
                 f"says, would need {expected}"
             )
         del stored[name + SCALE]
-    bare = [name for name, tensor in stored.items() if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point]
-    if lacking := [name for name in bare if name not in scales]:
+    float8 = {name for name, tensor in stored.items() if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point}
+    if lacking := sorted(float8 - scales.keys()):
         raise CheckpointError(f"{folder}: float8 weights without their factors ({SCALE}): {', '.join(lacking)}")
+    if wide := sorted(scales.keys() - float8):  # multiplied out by somebody, it may be, who has left the factors there
+        raise CheckpointError(f"{folder}: weights with factors ({SCALE}) that are no float8: {', '.join(wide)}")
     return SafetensorsSource(folder, stored, scales, block)
 
 
 def _find_block(folder: Path, *, quantized: bool, found: bool) -> tuple[int, ...]:
     """Rows and columns of the blocks that have one factor each; (1, 1) where nothing is quantised."""
     config = folder / "config.json"
-    method = json.loads(config.read_text()).get("quantization_config", {}) if config.exists() else {}
+    try:
+        method = json.loads(config.read_text()).get("quantization_config") or {} if config.exists() else {}
+    except (ValueError, AttributeError) as error:
+        raise DamagedError(f"{config} cannot be read: {type(error).__name__} {error}") from error
     if found and not quantized:
         raise CheckpointError(
             f"{folder} holds float8 weights in blocks: set checkpoint.initial_load_in_hf_quantized = true"
@@ -122,11 +130,17 @@ def _find_files(folder: Path) -> list[str]:
         names = sorted({*names, *(f"{m[1]}{i + 1:05d}-of-{m[3]}.safetensors" for m in parts for i in range(int(m[3])))})
     if not names:
         raise CheckpointError(f"{folder} holds no safetensors files: give the directory that contains them")
+    if beside := sorted({path.name for path in folder.glob("*.safetensors")} - set(names)):
+        logger.warning(f"{folder}: read are {_several(names)}, and not {_several(beside)}, which stand beside them")
     if absent := [name for name in names if not (folder / name).exists()]:
         raise DamagedError(
             f"{folder} is not whole: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"
         )
     return names
+
+
+def _several(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
 
 
 def _read_index(folder: Path) -> dict[str, str]:
