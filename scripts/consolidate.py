@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.consolidate import consolidate
 from torchtitan_like.checkpoint.hf.folder import read_weight_map
+from torchtitan_like.resilience.end import end_process
 
 
 def main(argv: list[str]) -> int:
@@ -64,4 +65,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

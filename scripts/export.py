@@ -38,6 +38,7 @@ from torchtitan_like.data.tokenizer import TokenizerError
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.world import CHECKPOINT_TIMEOUT, HostGroup, launched_as
 from torchtitan_like.launch import identify
+from torchtitan_like.resilience.end import end_process
 
 
 class Weights:
@@ -179,4 +180,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
