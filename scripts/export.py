@@ -10,7 +10,6 @@ holds a part of the weights only. No GPU is used. The directory appears under it
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import logging
 import shutil
@@ -140,8 +139,7 @@ def _write(
             bos=bos,
             eos=eos,
         )
-        files = {name: dataclasses.asdict(record) for name, record in (records | others).items()}
-        write_manifest(staged, {"kind": "hf", "step": step, "files": files})
+        write_manifest(staged, {"kind": "hf", "step": step, "files": records | others})
         publish(staged, out)
 
     votes.leader_does(complete)

@@ -345,7 +345,7 @@ def verify_rest(
     """
     seen = {(name, index) for mine in group.gather_objects(verified) for name in mine for index in mine[name]}
     rest = [extent for extent in all_extents(records) if extent not in seen]
-    rank = torch.distributed.get_rank(group.group) if group.group is not None else 0
+    rank = group.rank
     mine = rest[len(rest) * rank // group.size : len(rest) * (rank + 1) // group.size]
     for error in find_damage(folder, records, mine, progress):
         raise error

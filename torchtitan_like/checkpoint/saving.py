@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord, check_sizes
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
@@ -148,7 +148,7 @@ class StepWriter:
         from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 
         group = self._votes.group
-        writer = ExtentWriter(staged, 0 if group.group is None else torch.distributed.get_rank(group.group))
+        writer = ExtentWriter(staged, group.rank)
         detached = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()}
         dcp.save(detached, storage_writer=writer, process_group=group.group, no_dist=group.size == 1)
         return writer.records
@@ -178,11 +178,8 @@ class StepWriter:
     def _publish(
         self, staged: Path, final: Path, records: Mapping[str, FileRecord], content: Mapping[str, Any]
     ) -> None:
-        for name, record in records.items():
-            found = (staged / name).stat().st_size
-            if found != record.size:
-                raise OSError(f"{staged / name} holds {found} bytes on disk, but {record.size} were written to it")
-        write_manifest(staged, {**content, "files": {name: asdict(record) for name, record in sorted(records.items())}})
+        check_sizes(staged, records)
+        write_manifest(staged, {**content, "files": dict(sorted(records.items()))})
         if self._lock is not None:
             self._lock.check()
         publish(staged, final)

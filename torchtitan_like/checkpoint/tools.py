@@ -5,7 +5,6 @@ One process holds the weights of a model once or twice: what runs on many ranks 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pickle
@@ -341,5 +340,5 @@ def _complete(
         with ExtentSink(staged / name) as sink:
             sink.write(content)
             found[name] = sink.close()
-    files = {name: dataclasses.asdict(record) for name, record in sorted(found.items())}
+    files = dict(sorted(found.items()))
     write_manifest(staged, {"kind": kind, "step": source.manifest.get("step", 0), "files": files, **more})

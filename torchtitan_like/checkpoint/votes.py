@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.distributed.world import HostGroup
 
@@ -25,7 +23,7 @@ class Votes:
 
         Raises on every rank when any failed: DamagedError when damage is all that was found, else CheckpointError.
         """
-        outcome = _outcome(action, self._rank())
+        outcome = _outcome(action, self.group.rank)
         # Vote: a rank that failed must not leave its peers inside the next step of the protocol.
         outcomes = self.group.gather_objects(outcome)
         problems = [problem for _, problem in outcomes if problem is not None]
@@ -42,9 +40,6 @@ class Votes:
             raise _error(*problem)
         answer: T = result
         return answer
-
-    def _rank(self) -> int:
-        return dist.get_rank(self.group.group) if self.group.group is not None else 0
 
 
 def _error(damaged: bool, text: str) -> CheckpointError:

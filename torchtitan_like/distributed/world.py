@@ -52,6 +52,11 @@ class HostGroup:
         self.group = dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
         self._thread = threading.get_ident()
 
+    @property
+    def rank(self) -> int:
+        """This process's place in the group; 0 when it is alone."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
     def adopt(self) -> None:
         """Make the calling thread the owner, for good; the former one has no exchange under way."""
         self._thread = threading.get_ident()

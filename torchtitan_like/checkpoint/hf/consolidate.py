@@ -86,7 +86,7 @@ def consolidate(
         raise CheckpointError(f"num_threads = {num_threads}: expected at least 1")
     group = _Members(process_group)
     try:
-        rank = dist.get_rank(group.group) if group.group is not None else 0
+        rank = group.rank
         votes = Votes(group, is_leader=rank == 0)
         return consolidate_together(Path(input_dir), Path(output_dir), fqn_to_index_mapping, num_threads, votes, rank)
     finally:

@@ -71,7 +71,7 @@ def write_export(
     Raises CheckpointError on all ranks when any of them fails, with rank, file and reason; the folder is then the caller's
     to remove.
     """
-    rank = dist.get_rank(group.group) if group.group is not None else 0
+    rank = group.rank
     votes = Votes(group, is_leader=rank == 0)
     views: dict[Key, Tensor] = {}
 
