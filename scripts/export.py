@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.hf.direct import write_export
-from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
-from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.extents import FileRecord
+from torchtitan_like.checkpoint.hf.folder import write_model
+from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import Manifest, file_records, publish, read_manifest, write_manifest
@@ -97,52 +97,26 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
         staged.mkdir(parents=True)
         check_space(staged, sum(tensor.numel() * tensor.dtype.itemsize for tensor in weights.state_dict().values()))
 
+    def complete(files: Mapping[str, FileRecord]) -> None:
+        write_manifest(staged, {"kind": "hf", "step": manifest["step"], "files": files})
+        publish(staged, out)
+
     try:
         votes.leader_does(stage)
-        _write(staged, out, weights.state_dict(), identity, manifest["step"], arguments, votes)
+        files = write_model(
+            staged,
+            weights.state_dict(),
+            identity,
+            votes,
+            dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
+            executor=arguments.executor,
+            shard_bytes=round((arguments.shard_gb or 5) * 1e9),
+            by_index=not arguments.shard_gb,
+        )
+        votes.leader_does(lambda: complete(files))
     finally:
         if votes.is_leader:
             shutil.rmtree(staged, ignore_errors=True)
-
-
-def _write(
-    staged: Path,
-    out: Path,
-    tensors: Mapping[str, torch.Tensor],
-    identity: Identity,
-    step: int,
-    arguments: argparse.Namespace,
-    votes: Votes,
-) -> None:
-    spec, args = identity.spec, identity.args
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    records = write_export(
-        staged,
-        tensors,
-        rows=spec.hf_names(args),
-        tied=spec.tied(args),
-        dtype=dtype,
-        group=votes.group,
-        executor=arguments.executor,
-        shard_bytes=round((arguments.shard_gb or 5) * 1e9),
-        index=None if arguments.shard_gb else votes.leader_does(lambda: read_index(identity.hf_assets)),
-    )
-
-    def complete() -> None:
-        bos, eos = identity.special_tokens()
-        others = write_folder(
-            staged,
-            config=spec.hf_config(args),
-            dtype=dtype or max(set(floating), key=floating.count, default=torch.float32),
-            assets=identity.tokenizer,
-            bos=bos,
-            eos=eos,
-        )
-        write_manifest(staged, {"kind": "hf", "step": step, "files": records | others})
-        publish(staged, out)
-
-    votes.leader_does(complete)
 
 
 def main(argv: list[str]) -> int:

@@ -154,26 +154,17 @@ class StepWriter:
         return writer.records
 
     def _export(self, dtype: torch.dtype, staged: Path, tensors: Mapping[str, Any]) -> dict[str, FileRecord]:
-        from torchtitan_like.checkpoint.hf.direct import write_export
-        from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
+        from torchtitan_like.checkpoint.hf.folder import write_model
 
-        identity = self._identity
-        records = write_export(
+        return write_model(
             staged,
             {name.removeprefix("model."): value.detach() for name, value in tensors.items()},
-            rows=identity.spec.hf_names(identity.args),
-            tied=identity.spec.tied(identity.args),
+            self._identity,
+            self._votes,
             dtype=dtype,
-            group=self._votes.group,
             executor=self._layout.executor,
             shard_bytes=self._layout.shard_bytes,
-            index=self._votes.leader_does(lambda: read_index(identity.hf_assets)),
         )
-        if self._votes.is_leader:
-            bos, eos = identity.special_tokens()
-            config = identity.spec.hf_config(identity.args)
-            records |= write_folder(staged, config=config, dtype=dtype, assets=identity.tokenizer, bos=bos, eos=eos)
-        return records
 
     def _publish(
         self, staged: Path, final: Path, records: Mapping[str, FileRecord], content: Mapping[str, Any]

@@ -31,7 +31,7 @@ from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, u
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord, find_damage
 from torchtitan_like.checkpoint.hf.direct import write_export
-from torchtitan_like.checkpoint.hf.folder import read_index, write_folder
+from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
@@ -301,23 +301,16 @@ def _write_native(staged: Path, state: Mapping[str, Tensor], source: Contents, c
 def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None) -> None:
     """A directory for `transformers`; without a model, one with the names and small files of the source."""
     staged.mkdir()
-    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-    spec, args = (identity.spec, identity.args) if identity else (None, None)
-    records = write_export(
-        staged,
-        state,
-        rows=spec.hf_names(args) if spec else tuple((name, name) for name in state),
-        tied=spec.tied(args) if spec else (),
-        dtype=None,
-        group=HostGroup.alone(),
-        index=read_index(identity.hf_assets) if identity else source.files,
-    )
     others: dict[str, bytes] = {}
     if identity:
-        bos, eos = identity.special_tokens()
-        sizes = identity.spec.hf_config(args)
-        records |= write_folder(staged, config=sizes, dtype=dtype, assets=identity.tokenizer, bos=bos, eos=eos)
+        votes = Votes(HostGroup.alone(), is_leader=True)
+        records = write_model(staged, state, identity, votes, dtype=None)
     else:
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+        names = tuple((name, name) for name in state)
+        records = write_export(
+            staged, state, rows=names, tied=(), dtype=None, group=HostGroup.alone(), index=source.files
+        )
         files = [file for file in source.path.iterdir() if file.is_file() and "safetensors" not in file.name]
         others = {file.name: file.read_bytes() for file in files if file.name != MANIFEST}
         if "config.json" in others:

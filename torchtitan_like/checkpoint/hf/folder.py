@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
 from torchtitan_like.checkpoint.step_folders import fsync_directory
+from torchtitan_like.checkpoint.votes import Votes
+
+if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.loading import Identity
 
 # Taken over from the folder of the tokenizer where they are.
 _COPIED = (
@@ -26,6 +31,45 @@ class SpecialToken(NamedTuple):
 
     text: str
     id: int
+
+
+def write_model(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    identity: Identity,
+    votes: Votes,
+    *,
+    dtype: torch.dtype | None,
+    executor: Literal["direct", "consolidate"] = "direct",
+    shard_bytes: int = 5 * 10**9,
+    by_index: bool = True,
+) -> dict[str, FileRecord]:
+    """A complete directory for `transformers`: weights as `write_export` does, and all that `write_folder` adds.
+
+    All ranks call it together; the records of every file, on every rank. by_index: cut files as the index of the model's
+    assets does, where there is one. config.json names `dtype`, or else the commonest of the weights.
+    """
+    spec, args = identity.spec, identity.args
+    records = write_export(
+        folder,
+        tensors,
+        rows=spec.hf_names(args),
+        tied=spec.tied(args),
+        dtype=dtype,
+        group=votes.group,
+        executor=executor,
+        shard_bytes=shard_bytes,
+        index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
+    )
+    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    named = dtype or max(set(floating), key=floating.count, default=torch.float32)
+
+    def complete() -> dict[str, FileRecord]:
+        bos, eos = identity.special_tokens()
+        config = spec.hf_config(args)
+        return write_folder(folder, config=config, dtype=named, assets=identity.tokenizer, bos=bos, eos=eos)
+
+    return records | votes.leader_does(complete)
 
 
 def write_folder(
