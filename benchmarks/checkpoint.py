@@ -224,7 +224,7 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned
     from torchtitan_like.checkpoint.extents import FileRecord
 
     folder = Path(arguments.folder)
@@ -235,7 +235,7 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
     }
     state = make_state(arguments.gb, LOADS[arguments.child][1], fill=False)
     sides = {
-        "ours": lambda: dcp.load(state, storage_reader=ExtentReader(folder / "ours", records)),
+        "ours": lambda: load_planned(state, ExtentReader(folder / "ours", records)),
         "plain": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "plain")),
     }
     figures: dict[str, list[float]] = {}

@@ -43,7 +43,7 @@ def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> to
     found = format_of(step_folder) or "step"
     start = Start("warm", 0, step_folder, "named on the command line", None, found, read_manifest(step_folder))
     votes = Votes(HostGroup.alone(), is_leader=True)
-    load_states(start, {"model": ModelState(model)}, votes, identify(config.model))
+    load_states(start, {"model": ModelState([model])}, votes, identify(config.model))
     return model.eval()
 
 

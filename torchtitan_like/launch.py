@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,16 +18,22 @@ from torchtitan_like.data.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import needs_wrapping
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees
+from torchtitan_like.distributed.mesh_picture import picture
+from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
-from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
 from torchtitan_like.monitor.log import init_logger, logger
-from torchtitan_like.monitor.run_directory import write_atomically
+from torchtitan_like.monitor.memory import build_memory_monitor
+from torchtitan_like.monitor.metrics import Metrics, announce_hardware
+from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
+from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
     from torchtitan_like.config.sections_training import Model
+    from torchtitan_like.models.spec import ModelSpec
 
 
 def read_config(argv: list[str], world_size: int) -> JobConfig:
@@ -49,7 +55,11 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     assert dims is not None, errors  # preflight has reported these
     needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    return join_world(launched, dims, timeout, needs_mesh=needs_mesh)
+    world = join_world(launched, dims, timeout, needs_mesh=needs_mesh)
+    if world.size > 1:
+        for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
+            logger.info(line)
+    return world
 
 
 def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
@@ -61,6 +71,48 @@ def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
         is_leader=world.rank == 0,
         device=world.device,
         identity=identify(config.model),
+    )
+
+
+def build_model(config: JobConfig, world: World, spec: ModelSpec, args: Any, num_samples: int) -> Built:
+    """This rank's parts of the model, cut over the mesh, without values. num_samples: see `build_parts`."""
+    sections = Sections(
+        config.training,
+        config.parallelism,
+        config.activation_checkpoint,
+        config.compile,
+        config.model.converters,
+        config.quantize.linear.float8,
+    )
+    longest = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
+    shards = VocabShards(world.group("tp"), spec.constraints(args)["vocab_size"]) if world.dims.tp > 1 else None
+    loss = chunked_cross_entropy(
+        config.loss.chunk_mib,
+        compile_backend=sections.loss_backend,
+        shards=shards,
+        gathers_logits=config.parallelism.disable_loss_parallel,
+    )
+    return build_parts(spec, fit_positions(args, longest), world, sections, loss=loss, num_samples=num_samples)
+
+
+def build_metrics(config: JobConfig, world: World, folder: RunDirectory, flops_per_token: float) -> Metrics:
+    """The metrics of a run; says what the hardware can do."""
+    memory = build_memory_monitor(world.device)
+    peak = announce_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
+    return Metrics(
+        config.metrics,
+        folder=folder.folder,
+        attempt=folder.attempt,
+        writer=world.rank == 0,
+        gather=world.gather_losses,
+        flops_per_token=flops_per_token,
+        peak_flops=peak,
+        world_size=world.size,
+        memory_monitor=memory,
+        total_steps=config.training.steps,
+        rank=world.rank,
+        num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
+        run_config=config.model_dump() if config.metrics.enable_wandb else None,
     )
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
 from torchtitan_like.config.availability import (
@@ -22,53 +22,18 @@ from torchtitan_like.config.availability import (
 )
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.fields import all_settings
+from torchtitan_like.config.findings import Findings
+from torchtitan_like.config.layout_rules import MODEL_KEYS
 from torchtitan_like.config.problems import nearest
+from torchtitan_like.preflight_layout import check_layout
 
 if TYPE_CHECKING:
-    from torchtitan_like.distributed.dims import ParallelDims
+    from torchtitan_like.models.spec import ModelSpec
 
 __all__ = ["NOT_AVAILABLE", "check", "load_checked"]
 
 DeviceType = Literal["cpu", "cuda"]
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_MODEL_KEYS = ("model.name", "model.flavor", "model.args")
-_DEGREES = tuple(
-    f"parallelism.{name}_degree"
-    for name in (
-        "data_parallel_replicate",
-        "data_parallel_shard",
-        "context_parallel",
-        "tensor_parallel",
-        "pipeline_parallel",
-    )
-)
-
-
-class _Findings:
-    """Collects problems; fills in value and origin of the keys they name."""
-
-    def __init__(self, config: JobConfig, *, training: bool) -> None:
-        self.config, self.training = config, training
-        self.problems: list[Problem] = []
-
-    def error(self, key: str, expected: str, remedy: str = "", *, involves: tuple[str, ...] = ()) -> None:
-        self._add(key, expected, remedy, "error", involves)
-
-    def warning(self, key: str, text: str, remedy: str = "", *, involves: tuple[str, ...] = ()) -> None:
-        self._add(key, text, remedy, "warning", involves)
-
-    def missing_file(self, key: str, expected: str, remedy: str = "", *, involves: tuple[str, ...] = ()) -> None:
-        """An error when about to train; a warning in a check, which may run on another machine."""
-        text = expected if self.training else f"expected {expected}"
-        self._add(key, text, remedy, "error" if self.training else "warning", involves)
-
-    def _add(
-        self, key: str, expected: str, remedy: str, severity: Literal["error", "warning"], involves: tuple[str, ...]
-    ) -> None:
-        value = value_of(self.config, key) if "." in key and key != "model.args" else None
-        written = [name for name in (key, *involves) if self.config.is_set(name)]
-        origin = self.config.origin_of(written[0] if written else key)
-        self.problems.append(Problem(key, value, expected, remedy, origin, severity, involves))
 
 
 def load_checked(
@@ -109,15 +74,13 @@ def check(
     ``training``: missing files, and features that are not available yet, are errors; else warnings. ``device_type``
     None leaves out what depends on the hardware.
     """
-    findings = _Findings(config, training=training)
-    dims = _check_layout(findings, world_size)
-    _check_batch(findings, dims)
-    limits = _check_model(findings)
-    _check_model_layout(findings, limits, dims)
-    _check_sequences(findings, limits)
+    findings = Findings(config, training=training)
+    spec, args = _check_model(findings)
+    limits = spec.constraints(args) if spec else {}
+    check_layout(findings, world_size, spec, args, device_type)
     _check_schedule(findings)
-    _check_numerics(findings, dims)
-    _check_hardware(findings, device_type)
+    _check_numerics(findings)
+    _check_hardware(findings, device_type, args)
     _check_tokenizer(findings, limits)
     for section in ("training", "validation"):
         if is_used(config, section):
@@ -125,61 +88,13 @@ def check(
     _check_folders(findings)
     _check_checkpoint(findings, world_size, device_type)
     _check_packages(findings)
-    return [*findings.problems, *not_available(config, training=training), *without_effect(config)]
+    spoken_of = {problem.key for problem in findings.problems if problem.severity == "error"}
+    missing = [problem for problem in not_available(config, training=training) if problem.key not in spoken_of]
+    return [*findings.problems, *missing, *without_effect(config)]
 
 
-def _check_layout(findings: _Findings, world_size: int | None) -> ParallelDims | None:
-    """The degrees against the number of ranks."""
-    if world_size is None:
-        return None
-    from torchtitan_like.distributed.dims import resolve_degrees
-
-    dims, reasons = resolve_degrees(findings.config.parallelism, world_size)
-    for reason in reasons:
-        findings.error(
-            "parallelism",
-            f"degrees whose product is the number of ranks: {reason}",
-            "change a degree or the number of ranks (NGPU); data_parallel_shard_degree = -1 takes all left-over ranks",
-            involves=_DEGREES,
-        )
-    return dims
-
-
-def _check_batch(findings: _Findings, dims: ParallelDims | None) -> None:
-    """global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation."""
-    training, parallelism = findings.config.training, findings.config.parallelism
-    dp = dims.dp if dims else parallelism.data_parallel_replicate_degree
-    local, total = training.local_batch_size, training.global_batch_size
-    unit = local * dp
-    involves = ("training.local_batch_size", *_DEGREES)
-    if total > 0 and total % unit:
-        below = total // unit * unit
-        sizes = f"{below} or {below + unit}" if below else f"{unit}"
-        findings.error(
-            "training.global_batch_size",
-            f"a multiple of local_batch_size x data-parallel ranks = {local} x {dp} = {unit} "
-            "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)",
-            f"set it to {sizes}, or change training.local_batch_size",
-            involves=involves,
-        )
-    if findings.config.optimizer.early_step_in_backward and total > unit and total % unit == 0 and dims:
-        findings.error(
-            "optimizer.early_step_in_backward",
-            f"no gradient accumulation (it is {total // unit} here): each backward pass updates the weights",
-            f"set training.global_batch_size to {unit} or -1",
-            involves=("training.global_batch_size", *involves),
-        )
-    micro = parallelism.pipeline_parallel_microbatch_size
-    if parallelism.pipeline_parallel_degree > 1 and local % micro:
-        findings.error(
-            "parallelism.pipeline_parallel_microbatch_size",
-            f"a divisor of training.local_batch_size = {local}",
-            involves=("training.local_batch_size",),
-        )
-
-
-def _check_model(findings: _Findings) -> dict[str, int]:
-    """Name, flavor and sizes; returns what the model demands of a layout (empty if there is no such model)."""
+def _check_model(findings: Findings) -> tuple[ModelSpec | None, Any]:
+    """Name, flavor and sizes; returns the model and its arguments (None, None if there is no such model)."""
     from torchtitan_like.models.spec import get_spec, resolve_args
 
     section = findings.config.model
@@ -190,12 +105,12 @@ def _check_model(findings: _Findings) -> dict[str, int]:
         except Exception as error:  # whatever the user's module raises is the user's answer
             problem = f"{type(error).__name__}: {error}"
             findings.error("experimental.custom_import", f"a module that can be imported; {problem}")
-            return {}
+            return None, None
     try:
         spec = get_spec(section.name)
     except KeyError as error:
         findings.error("model.name", f"a registered model: {error.args[0]}", involves=("experimental.custom_import",))
-        return {}
+        return None, None
     if section.flavor not in spec.flavors:
         known = ", ".join(spec.flavors)
         findings.error(
@@ -204,81 +119,17 @@ def _check_model(findings: _Findings) -> dict[str, int]:
             nearest(section.flavor, spec.flavors),
             involves=("model.name",),
         )
-        return {}
+        return None, None
     try:
         args = resolve_args(spec, section.flavor, section.args)
     except ValueError as error:
         for line in str(error).splitlines():
-            findings.error("model.args", f"sizes that {section.name} can have: {line}", involves=_MODEL_KEYS)
-        return {}
-    return spec.constraints(args)
+            findings.error("model.args", f"sizes that {section.name} can have: {line}", involves=MODEL_KEYS)
+        return None, None
+    return spec, args
 
 
-def _check_model_layout(findings: _Findings, limits: dict[str, int], dims: ParallelDims | None) -> None:
-    """Heads, layers and experts against the degrees that cut them."""
-    parallelism = findings.config.parallelism
-    tp, pp = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
-    for limit, what in (("n_heads", "attention heads"), ("n_kv_heads", "key-value heads")):
-        number = limits.get(limit)
-        if number and number % tp:
-            findings.error(
-                "parallelism.tensor_parallel_degree",
-                f"a divisor of the model's {number} {what}",
-                f"set it to one of {_divisors(number)}",
-                involves=_MODEL_KEYS,
-            )
-    stages = pp * (2 if _has_two_stages_per_rank(parallelism.pipeline_parallel_schedule) else 1)
-    if pp > 1 and stages > limits.get("n_layers", stages):
-        findings.error(
-            "parallelism.pipeline_parallel_degree",
-            f"at most one stage per layer: {stages} stages, the model has {limits['n_layers']} layers",
-            involves=(*_MODEL_KEYS, "parallelism.pipeline_parallel_schedule"),
-        )
-    if dims and dims.ep > 1 and (dims.dp_shard * dims.cp * dims.tp) % dims.ep:
-        findings.error(
-            "parallelism.expert_parallel_degree",
-            f"a divisor of dp_shard x cp x tp = {dims.dp_shard} x {dims.cp} x {dims.tp}",
-            involves=_DEGREES,
-        )
-
-
-def _check_sequences(findings: _Findings, limits: dict[str, int]) -> None:
-    """Sequence lengths against the degrees that cut them and the model's rotary tables."""
-    config = findings.config
-    tp, cp = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
-    balanced = cp > 1 and config.parallelism.context_parallel_load_balancer == "headtail"
-    pieces = tp * cp * (2 if balanced else 1)
-    for section in ("training", "validation"):
-        if not is_used(config, section):
-            continue
-        key = f"{section}.seq_len"
-        seq_len = value_of(config, key)
-        if seq_len % pieces:
-            head_tail = " x 2 (head and tail)" if balanced else ""
-            findings.error(
-                key,
-                f"a multiple of tensor_parallel_degree x context_parallel_degree = {tp} x {cp}{head_tail} = {pieces}",
-                f"set it to {max(seq_len // pieces, 1) * pieces}",
-                involves=("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"),
-            )
-        if seq_len > limits.get("max_seq_len", seq_len):
-            findings.error(
-                key,
-                f"at most the model's max_seq_len = {limits['max_seq_len']}",
-                f"set model.args.max_seq_len = {seq_len}",
-                involves=_MODEL_KEYS,
-            )
-
-
-def _has_two_stages_per_rank(schedule: str) -> bool:
-    return schedule.startswith("Interleaved") or schedule in ("LoopedBFS", "ZBVZeroBubble", "DualPipeV")
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _check_schedule(findings: _Findings) -> None:
+def _check_schedule(findings: Findings) -> None:
     """Warm-up and decay against the horizon; they are fitted into it, which the user should know."""
     section, steps = findings.config.lr_scheduler, findings.config.training.steps
     total = section.total_steps or steps
@@ -306,7 +157,7 @@ def _check_schedule(findings: _Findings) -> None:
         )
 
 
-def _check_numerics(findings: _Findings, dims: ParallelDims | None) -> None:
+def _check_numerics(findings: Findings) -> None:
     """Combinations of types, compilation and recomputation."""
     config = findings.config
     training, compiled = config.training, config.compile.enable and "model" in config.compile.components
@@ -324,14 +175,6 @@ def _check_numerics(findings: _Findings, dims: ParallelDims | None) -> None:
             'set compile.enable = true with "model" among compile.components',
             involves=("compile.enable", "compile.components"),
         )
-    parallelism = config.parallelism
-    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1 and not compiled:
-        findings.error(
-            "parallelism.enable_async_tensor_parallel",
-            "a compiled model: the compiler overlaps communication and computation",
-            "set compile.enable = true",
-            involves=("compile.enable", "compile.components"),
-        )
     if config.optimizer.early_step_in_backward and config.is_set("training.max_norm"):
         findings.warning(
             "training.max_norm",
@@ -339,14 +182,23 @@ def _check_numerics(findings: _Findings, dims: ParallelDims | None) -> None:
             "norm is known",
             involves=("optimizer.early_step_in_backward",),
         )
-    policy = "parallelism.fsdp_reshard_after_forward"
-    if dims and dims.dp_shard * dims.cp == 1 and value_of(config, policy) != "default":
-        findings.warning(policy, "has no effect in this run: weights are not sharded", involves=_DEGREES)
 
 
-def _check_hardware(findings: _Findings, device_type: DeviceType | None) -> None:
-    """What this kind of device cannot do."""
+def _check_hardware(findings: Findings, device_type: DeviceType | None, args: Any) -> None:
+    """What this kind of device cannot do. ``args``: the model's; None where there is none."""
     config = findings.config
+    if device_type is not None and hasattr(args, "attn_type"):
+        from torchtitan_like.models.attention_rules import unsupported_attention
+
+        reason = unsupported_attention(
+            args.attn_type,
+            device_type=device_type,
+            dtype=config.training.mixed_precision_param,
+            head_dim=args.head_dim,
+            compiled=config.compile.enable and "model" in config.compile.components,
+        )
+        if reason:
+            findings.error("model.args", f"attention that can be computed here; {reason}", involves=MODEL_KEYS)
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:
@@ -362,7 +214,7 @@ def _check_hardware(findings: _Findings, device_type: DeviceType | None) -> None
         )
 
 
-def _check_tokenizer(findings: _Findings, limits: dict[str, int]) -> None:
+def _check_tokenizer(findings: Findings, limits: dict[str, int]) -> None:
     """It is there, can be read, and all its ids are in the model's vocabulary."""
     config = findings.config
     key = "model.tokenizer_path" if config.model.tokenizer_path else "model.hf_assets_path"
@@ -383,11 +235,11 @@ def _check_tokenizer(findings: _Findings, limits: dict[str, int]) -> None:
         if "vocab_size" in limits:
             check_vocabulary(tokenizer, limits["vocab_size"], add_bos=config.data.add_bos, add_eos=config.data.add_eos)
     except TokenizerError as error:
-        involves = (*_MODEL_KEYS, "data.add_bos", "data.add_eos")
+        involves = (*MODEL_KEYS, "data.add_bos", "data.add_eos")
         findings.error(key, f"a tokenizer that fits the model; {error}", involves=involves)
 
 
-def _check_text(findings: _Findings, section: str) -> None:
+def _check_text(findings: Findings, section: str) -> None:
     """The training or validation text is known and there."""
     config = findings.config
     table = "data.sources" if section == "training" else "validation.sources"
@@ -430,7 +282,7 @@ def _where(path: Path) -> str:
     return f"there is nothing at {path}" if path.is_absolute() else f"there is nothing at {path} below {Path.cwd()}"
 
 
-def _check_folders(findings: _Findings) -> None:
+def _check_folders(findings: Findings) -> None:
     """The run directory can be written."""
     config = findings.config
     folder = Path(config.job.dump_folder).expanduser()
@@ -440,7 +292,7 @@ def _check_folders(findings: _Findings) -> None:
         findings.missing_file("job.dump_folder", f"a folder that can be written; {existing} {kind}")
 
 
-def _check_checkpoint(findings: _Findings, world_size: int | None, device_type: DeviceType | None) -> None:
+def _check_checkpoint(findings: Findings, world_size: int | None, device_type: DeviceType | None) -> None:
     """[checkpoint] against the rest: other sections, ranks, hardware, what is on disk. See also CHECKPOINT_RULES."""
     config, section = findings.config, findings.config.checkpoint
     if not section.enable:
@@ -464,7 +316,7 @@ def _check_checkpoint(findings: _Findings, world_size: int | None, device_type: 
     _check_what_is_loaded(findings, Path(config.job.dump_folder).expanduser() / section.folder)
 
 
-def _check_what_is_loaded(findings: _Findings, steps: Path) -> None:
+def _check_what_is_loaded(findings: Findings, steps: Path) -> None:
     """The checkpoint to start from is there. ``steps``: the folder of the run's own."""
     config, section = findings.config, findings.config.checkpoint
     start, assets = section.initial_load_path, Path(config.model.hf_assets_path).expanduser()
@@ -489,7 +341,7 @@ def _check_what_is_loaded(findings: _Findings, steps: Path) -> None:
         findings.missing_file("checkpoint.load_step", f"a saved step; {found}", involves=involves)
 
 
-def _check_packages(findings: _Findings) -> None:
+def _check_packages(findings: Findings) -> None:
     """Packages that only some settings need."""
     rules: tuple[tuple[str, str, str], ...] = (
         ("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"),

@@ -26,24 +26,23 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batches import Batch, chain
+from torchtitan_like.data.batches import Batch, chain, count_valid
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_batches
 from torchtitan_like.data.tokenizer import load_tokenizer
-from torchtitan_like.distributed.data_parallel import DTYPES, GradientSync
+from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_everything
-from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
-from torchtitan_like.distributed.parallelize import parallelize
+from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
+from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World
-from torchtitan_like.launch import build_checkpointer, join, launch
-from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
+from torchtitan_like.launch import build_checkpointer, build_metrics, build_model, join, launch
+from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
-from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
-from torchtitan_like.monitor.metrics import Metrics, StepRecord, announce_hardware
+from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
+from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.run_directory import RunDirectory, write_exit
-from torchtitan_like.optim.loss import chunked_cross_entropy
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
@@ -51,6 +50,9 @@ from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.host_copy import HostCopy
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.switches import read_switches
+
+# Tokens, labels and positions in their documents, where those are asked for.
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
@@ -128,12 +130,15 @@ class Trainer:
     def _build_data(self) -> None:
         """Tokenizer and the stream of batches, at a global position."""
         config, dims = self.config, self.world.dims
-        training = config.training
+        training, model = config.training, config.model
+        self.spec = get_spec(model.name)
+        self.args = resolve_args(self.spec, model.flavor, model.args)
         shared: dict[str, Any] = {
             "tokenizer": load_tokenizer(config.model.tokenizer_folder),
             "dump_folder": config.job.dump_folder,
             "dp_rank": dims.dp_coordinate(self.world.rank),
             "dp_size": dims.dp,
+            "with_positions": has_documents(self.args),
         }
         self.batches = build_train_batches(
             training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
@@ -144,48 +149,29 @@ class Trainer:
 
     def _build_model(self) -> None:
         """Build on meta, cut over the mesh, materialise, and give every weight its topology-independent value."""
-        config = self.config
-        spec = get_spec(config.model.name)
-        args = resolve_args(spec, config.model.flavor, config.model.args)
-        logger.info(f"Building {config.model.name} {config.model.flavor} with {args}")
-        model: Any
-        longest = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
-        with torch.device("meta"):
-            model = spec.build(fit_positions(args, longest)).to(DTYPES[config.training.dtype])
-        num_params = sum(p.numel() for p in model.parameters())
-        logger.info(f"Model {config.model.name} {config.model.flavor} size: {num_params:,} total parameters")
-        compile_loss = config.compile.enable and "loss" in config.compile.components
-        head: Any = model.get_submodule(spec.last_modules[-1])
-        head.loss = chunked_cross_entropy(
-            config.loss.chunk_mib, compile_backend=config.compile.backend if compile_loss else None
-        )
-        for line in parallelize(
-            model,
-            spec,
-            self.world,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile_section=config.compile,
-        ):
+        config, world, spec, args = self.config, self.world, self.spec, self.args
+        name = f"{config.model.name} {config.model.flavor}"
+        logger.info(f"Building {name} with {args}")
+        logger.info(f"Model {name} size: {spec.num_params(args):,} total parameters")
+        num_samples = self.num_micro_batches * config.training.local_batch_size
+        self.parts, self.pipeline, self.context, lines = build_model(config, world, spec, args, num_samples)
+        for line in lines:
             logger.info(line)
-        materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else self.world.device)
-        if config.training.enable_cpu_offload:
-            model.init_buffers(self.world.device)  # parameters alone live on the host
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
-            initialize(model, spec.init_table(args), self.seed)
-        self.model = model.train()
-        self.gradient_sync = GradientSync(model, self.world.dims)
+            for part in self.parts:
+                initialize(part, spec.init_table(args), self.seed)
+        self.gradient_sync = GradientSync(self.parts[0], world.dims)
         self.flops_per_token = spec.flops_per_token(args, config.training.seq_len)
 
     def _build_optimizer(self) -> None:
         section = self.config.optimizer
         self.schedule = build_schedule(self.config.lr_scheduler, self.config.training.steps)
-        self.optimizer = build_optimizer(self.model.named_parameters(), section)
+        named = [named for part in self.parts for named in part.named_parameters()]
+        self.optimizer = build_optimizer(named, section, across=self.world.groups_of("pp"))
         if not self.optimizer.gate_on_device:
             logger.info(f"optimizer.implementation = {section.implementation!r} synchronises with the host each step")
         self.states: dict[str, Stateful] = {
-            "model": ModelState(self.model),
+            "model": ModelState(self.parts),
             "optimizer": self.optimizer,
             "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, section.lr),
             "dataloader": JsonState(
@@ -193,28 +179,14 @@ class Trainer:
             ),
             "train_state": JsonState(lambda: asdict(self.progress), self._restore_progress),
         }
+        float8 = self.config.quantize.linear.float8 if FLOAT8 in self.config.model.converters else None
+        self.after_update = None if float8 is None else after_optimizer_step(self.parts, float8)
         # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
         self.halted = torch.zeros((), device=self.optimizer.parameters[0].device)
 
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
-        memory = build_memory_monitor(world.device)
-        peak = announce_hardware(memory, world.device.type, config.metrics.peak_flops, self.flops_per_token)
-        self.metrics = Metrics(
-            config.metrics,
-            folder=self.run_directory.folder,
-            attempt=self.run_directory.attempt,
-            writer=self.is_leader,
-            gather=self.world.gather_from_data_ranks,
-            flops_per_token=self.flops_per_token,
-            peak_flops=peak,
-            world_size=world.size,
-            memory_monitor=memory,
-            total_steps=config.training.steps,
-            rank=world.rank,
-            num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
-            run_config=config.model_dump() if config.metrics.enable_wandb else None,
-        )
+        self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token)
         self.requests = Requests()
         self.numeric = numeric_fingerprint(
             world.device, world.dims.mesh_shape(), config.training, config.optimizer, config.loss, config.compile
@@ -223,7 +195,7 @@ class Trainer:
     def _load(self) -> None:
         """Fill the run from its checkpoint, if it starts from one; then say what it is about to do."""
         if self.start.kind == "scratch":
-            shares = self.world.step_group.gather_objects(weight_hash(self.model))
+            shares = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
             logger.info(f"Initial weights from seed {self.seed}, hash {sum(shares) % 2**64:016x} on any topology")
         else:
             self.checkpointer.load(self.starts, self.states, consider=self._consider)
@@ -231,6 +203,8 @@ class Trainer:
         if self.start.kind == "resume":
             stored = (self.start.manifest or {}).get("numeric")
             logger.info(f"Resume: {resume_line(stored, self.numeric, self.differences)}")
+        if self.after_update is not None:
+            self.after_update()
         # Where the data is, whichever parts of the checkpoint were left out.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         # Only now: a start that fails leaves the folder as it was.
@@ -309,21 +283,27 @@ class Trainer:
         self.optimizer.zero_grad()
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.wait_staged()
-        loss = torch.zeros((), device=self.world.device)
-        for micro in range(self.num_micro_batches):
-            self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
-            torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
-            tokens, labels = (self.world.to_device(part[micro]) for part in (batch.tokens, batch.labels))
-            share = self.model(tokens, labels) / max(1, num_valid)
-            # A non-finite loss must reach every gradient, and so the global norm, on every rank.
-            share.backward(torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype))
-            loss = loss + share.detach()
+        local = self._local(batch)
+        if self.pipeline is not None:
+            torch.manual_seed(derive_seed(self.seed, batch.first_samples[0]))
+            loss = self.pipeline.step(*self._to_device(local, slice(None)), max(1, num_valid))
+        else:
+            loss = torch.zeros((), device=self.world.device)
+            for micro in range(self.num_micro_batches):
+                self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
+                torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
+                share = self.parts[0](*self._to_device(local, micro)) / max(1, num_valid)
+                # A non-finite loss must reach every gradient, and so the global norm, on every rank.
+                share.backward(torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype))
+                loss = loss + share.detach()
 
         grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
         # Sticky: after a bad step no weight changes until the host has seen it and stops the run.
         self.halted = torch.maximum(self.halted, grad_norm.isfinite().logical_not().float())
         self.checkpointer.wait_staged()
         self.optimizer.step(skip=self.halted)
+        if self.after_update is not None:
+            self.after_update()
 
         before = self.progress
         num_tokens = (batch.position - before.position) * self.config.training.seq_len
@@ -335,7 +315,7 @@ class Trainer:
             step=step,
             num_tokens=num_tokens,
             num_valid_tokens=num_valid,
-            local_valid_tokens=batch.num_valid_tokens,
+            local_valid_tokens=count_valid(local[1]),
             loss_share=loss,
             grad_norm=grad_norm,
             skipped=self.halted,
@@ -371,6 +351,18 @@ class Trainer:
             counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
         return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
 
+    def _local(self, batch: Batch) -> Tokens:
+        """A batch (num_micro, local_batch, seq); with context parallelism this rank's piece of every sequence."""
+        whole = batch.tokens, batch.labels, batch.positions
+        return whole if self.context is None else self.context.shard(*whole)
+
+    def _to_device(self, local: Tokens, micro: int | slice) -> Tokens:
+        """One micro-batch, or all as one batch for the pipeline to cut: (rows, seq)."""
+        tokens, labels, positions = (None if x is None else x[micro].view(-1, x.shape[-1]) for x in local)
+        assert tokens is not None and labels is not None
+        to_device = self.world.to_device
+        return to_device(tokens), to_device(labels), None if positions is None else to_device(positions)
+
     def bad_step(self) -> int | None:
         """The first of the recent steps whose numbers were not finite. Waits for the device."""
         return next((progress.step for progress, halted in self.recent if halted.read()), None)
@@ -382,13 +374,15 @@ class Trainer:
         begin = time.perf_counter()
         self.metrics.flush(step)
         with self.metrics.pause():
-            self.model.eval()
+            self.parts.eval()
+            evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
             sums = torch.zeros(2, dtype=torch.float64)
             for batch in self.validation_batches:
-                loss = self.model(batch.tokens[0].to(self.world.device), batch.labels[0].to(self.world.device))
-                sums += torch.tensor([loss.item(), batch.num_valid_tokens], dtype=torch.float64)
-            self.model.train()
-            loss_sum, num_tokens = self.world.gather_from_data_ranks(sums).sum(0).tolist()
+                local = self._local(batch)
+                loss = evaluate(*self._to_device(local, 0))
+                sums += torch.tensor([loss.item(), count_valid(local[1])], dtype=torch.float64)
+            self.parts.train()
+            loss_sum, num_tokens = self.world.gather_losses(sums).sum(0).tolist()
         mean = loss_sum / max(1.0, num_tokens)
         self.metrics.validation(step, mean, None, int(num_tokens), time.perf_counter() - begin)
 

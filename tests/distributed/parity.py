@@ -35,6 +35,7 @@ class Trace:
     num_valid_tokens: list[int] = field(default_factory=list)
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    validation: list[float] = field(default_factory=list)
 
 
 def options(folder: str, dtype: str, **overrides: object) -> list[str]:
@@ -85,6 +86,13 @@ def full(tensor: torch.Tensor) -> np.ndarray:
     return whole.detach().double().numpy().copy()
 
 
+def of_all_stages(trainer: Trainer, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the stages of a pipeline hold, together."""
+    if trainer.world.dims.pp == 1:
+        return tensors
+    return {name: part for some in trainer.world.step_group.gather_objects(tensors) for name, part in some.items()}
+
+
 def build(argv: list[str]) -> Trainer:
     """The trainer of this rank of a pool, as `train.run` builds it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -109,20 +117,21 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     """Train on this rank of a pool as train.py does and trace it; only rank 0 returns the trace."""
     trainer = build(argv)
     trace = Trace()
-    trace.weight_hash = sum(trainer.world.step_group.gather_objects(weight_hash(trainer.model))) % 2**64
+    shares = trainer.world.step_group.gather_objects(sum(map(weight_hash, trainer.parts)))
+    trace.weight_hash = sum(shares) % 2**64
     clip = trainer.optimizer.clip_gradients
 
     def traced_clip(max_norm: float) -> torch.Tensor:
         if mutation:
             MUTATIONS[mutation](trainer)
-        trace.gradients.append({name: full(p.grad) for name, p in trainer.optimizer.named})
+        trace.gradients.append(of_all_stages(trainer, {name: full(p.grad) for name, p in trainer.optimizer.named}))
         return clip(max_norm)
 
     trainer.optimizer.clip_gradients = traced_clip
     record = trainer.metrics.record
 
     def traced_record(step):
-        shares = trainer.world.gather_from_data_ranks(step.loss_share.double())
+        shares = trainer.world.gather_losses(step.loss_share.double())
         trace.loss.append(shares.sum().item())
         trace.grad_norm.append(step.grad_norm.item())
         trace.digest.append(step.data_digest)
@@ -130,12 +139,19 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
         record(step)
 
     trainer.metrics.record = traced_record
+    validation = trainer.metrics.validation
+
+    def traced_validation(step, mean, *rest):
+        trace.validation.append(mean)
+        validation(step, mean, *rest)
+
+    trainer.metrics.validation = traced_validation
     if mutation == "one micro-batch dropped":
         trainer.num_micro_batches -= 1
     if mutation == "ranks swapped":
         trainer.world.step_group.sum_async = _forgetting_rank_0(trainer)
     trainer.train()
-    trace.parameters = {name: full(p) for name, p in trainer.optimizer.named}
+    trace.parameters = of_all_stages(trainer, {name: full(p) for name, p in trainer.optimizer.named})
     release(trainer)
     return trace if trainer.is_leader else None
 
@@ -143,7 +159,7 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
 def _scale(pattern: str, factor: float) -> Callable[[Trainer], None]:
     def mutate(trainer: Trainer) -> None:
         hit = [p for name, p in trainer.optimizer.named if pattern in name]
-        assert hit, pattern
+        assert hit or trainer.world.dims.pp > 1, pattern  # it may be on another stage
         for p in hit:
             p.grad.mul_(factor)
 
@@ -176,8 +192,10 @@ def compare(reference: Trace, cell: Trace, dtype: str) -> None:
     scalar = 1e-10 if wide else 1e-5
     np.testing.assert_allclose(cell.loss, reference.loss, rtol=scalar, err_msg="loss")
     np.testing.assert_allclose(cell.grad_norm, reference.grad_norm, rtol=scalar, err_msg="grad_norm")
+    np.testing.assert_allclose(cell.validation, reference.validation, rtol=scalar, err_msg="validation loss")
     for step, (ours, theirs) in enumerate(zip(cell.gradients, reference.gradients, strict=True), start=1):
         limit = 1e-10 if wide else (1e-5 if step == 1 else 1e-4)
+        assert ours.keys() == theirs.keys(), "other parameters have gradients"
         for name, gradient in theirs.items():
             error = np.linalg.norm(ours[name] - gradient) / np.linalg.norm(gradient)
             assert error <= limit, f"gradient of {name} at step {step}: relative error {error:.2e} > {limit}"

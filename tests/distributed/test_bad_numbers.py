@@ -26,7 +26,7 @@ def spoil_gradient(hidden, loss):
 def train_with_a_fault(argv, spoil):
     """The last rank spoils one micro-batch of step 3. The weights after step 2 and at the end, and how it ended."""
     trainer = build(argv)
-    head, weights = trainer.model.output, {}
+    head, weights = trainer.parts[0].output, {}
     plain_loss, plain_step = head.loss, trainer.train_step
 
     def loss(hidden, weight, labels):

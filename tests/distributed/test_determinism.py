@@ -45,7 +45,7 @@ def draws_of_two_steps(argv):
     trainer = build(argv)
     drawn, derive = [], train_module.derive_seed
     train_module.derive_seed = lambda seed, sample: drawn.append(sample) or derive(seed, sample)
-    trainer.model.register_forward_pre_hook(lambda module, args: drawn.append(torch.rand(()).item()))
+    trainer.parts[0].register_forward_pre_hook(lambda module, args: drawn.append(torch.rand(()).item()))
     try:
         for step in (1, 2):
             torch.rand(step + trainer.world.rank)

@@ -29,7 +29,8 @@ def train(argv):
     trainer = build(argv)
     trainer.train()
     state = {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in trainer.model.state_dict().items()
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for n, p in trainer.parts[0].state_dict().items()
     }
     release(trainer)
     return state

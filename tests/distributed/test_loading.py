@@ -30,7 +30,7 @@ def train(argv):
 def state_at_start(argv):
     """(step, tokens seen, position, next sample, hash of the weights, Adam's step) of a run about to start."""
     trainer = build(argv)
-    shares = trainer.world.step_group.gather_objects(weight_hash(trainer.model))
+    shares = trainer.world.step_group.gather_objects(weight_hash(trainer.parts[0]))
     saved = json.loads(trainer.states["dataloader"].state_dict()["json"])
     fetched = trainer._fetch(trainer.progress.step + 1)
     first = min(trainer.world.step_group.gather_objects(fetched.batch.first_samples[0]))

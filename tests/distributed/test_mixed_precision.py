@@ -23,7 +23,7 @@ def types_in_a_step(argv):
     def note(block, args):
         computed.update({block.attention.wq.weight.dtype, args[0].dtype})
 
-    for block in trainer.model.layers.values():
+    for block in trainer.parts[0].layers.values():
         block.attention_norm.register_forward_pre_hook(lambda norm, args, block=block: note(block, args))
     fetched = trainer._fetch(1)
     trainer.train_step(1, fetched, fetched.agreement.wait())
@@ -67,7 +67,7 @@ def accumulated_and_apart(argv):
         trainer.optimizer.zero_grad()
         for micro in micro_batches:
             trainer.gradient_sync.prepare(is_last=micro == micro_batches[-1])
-            (trainer.model(batch.tokens[micro], batch.labels[micro]) / 100).backward()
+            (trainer.parts[0](batch.tokens[micro], batch.labels[micro]) / 100).backward()
         return {name: full(p.grad) for name, p in trainer.optimizer.named}
 
     everything = list(range(trainer.num_micro_batches))

@@ -186,19 +186,26 @@ def test_a_finished_run_goes_on_although_its_last_save_was_weights_alone(tmp_pat
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
 
 
-LAYOUTS = [
-    (4, {"parallelism.data_parallel_shard_degree": 4}),
-    (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
-    (2, {}),
-    (1, {}),
-]
+TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
+STAGES = {PP: 2, **{f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}}
+CHAINS = {
+    "data": [
+        (4, {"parallelism.data_parallel_shard_degree": 4}),
+        (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
+        (2, {}),
+        (1, {}),
+    ],
+    "all": [(4, {}), (4, {TP: 2}), (4, STAGES), (2, {CP: 2}), (4, {**STAGES, TP: 2}), (1, {})],
+}
 
 
-def test_a_run_moves_from_layout_to_layout(tmp_path):
-    """FSDP 4 -> HSDP 2 x 2 -> 2 -> 1 at one global batch: every token in its place, the loss within 1e-5."""
-    changes = {"lr_scheduler.total_steps": 8, "training.local_batch_size": 2, "checkpoint.async_mode": "async"}
-    run(tmp_path / "straight", ranks=1, **changes, **{"training.steps": 8})
-    for number, (ranks, layout) in enumerate(LAYOUTS, start=1):
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_run_moves_from_layout_to_layout(tmp_path, chain):
+    """Two steps on each, at one global batch: every token in its place, the loss within 1e-5 of that on one rank."""
+    total = 2 * len(CHAINS[chain])
+    changes = {"lr_scheduler.total_steps": total, "training.local_batch_size": 2, "checkpoint.async_mode": "async"}
+    run(tmp_path / "straight", ranks=1, **changes, **{"training.steps": total})
+    for number, (ranks, layout) in enumerate(CHAINS[chain], start=1):
         run(tmp_path / "run", ranks=ranks, **changes, **layout, **{"training.steps": 2 * number})
     moved, straight = rows_of(tmp_path / "run"), rows_of(tmp_path / "straight")
     exact = [EXACT.index(key) for key in ("step", "n_tokens_seen", "lr", "data_digest", "data_digest_chain")]

@@ -1,7 +1,7 @@
 """Native steps: torch's distributed checkpoint (DCP), with its standard planners, over files in hashed extents.
 
     dcp.save(state, storage_writer=ExtentWriter(folder, rank), process_group=group)
-    dcp.load(state, storage_reader=ExtentReader(folder, records), process_group=group)
+    load_planned(state, ExtentReader(folder, records))  # or dcp.load
 
 Every rank that has something to write writes one file, `shard-00000.bin`: its items one after the other, each from a
 multiple of 64 bytes on, padded with zeros; a tensor is its elements in C order, anything else the planner's own bytes.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -236,6 +237,19 @@ class ExtentReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # made for one folder, with its records
+
+
+def load_planned(state: dict[str, Any], reader: StorageReader) -> None:
+    """What `dcp.load` does, on this rank alone: its planner cuts every rank's reads by the metadata, and asks no other rank.
+
+    So nothing is gathered, and an error is raised as it is, on the rank that met it: callers vote. `state` is flat.
+    """
+    planner = DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 class _Box:

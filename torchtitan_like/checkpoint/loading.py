@@ -68,16 +68,16 @@ def load_states(
 
 def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verify: str) -> None:
     """A step of ours: full, or the weights alone."""
-    import torch.distributed.checkpoint as dcp
-
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, verify_rest
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned, verify_rest
 
     path, group = start.path, votes.group
     assert path is not None and start.manifest is not None
     reader: Any
     if start.manifest["format_version"] == 1:
+        from torch.distributed.checkpoint import FileSystemReader
+
         logger.warning(f"{path} was written in format 1, without hashes: what is read from it cannot be verified")
-        reader, others = dcp.FileSystemReader(path), {}
+        reader, others = FileSystemReader(path), {}
     else:
         records = file_records(start.manifest)
         reader = ExtentReader(path, records)
@@ -85,14 +85,17 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
         others = {n: record for n, record in records.items() if verify == "full" or not n.startswith("shard-")}
     dicts = {key: state.state_dict() for key, state in states.items()}
     flat = {f"{key}.{name}": value for key, part in dicts.items() for name, value in part.items()}
-    # A vote of its own: a rank that fails here must not leave its peers inside the collectives of dcp.load.
+    # Every stage of a pipeline has names of its own.
+    names = set().union(*group.gather_objects(set(flat)))
     targets: dict[str, Any] = {}
-    votes.all_do(
-        lambda: targets.update(
-            _targets(str(path), reader.read_metadata().state_dict_metadata, flat, may_convert=start.kind == "warm")
-        )
-    )
-    votes.all_do(lambda: dcp.load(targets, storage_reader=reader, process_group=group.group, no_dist=group.size == 1))
+
+    def load() -> None:
+        stored = reader.read_metadata().state_dict_metadata
+        targets.update(_targets(str(path), stored, flat, names, may_convert=start.kind == "warm"))
+        load_planned(targets, reader)
+
+    votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
+    votes.all_do(load)
     if others:
         votes.all_do(lambda: verify_rest(path, others, reader.verified, group))
     for key, state in states.items():
@@ -123,17 +126,21 @@ def _load_weights(start: Start, model: Stateful, votes: Votes, identity: Identit
     read(path, tensors, rows=spec.meta_names(args), tied=tied, votes=votes)
 
 
-def _targets(path: str, metadata: Mapping[str, Any], wanted: Mapping[str, Any], *, may_convert: bool) -> dict[str, Any]:
+def _targets(
+    path: str, metadata: Mapping[str, Any], wanted: Mapping[str, Any], names: Collection[str], *, may_convert: bool
+) -> dict[str, Any]:
     """What DCP is to fill: the tensors of `wanted`, or with `may_convert` new ones where the stored type is another.
+
+    names: what all ranks want together.
 
     DCP casts dtypes and ignores surplus entries silently; here both are errors, and a missing one is named.
     """
-    prefixes = {name.split(".")[0] for name in wanted}
+    prefixes = {name.split(".")[0] for name in names}
     problems = [f"{name} is not in the checkpoint" for name in wanted if name not in metadata]
     problems += [
         f"{name} is in the checkpoint but not in this run"
         for name in metadata
-        if name not in wanted and name.split(".")[0] in prefixes
+        if name not in names and name.split(".")[0] in prefixes
     ]
     targets = dict(wanted)
     converted: set[tuple[torch.dtype, torch.dtype]] = set()

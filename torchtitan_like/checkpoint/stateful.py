@@ -7,7 +7,7 @@ global and the same on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,19 +26,20 @@ class Stateful(Protocol):
 
 
 class ModelState:
-    """All parameters and persistent buffers by canonical name; a tied weight appears once."""
+    """All parameters and persistent buffers of this rank's parts of the model by canonical name; a tied weight once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.parts = tuple(parts)
 
     def state_dict(self) -> StateDict:
         """The live tensors (DTensor where sharded)."""
         seen: set[int] = set()
         state: StateDict = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                state[name] = tensor
+        for part in self.parts:
+            for name, tensor in part.state_dict(keep_vars=True).items():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    state[name] = tensor
         return state
 
     @torch.no_grad()

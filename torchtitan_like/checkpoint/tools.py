@@ -210,7 +210,7 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
     stored = {dtype for _, dtype in source.forms.values() if dtype.is_floating_point}
     # Of several the one that loses nothing: the few tensors kept in a wider one are those that need it.
     dtype = reduce(torch.promote_types, stored or {torch.float32})
-    weights = ModelState(model.to(dtype).to_empty(device="cpu"))
+    weights = ModelState([model.to(dtype).to_empty(device="cpu")])
     start = Start(
         "warm",
         0,

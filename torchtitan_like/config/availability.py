@@ -46,20 +46,15 @@ def _from_hub(section: str) -> Callable[[JobConfig], bool]:
     return wanted
 
 
-_ONE_RANK_PER_SAMPLE = "set it to 1; shard with data_parallel_shard_degree instead"
 _OWN_TEXT = "download it and set {section}.dataset_path, or name the text in [{table}.<name>]"
 
 NOT_AVAILABLE: tuple[Missing, ...] = (
-    *(
-        Missing(f"parallelism.{key}", _more_than_one(f"parallelism.{key}"), _ONE_RANK_PER_SAMPLE)
-        for key in (
-            "tensor_parallel_degree",
-            "pipeline_parallel_degree",
-            "context_parallel_degree",
-            "expert_parallel_degree",
-        )
+    Missing("parallelism.expert_parallel_degree", _more_than_one("parallelism.expert_parallel_degree"), "set it to 1"),
+    Missing(
+        "model.converters",
+        lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
+        'take all but "quantize.linear.float8" out',
     ),
-    Missing("model.converters", _differs("model.converters", []), "leave it empty and train in bfloat16"),
     Missing("fault_tolerance.enable", _differs("fault_tolerance.enable", False), "set it to false"),
     Missing("memory_estimation.enable", _differs("memory_estimation.enable", False), "set it to false"),
     Missing("comm.mode", _differs("comm.mode", "default"), 'set it to "default"'),
@@ -131,16 +126,28 @@ def _mode_is_not(*modes: str) -> Callable[[JobConfig], bool]:
     return lambda config: config.activation_checkpoint.mode not in modes
 
 
-_AC = "activation_checkpoint"
+_AC, _PP = "activation_checkpoint", "parallelism.pipeline_parallel"
 _SAVING = (
     "interval", "interval_minutes", "last_save_*", "hf_*", "export_dtype", "async_mode", "on_save_error", "keep_*",
     "enable_first_step_checkpoint",
 )  # fmt: skip
 SWITCHES: tuple[Switch, ...] = (
-    _degree("tensor", ("disable_loss_parallel", "enable_async_tensor_parallel")),
+    _degree("tensor", ("disable_loss_parallel", "enable_sequence_parallel")),
     _degree("pipeline", ("pipeline_parallel_*", "module_fqns_per_model_part")),
     _degree("context", ("context_parallel_*",)),
+    Switch(
+        ("parallelism.context_parallel_load_balancer",),
+        "parallelism.context_parallel_rotate_method",
+        _is("parallelism.context_parallel_rotate_method", "ulysses"),
+        'context_parallel_rotate_method = "allgather" or "alltoall": under "ulysses" all ranks do the same',
+    ),
     _degree("expert", ("expert_*",)),
+    Switch(
+        (f"{_PP}_first_stage_less_layers", f"{_PP}_last_stage_less_layers", f"{_PP}_layers_per_stage"),
+        "parallelism.module_fqns_per_model_part",
+        lambda config: config.parallelism.module_fqns_per_model_part is not None,
+        "parallelism.module_fqns_per_model_part to be unset: it lists the modules of each stage",
+    ),
     _converter("quantize.linear.float8"),
     _converter("quantize.linear.mx"),
     _converter("quantize.grouped_mm.float8"),

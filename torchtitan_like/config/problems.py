@@ -21,7 +21,7 @@ class Problem:
     ``key`` is dotted ("training.steps"), empty when no single setting is to blame; ``value`` None is not shown.
     ``expected`` says what would have been right (it is read after "expected"; for a warning: what happens instead),
     ``remedy`` what to do, ``origin`` where the value was written ("debug.toml", "command line", "default").
-    ``involves`` names the other settings a rule looked at.
+    ``involves`` names the other settings a rule looked at, ``rule`` that rule where it has a name.
     """
 
     key: str
@@ -31,6 +31,7 @@ class Problem:
     origin: str = ""
     severity: Literal["error", "warning"] = "error"
     involves: tuple[str, ...] = ()
+    rule: str = ""
 
     def __str__(self) -> str:
         where = f"{self.origin}: " if self.origin else ""

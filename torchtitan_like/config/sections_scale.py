@@ -20,11 +20,20 @@ class Parallelism(Section):
         -1,
         description="Ranks over which weights, gradients and optimizer states are cut (FSDP2). -1: left-over ranks.",
     )
+    data_parallel_impl: Literal["fsdp2", "simple_fsdp", "ddp"] = Field(
+        "fsdp2",
+        description="fsdp2: torch's fully_shard and replicate. simple_fsdp: weights gathered inside the traced graph, "
+        "for the compiler to place. ddp: all data-parallel ranks replicate; needs data_parallel_shard_degree = 1.",
+    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
         "default",
         description="Free gathered weights after the forward pass. default: always, except with pipelines.",
     )
     tensor_parallel_degree: int = Field(1, gt=0, description="Ranks over which each layer is cut.")
+    enable_sequence_parallel: bool = Field(
+        True,
+        description="With tensor parallelism: also split the sequence between layers, for norms and the residual stream.",
+    )
     disable_loss_parallel: bool = Field(
         False, description="Gather the logits before the loss instead of computing it on vocabulary shards."
     )
@@ -68,8 +77,10 @@ class Parallelism(Section):
     context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = Field(
         "headtail", description="How positions are dealt to ranks so that causal attention is balanced. None: in order."
     )
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = Field(
-        "allgather", description="How keys and values travel between ranks: gathered at once, or passed on in a ring."
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = Field(
+        "allgather",
+        description="How attention sees the whole sequence. allgather: keys and values gathered at once. alltoall: passed "
+        "on in a ring. ulysses: each rank takes some heads of the whole sequence.",
     )
     expert_parallel_degree: int = Field(1, gt=0, description="Ranks over which the experts are distributed.")
     expert_tensor_parallel_degree: int = Field(

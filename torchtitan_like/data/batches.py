@@ -33,7 +33,7 @@ class Batch:
     tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned.
     num_valid_tokens: labels that count, in this share. digest: this share's part of the step's digest; the parts of
     all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: samples consumed
-    when the step is done.
+    when the step is done. positions: int64, of each token in its document, as tokens; None where that is not asked for.
     """
 
     tokens: torch.Tensor
@@ -42,6 +42,12 @@ class Batch:
     digest: int
     first_samples: list[int]
     position: int
+    positions: torch.Tensor | None = None
+
+
+def count_valid(labels: torch.Tensor) -> int:
+    """How many of some labels on the host are to be learned."""
+    return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
 
 
 def chain(previous: int, digest: int) -> int:
@@ -66,10 +72,11 @@ class TrainBatches:
         local_batch_size: int,
         num_accumulation: int,
         sharing: tuple[int, int],
+        with_positions: bool = False,
     ) -> None:
         self.fingerprint = dict(fingerprint)
         self.num_samples_per_epoch = samples.num_samples
-        self._samples = samples
+        self._samples, self._with_positions = samples, with_positions
         self._shuffle_seed = shuffle_seed
         self._end = max_epochs * samples.num_samples if max_epochs else None
         self._position = 0
@@ -95,7 +102,8 @@ class TrainBatches:
         after = first + self._global_batch_size
         after = after if self._end is None else min(after, self._end)
         positions = first + self._local
-        batch = assemble(self._samples, self._samples_of_step(), positions, self._shape, position=after)
+        samples, with_positions = self._samples_of_step(), self._with_positions
+        batch = assemble(self._samples, samples, positions, self._shape, position=after, with_positions=with_positions)
         self._position = after
         return batch
 
@@ -149,10 +157,12 @@ def assemble(
     shape: tuple[int, int],
     *,
     position: int,
+    with_positions: bool,
 ) -> Batch:
     """A batch of ``samples`` (rows,), which stand at ``positions`` (rows,) of the stream.
 
-    shape: (num_micro, local_batch), with num_micro * local_batch = rows.
+    shape: (num_micro, local_batch), with num_micro * local_batch = rows. with_positions: tell also where each token stands
+    in its document.
     """
     rows, lengths = packed.read(samples)
     # One allocation for both: they go to the device together.
@@ -167,7 +177,9 @@ def assemble(
     labels[ignored] = IGNORED_LABEL
     first_samples: list[int] = positions[:: shape[1]].tolist()
     num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
-    return Batch(both[0], both[1], num_valid_tokens, _digest(rows, lengths, positions), first_samples, position)
+    digest = _digest(rows, lengths, positions)
+    in_documents = torch.from_numpy(packed.positions(samples)).view(both[0].shape) if with_positions else None
+    return Batch(both[0], both[1], num_valid_tokens, digest, first_samples, position, in_documents)
 
 
 def _digest(rows: NDArray[Any], lengths: NDArray[np.int64], positions: NDArray[np.int64]) -> int:

@@ -58,10 +58,29 @@ class PackedSamples:
         if not self.mask_document_starts:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         first_label = np.maximum(samples, 0) * self.seq_len + 1
+        row, document = self._starts_within(first_label)
+        column = self.file.offsets[document].astype(np.int64) - first_label[row]
+        real = samples[row] >= 0
+        return row[real], column[real]
+
+    def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of each token of ``samples`` (rows,) the place in its document, (rows, seq_len); a document that goes on from the
+        sample before begins anew. Padding continues the document before it.
+        """
+        first = np.maximum(samples, 0) * self.seq_len
+        row, document = self._starts_within(first)
+        place = np.arange(self.seq_len)
+        begins = np.zeros((len(samples), self.seq_len), np.int64)
+        column = self.file.offsets[document].astype(np.int64) - first[row]
+        begins[row, column] = column
+        positions: NDArray[np.int64] = place - np.maximum.accumulate(begins, axis=1)
+        return positions
+
+    def _starts_within(self, first: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The documents that begin within ``seq_len`` tokens from each of ``first`` (rows,): their rows, their numbers."""
         starts = self.file.offsets[:-1]
-        low = np.searchsorted(starts, first_label.astype(np.uint64))
-        high = np.searchsorted(starts, (first_label + self.seq_len).astype(np.uint64))
-        counts = np.where(samples >= 0, high - low, 0)
-        row = np.repeat(np.arange(len(samples)), counts)
-        document = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-        return row, starts[document].astype(np.int64) - first_label[row]
+        low = np.searchsorted(starts, first.astype(np.uint64))
+        high = np.searchsorted(starts, (first + self.seq_len).astype(np.uint64))
+        counts = high - low
+        row = np.repeat(np.arange(len(first)), counts)
+        return row, np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)

@@ -42,11 +42,13 @@ def build_train_batches(
     dp_rank: int,
     dp_size: int,
     num_accumulation: int,
+    with_positions: bool = False,
 ) -> TrainBatches:
     """This rank's share of the training batches, at position 0. Builds the token cache if need be: call it on all
     ranks.
 
-    ``seed`` keys the order of samples. Raises DataError for what is wrong with the texts or their configuration.
+    ``seed`` keys the order of samples. ``with_positions``: tell where each token stands in its document. Raises DataError
+    for what is wrong with the texts or their configuration.
     """
     named = resolve_source(
         training.dataset, training.dataset_path, data.sources, section="training", table="data.sources"
@@ -63,13 +65,21 @@ def build_train_batches(
         local_batch_size=training.local_batch_size,
         num_accumulation=num_accumulation,
         sharing=(dp_rank, dp_size),
+        with_positions=with_positions,
     )
     _announce("training", named, samples)
     return batches
 
 
 def build_validation_batches(
-    validation: Validation, data: Data, *, tokenizer: Tokenizer, dump_folder: str, dp_rank: int, dp_size: int
+    validation: Validation,
+    data: Data,
+    *,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    dp_rank: int,
+    dp_size: int,
+    with_positions: bool = False,
 ) -> ValidationBatches:
     """This rank's share of the validation batches. Builds the token cache if need be: call it on all ranks.
 
@@ -92,6 +102,7 @@ def build_validation_batches(
         local_batch_size=validation.local_batch_size,
         num_batches=validation.steps,
         sharing=(dp_rank, dp_size),
+        with_positions=with_positions,
     )
 
 

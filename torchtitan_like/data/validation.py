@@ -24,9 +24,15 @@ class ValidationBatches:
     """
 
     def __init__(
-        self, samples: PackedSamples, *, local_batch_size: int, num_batches: int, sharing: tuple[int, int]
+        self,
+        samples: PackedSamples,
+        *,
+        local_batch_size: int,
+        num_batches: int,
+        sharing: tuple[int, int],
+        with_positions: bool = False,
     ) -> None:
-        self._samples, self._local_batch_size = samples, local_batch_size
+        self._samples, self._local_batch_size, self._with_positions = samples, local_batch_size, with_positions
         self._dp_rank, self._dp_size = sharing
         in_text = -(-samples.num_samples // local_batch_size)
         self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)
@@ -42,4 +48,11 @@ class ValidationBatches:
             positions = first + self._dp_rank * size + np.arange(size)
             samples = np.where(positions < self.num_samples, positions, NO_SAMPLE)
             after = min(first + self._dp_size * size, self.num_samples)
-            yield assemble(self._samples, samples, positions, (1, size), position=after)
+            yield assemble(
+                self._samples,
+                samples,
+                positions,
+                (1, size),
+                position=after,
+                with_positions=self._with_positions,
+            )

@@ -24,8 +24,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def needs_wrapping(dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool) -> bool:
-    """A single rank whose parameters already have the compute dtype is left as a plain module."""
-    return dims.dp > 1 or dtype != mixed_precision_param or cpu_offload
+    """A model that one data-parallel rank holds whole, in the compute dtype, is left as a plain module."""
+    return dims.dp * dims.cp > 1 or dtype != mixed_precision_param or cpu_offload
 
 
 def apply_data_parallel(
@@ -55,7 +55,7 @@ def apply_data_parallel(
         ),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
-    if dims.dp_replicate > 1 and dims.dp_shard == 1:
+    if dims.dp_replicate > 1 and dims.dp_shard * dims.cp == 1:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         name, dp_mesh = "DDP", mesh["dp_replicate"]
@@ -73,8 +73,8 @@ def apply_data_parallel(
     between = reshard == "always" or (reshard == "default" and dims.pp == 1)
     for block in blocks:
         wrap(block, between)
-    head = [model.get_submodule(fqn) for fqn in spec.last_modules]
-    if not _share_parameters(head, [model.get_submodule(fqn) for fqn in spec.first_modules]):
+    head = _present(model, spec.last_modules)
+    if head and not _share_parameters(head, _present(model, spec.first_modules)):
         wrap(head, reshard == "always")
     wrap(model, between)
     module: Any
@@ -83,6 +83,12 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
     return name
+
+
+def _present(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules of these names, without those that another pipeline stage has."""
+    modules = dict(model.named_modules())
+    return [modules[name] for name in names if name in modules]
 
 
 def _share_parameters(some: list[nn.Module], others: list[nn.Module]) -> bool:
@@ -101,7 +107,7 @@ class GradientSync:
 
     def __init__(self, model: nn.Module, dims: ParallelDims) -> None:
         self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-        self._replicated = dims.dp_shard == 1
+        self._replicated = dims.dp_shard * dims.cp == 1
 
     def prepare(self, is_last: bool) -> None:
         """Call before the forward of each micro-batch."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torchtitan_like.distributed.stages import SCHEDULES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +19,10 @@ MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The size of every mesh dimension; their product is the world size."""
+    """The size of every mesh dimension; their product is the world size.
+
+    loss_at_first: the pipeline's schedule has the last stage, as the first, on its first rank.
+    """
 
     world_size: int
     dp_replicate: int = 1
@@ -25,6 +31,7 @@ class ParallelDims:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    loss_at_first: bool = False
 
     @property
     def dp(self) -> int:
@@ -41,6 +48,22 @@ class ParallelDims:
         shape = {name: getattr(self, name) for name in MESH_ORDER if getattr(self, name) > 1}
         return shape or {"dp_shard": 1}
 
+    def weights_shape(self) -> dict[str, int]:
+        """The mesh on which weights are placed. Ranks of one `cp` hold other tokens and the same weights, so those are cut
+        over `dp_shard` x `cp`, under the first one's name; it is there, if only with one rank, unless weights are replicated.
+        """
+        sizes = {name: getattr(self, name) for name in MESH_ORDER if name != "cp"}
+        sizes["dp_shard"] *= self.cp
+        return {
+            name: size for name, size in sizes.items() if size > 1 or (name == "dp_shard" and self.dp_replicate == 1)
+        }
+
+    def coordinate(self, name: str, rank: int) -> int:
+        """Where `rank` stands along one dimension."""
+        inner = MESH_ORDER[MESH_ORDER.index(name) + 1 :]
+        stride, size = math.prod(getattr(self, other) for other in inner), getattr(self, name)
+        return int(rank // stride % size)
+
     def dp_coordinate(self, rank: int) -> int:
         """Index of `rank` among the data-parallel ranks, in the order in which they read samples."""
         return rank // (self.cp * self.tp) % self.dp
@@ -49,11 +72,24 @@ class ParallelDims:
         """True on the one rank per data shard that reports the shard's tokens, so that no token counts twice."""
         return rank == self.dp_coordinate(rank) * self.cp * self.tp
 
+    def counts_loss(self, rank: int) -> bool:
+        """True on the ranks whose losses together are those of all tokens once: the last stage's, one for each `tp`."""
+        last = 0 if self.loss_at_first else self.pp - 1
+        return self.coordinate("pp", rank) == last and self.coordinate("tp", rank) == 0
+
+    def peers(self, name: str) -> list[list[int]]:
+        """The ranks of the world in sets that differ along one dimension only."""
+        sets: dict[int, list[int]] = {}
+        stride = math.prod(getattr(self, other) for other in MESH_ORDER[MESH_ORDER.index(name) + 1 :])
+        for rank in range(self.world_size):
+            sets.setdefault(rank - self.coordinate(name, rank) * stride, []).append(rank)
+        return list(sets.values())
+
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the mesh over the initialised default group. Dimension names are the keys of `mesh_shape`."""
+        """Build the weights' mesh over the initialised default group. Its dimensions are the keys of `weights_shape`."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = self.mesh_shape()
+        shape = self.weights_shape()
         return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -83,4 +119,6 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> tuple[Parallel
     formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
     if fixed * degrees["dp_shard"] != world_size:
         return None, [f"{formula} = {fixed * degrees['dp_shard']}, but the world has {world_size} ranks"]
-    return ParallelDims(world_size=world_size, ep=parallelism.expert_parallel_degree, **degrees), []
+    at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
+    ep = parallelism.expert_parallel_degree
+    return ParallelDims(world_size=world_size, ep=ep, loss_at_first=at_first, **degrees), []

@@ -38,8 +38,15 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 def materialize(model: Any, device: torch.device) -> None:
     """Give a model built on meta real, uninitialised memory on `device`, its ties and its buffers, in place."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
     model._apply(lambda tensor: _empty(tensor, device))
-    model.tie_weights()
+    for (first, name), *others in places.values():  # which makes one of each place's, also of what was one before
+        for module, alias in others:
+            module._parameters[alias] = first._parameters[name]
     model.init_buffers(device)
 
 

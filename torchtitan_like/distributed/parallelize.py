@@ -1,22 +1,50 @@
-"""The one place that writes the order: TP/EP -> CP -> activation checkpointing -> compile -> data parallel.
+"""The one place that writes the order: float8 -> TP -> CP -> activation checkpointing -> compile -> data parallel.
 
 No model has a function of its own like this one: what differs between models is data in its `ModelSpec`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchtitan_like.distributed.data_parallel import DTYPES, needs_wrapping
+from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
+from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import World
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_scale import ActivationCheckpoint, Compile, Parallelism
+    from torchtitan_like.config.sections_scale import ActivationCheckpoint, Compile, Float8Linear, Parallelism
     from torchtitan_like.config.sections_training import Training
+    from torchtitan_like.distributed.context import ContextParallel
+    from torchtitan_like.distributed.pipeline import Pipeline
     from torchtitan_like.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Sections:
+    """What of the configuration decides how a model is laid out."""
+
+    training: Training
+    parallelism: Parallelism
+    activation_checkpoint: ActivationCheckpoint
+    compile: Compile
+    converters: Sequence[str]
+    float8: Float8Linear
+
+    @property
+    def compiles_model(self) -> bool:
+        return self.compile.enable and "model" in self.compile.components
+
+    @property
+    def loss_backend(self) -> str | None:
+        """What compiles the loss, if anything does."""
+        return self.compile.backend if self.compile.enable and "loss" in self.compile.components else None
 
 
 def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
@@ -29,28 +57,128 @@ def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     }
 
 
-def parallelize(
-    model: nn.Module,
+class Built(NamedTuple):
+    """This rank's parts of a model; what runs them if they are stages, what cuts their sequences, lines for the log."""
+
+    parts: nn.ModuleList
+    pipeline: Pipeline | None
+    context: ContextParallel | None
+    lines: list[str]
+
+
+def build_parts(
     spec: ModelSpec,
+    args: Any,
     world: World,
+    sections: Sections,
     *,
-    training: Training,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    compile_section: Compile,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    num_samples: int,
+) -> Built:
+    """The model (or this rank's pipeline stages) cut over the mesh, with memory but no values yet.
+
+    loss: the head's, see `OutputHead`. num_samples: what a data-parallel rank reads in a step.
+    """
+    training, lines = sections.training, []
+    context = build_context(world, sections.parallelism)
+    whole = _on_meta(spec, args, training)
+    parts, finish = [whole], None
+    if world.dims.pp > 1:
+        parts, finish = _stages(spec, args, world, sections, whole)
+    for part in parts:
+        head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
+        if head is not None:
+            head.loss = loss
+        lines += parallelize(part, spec, world, sections, context)
+        materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
+        if training.enable_cpu_offload:
+            part.init_buffers(world.device)  # parameters alone live on the host
+    pipeline = None if finish is None else finish()
+    if pipeline is not None:
+        lines += pipeline.lines(num_samples // sections.parallelism.pipeline_parallel_microbatch_size)
+    return Built(nn.ModuleList(parts), pipeline, context, list(dict.fromkeys(lines)))
+
+
+def _on_meta(spec: ModelSpec, args: Any, training: Training) -> Any:
+    with torch.device("meta"):
+        return spec.build(args).to(DTYPES[training.dtype])
+
+
+def _stages(
+    spec: ModelSpec, args: Any, world: World, sections: Sections, whole: nn.Module
+) -> tuple[list[Any], Callable[[], Pipeline]]:
+    """This rank's stages on meta, and what makes a pipeline of them once they are cut."""
+    from torchtitan_like.distributed import pipeline, stages
+
+    section, dims = sections.parallelism, world.dims
+    plan = stages.plan_stages(spec, args, section)
+    parts = pipeline.build_parts(lambda: _on_meta(spec, args, sections.training), spec, plan, world.coordinate("pp"))
+    width = pipeline.hidden_width(whole, spec)
+
+    def finish() -> Pipeline:
+        return pipeline.Pipeline(
+            parts,
+            plan,
+            world.group("pp"),
+            device=world.device,
+            microbatch_size=section.pipeline_parallel_microbatch_size,
+            width=width,
+            dtype=DTYPES[sections.training.mixed_precision_param],
+            sequence_shards=dims.tp if section.enable_sequence_parallel else 1,
+        )
+
+    return parts, finish
+
+
+def build_context(world: World, parallelism: Parallelism) -> ContextParallel | None:
+    """How sequences are cut; None where they are not."""
+    if world.dims.cp == 1:
+        return None
+    from torchtitan_like.distributed.context import ContextParallel
+
+    method = {"alltoall": "ring"}.get(parallelism.context_parallel_rotate_method)
+    return ContextParallel(
+        world.group("cp"),
+        world.coordinate("cp"),
+        world.dims.cp,
+        method or parallelism.context_parallel_rotate_method,
+        parallelism.context_parallel_load_balancer,
+    )
+
+
+def parallelize(
+    model: nn.Module, spec: ModelSpec, world: World, sections: Sections, context: ContextParallel | None
 ) -> list[str]:
     """Apply to a model on `meta` all that `World` and the config ask for, in place; returns lines for the log."""
-    lines = []
-    compiled = compile_section.enable and "model" in compile_section.components
+    lines: list[str] = []
+    dims, training, parallelism = world.dims, sections.training, sections.parallelism
+    num_shards, compiled = dims.dp_shard * dims.cp, sections.compiles_model
+    if FLOAT8 in sections.converters:
+        lines += convert_to_float8(
+            model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled, device=world.device
+        )
+    if dims.tp > 1:
+        from torchtitan_like.distributed.tensor import apply_tensor_parallel
+
+        assert world.mesh is not None
+        lines += apply_tensor_parallel(
+            model, spec, world.mesh["tp"], sequence_parallel=parallelism.enable_sequence_parallel
+        )
+    if context is not None:
+        from torchtitan_like.distributed.context import apply_context_parallel
+
+        lines += apply_context_parallel(model, context)
     blocks = find_blocks(model, spec)
-    if activation_checkpoint.mode != "none":
+    if sections.activation_checkpoint.mode != "none":
         from torchtitan_like.distributed.activation import apply_activation_checkpointing
 
-        lines.append(apply_activation_checkpointing(blocks, activation_checkpoint, compiled=compiled))
+        section = sections.activation_checkpoint
+        lines.append(apply_activation_checkpointing(blocks, section, compiled=compiled))
     if compiled:
-        compile_blocks(blocks, compile_section.backend)
-        lines.append(f"Compiling each block with torch.compile ({compile_section.backend})")
-    if world.mesh is not None:
+        compile_blocks(blocks, sections.compile.backend)
+        lines.append(f"Compiling each block with torch.compile ({sections.compile.backend})")
+    offload = training.enable_cpu_offload
+    if world.mesh is not None and needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
         name = apply_data_parallel(
@@ -58,18 +186,18 @@ def parallelize(
             spec,
             blocks.values(),
             world.mesh,
-            world.dims,
+            dims,
             param_dtype=training.mixed_precision_param,
             reduce_dtype=training.mixed_precision_reduce,
             reshard=parallelism.fsdp_reshard_after_forward,
-            cpu_offload=training.enable_cpu_offload,
+            cpu_offload=offload,
         )
         lines.append(f"Applied {name} to the model")
         lines.append(
             f"Mixed precision training is handled by fully_shard: parameters {training.dtype}, compute "
             f"{training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
         )
-        if training.enable_cpu_offload:
+        if offload:
             lines.append("Applied CPU offloading to the model")
     return lines
 

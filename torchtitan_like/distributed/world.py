@@ -141,15 +141,28 @@ class World:
     local_rank: int
     dims: ParallelDims
     device: torch.device
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh | None  # the weights'
     step_group: HostGroup
     checkpoint_group: HostGroup
     owns_default_group: bool
+    groups: dict[str, Any] = field(default_factory=dict)  # this rank's, by dimension of the weights' mesh, and `cp`
     _training_groups: list[Any] = field(default_factory=list)
 
     @property
     def size(self) -> int:
         return self.dims.world_size
+
+    def group(self, name: str) -> Any:
+        """This rank's process group along a mesh dimension; None where it is alone."""
+        return self.groups.get(name)
+
+    def groups_of(self, *names: str) -> list[Any]:
+        """As `group`, of several dimensions; without those where this rank is alone."""
+        return [self.groups[name] for name in names if name in self.groups]
+
+    def coordinate(self, name: str) -> int:
+        """Where this rank stands along a mesh dimension."""
+        return self.dims.coordinate(name, self.rank)
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of a CPU tensor on this rank's device, without waiting for it (the CPU: itself).
@@ -160,10 +173,10 @@ class World:
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
-    def gather_from_data_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copies of the CPU tensor of every rank that reads samples of its own: (data ranks, *rows.shape)."""
+    def gather_losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies of the CPU tensor of every rank whose loss counts (`ParallelDims.counts_loss`): (ranks, *rows.shape)."""
         copies = self.step_group.gather(rows)
-        return copies[[rank for rank in range(self.size) if self.dims.counts_tokens(rank)]]
+        return copies[[rank for rank in range(self.size) if self.dims.counts_loss(rank)]]
 
     def tighten_timeouts(self, timeout: timedelta) -> None:
         """Shorten every training group's timeout once the slow first step is over.
@@ -230,12 +243,14 @@ def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, ne
             store=dist.HashStore() if launch.world_size == 1 else None,
         )
     mesh = dims.build_mesh(device.type) if needs_group else None
+    groups = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    if dims.cp > 1:
+        groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
     ranks = list(range(dims.world_size))
     step_group, checkpoint_group = HostGroup(ranks, timeout), HostGroup(ranks, CHECKPOINT_TIMEOUT)
-    groups = [step_group.group] if step_group.group is not None else []
-    if dims.world_size > 1 and mesh is not None:
-        groups += [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
-        groups += [dist.group.WORLD] if owns and dist.group.WORLD not in groups else []
+    training = [group for group in (step_group.group, *groups.values()) if group is not None]
+    if dims.world_size > 1:
+        training += [dist.group.WORLD] if owns and dist.group.WORLD not in training else []
     return World(
-        launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, _training_groups=groups
+        launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, groups, training
     )

@@ -96,7 +96,7 @@ class ModelSpec:
             )
 
 
-_BUILT_IN = {"llama3": "torchtitan_like.models.llama3"}
+_BUILT_IN = {"llama3": "torchtitan_like.models.llama3", "qwen3": "torchtitan_like.models.qwen3"}
 _registered: dict[str, ModelSpec] = {}
 
 
@@ -166,3 +166,8 @@ def fit_positions(args: Any, longest: int) -> Any:
     if not any(field.name == "max_seq_len" for field in dataclasses.fields(args)):
         return args
     return dataclasses.replace(args, max_seq_len=longest)
+
+
+def has_documents(args: Any) -> bool:
+    """True when attention ends at document borders, so that a model needs each token's position in its document."""
+    return getattr(args, "attn_mask_type", "causal") == "block_causal"

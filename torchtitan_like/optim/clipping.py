@@ -23,7 +23,10 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, ...], list[
         if grad is None:
             continue
         if hasattr(grad, "placements"):
-            sharded = tuple(grad.device_mesh.get_group(i) for i, p in enumerate(grad.placements) if p.is_shard())
+            # A strided shard (FSDP over tensor parallelism) does not call itself a shard.
+            sharded = tuple(
+                grad.device_mesh.get_group(i) for i, p in enumerate(grad.placements) if not p.is_replicate()
+            )
             groups[sharded].append(grad.to_local())
         else:
             groups[()].append(grad)
@@ -35,8 +38,11 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def global_norm(squares: dict[tuple[Any, ...], Tensor]) -> Tensor:
-    """The 2-norm over all ranks from local sums of squares, keyed by the groups over which they are sharded."""
+def global_norm(squares: dict[tuple[Any, ...], Tensor], across: Iterable[Any] = ()) -> Tensor:
+    """The 2-norm over all ranks from local sums of squares, keyed by the groups over which they are sharded.
+
+    across: groups whose ranks hold other parameters altogether; the sum of all squares is added up over them too.
+    """
     if not squares:
         raise ValueError("no parameter has a gradient: was backward run?")
     total: Any = 0.0
@@ -45,11 +51,13 @@ def global_norm(squares: dict[tuple[Any, ...], Tensor]) -> Tensor:
             # Each rank of the group holds another shard: the squares add up to those of the full gradient.
             dist.all_reduce(square, group=group)
         total = total + square
+    for group in across:
+        dist.all_reduce(total, group=group)
     norm: Tensor = total.sqrt()
     return norm
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, across: Iterable[Any] = ()) -> Tensor:
     """Scale all gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
 
     The norm is computed in fp32 (float64 for float64 gradients) whatever the gradients' dtype: 0-dim, equal on every
@@ -57,7 +65,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     update on it.
     """
     groups = local_gradients(parameters)
-    norm = global_norm({sharded_over: _sum_of_squares(grads) for sharded_over, grads in groups.items()})
+    norm = global_norm({sharded_over: _sum_of_squares(grads) for sharded_over, grads in groups.items()}, across)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in groups.values():
         torch._foreach_mul_(grads, scale.to(grads[0].dtype))

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 IGNORED = -100
 # On CPU the softmax walks through a chunk in pieces of this many logits, which stay in a core's cache.
 TILE = 131_072
 
+# (logits, labels) -> losses (tokens,) and gradients, in place of the logits if it likes.
 SoftmaxBody = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class VocabShards:
+    """A vocabulary of `vocab_size` entries, cut over the ranks of `group` as `torch.chunk` cuts: the last may have less."""
+
+    group: ProcessGroup
+    vocab_size: int
+
+    @property
+    def largest(self) -> int:
+        """Entries of the rank that has most."""
+        return -(-self.vocab_size // self.group.size())
+
+    @property
+    def first(self) -> int:
+        """The first entry of this rank."""
+        return min(self.group.rank() * self.largest, self.vocab_size)
+
+    @property
+    def size(self) -> int:
+        """Entries of this rank, perhaps none."""
+        return min(self.largest, self.vocab_size - self.first)
+
+
 def chunked_cross_entropy(
-    chunk_mib: int, compile_backend: str | None = None
+    chunk_mib: int,
+    compile_backend: str | None = None,
+    shards: VocabShards | None = None,
+    *,
+    gathers_logits: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A loss (hidden (tokens, dim), weight (vocab, dim), labels (tokens,)) -> 0-dim sum over labels other than -100.
 
@@ -26,17 +60,31 @@ def chunked_cross_entropy(
     fp32 (0: all tokens at once); their softmax is fp32, or float64 for float64. Each chunk's gradients are taken while
     its logits are there, so that nothing is computed twice; those of the weight are summed over chunks in fp32.
     `compile_backend` compiles what happens between the matrix products.
+
+    With `shards` the weight is this rank's part of the vocabulary; hidden and labels are those of all ranks, and so is
+    the loss. The gradient of `hidden` is this rank's part of a sum. Logits stay where they are, and two numbers per token
+    are summed over the ranks and one is maximised; or, with `gathers_logits`, every rank computes the loss of all logits.
     """
     body: SoftmaxBody = _softmax_in_tiles
     if compile_backend is not None:
         body = torch.compile(_softmax, backend=compile_backend)
+    widest: int | None = None
+    if shards is not None and gathers_logits:
+        body, widest = partial(_softmax_of_gathered, shards, body), shards.vocab_size
+    elif shards is not None:
+        begin: Callable[..., Any] = _exponentials
+        end: Callable[..., Any] = _normalised
+        if compile_backend is not None:
+            begin, end = (torch.compile(part, backend=compile_backend) for part in (begin, end))
+        body, widest = partial(_softmax_over_ranks, shards, begin, end), shards.largest
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        chunk = _tokens_per_chunk(hidden.shape[0], weight.shape[0], chunk_mib)
-        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body)
-            return total
-        return _loss_alone(hidden, weight, labels, chunk)
+        # As many chunks on every rank: the ranks meet in each.
+        chunk = _tokens_per_chunk(hidden.shape[0], widest or weight.shape[0], chunk_mib)
+        if not torch.is_grad_enabled():  # no gradient is wanted then, whatever the tensors say
+            hidden, weight = hidden.detach(), weight.detach()
+        total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body)
+        return total
 
     return loss
 
@@ -46,16 +94,6 @@ def _tokens_per_chunk(num_tokens: int, vocab_size: int, chunk_mib: int) -> int:
     most = max((chunk_mib << 20) // (4 * vocab_size), 1) if chunk_mib else max(num_tokens, 1)
     num_chunks = max(-(-num_tokens // most), 1)
     return max(-(-num_tokens // num_chunks), 1)
-
-
-def _loss_alone(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for some_hidden, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-        for tile in _tiles(F.linear(some_hidden, weight), some_labels):
-            counts = tile[1] != IGNORED
-            losses, _, _ = _losses(tile[0], tile[1].where(counts, 0))
-            total += losses.where(counts, 0).sum()
-    return total.to(_wide(hidden))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -105,6 +143,57 @@ def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _minus_one(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full_like(like, -1, dtype=dtype)
+
+
+def _softmax_over_ranks(
+    shards: VocabShards, begin: Callable[..., Any], end: Callable[..., Any], logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `_softmax` for logits (tokens, entries of this rank); losses are those over the whole vocabulary.
+
+    The ranks agree on the highest logit of each token, then on the sum of exponentials and the label's logit, both
+    relative to it: exp(logit - highest) / sum is as exact as on one rank.
+    """
+    if shards.size == 0:  # the ranks meet all the same: a logit so low that it counts for nothing
+        logits = logits.new_full((len(logits), 1), torch.finfo(logits.dtype).min)
+    local_labels = labels.unsqueeze(-1) - shards.first
+    is_here = (local_labels >= 0) & (local_labels < shards.size)
+    index = local_labels.where(is_here, 0)
+    peak, target, p, total = begin(logits, index)
+    highest = peak.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=shards.group)
+    # No rank has a label beyond the vocabulary: this look-up into nothing is the error that it is on one rank.
+    highest.expand(-1, shards.vocab_size).gather(-1, labels.unsqueeze(-1))
+    factor = (peak - highest).exp_()
+    sums = torch.stack([total * factor, (target - highest).where(is_here, 0)])
+    dist.all_reduce(sums, group=shards.group)
+    gradients = end(p, factor / sums[0], index, is_here).to(logits.dtype)
+    return (sums[0].log() - sums[1]).squeeze(-1), gradients[:, : shards.size]
+
+
+def _exponentials(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of logits (tokens, entries): highest, that at `index`, exp(logits - highest) and its sum; (tokens, 1) but one."""
+    wide = logits.to(_wide(logits))
+    # A token all of whose logits here are -inf has its highest elsewhere.
+    peak = wide.amax(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).min)
+    target = wide.gather(-1, index)
+    p = wide.sub_(peak).exp_()
+    return peak, target, p, p.sum(-1, keepdim=True)
+
+
+def _normalised(p: Tensor, factor: Tensor, index: Tensor, is_here: Tensor) -> Tensor:
+    """Softmax minus one-hot."""
+    return p.mul_(factor).scatter_add_(-1, index, -is_here.to(p.dtype))
+
+
+def _softmax_of_gathered(
+    shards: VocabShards, body: SoftmaxBody, logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`body` for the logits of all ranks, and this rank's columns of their gradients."""
+    padded = F.pad(logits, (0, shards.largest - shards.size))
+    pieces = [torch.empty_like(padded) for _ in range(shards.group.size())]
+    dist.all_gather(pieces, padded, group=shards.group)
+    losses, gradients = body(torch.cat(pieces, dim=-1)[:, : shards.vocab_size], labels)
+    return losses, gradients[:, shards.first : shards.first + shards.size]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from torchtitan_like.optim.clipping import clip_gradients, global_norm, local_gradients
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
 
 Tensor = torch.Tensor
@@ -68,7 +70,10 @@ class Optimizer:
 
     is_atomic = True
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection) -> None:
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection, across: Sequence[ProcessGroup]
+    ) -> None:
+        self.across = across  # groups over which the squares of the gradient norm are added up once more
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
         self.gate_on_device = section.implementation == "fused"
         self.peak_lr: float = section.lr
@@ -88,8 +93,16 @@ class Optimizer:
                 group["lr"] = lr
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip all gradients to a global norm of `max_norm`; returns the norm before (0-dim, equal on every rank)."""
-        return clip_gradients(self.parameters, max_norm)
+        """Clip all gradients to a global norm of `max_norm`; returns the norm before (0-dim, equal on every rank).
+
+        Raises RuntimeError when a parameter has none: an update without it would go unnoticed.
+        """
+        if missing := [name for name, parameter in self.named if parameter.grad is None]:
+            raise RuntimeError(
+                f"no gradient has reached {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} ({len(missing)} of "
+                f"{len(self.named)} parameters): set requires_grad = False on what is not to be trained"
+            )
+        return clip_gradients(self.parameters, max_norm, across=self.across)
 
     def step(self, skip: Tensor) -> None:
         """Update the weights, or leave them when `skip` (0-dim float, 0 or 1) is 1."""
@@ -153,13 +166,18 @@ class OptimizerInBackward(Optimizer):
         for groups, square in self._squares:
             totals[groups] = totals[groups] + square if groups in totals else square
         self._squares = []
-        return global_norm(totals)
+        return global_norm(totals, across=self.across)
 
     def step(self, skip: Tensor) -> None:
         """The weights are updated already; from now on `skip` = 1 holds for every coming gradient."""
         self._halted = skip
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection) -> Optimizer:
-    """Build the optimizer of `[optimizer]` over `named_parameters` (canonical names, ties once)."""
-    return (OptimizerInBackward if section.early_step_in_backward else Optimizer)(named_parameters, section)
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection, across: Sequence[ProcessGroup] = ()
+) -> Optimizer:
+    """Build the optimizer of `[optimizer]` over `named_parameters` (canonical names, ties once).
+
+    across: groups whose ranks hold other parameters altogether, such as pipeline stages.
+    """
+    return (OptimizerInBackward if section.early_step_in_backward else Optimizer)(named_parameters, section, across)

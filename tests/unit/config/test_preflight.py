@@ -30,11 +30,8 @@ def test_the_defaults_have_no_problem() -> None:
 
 
 NOT_AVAILABLE = [
-    ("--parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree"),
-    ("--parallelism.pipeline_parallel_degree 2", "parallelism.pipeline_parallel_degree"),
-    ("--parallelism.context_parallel_degree 2", "parallelism.context_parallel_degree"),
-    ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree"),
-    ("--model.converters quantize.linear.float8", "model.converters"),
+    ("--model.converters quantize.linear.mx", "model.converters"),
+    ("--model.converters quantize.linear.float8,quantize.grouped_mm.float8", "model.converters"),
     ("--fault_tolerance.enable", "fault_tolerance.enable"),
     ("--memory_estimation.enable", "memory_estimation.enable"),
     ("--comm.mode local_tensor", "comm.mode"),
@@ -51,11 +48,17 @@ NOT_AVAILABLE = [
 
 @pytest.mark.parametrize(("line", "key"), NOT_AVAILABLE)
 def test_what_is_not_available_yet_is_refused_in_training_only(line: str, key: str) -> None:
-    arguments, world_size = f"--training.steps 1000 {line}", 2 if "parallel_degree" in line else 1
-    assert key in keys(check(arguments, world_size), "error")
-    checked = check(arguments, world_size, training=False)
+    arguments = f"--training.steps 1000 {line}"
+    assert key in keys(check(arguments), "error")
+    checked = check(arguments, training=False)
     assert keys(checked, "error") == []
     assert any(problem.key == key and problem.remedy for problem in checked)
+
+
+def test_one_reason_is_enough() -> None:
+    """Expert parallelism is not there yet, and this model has no experts to distribute: the latter is said."""
+    (problem,) = check("--training.steps 1000 --parallelism.expert_parallel_degree 2", 2)
+    assert problem.key == "parallelism.expert_parallel_degree" and "llama3 has no experts" in problem.expected
 
 
 def test_the_table_of_unavailable_features_names_settings() -> None:
@@ -163,6 +166,13 @@ def test_offload_needs_a_gpu() -> None:
     line = "--training.steps 1000 --training.enable_cpu_offload"
     assert keys(check(line, 2, device_type="cpu"), "error") == ["training.enable_cpu_offload"]
     assert check(line, 2, device_type="cuda") == check(line, 2) == []
+
+
+def test_attention_that_a_device_cannot_compute() -> None:
+    line = "--training.steps 1000 --model.args.attn_type flex --model.args.attn_mask_type block_causal"
+    (problem,) = check(line, device_type="cpu")
+    assert problem.key == "model.args" and "cannot train on CPU" in problem.expected
+    assert check(line, device_type="cuda") == check(line) == []
 
 
 def test_compiling_on_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
         num_accumulation: int = 1,
         dp: tuple[int, int] = (0, 1),
         seed: int = 7,
+        with_positions: bool = False,
         data: dict[str, Any] | None = None,
         **source: Any,
     ) -> TrainBatches:
@@ -70,6 +71,7 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
             dp_rank=dp[0],
             dp_size=dp[1],
             num_accumulation=num_accumulation,
+            with_positions=with_positions,
         )
 
     return build_batches

@@ -19,6 +19,7 @@ class Row:
     tokens: list[int]
     labels: list[int]
     digest: int
+    positions: list[int]
 
 
 def stream(file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mask_starts: bool) -> Iterator[Row]:
@@ -42,5 +43,8 @@ def stream(file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mas
         key = int(mix64(np.array([position], np.uint64))[0])
         digest = xxhash.xxh3_64_intdigest(np.array(real, "<u4").tobytes(), key)
         padding = seq_len + 1 - len(real)
-        yield Row((real + [0] * padding)[:seq_len], labels + [-100] * padding, digest)
+        positions = [0]
+        for place in range(begin + 1, begin + seq_len):
+            positions.append(0 if place in starts else positions[-1] + 1)
+        yield Row((real + [0] * padding)[:seq_len], labels + [-100] * padding, digest, positions)
         position += 1

@@ -69,6 +69,30 @@ def test_every_layout_reads_what_a_plain_loop_reads(
         assert [share.first_samples for share in shares] == firsts
 
 
+@pytest.mark.parametrize("layout", [(1, 1, 8), (2, 2, 2), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("seq_len", [1, 16, 700])
+def test_positions_count_from_each_documents_start_in_the_sample(
+    build: Build, corpus_file: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], seq_len: int
+) -> None:
+    ranks = ranks_of(build, corpus_file, layout, seq_len=seq_len, with_positions=True, max_epochs=2)
+    plain = ranks_of(build, corpus_file, layout, seq_len=seq_len, max_epochs=2)
+    expected = stream(corpus_file, tokenizer, seq_len, 7, False)
+    num_left = 2 * ranks[0].num_samples_per_epoch
+    for shares, others in zip(zip(*ranks, strict=True), zip(*plain, strict=True), strict=True):
+        counted = torch.stack([share.positions for share in shares if share.positions is not None], 1).flatten(0, 2)
+        rows = list(itertools.islice(expected, min(8, num_left)))
+        num_left -= len(rows)
+        assert counted[: len(rows)].tolist() == [row.positions for row in rows]
+        # Padding is a document like any other: it counts up or begins anew.
+        steps = counted.diff(dim=-1)
+        assert (counted[:, 0] == 0).all() and ((steps == 1) | (counted[:, 1:] == 0)).all()
+        for share, other in zip(shares, others, strict=True):
+            assert share.positions is not None and other.positions is None
+            assert share.positions.dtype == torch.int64 and share.positions.shape == share.tokens.shape
+            assert share.positions.is_contiguous() and share.digest == other.digest
+    assert num_left == 0
+
+
 @given(
     seq_len=st.integers(1, 200),
     mask=st.booleans(),

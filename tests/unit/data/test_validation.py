@@ -22,7 +22,9 @@ BuildRanks = Callable[..., list[ValidationBatches]]
 
 @pytest.fixture
 def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> BuildRanks:
-    def build(dp_size: int, steps: int = -1, mask: bool = False) -> list[ValidationBatches]:
+    def build(
+        dp_size: int, steps: int = -1, mask: bool = False, with_positions: bool = False
+    ) -> list[ValidationBatches]:
         validation = Validation(
             seq_len=16, local_batch_size=LOCAL, steps=steps, sources={"own": DataSource(path=str(corpus_file))}
         )
@@ -34,6 +36,7 @@ def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> Buil
                 dump_folder=str(tmp_path),
                 dp_rank=rank,
                 dp_size=dp_size,
+                with_positions=with_positions,
             )
             for rank in range(dp_size)
         ]
@@ -88,3 +91,15 @@ def test_document_starts_are_masked_as_in_training(build_ranks: BuildRanks) -> N
     num_documents = plain._samples.file.meta.num_documents
     counts = [sum(batch.num_valid_tokens for batch in batches) for batches in (plain, masked)]
     assert counts[0] - counts[1] == num_documents - 1  # the first token of the text is no label anyway
+
+
+def test_positions_are_those_of_the_samples(build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer) -> None:
+    ranks = build_ranks(2, with_positions=True)
+    once = stream(corpus_file, tokenizer, 16, None, False)
+    for shares in zip(*ranks, strict=True):
+        for batch in shares:
+            assert batch.positions is not None and batch.positions.shape == batch.tokens.shape
+            for labels, positions in zip(batch.labels[0].tolist(), batch.positions[0].tolist(), strict=True):
+                if set(labels) != {-100}:
+                    assert positions == next(once).positions
+    assert all(batch.positions is None for batch in build_ranks(1)[0])

@@ -7,10 +7,11 @@ import pytest
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 
 
-def parallelism(**changes):
+def parallelism(schedule="1F1B", **changes):
     defaults = {"data_parallel_replicate": 1, "data_parallel_shard": -1, "context_parallel": 1, "tensor_parallel": 1,
                 "pipeline_parallel": 1, "expert_parallel": 1}  # fmt: skip
-    return SimpleNamespace(**{f"{k}_degree": v for k, v in {**defaults, **changes}.items()})
+    degrees = {f"{k}_degree": v for k, v in {**defaults, **changes}.items()}
+    return SimpleNamespace(pipeline_parallel_schedule=schedule, **degrees)
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,33 @@ def test_what_does_not_fit_is_named(degrees, world_size, words):
 def test_every_data_shard_is_counted_once(dims):
     counting = [r for r in range(dims.world_size) if dims.counts_tokens(r)]
     assert sorted(dims.dp_coordinate(r) for r in counting) == list(range(dims.dp))
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        (ParallelDims(1), {"dp_shard": 1}),
+        (ParallelDims(8, dp_shard=2, cp=4), {"dp_shard": 8}),
+        (ParallelDims(8, dp_replicate=2, cp=4), {"dp_replicate": 2, "dp_shard": 4}),
+        (ParallelDims(4, dp_replicate=2, tp=2), {"dp_replicate": 2, "tp": 2}),
+        (ParallelDims(8, pp=2, cp=2, tp=2), {"pp": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_weights_are_cut_over_the_ranks_that_read_parts_of_a_sequence_too(dims, shape):
+    assert list(dims.weights_shape().items()) == list(shape.items())
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1F1B", 3), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 0)])
+def test_every_token_has_its_loss_on_one_counted_rank(schedule, stage):
+    dims, _ = resolve_degrees(parallelism(schedule, pipeline_parallel=4, context_parallel=2, tensor_parallel=2), 32)
+    counting = [rank for rank in range(32) if dims.counts_loss(rank)]
+    assert {(dims.dp_coordinate(r), dims.coordinate("cp", r)) for r in counting} == {
+        (d, c) for d in (0, 1) for c in (0, 1)
+    }
+    assert len(counting) == 4 and {dims.coordinate("pp", rank) for rank in counting} == {stage}
+
+
+def test_peers_differ_along_one_dimension():
+    dims = ParallelDims(8, dp_shard=2, cp=2, tp=2)
+    assert dims.peers("cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert dims.peers("dp_shard") == [[0, 4], [1, 5], [2, 6], [3, 7]]

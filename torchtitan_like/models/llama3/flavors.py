@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torchtitan_like.models.attention_rules import check_attention
 from torchtitan_like.models.spec import InitRule
 
 # The standard deviation of a linear layer's weights as a function of the model's width h.
@@ -23,6 +24,8 @@ class LlamaArgs:
     rounded up to a multiple of multiple_of. max_seq_len (tokens) sizes the rotary tables.
     init_std: a number, or a name in INIT_STD. depth_init: weights that write into the residual stream shrink with the
     layer's depth (True) or with the model's (False).
+    attn_mask_type: "causal", each token sees all before it in the sample; "block_causal", those of its document.
+    attn_type: what computes attention that ends at document borders ("sdpa", "flex" or "varlen").
     """
 
     dim: int = 4096
@@ -42,6 +45,8 @@ class LlamaArgs:
     enable_weight_tying: bool = False
     depth_init: bool = True
     init_std: float | str = "fixed"
+    attn_type: str = "sdpa"
+    attn_mask_type: str = "causal"
 
     @property
     def head_dim(self) -> int:
@@ -78,7 +83,7 @@ FLAVORS = {
 
 def check(args: LlamaArgs) -> list[str]:
     """What is wrong with the sizes, one sentence each."""
-    problems = []
+    problems = check_attention(args.attn_type, args.attn_mask_type)
     for key in ("dim", "n_layers", "n_heads", "num_kv_heads", "vocab_size", "multiple_of", "max_seq_len",
                 "norm_eps", "rope_theta", "rope_scaling_factor", "rope_original_max_seq_len"):  # fmt: skip
         if not getattr(args, key) > 0:

@@ -1,0 +1,217 @@
+"""What a layout puts on the wire in one step: kinds, numbers and bytes of its collectives, for each dimension of the mesh.
+
+    python scripts/count_collectives.py train_configs/debug_model.toml --world-size 4 --parallelism.tensor_parallel_degree 2
+
+Starts that many CPU ranks (gloo), makes two steps, and counts in the second on every rank. No GPU is needed or used; the
+model must be small enough for this machine, and what is counted then scales as docs/parallelism.md says. Compilation is
+switched off: compiled blocks communicate as they do without. Nothing is saved. Exit codes: 0, 78 for a config that cannot
+work, 1 for any other failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the package need not be installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchtitan_like.config import JobConfig
+    from torchtitan_like.distributed.world import LaunchedAs, World
+    from torchtitan_like.resilience.exit_codes import ExitCode
+
+WORKER = "--worker"
+MIB = 2**20
+# Operators of torch's two families, in the words of a reader; the first word that is in an operator's name.
+KINDS = {
+    "reduce_scatter": "reduce-scatter",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+# What a rank of n sends, as a part of the whole tensor, when the ranks form a ring: (n - 1)/n times this.
+SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+# For one step that trains: no saves, no validation, nothing that is not written to a folder of its own.
+SETTINGS = (
+    "--training.steps=2 --checkpoint.enable=false --validation.enable=false --compile.enable=false "
+    "--metrics.enable_tensorboard=false --metrics.enable_wandb=false --profiling.enable_profiling=false"
+).split()
+
+
+@dataclass(frozen=True)
+class Row:
+    """All collectives of one kind over one dimension. nbytes: of their whole tensors, together; sent: by this rank."""
+
+    over: str
+    ranks: int
+    kind: str
+    number: int
+    largest: int
+    nbytes: int
+    sent: float
+
+
+def kind_of(operator: str) -> str | None:
+    """The kind of a collective by its operator's name; None for what moves nothing, or is counted at the sender."""
+    return next((kind for word, kind in KINDS.items() if word in operator), None)
+
+
+def rows_of(collectives: Iterable[tuple[str, int, str, int]]) -> list[Row]:
+    """Sums over (dimension, ranks, kind, bytes of the whole tensor)."""
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for over, ranks, kind, nbytes in collectives:
+        found.setdefault((over, ranks, kind), []).append(nbytes)
+    return [
+        Row(
+            *key,
+            len(sizes),
+            max(sizes),
+            sum(sizes),
+            sum(sizes) * SENT.get(key[2], 0) * (key[1] - 1) / key[1] or sum(sizes),
+        )
+        for key, sizes in sorted(found.items())
+    ]
+
+
+# ---- a rank
+
+
+def count(world: World, step: Any) -> tuple[Any, list[Row]]:
+    """Call `step` and count its collectives; returns what it returns, and the rows."""
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    names = {group.group_name: (name, group.size()) for name, group in world.groups.items()}
+    log: list[tuple[str, int, str, int]] = []
+
+    def group_of(leaves: list[Any]) -> tuple[str, int]:
+        """Functional operators name their group, the others hold it."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+                group = ProcessGroup.unbox(leaf)
+                return names.get(group.group_name, ("bookkeeping", group.size()))
+        return next(names[leaf] for leaf in leaves if isinstance(leaf, str) and leaf in names)
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            kind = kind_of(str(function)) if function.namespace in ("c10d", "_c10d_functional") else None
+            if kind is not None:
+                leaves = tree_leaves((args, kwargs))
+                tensors = [leaf for leaf in [*leaves, *tree_leaves(result)] if isinstance(leaf, torch.Tensor)]
+                log.append((*group_of(leaves), kind, max(tensor.nbytes for tensor in tensors)))
+            return result
+
+    with Log():
+        result = step()
+    return result, rows_of(log)
+
+
+def work(config: JobConfig, launched: LaunchedAs) -> ExitCode:
+    """One rank: two steps as train.py makes them; rank 0 writes what all ranks counted in the second."""
+    from torchtitan_like.launch import build_checkpointer, join
+    from torchtitan_like.train import Trainer
+
+    world = join(config, launched)
+    found: list[Row] = []
+    with closing(build_checkpointer(config, world)) as checkpointer:
+        trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps))
+        train_step = trainer.train_step
+
+        def counted(step: int, *rest: Any) -> Any:
+            result, rows = count(world, lambda: train_step(step, *rest))
+            found[:] = rows  # of the last step: the first one also makes what is kept
+            return result
+
+        trainer.train_step = counted
+        code: ExitCode = trainer.train()
+        trainer.close()
+    of_ranks = world.step_group.gather_objects([vars(row) for row in found])
+    if world.rank == 0:
+        lines = {"shape": world.dims.mesh_shape(), "ranks": of_ranks}
+        (Path(config.job.dump_folder) / "collectives.json").write_text(json.dumps(lines))
+    world.leave()
+    return code
+
+
+# ---- the command
+
+
+def table(shape: dict[str, int], of_ranks: list[list[Row]]) -> list[str]:
+    """One table for all ranks that do the same."""
+    layout = " x ".join(f"{name} {size}" for name, size in shape.items())
+    lines = [f"One step of {len(of_ranks)} rank{'s' * (len(of_ranks) > 1)}: {layout}"]
+    different: dict[tuple[Row, ...], list[int]] = {}
+    for rank, counted in enumerate(of_ranks):
+        different.setdefault(tuple(counted), []).append(rank)
+    for rows, ranks in different.items():
+        who = "each rank" if len(different) == 1 else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        lines += [
+            "",
+            f"{who}:",
+            f"{'over':>18}  {'collective':14} {'number':>6} {'largest':>12} {'in all':>12} {'sent':>12}",
+        ]
+        lines += [
+            f"{f'{row.over} ({row.ranks})':>18}  {row.kind:14} {row.number:6}"
+            f" {_size(row.largest):>12} {_size(row.nbytes):>12} {_size(row.sent):>12}"
+            for row in rows
+        ] or ["  nothing"]
+    return lines
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / MIB:,.3f} MiB" if nbytes >= MIB / 1000 else f"{nbytes:,.0f} B"
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit code."""
+    if argv[:1] == [WORKER]:
+        from torchtitan_like.launch import launch
+
+        return launch(argv[1:], work)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, default=1, help="CPU ranks to start (1)")
+    options, arguments = parser.parse_known_args(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[:1] = ["--job.config_file", arguments[0]]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments += [*SETTINGS, f"--job.dump_folder={folder}"]
+        check = [sys.executable, "-m", "torchtitan_like.config", "--training", "--world-size", str(options.world_size)]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        checked = subprocess.run(
+            [*check, "--device-type", "cpu", *arguments], capture_output=True, text=True, env=environ
+        )
+        if checked.returncode:
+            print(checked.stderr, file=sys.stderr, end="")
+            return checked.returncode
+        run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(options.world_size)]
+        run += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", __file__, WORKER, *arguments]
+        done = subprocess.run(run, capture_output=True, text=True, env=environ)
+        if done.returncode:
+            print(done.stderr[-4000:], file=sys.stderr, end="")
+            return 1
+        found = json.loads((Path(folder) / "collectives.json").read_text())
+    print("\n".join(table(found["shape"], [[Row(**row) for row in rows] for rows in found["ranks"]])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,215 @@
+"""A model that the package does not know, of another style than its own and with other names, as a user would write it.
+
+GPT-2's names, LayerNorm and biases (Radford et al. 2019), attention and feed-forward side by side as in GPT-J (Wang &
+Komatsuzaki 2021), a GELU between two matrices, as many heads of keys as of queries, rotary positions. It is reached by
+`experimental.custom_import = "tests.distributed.outside_model"` and says nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan_like.models import InitRule, ModelSpec, register
+from torchtitan_like.models.hf_table import Rows
+from torchtitan_like.models.layers.embedding import Embedding
+from torchtitan_like.models.layers.head import OutputHead
+from torchtitan_like.models.layers.kernels import causal_attention
+from torchtitan_like.models.layers.rotary import RotaryEmbedding, rotate
+
+# ---- flavors
+
+
+@dataclass(frozen=True)
+class OutsideArgs:
+    """Sizes of the model; each can be set in `[model.args]`."""
+
+    dim: int = 32
+    n_layers: int = 2
+    n_heads: int = 4
+    vocab_size: int = 2048
+    max_seq_len: int = 1024
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+FLAVORS = {"tiny": OutsideArgs(), "small": OutsideArgs(dim=768, n_layers=12, n_heads=12, vocab_size=50304)}
+
+
+def check(args: OutsideArgs) -> list[str]:
+    """What is wrong with the sizes, one sentence each."""
+    if args.dim % (2 * args.n_heads):
+        return [f"dim = {args.dim}: expected a multiple of 2 x n_heads = {2 * args.n_heads}"]
+    return []
+
+
+def num_params(args: OutsideArgs) -> int:
+    """Parameters of the model."""
+    block = 12 * args.dim * args.dim + 11 * args.dim
+    return args.n_layers * block + 2 * args.dim + 2 * args.vocab_size * args.dim
+
+
+def flops_per_token(args: OutsideArgs, seq_len: int) -> int:
+    """6 (P - P_embedding) + 6 L H (2 head_dim) seq (PaLM, arXiv:2204.02311, appendix B)."""
+    return 6 * (num_params(args) - args.vocab_size * args.dim) + 12 * args.n_layers * args.dim * seq_len
+
+
+def init_table(args: OutsideArgs) -> tuple[tuple[str, InitRule], ...]:
+    """GPT-2's: 0.02, and what writes into the residual stream less the deeper the model is."""
+    plain = InitRule("normal", std=0.02)
+    into_residual = InitRule("normal", std=0.02 / (2 * args.n_layers) ** 0.5)
+    return (
+        ("*ln*.weight", InitRule("ones")),
+        ("*.bias", InitRule("zeros")),
+        ("h.*.*_out.weight", into_residual),
+        ("*", plain),
+    )
+
+
+# ---- model
+
+
+class SelfAttention(nn.Module):
+    """Input and output (batch, seq, dim). `core` is the seam of context parallelism."""
+
+    core: Callable[..., Tensor]
+
+    def __init__(self, args: OutsideArgs, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.query = nn.Linear(args.dim, args.dim)
+        self.key = nn.Linear(args.dim, args.dim)
+        self.value = nn.Linear(args.dim, args.dim)
+        self.attn_out = nn.Linear(args.dim, args.dim)
+        self.rotary = rotary
+        self.core = causal_attention
+
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        batch, seq, _ = x.shape
+        q, k, v = (linear(x).view(batch, seq, -1, self.head_dim) for linear in (self.query, self.key, self.value))
+        cos, sin = self.rotary.tables(seq, positions)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out: Tensor = self.attn_out(y.transpose(1, 2).reshape(batch, seq, -1))
+        return out
+
+
+class MLP(nn.Module):
+    """`mlp_out(gelu(fc x))`; input and output (batch, seq, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(dim, 4 * dim)
+        self.mlp_out = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp_out(F.gelu(self.fc(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward of the same normed input, both added to the residual stream."""
+
+    def __init__(self, args: OutsideArgs, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(args.dim)
+        self.attn = SelfAttention(args, rotary)
+        self.mlp = MLP(args.dim)
+
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        normed = self.ln(x)
+        out: Tensor = x + self.attn(normed, positions) + self.mlp(normed)
+        return out
+
+
+class GPT(nn.Module):
+    """A pipeline stage keeps some of these modules and sets the others to None."""
+
+    def __init__(self, args: OutsideArgs) -> None:
+        super().__init__()
+        self.wte = Embedding(args.vocab_size, args.dim)
+        self.rotary = RotaryEmbedding(args.head_dim, args.max_seq_len, theta=1e4)
+        self.h = nn.ModuleDict({str(i): Block(args, self.rotary) for i in range(args.n_layers)})
+        self.ln_f = nn.LayerNorm(args.dim)
+        self.lm_head = OutputHead(args.dim, args.vocab_size)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab), or with labels (batch, seq) the 0-dim sum of token losses over labels != -100."""
+        x = tokens if self.wte is None else self.wte(tokens)
+        for block in self.h.values():
+            x = block(x, positions)
+        x = x if self.ln_f is None else self.ln_f(x)
+        out: Tensor = x if self.lm_head is None else self.lm_head(x, labels)
+        return out
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the rotary tables on `device`."""
+        self.rotary.init_buffers(device)
+
+
+# ---- sharding, other formats, and all of it together
+
+SHARDING = (
+    ("wte.weight", "vocab_embedding"),
+    ("h.*.ln.*", "norm"),
+    ("h.*.attn.query.*", "column"),
+    ("h.*.attn.key.*", "column"),
+    ("h.*.attn.value.*", "column"),
+    ("h.*.attn.attn_out.*", "row"),
+    ("h.*.mlp.fc.*", "column"),
+    ("h.*.mlp.mlp_out.*", "row"),
+    ("ln_f.*", "norm"),
+    ("lm_head.weight", "output"),
+)
+WITH_BIAS = ("h.{}.ln", "h.{}.attn.query", "h.{}.attn.key", "h.{}.attn.value", "h.{}.attn.attn_out", "h.{}.mlp.fc",
+             "h.{}.mlp.mlp_out", "ln_f")  # fmt: skip
+
+
+def constraints(args: OutsideArgs) -> dict[str, int]:
+    """What a layout must divide or respect."""
+    return {
+        "n_layers": args.n_layers,
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_heads,
+        "vocab_size": args.vocab_size,
+        "max_seq_len": args.max_seq_len,
+    }
+
+
+def hf_names(args: OutsideArgs) -> Rows:
+    """(our name, that of an imagined Hugging Face model)."""
+    weights = [f"{name}.weight" for name in ("wte", *WITH_BIAS, "lm_head")]
+    return tuple((name, f"transformer.{name}") for name in (*weights, *(f"{name}.bias" for name in WITH_BIAS)))
+
+
+def hf_config(args: OutsideArgs) -> dict[str, Any]:
+    """Its `config.json`."""
+    return {"model_type": "outside", "hidden_size": args.dim, "num_hidden_layers": args.n_layers}
+
+
+SPEC = ModelSpec(
+    name="outside",
+    args_type=OutsideArgs,
+    flavors=FLAVORS,
+    build=GPT,
+    block_pattern="h.*",
+    first_modules=("wte",),
+    last_modules=("ln_f", "lm_head"),
+    init_table=init_table,
+    num_params=num_params,
+    flops_per_token=flops_per_token,
+    constraints=constraints,
+    check=check,
+    sharding=SHARDING,
+    tied=lambda args: (),
+    hf_names=hf_names,
+    hf_config=hf_config,
+)
+register(SPEC)

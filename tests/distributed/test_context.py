@@ -1,0 +1,474 @@
+"""Attention over tokens that are spread over ranks: the numbers of one device, and what each method sends for it."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.distributed.parity import compare, options, run_cell
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config.sections_scale import ActivationCheckpoint
+from torchtitan_like.distributed import context, ring
+from torchtitan_like.distributed.activation import apply_activation_checkpointing
+from torchtitan_like.distributed.collectives import gather_whole
+from torchtitan_like.distributed.context import METHODS, ContextParallel, apply_context_parallel
+from torchtitan_like.distributed.initialize import initialize
+from torchtitan_like.distributed.parallelize import compile_blocks, find_blocks
+from torchtitan_like.models.layers.kernels import KERNELS
+from torchtitan_like.models.spec import get_spec, resolve_args
+
+BATCH, HEADS, SEQ, DIM = 2, 4, 64, 16
+# Relative L2 of outputs and gradients. bf16: each rank rounds its part of a sum once more (measured: at most 7e-3).
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to compute attention on some ranks. attn_type: the kernel; fault: a row of FAULTS."""
+
+    method: str = "allgather"
+    balancer: str | None = "headtail"
+    documents: bool = False
+    dtype: torch.dtype = torch.float64
+    kv_heads: int = 2
+    attn_type: str = "sdpa"
+    fault: str = ""
+
+    def __str__(self):
+        return "-".join(str(value) for value in vars(self).values() if value not in ("", "sdpa"))
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def some_positions():
+    """Two samples of documents of uneven length, which end within chunks and between them."""
+    lengths = [(5, 1, 20, 6, 23, 9), (32, 3, 29)]
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+
+def here(method="allgather", balancer="headtail"):
+    return ContextParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), method, balancer)
+
+
+def own(cp, x):
+    """This rank's part of (batch, heads, seq, dim), laid out as a model's attention has it."""
+    return cp._own(x.movedim(2, -1)).movedim(-1, 1).contiguous().transpose(1, 2)
+
+
+def inputs(cell):
+    """q, k, v, and the gradient of the output; equal on all ranks."""
+    torch.manual_seed(0)
+    heads = (HEADS, cell.kv_heads, cell.kv_heads, HEADS)
+    return [torch.randn(BATCH, n, SEQ, DIM, dtype=torch.float64).to(cell.dtype) for n in heads]
+
+
+def seams(cell, cp):
+    """The core that replaces that of one device, and the mask for it of this rank's positions."""
+    method, kernel = METHODS[cell.method], KERNELS[cell.attn_type]
+    core = method.core(cp, kernel.core)
+    if not cell.documents:
+        return core, None
+    part = cp._own(some_positions())
+    return core, method.mask(cp, kernel.mask)(part, cell.dtype, part.shape[1])
+
+
+def core_errors(cell):
+    """Errors of output and gradients of q, k, v against one device, on this rank's tokens."""
+    q, k, v, grad = inputs(cell)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    kernel = KERNELS["sdpa"]
+    mask = kernel.mask(some_positions(), cell.dtype, SEQ) if cell.documents else None
+    expected = kernel.core(*whole, mask)
+    expected.backward(grad)
+
+    cp = here(cell.method, cell.balancer)
+    parts = [own(cp, x).requires_grad_() for x in (q, k, v)]
+    with FAULTS[cell.fault]() if cell.fault else mock.patch.dict({}):
+        core, mask = seams(cell, cp)
+        found = core(*parts, mask)
+        found.backward(own(cp, grad))
+    pairs = [(found.detach(), expected.detach()), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
+    return [relative(a, own(cp, b)) for a, b in pairs]
+
+
+CORES = [
+    Cell(method, balancer, documents, dtype, kv_heads)
+    for method, balancer in (*((m, b) for m in ("allgather", "ring") for b in ("headtail", None)), ("ulysses", None))
+    for documents in ((False,) if method == "ring" else (False, True))
+    for dtype, kv_heads in (*((torch.float64, n) for n in (4, 2, 1)), (torch.float32, 2), (torch.bfloat16, 2))
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("cell", CORES, ids=str)
+def test_attention_is_that_of_one_device(cell, num_ranks):
+    worst = max(error for errors in run_ranks(core_errors, num_ranks, cell) for error in errors)
+    assert worst < TOLERANCES[cell.dtype]
+
+
+def flex_error(cell):
+    q, k, v, _ = inputs(cell)
+    kernel, cp = KERNELS["sdpa"], here(cell.method, cell.balancer)
+    expected = kernel.core(q, k, v, kernel.mask(some_positions(), cell.dtype, SEQ))
+    core, mask = seams(cell, cp)
+    return relative(core(*(own(cp, x) for x in (q, k, v)), mask), own(cp, expected))
+
+
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+def test_the_models_kernel_is_what_computes(method):
+    """Forward alone: on CPU FlexAttention has no more."""
+    cell = Cell(method, documents=True, attn_type="flex", dtype=torch.float32)
+    assert max(run_ranks(flex_error, 2, cell)) < 1e-6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_what_a_ring_finds_piece_by_piece_is_the_whole(device, kv_heads):
+    """The kernels that a ring calls, without ranks: queries that see one piece of the keys partly, another one whole."""
+    cell = Cell(dtype=torch.bfloat16, kv_heads=kv_heads)
+    q, k, v, grad = (x.to(device) for x in inputs(cell))
+    q, grad = q[:, :, SEQ // 2 :], grad[:, :, SEQ // 2 :].contiguous()
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    repeated = [x.repeat_interleave(HEADS // kv_heads, dim=1) for x in whole[1:]]
+    sees = torch.ones(SEQ // 2, SEQ, dtype=torch.bool, device=device).tril(SEQ // 2)
+    scores = (whole[0] @ repeated[0].mT / DIM**0.5).masked_fill(~sees, -torch.inf)
+    expected = scores.softmax(-1) @ repeated[1]
+    expected.backward(grad.double())
+
+    pieces = [(slice(SEQ // 2, SEQ), True), (slice(0, SEQ // 2), False)]
+    out = torch.zeros(q.shape, device=device)
+    lse = torch.full(q.shape[:-1], -torch.inf, device=device)
+    for rows, causal in pieces:
+        part, part_lse, *extras = ring._flash(q, k[:, :, rows], v[:, :, rows], causal=causal)
+        ring._merge(out, lse, part, part_lse)
+    dq, dk, dv = torch.zeros(q.shape, device=device), torch.empty_like(k), torch.empty_like(v)
+    for rows, causal in pieces:
+        of_queries = [grad, q, out.to(q.dtype), lse]
+        part, dk[:, :, rows], dv[:, :, rows] = ring._flash_backward(
+            of_queries, k[:, :, rows], v[:, :, rows], extras, causal=causal
+        )
+        dq += part
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1).detach(), rtol=1e-2, atol=1e-2)
+    pairs = [(out, expected.detach()), *zip((dq, dk, dv), (x.grad for x in whole), strict=True)]
+    assert all(relative(a, b) < TOLERANCES[cell.dtype] for a, b in pairs)
+
+
+# ---- whole models
+
+
+@dataclass(frozen=True)
+class Run:
+    """A tiny Llama on some ranks."""
+
+    cp: int = 2
+    method: str = "allgather"
+    balancer: str | None = "headtail"
+    documents: bool = False
+    checkpointing: str = "none"
+    backend: str = ""
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self):
+        return "-".join(str(value) for value in vars(self).values() if value not in ("", "none", True))
+
+
+def build(run):
+    spec = get_spec("llama3")
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 72, "max_seq_len": SEQ}
+    kind = {"attn_mask_type": "block_causal" if run.documents else "causal"}
+    args = resolve_args(spec, "debugmodel", sizes | {"multiple_of": 16} | kind)
+    model = spec.build(args).to(run.dtype)
+    initialize(model, spec.init_table(args), 7)
+    return model, find_blocks(model, spec)
+
+
+def batch(run):
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(72, (2, BATCH, SEQ)).unbind()
+    labels[0, :9], labels[1, 40:] = -100, -100  # most of the valid ones are in the first half
+    return tokens, labels, some_positions() if run.documents else None
+
+
+def model_errors(run):
+    """Relative errors of the loss and of every gradient, each summed over ranks."""
+    tokens, labels, positions = batch(run)
+    reference, _ = build(run)
+    expected = reference(tokens, labels, positions)
+    expected.backward()
+
+    model, blocks = build(run)
+    cp = here(run.method, run.balancer)
+    lines = apply_context_parallel(model, cp)
+    assert lines == [lines[0]] and f"over {run.cp} ranks, {run.method}" in lines[0]
+    if run.checkpointing != "none":
+        mode, _, option = run.checkpointing.partition(" ")
+        section = ActivationCheckpoint(mode=mode, **({"selective_ac_option": option} if option else {}))
+        apply_activation_checkpointing(blocks, section, compiled=bool(run.backend))
+    if run.backend:
+        compile_blocks(blocks, run.backend)
+    loss = model(*cp.shard(tokens, labels, positions))
+    loss.backward()
+    total = loss.detach()
+    dist.all_reduce(total)
+    errors = {"loss": relative(total, expected)}
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        errors[name] = relative(parameter.grad, theirs[name].grad)
+    assert len(errors) == 1 + len(theirs)
+    return errors
+
+
+RUNS = [
+    *(Run(cp, method) for cp in (2, 4) for method in METHODS),
+    *(Run(cp, method, documents=True) for cp in (2, 4) for method in ("allgather", "ulysses")),
+    *(Run(method=method, balancer=None) for method in METHODS),
+    *(Run(method=method, checkpointing=mode) for method in METHODS for mode in ("full", "selective op")),
+    *(Run(method=method, checkpointing="selective op", documents=True) for method in ("allgather", "ulysses")),
+    *(Run(method=method, backend="aot_eager", documents=documents)
+      for method in ("allgather", "ulysses") for documents in (False, True)),
+    *(Run(method=method, backend="aot_eager", checkpointing="full") for method in ("allgather", "ulysses")),
+    *(Run(method=method, dtype=torch.float32) for method in METHODS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_loss_and_gradients_are_those_of_one_rank(run):
+    limit = 1e-10 if run.dtype == torch.float64 else 1e-5
+    for errors in run_ranks(model_errors, run.cp, run):
+        assert {name: error for name, error in errors.items() if not error < limit} == {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("context")
+
+
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+@pytest.mark.parametrize(("ranks", "tp", "cp"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (4, 1, 2)])
+def test_training_on_documents_equals_one_rank(folder, method, ranks, tp, cp):
+    """With train.py, from the positions that its data pipeline counts."""
+    documents = {"model.args.attn_mask_type": "block_causal"}
+    degrees = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, "context_parallel_rotate_method": method}
+    overrides = {f"parallelism.{key}": value for key, value in degrees.items()} | documents
+    overrides["training.local_batch_size"] = 8 * cp * tp // ranks
+    name = f"{ranks}-{tp}-{cp}-{method}"
+    (expected,) = run_ranks(run_cell, 1, options(str(folder / f"one-{name}"), "float64", **documents))
+    found, *_ = run_ranks(run_cell, ranks, options(str(folder / name), "float64", **overrides))
+    compare(expected, found, "float64")
+
+
+def test_documents_change_the_numbers(folder):
+    """Else a mask that is forgotten everywhere would pass."""
+    documents = {"model.args.attn_mask_type": "block_causal"}
+    losses = [
+        run_ranks(run_cell, 1, options(str(folder / f"changed-{i}"), "float64", **overrides))[0].loss[0]
+        for i, overrides in enumerate(({}, documents))
+    ]
+    assert not math.isclose(*losses, rel_tol=1e-6)
+
+
+# ---- what is sent, and who computes what
+
+
+class Log(TorchDispatchMode):
+    """(operator, bytes sent) of each collective and message, and the size of each attention kernel's rectangle."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.rectangles = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if function.namespace in ("_c10d_functional", "c10d") and name not in ("wait_tensor", "recv_"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.sent.append((name, sum(x.numel() * x.element_size() for x in tensors)))
+        if name == "_scaled_dot_product_flash_attention_for_cpu":
+            self.rectangles.append((args[0].shape[2], args[1].shape[2]))
+        return function(*args, **(kwargs or {}))
+
+
+def core_log(cell):
+    """What a rank sends in forward, and in backward, and the rectangles of queries and keys that it computes."""
+    cp = here(cell.method, cell.balancer)
+    q, k, v, grad = (own(cp, x) for x in inputs(cell))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    core, mask = seams(cell, cp)
+    with Log() as forward:
+        out = core(q, k, v, mask)
+    with Log() as backward:
+        out.backward(grad)
+    return forward.sent, backward.sent, forward.rectangles
+
+
+def size(heads, seq, dim=DIM, item=4):
+    return BATCH * heads * seq * dim * item
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("balancer", ["headtail", None])
+def test_all_gather_sends_keys_and_values_at_once_and_sums_their_gradients(num_ranks, balancer):
+    cell = Cell("allgather", balancer, dtype=torch.float32)
+    for forward, backward, _ in run_ranks(core_log, num_ranks, cell):
+        assert forward == [("all_gather_into_tensor", size(2, SEQ // num_ranks, 2 * DIM))]
+        assert backward == [("reduce_scatter_tensor", size(2, SEQ, 2 * DIM))]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("balancer", ["headtail", None])
+@pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_a_ring_sends_messages_to_one_neighbour_and_gradients_wide(num_ranks, balancer, dtype, item):
+    cell = Cell("ring", balancer, dtype=dtype)
+    part = SEQ // num_ranks
+    for forward, backward, _ in run_ranks(core_log, num_ranks, cell):
+        passed = ("send", size(2, part, 2 * DIM, item))
+        assert forward == [passed] * (num_ranks - 1)
+        wide = ("send", size(2, part, 2 * DIM, 4))
+        assert Counter(backward) == Counter([passed] * (num_ranks - 1)) + Counter([wide] * (num_ranks - 1))
+
+
+@pytest.mark.parametrize(("num_ranks", "kv_heads", "sent_kv_heads"), [(2, 2, 2), (4, 4, 4), (4, 2, 4), (2, 1, 2)])
+def test_ulysses_exchanges_heads_for_tokens_and_repeats_those_that_are_too_few(num_ranks, kv_heads, sent_kv_heads):
+    cell, part = Cell("ulysses", dtype=torch.float32, kv_heads=kv_heads), SEQ // num_ranks
+    q, kv = ("all_to_all_single", size(HEADS, part)), ("all_to_all_single", size(sent_kv_heads, part))
+    for forward, backward, _ in run_ranks(core_log, num_ranks, cell):
+        assert forward == [q, kv, kv, q]
+        assert Counter(backward) == Counter(forward)
+
+
+def model_log(run):
+    model, _ = build(run)
+    cp = here(run.method, run.balancer)
+    apply_context_parallel(model, cp)
+    part = cp.shard(*batch(run))
+    with Log() as log, torch.no_grad():
+        model(*part)
+    return log.sent
+
+
+@pytest.mark.parametrize(
+    ("method", "per_layer", "for_the_mask"), [("allgather", 1, 0), ("ulysses", 4, 1), ("ring", 1, None)]
+)
+def test_a_mask_costs_one_collective_a_forward_at_most(method, per_layer, for_the_mask):
+    plain = run_ranks(model_log, 2, Run(method=method))[0]
+    assert len(plain) == 2 * per_layer
+    if for_the_mask is not None:
+        masked = run_ranks(model_log, 2, Run(method=method, documents=True))[0]
+        positions = [("all_gather_into_tensor", BATCH * SEQ // 2 * 8)] * for_the_mask
+        assert masked == positions + plain
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_head_and_tail_give_every_rank_the_same_work(method, num_ranks):
+    def work(balancer):
+        logs = run_ranks(core_log, num_ranks, Cell(method, balancer, dtype=torch.float32))
+        return [sum(queries * keys for queries, keys in rectangles) for *_, rectangles in logs]
+
+    balanced, in_order = work("headtail"), work(None)
+    assert len(set(balanced)) == 1
+    # In order the last rank's queries see all keys. Ulysses needs no balance.
+    assert (max(in_order) > balanced[0]) == (method != "ulysses")
+
+
+# ---- faults
+
+
+def _unmerged(out, lse, part, part_lse):
+    out.add_(part)
+    lse.copy_(part_lse)
+
+
+FAULTS = {
+    "chunks rank after rank": lambda: mock.patch.object(
+        ContextParallel, "gather", lambda self, x: context.gather_along(x, 2, self.group)
+    ),
+    "no sum over ranks": lambda: mock.patch.object(context, "gather_along", gather_whole),
+    "ends of chunks in order": lambda: mock.patch.object(
+        ContextParallel, "ends", lambda self, seq: [(self.rank * 2 + i + 1) * seq // 2 for i in range(2)]
+    ),
+    "unmerged": lambda: mock.patch.object(ring, "_merge", _unmerged),
+    "all keys seen": lambda: mock.patch.object(
+        ring.Ring, "piece", lambda self, source, seq: (slice(0, seq), slice(0, seq))
+    ),
+    "nothing arrives": lambda: mock.patch.object(ring, "_pass_on", lambda x, ring: lambda: x.clone()),
+    "heads repeated in turn": lambda: mock.patch.object(
+        context, "_enough_heads", lambda x, n: x.repeat(1, n // math.gcd(x.shape[1], n), 1, 1)
+    ),
+    "positions of this rank alone": lambda: mock.patch.object(
+        context, "gather_whole", lambda x, dim, group: x.repeat(1, group.size())
+    ),
+}
+FAULTY = [
+    Cell(fault="chunks rank after rank"),
+    Cell(fault="no sum over ranks"),
+    Cell(fault="ends of chunks in order"),
+    Cell(fault="ends of chunks in order", documents=True),
+    Cell("ring", fault="unmerged"),
+    Cell("ring", fault="all keys seen"),
+    Cell("ring", fault="nothing arrives"),
+    Cell("ulysses", fault="heads repeated in turn"),
+    Cell("ulysses", fault="positions of this rank alone", documents=True),
+]
+
+
+@pytest.mark.parametrize("cell", FAULTY, ids=str)
+def test_a_fault_turns_a_cell_red(cell):
+    cell = replace(cell, dtype=torch.bfloat16)  # where tolerances are widest
+    worst = max(error for errors in run_ranks(core_errors, 4, cell) for error in errors)
+    assert not worst < TOLERANCES[cell.dtype]
+    assert max(max(errors) for errors in run_ranks(core_errors, 4, replace(cell, fault=""))) < TOLERANCES[cell.dtype]
+
+
+# ---- cutting
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("balancer", ["headtail", None])
+def test_every_token_goes_to_one_rank_with_its_label_and_place(method, balancer, num_ranks):
+    tokens = torch.arange(3 * 2 * 16).view(3, 2, 16)
+    positions = tokens * 7
+    shares = [ContextParallel(None, r, num_ranks, method, balancer) for r in range(num_ranks)]
+    parts = [cp.shard(tokens, -tokens, positions) for cp in shares]
+    for part, labels, places in parts:
+        assert part.shape == (3, 2, 16 // num_ranks) and part.is_contiguous()
+        assert torch.equal(labels, -part) and torch.equal(places, part * 7)
+    assert torch.equal(torch.cat([part for part, _, _ in parts], -1).sort().values, tokens)
+    without = [cp.shard(tokens, -tokens, None) for cp in shares]
+    assert all(torch.equal(places, part % 16) for part, _, places in without)
+    halves = [part[0, 0, :1].tolist() + part[0, 0, -1:].tolist() for part, _, _ in parts]
+    is_balanced = balancer == "headtail" and method != "ulysses"
+    assert halves[0] == ([0, 15] if is_balanced else [0, 16 // num_ranks - 1])
+
+
+def test_what_cannot_be_cut_or_is_not_known_is_refused():
+    cp = ContextParallel(None, 0, 2)
+    with pytest.raises(ValueError, match="18 tokens cannot be cut into the 4 equal chunks .* multiple of 4"):
+        cp.shard(torch.zeros(1, 18), torch.zeros(1, 18), None)
+    with pytest.raises(ValueError, match="no method 'alltoall'; known: allgather, ring, ulysses"):
+        ContextParallel(None, 0, 2, "alltoall")
+    with pytest.raises(ValueError, match="no load balancer 'ptrr'"):
+        ContextParallel(None, 0, 2, "ring", "ptrr")
+
+
+def test_a_ring_refuses_documents():
+    model, _ = build(Run(documents=True))
+    with pytest.raises(ValueError, match='cannot end attention at document borders: use "allgather" or "ulysses"'):
+        apply_context_parallel(model, ContextParallel(None, 0, 2, "ring"))
+
+
+def test_all_layers_share_one_core_and_a_stage_without_layers_is_fine():
+    """Compiled blocks look at the function that they call: another one is another compilation."""
+    model, _ = build(Run())
+    apply_context_parallel(model, ContextParallel(None, 0, 2))
+    assert len({id(layer.attention.core) for layer in model.layers.values()}) == 1
+    apply_context_parallel(torch.nn.Linear(1, 1), ContextParallel(None, 0, 2))

@@ -1,0 +1,136 @@
+"""Every layout with every option equals one rank; what is not offered is refused by a rule that has a name.
+
+A cell runs train.py's own build and steps from settings and is compared in float64 (`parity.compare`), and as it is also
+in float32. It is left out only where the check that users meet refuses it, and then for the reason that EXCLUDED gives.
+"""
+
+import functools
+
+import pytest
+
+from tests.distributed.parity import MUTATIONS, compare, options, run_cell
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config import ConfigError
+from torchtitan_like.preflight import load_checked
+
+LAYERS = {"model.args.n_layers": 4}
+SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
+IMPL, METHOD = "parallelism.data_parallel_impl", "parallelism.context_parallel_rotate_method"
+LESS = {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+
+
+def pipeline(schedule, **others):
+    return {PP: 2, "parallelism.pipeline_parallel_schedule": schedule, **LESS, **others}
+
+
+LAYOUTS = {
+    # name: (ranks, overrides)
+    "ddp": (2, {REPLICATE: 2, IMPL: "ddp"}),
+    "fsdp": (2, {}),
+    "simple-fsdp": (2, {IMPL: "simple_fsdp"}),
+    "simple-hsdp": (4, {IMPL: "simple_fsdp", REPLICATE: 2}),
+    "hsdp": (4, {REPLICATE: 2}),
+    "tp": (2, {TP: 2}),
+    "tp-no-sp": (2, {TP: 2, "parallelism.enable_sequence_parallel": "false"}),
+    "tp-no-loss-parallel": (2, {TP: 2, "parallelism.disable_loss_parallel": "true"}),
+    "pp-gpipe": (2, pipeline("GPipe")),
+    "pp-1f1b": (2, pipeline("1F1B")),
+    "pp-interleaved": (2, pipeline("Interleaved1F1B")),
+    "pp-looped-bfs": (2, pipeline("LoopedBFS")),
+    "pp-izb": (2, pipeline("InterleavedZeroBubble")),
+    "pp-zbv": (2, pipeline("ZBVZeroBubble")),
+    "pp-dualpipe": (2, pipeline("DualPipeV")),
+    "cp-allgather": (2, {CP: 2}),
+    "cp-ulysses": (2, {CP: 2, METHOD: "ulysses"}),
+    "cp-ring": (2, {CP: 2, METHOD: "alltoall"}),
+    "fsdp-tp": (4, {TP: 2}),
+    "simple-fsdp-tp": (4, {TP: 2, IMPL: "simple_fsdp"}),
+    "ddp-tp": (4, {TP: 2, REPLICATE: 2}),
+    "fsdp-cp": (4, {CP: 2}),
+    "cp-4": (4, {CP: 4}),
+    "ddp-cp": (4, {CP: 2, REPLICATE: 2}),
+    "tp-cp": (4, {TP: 2, CP: 2}),
+    "pp-fsdp": (4, pipeline("1F1B")),
+    "pp-fsdp-zbv": (4, pipeline("ZBVZeroBubble")),
+    "pp-ddp": (4, pipeline("Interleaved1F1B", **{REPLICATE: 2})),
+    "pp-tp": (4, pipeline("1F1B", **{TP: 2})),
+    "pp-cp": (4, pipeline("1F1B", **{CP: 2})),
+    "pp-fsdp-tp": (8, pipeline("1F1B", **{TP: 2})),
+}  # fmt: skip
+OPTIONS = {
+    "plain": {},
+    "accumulate": {"training.local_batch_size": 2},
+    "recompute": {"activation_checkpoint.mode": "full"},
+    "compile": {"compile.enable": "true", "compile.backend": "aot_eager"},
+    "validate": {"validation.enable": "true", "validation.freq": 2, "validation.steps": 2, "validation.seq_len": 32,
+                 "validation.local_batch_size": 2},
+}  # fmt: skip
+# (layouts that start with, options) -> the rule of config/layout_rules.py that refuses them.
+EXCLUDED = {
+    ("pp-izb", "compile"): "compiled-zero-bubble",
+    ("pp-zbv", "compile"): "compiled-zero-bubble",
+    ("pp-dualpipe", "compile"): "compiled-zero-bubble",
+    ("pp-fsdp-zbv", "compile"): "compiled-zero-bubble",
+    ("cp-ring", "compile"): "compiled-ring",
+}
+# Float32 says what users see; float64 says that it is right. The second shows faults that the first hides in rounding.
+CELLS = [
+    (layout, option, dtype)
+    for layout in LAYOUTS
+    for option in OPTIONS
+    if (layout, option) not in EXCLUDED and not (layout == "pp-fsdp-tp" and option != "validate")
+    for dtype in (("float64", "float32") if option == "validate" else ("float64",))
+    if option != "plain"  # `validate` differs from it after the last step only
+]
+
+
+def overrides(layout, option):
+    """Settings of a cell: the global batch is 8 samples on any number of ranks."""
+    ranks, cell = LAYOUTS[layout]
+    data_ranks = ranks // (cell.get(TP, 1) * cell.get(PP, 1) * cell.get(CP, 1))
+    return {**LAYERS, "training.local_batch_size": 8 // data_ranks, **cell, **OPTIONS[option]}
+
+
+@functools.cache
+def reference(folder, dtype, option):
+    shared = OPTIONS[option] if option == "validate" else {}
+    (trace,) = run_ranks(run_cell, 1, options(folder, dtype, **LAYERS, **shared))
+    return trace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("matrix")
+
+
+def run(folder, layout, option, dtype, mutation=""):
+    expected = reference(str(folder / "one-rank"), dtype, option)
+    argv = options(str(folder / layout), dtype, **overrides(layout, option))
+    return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation)[0]
+
+
+@pytest.mark.parametrize(("layout", "option", "dtype"), CELLS)
+def test_equals_one_rank(folder, layout, option, dtype):
+    expected, cell = run(folder, layout, option, dtype)
+    compare(expected, cell, dtype)
+
+
+def test_there_are_enough_cells():
+    assert len({cell[:2] for cell in CELLS}) >= 60
+
+
+@pytest.mark.parametrize(("layout", "option"), EXCLUDED)
+def test_what_is_left_out_is_refused_for_its_reason(folder, layout, option):
+    argv = options(str(folder / layout), "float32", **overrides(layout, option))
+    with pytest.raises(ConfigError) as refused:
+        load_checked(argv, LAYOUTS[layout][0], training=True, device_type="cpu")
+    assert [problem.rule for problem in refused.value.problems] == [EXCLUDED[layout, option]]
+
+
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name != "one micro-batch dropped"])
+@pytest.mark.parametrize("layout", ["simple-fsdp", "tp", "pp-1f1b", "cp-allgather"])
+def test_a_fault_turns_a_cell_red(folder, layout, mutation):
+    expected, cell = run(folder, layout, "recompute", "float32", mutation)
+    with pytest.raises(AssertionError):
+        compare(expected, cell, "float32")

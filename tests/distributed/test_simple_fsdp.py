@@ -1,0 +1,286 @@
+"""SimpleFSDP: the gradients, placements and collectives of FSDP2, eagerly and as one compiled graph."""
+
+import functools
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.parity import full
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config.sections_scale import ActivationCheckpoint
+from torchtitan_like.distributed.activation import apply_activation_checkpointing
+from torchtitan_like.distributed.data_parallel import DTYPES, apply_data_parallel
+from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
+from torchtitan_like.distributed.parallelize import find_blocks
+from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp, compile_model
+from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
+
+# A vocabulary and a width that ranks cannot share equally: 131 rows on 4 are 33, 33, 33, 32; 6 of a norm's on 4 are 2, 2, 2, 0.
+SIZES = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "multiple_of": 16,
+    "vocab_size": 131,
+    "max_seq_len": 32,
+}
+NUM_WEIGHTS = 2 * 9 + 3
+LAYOUTS = {
+    "one": ParallelDims(1),
+    "fsdp-2": ParallelDims(2, dp_shard=2),
+    "fsdp-4": ParallelDims(4, dp_shard=4),
+    "ddp-2": ParallelDims(2, dp_replicate=2),
+    "hsdp-2x2": ParallelDims(4, dp_replicate=2, dp_shard=2),
+    "fsdp-2-tp-2": ParallelDims(4, dp_shard=2, tp=2),
+    "ddp-2-tp-2": ParallelDims(4, dp_replicate=2, tp=2),
+}
+
+
+@dataclass
+class Options:
+    """How a model is built. impl: none, simple_fsdp or fsdp2."""
+
+    impl: str = "simple_fsdp"
+    backend: str | None = None
+    dtype: str = "float64"
+    param_dtype: str = "float64"
+    reduce_dtype: str = "float64"
+    reshard: str = "default"
+    recompute: str = "none"
+    num_micro: int = 1
+    tied: bool = False
+
+
+@dataclass
+class Outcome:
+    loss: float
+    weight_hash: int
+    gradients: dict[str, np.ndarray]
+    placements: dict[str, tuple[object, ...]]
+    operators: list[Counter]
+    name: str
+
+
+def counting_backend(counts):
+    """As aot_eager; appends the operators of each graph that it is given: forward's, then backward's."""
+
+    def count(graph, inputs):
+        counts.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+
+
+class Count(TorchDispatchMode):
+    """Notes the collectives of functions that are not compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "_c10d_functional" and "wait" not in str(function):
+            self.operators[str(function).split(".")[1], args[0].dtype] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def build(dims, options, graphs):
+    """(model with values, name of the parallelism). graphs: gets the operators of each compiled graph."""
+    torch._dynamo.reset()
+    spec = get_spec("llama3")
+    args = resolve_args(spec, "debugmodel", {**SIZES, "enable_weight_tying": options.tied})
+    with torch.device("meta"):
+        model = spec.build(args).to(DTYPES[options.dtype])
+    mesh, shards = dims.build_mesh("cpu"), None
+    if dims.tp > 1:
+        shards = VocabShards(mesh.get_group("tp"), args.vocab_size)
+        apply_tensor_parallel(model, spec, mesh["tp"], sequence_parallel=True)
+    model.output.loss = chunked_cross_entropy(1, shards=shards)
+    blocks = find_blocks(model, spec)
+    section = {"mode": options.recompute}
+    if options.recompute == "op":
+        section = {"mode": "selective", "selective_ac_option": "op"}
+    apply_activation_checkpointing(blocks, ActivationCheckpoint(**section), compiled=options.backend is not None)
+    shared = {"param_dtype": options.param_dtype, "reduce_dtype": options.reduce_dtype, "reshard": options.reshard}
+    name = ""
+    if options.impl == "simple_fsdp":
+        compiled = options.backend is not None
+        if compiled:
+            compile_model(model, counting_backend(graphs) if options.backend == "counted" else options.backend)
+        name = apply_simple_fsdp(model, spec, blocks.values(), mesh, dims, **shared, compiled=compiled)
+    elif options.impl == "fsdp2":
+        name = apply_data_parallel(model, spec, blocks.values(), mesh, dims, **shared, cpu_offload=False)
+    materialize(model, torch.device("cpu"))
+    initialize(model, spec.init_table(args), seed=0)
+    return model, name
+
+
+def run(dims, options):
+    """One step without an update, on this rank's samples."""
+    graphs = []
+    model, name = build(dims, options, graphs)
+    shares = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, weight_hash(model))
+    samples = torch.arange(8 * 33).reshape(8, 33).mul(37).remainder(131)
+    mine = samples.chunk(dims.dp)[dims.dp_coordinate(dist.get_rank())]
+    total = torch.zeros((), dtype=torch.float64)
+    with Count() if options.backend is None else nullcontext() as count:
+        for some in mine.chunk(options.num_micro):
+            loss = model(some[:, :-1], some[:, 1:]) / (8 * 32)
+            loss.backward()
+            total += loss.detach()
+    dist.all_reduce(total)
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+    return Outcome(
+        loss=total.item() / dims.tp,
+        weight_hash=sum(shares) % 2**64,
+        gradients={name: full(p.grad) for name, p in model.named_parameters()},
+        placements={
+            name: (p.placements, p.device_mesh.mesh_dim_names, p.to_local().shape, p.grad.placements)
+            for name, p in model.named_parameters() if hasattr(p, "placements")
+        },
+        operators=[count.operators] if count is not None else graphs,
+        name=name,
+    )  # fmt: skip
+
+
+@functools.cache
+def outcomes(layout, **options):
+    """Of every rank. A compiled first step may take long."""
+    dims = LAYOUTS[layout]
+    return run_ranks(run, dims.world_size, dims, Options(**options), timeout=240)
+
+
+def worst_error(ours, theirs):
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    return max(
+        np.linalg.norm(ours.gradients[name] - gradient) / np.linalg.norm(gradient)
+        for name, gradient in theirs.gradients.items()
+    )
+
+
+def assert_same(ours, theirs, limit=1e-10):
+    assert ours.weight_hash == theirs.weight_hash
+    assert ours.loss == pytest.approx(theirs.loss, rel=limit)
+    assert worst_error(ours, theirs) <= limit
+
+
+def one_rank(**options):
+    return outcomes("one", impl="none", **options)[0]
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_rank_and_lie_where_fsdp2_puts_them(layout):
+    ours, theirs = outcomes(layout), outcomes(layout, impl="fsdp2")
+    assert_same(ours[0], one_rank())
+    assert_same(ours[0], theirs[0])
+    assert [rank.placements for rank in ours] == [rank.placements for rank in theirs]
+
+
+@pytest.mark.parametrize("layout", ["fsdp-4", "hsdp-2x2", "fsdp-2-tp-2"])
+def test_a_tied_weight_stays_one(layout):
+    ours, theirs = outcomes(layout, tied=True)[0], one_rank(tied=True)
+    assert_same(ours, theirs)
+    assert "output.weight" not in ours.gradients
+
+
+def test_gradients_of_micro_batches_add_up():
+    assert_same(outcomes("hsdp-2x2", num_micro=2)[0], one_rank())
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", "ddp-2", "hsdp-2x2", "fsdp-2-tp-2"])
+@pytest.mark.parametrize("recompute", ["none", "full", "op"])
+def test_one_compiled_graph_computes_the_same(layout, recompute):
+    ours = outcomes(layout, backend="aot_eager", recompute=recompute)[0]
+    assert_same(ours, one_rank())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp-2", "fsdp-2-tp-2"])
+def test_inductor_computes_the_same(layout):
+    assert_same(outcomes(layout, backend="inductor")[0], one_rank())
+
+
+# ---- collectives
+
+# Backward wants the weights of all linear layers and norms; of the embedding it wants none, and the loss has used the head's
+# in forward already. What is of the head is freed only under "always".
+GATHERED_AGAIN = {"default": 2 * 9, "always": 2 * 9 + 1, "never": 0}
+
+
+@pytest.mark.parametrize("reshard", GATHERED_AGAIN)
+def test_what_is_gathered_again_for_backward(reshard):
+    (counts,) = outcomes("fsdp-2", reshard=reshard)[0].operators
+    assert counts == {
+        ("all_gather_into_tensor", torch.float64): NUM_WEIGHTS + GATHERED_AGAIN[reshard],
+        ("reduce_scatter_tensor", torch.float64): NUM_WEIGHTS,
+    }
+
+
+@pytest.mark.parametrize("reshard", GATHERED_AGAIN)
+@pytest.mark.parametrize("recompute", ["none", "full", "op"])
+def test_what_is_gathered_again_in_a_compiled_graph(reshard, recompute):
+    """As without compiling, whatever activation checkpointing computes again; the default frees, "never" keeps."""
+    ours = outcomes("fsdp-2", backend="counted", reshard=reshard, recompute=recompute)[0]
+    assert_same(ours, one_rank())
+    assert [collectives(graph) for graph in ours.operators] == [
+        {"all_gather_into_tensor": NUM_WEIGHTS},
+        {"reduce_scatter_tensor": NUM_WEIGHTS}
+        | ({"all_gather_into_tensor": GATHERED_AGAIN[reshard]} if GATHERED_AGAIN[reshard] else {}),
+    ]
+
+
+def collectives(graph):
+    names = {name.split(".")[1]: count for name, count in graph.items() if name.startswith("_c10d_functional")}
+    names.pop("wait_tensor", None)
+    return names
+
+
+@pytest.mark.parametrize(("layout", "kinds"), [
+    ("ddp-2", {"all_reduce": NUM_WEIGHTS}),
+    ("hsdp-2x2", {"all_gather_into_tensor": NUM_WEIGHTS, "reduce_scatter_tensor": NUM_WEIGHTS, "all_reduce": NUM_WEIGHTS}),
+])  # fmt: skip
+def test_gathers_are_narrow_and_reductions_wide(layout, kinds):
+    (counts,) = outcomes(
+        layout, dtype="float32", param_dtype="bfloat16", reduce_dtype="float32", reshard="never"
+    )[0].operators  # fmt: skip
+    assert counts == {
+        (kind, torch.bfloat16 if kind == "all_gather_into_tensor" else torch.float32): n for kind, n in kinds.items()
+    }
+
+
+def test_mixed_precision_computes_what_fsdp2_computes():
+    """The same operations on the same numbers: only the order in which two ranks' gradients are added may differ."""
+    options = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    ours, theirs = (outcomes("fsdp-2", impl=impl, **options)[0] for impl in ("simple_fsdp", "fsdp2"))
+    assert_same(ours, theirs, limit=1e-6)
+
+
+# ---- memory
+
+
+def weights_kept(reshard):
+    """Elements of gathered weights that are alive between forward and backward."""
+    model, _ = build(LAYOUTS["fsdp-2"], Options(reshard=reshard), [])
+    samples = torch.arange(2 * 33).reshape(2, 33).remainder(131)
+    sizes, alive = {p.shape for name, p in model.named_parameters() if name.startswith("layers.")}, {}
+    with GatheredStorages() as gathered:
+        loss = model(samples[:, :-1], samples[:, 1:])
+    del samples
+    gc.collect()
+    return loss.item(), sum(weight() is not None for weight in gathered.weights), len(gathered.weights), sizes, alive

@@ -1,0 +1,247 @@
+"""scripts/emulate_multinode.sh: several torchruns on one machine are one run, and end as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.parity import short_documents
+from tests.harness.runner import ROOT, kill_session, run_trainer, trainer_environment
+from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+BAD_CONFIG = 78
+EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "n_tokens_seen", "num_valid_tokens", "data_digest")
+# What stands in for run_train.sh where only the script itself is tested: it shows what it was given.
+STUB = """#!/usr/bin/env bash
+echo "devices=${CUDA_VISIBLE_DEVICES-unset} $NNODES x $NGPU at $MASTER_ADDR:$MASTER_PORT $RDZV_ID, args: $*"
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of three scripts, on a machine without GPUs."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/emulate_multinode.sh", tmp_path / "scripts")
+    (tmp_path / "scripts/setup_env.sh").write_text("setup_env() { PYTHON=python3; }\n")
+    (tmp_path / "bin").mkdir()
+    write_script(tmp_path / "run_train.sh", STUB)
+    write_script(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nexit 9\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def emulate(root: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(root / "scripts/emulate_multinode.sh"), *map(str, arguments)]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), (2,), (0, 1), (2, "x"), ("--training.steps", 5)])
+def test_nodes_and_ranks_are_numbers(house: Path, arguments: tuple[object, ...]) -> None:
+    result = emulate(house, *arguments)
+    assert result.returncode == BAD_CONFIG and "NNODES PER_NODE" in result.stderr
+
+
+def test_every_node_is_given_the_same_meeting_point(house: Path) -> None:
+    result = emulate(house, 3, 2, "--job.description", "two words")
+    assert result.returncode == 0, result.stderr
+    lines = sorted(result.stdout.splitlines())
+    assert [line[:8] for line in lines] == ["[node0] ", "[node1] ", "[node2] "]
+    (shown,) = {line[8:] for line in lines}
+    assert shown.startswith("devices=unset 3 x 2 at 127.0.0.1:")
+    assert shown.endswith(", args: --job.description two words")
+
+
+@pytest.mark.parametrize(
+    ("visible", "slices"),
+    [(None, ["0,1", "2,3"]), ("7,5, 3,1,0", ["7,5", "3,1"]), ("", [""] * 2), ("-1", ["-1"] * 2)],
+)
+def test_a_node_sees_a_slice_of_the_gpus(house: Path, visible: str | None, slices: list[str]) -> None:
+    write_script(house / "bin/nvidia-smi", "#!/bin/sh\nprintf '0\\n1\\n2\\n3\\n4\\n'\n")
+    result = emulate(house, 2, 2, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    assert sorted(line.split()[:2] for line in result.stdout.splitlines()) == [
+        [f"[node{node}]", f"devices={devices}"] for node, devices in enumerate(slices)
+    ]
+
+
+def test_a_gpu_for_each_rank_is_needed(house: Path) -> None:
+    write_script(house / "bin/nvidia-smi", "#!/bin/sh\nprintf '0\\n1\\n2\\n'\n")
+    result = emulate(house, 2, 2)
+    assert (result.returncode, result.stdout) == (BAD_CONFIG, "")
+    assert "2 nodes of 2 need 4 GPUs, here are 3" in result.stderr
+
+
+WAITS = """#!/usr/bin/env bash
+trap 'echo "got $1" > {folder}/ended-$$; exit 75' TERM INT
+echo started
+{first}
+while :; do sleep 0.05; done
+"""
+
+
+def test_a_failing_node_ends_the_others(house: Path) -> None:
+    """The first to come takes the folder, and fails; its code is the run's."""
+    write_script(house / "run_train.sh", WAITS.format(folder=house, first=f"mkdir {house}/taken 2>/dev/null && exit 3"))
+    result = emulate(house, 3, 1, GRACE_SECONDS="0")
+    assert result.returncode == 3
+    assert "A node has ended with 3; ending the others." in result.stderr
+    assert len(list(house.glob("ended-*"))) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_node(house: Path, number: signal.Signals) -> None:
+    """As a terminal sends it: to the whole process group."""
+    write_script(house / "run_train.sh", WAITS.format(folder=house, first=""))
+    command = [str(house / "scripts/emulate_multinode.sh"), "2", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["[node0] started\n", "[node1] started\n"]
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=30) == 75
+    process.stdout.close()
+    assert len(list(house.glob("ended-*"))) == 2
+
+
+# ---- the trainer itself
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    short_documents(folder)
+    return folder
+
+
+def arguments(data: Path, folder: Path, steps: int, **more: object) -> list[str]:
+    """The debug model, smaller, without anything that is only for people."""
+    values = {
+        "job.dump_folder": folder,
+        "model.args.dim": 32,
+        "model.args.n_layers": 2,
+        "model.args.n_heads": 4,
+        "model.args.multiple_of": 16,
+        "training.dataset_path": data / "short.jsonl",
+        "training.seq_len": 32,
+        "training.local_batch_size": 2,
+        "training.steps": steps,
+        "lr_scheduler.warmup_steps": 0,
+        "data.cache_folder": data / "tokens",
+        "data.mask_document_starts": "true",
+        "checkpoint.enable": "false",
+        "validation.enable": "false",
+        "metrics.enable_tensorboard": "false",
+        "metrics.log_freq": 1,
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+    return ["--job.config_file", "train_configs/debug_model.toml"] + [
+        part for key, value in values.items() for part in (f"--{key}", str(value))
+    ]
+
+
+def start_nodes(arguments: list[str]) -> subprocess.Popen[str]:
+    """2 nodes of 1 rank, in a session of their own; errors come with the output."""
+    return subprocess.Popen(
+        [str(ROOT / "scripts/emulate_multinode.sh"), "2", "1", *arguments],
+        cwd=ROOT,
+        env=trainer_environment({"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "GRACE_SECONDS": "5"}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+LAYOUTS = {
+    "replicas": {"parallelism__data_parallel_replicate_degree": 2},
+    "pipeline": {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_first_stage_less_layers": 0,
+        "parallelism__pipeline_parallel_last_stage_less_layers": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_nodes_are_one(data: Path, tmp_path: Path, layout: str) -> None:
+    """The numbers of 2 ranks on one node, bit for bit."""
+    overrides = LAYOUTS[layout]
+    one = run_trainer(arguments(data, tmp_path / "one", 2, **overrides), 2, tmp_path / "one")
+    assert one.returncode == 0, one.tail
+    process = start_nodes(arguments(data, tmp_path / "two", 2, **overrides))
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        kill_session(process)
+    assert process.returncode == 0, output[-4000:]
+    assert all(line.startswith(("[node0] ", "[node1] ")) for line in output.splitlines())
+    assert {line[:7] for line in output.splitlines() if "Training completed" in line} == {"[node0]", "[node1]"}
+    rows = read_rows(tmp_path / "two/metrics.jsonl")
+    assert [[row[key] for key in EXACT] for row in rows] == [[row[key] for key in EXACT] for row in one.metrics]
+    assert len(rows) == 2
+    logs = sorted(path.name for path in (tmp_path / "two/attempts/1/logs").iterdir())
+    assert logs == ["rank0.log", "rank1.log"]
+
+
+def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
+    process = start_nodes(arguments(data, tmp_path / "run", 100_000))
+    assert process.stdout is not None
+    try:
+        next(line for line in process.stdout if re.search(r"step: +2 ", line))
+        everyone = psutil.Process(process.pid).children(recursive=True)
+        victim = next(child for child in everyone if is_rank(child))
+        victim.kill()
+        killed = time.monotonic()
+        process.communicate(timeout=120)
+    finally:
+        kill_session(process)
+    assert process.returncode == 1
+    assert time.monotonic() - killed < 60
+    assert not [child for child in everyone if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_ends_both_nodes_by_agreement(data: Path, tmp_path: Path) -> None:
+    process = start_nodes(arguments(data, tmp_path / "run", 100_000))
+    assert process.stdout is not None
+    try:
+        next(line for line in process.stdout if re.search(r"step: +2 ", line))
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        kill_session(process)
+    assert process.returncode == ExitCode.INTERRUPTED, output[-4000:]
+    assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == ExitCode.INTERRUPTED
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """A rank, and not a torchrun that was started to run it."""
+    try:
+        return "torchtitan_like.train" in process.cmdline() and "torch.distributed.run" not in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert not left, f"processes {left} are still there"

@@ -1,0 +1,371 @@
+"""Layouts that cannot work are refused before anything starts, with one line that says what to do; others are not."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from torchtitan_like import preflight
+from torchtitan_like.config import load_config
+from torchtitan_like.config.__main__ import main
+from torchtitan_like.config.fields import find
+from torchtitan_like.config.layout_rules import LAYOUT_RULES, Layout, broken_rules, text_of
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.preflight_layout import layout_of
+
+CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
+SHORT = {
+    "shard": "parallelism.data_parallel_shard_degree",
+    "replicate": "parallelism.data_parallel_replicate_degree",
+    "impl": "parallelism.data_parallel_impl",
+    "tp": "parallelism.tensor_parallel_degree",
+    "sp": "parallelism.enable_sequence_parallel",
+    "async_tp": "parallelism.enable_async_tensor_parallel",
+    "cp": "parallelism.context_parallel_degree",
+    "rotate": "parallelism.context_parallel_rotate_method",
+    "balancer": "parallelism.context_parallel_load_balancer",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "csv": "parallelism.pipeline_parallel_schedule_csv",
+    "layers_per_stage": "parallelism.pipeline_parallel_layers_per_stage",
+    "micro": "parallelism.pipeline_parallel_microbatch_size",
+    "stages": "parallelism.module_fqns_per_model_part",
+    "ep": "parallelism.expert_parallel_degree",
+    "ac": "activation_checkpoint.mode",
+    "ac_option": "activation_checkpoint.selective_ac_option",
+    "early": "optimizer.early_step_in_backward",
+    "local": "training.local_batch_size",
+    "global": "training.global_batch_size",
+    "seq": "training.seq_len",
+    "compile": "compile.enable",
+    "converters": "model.converters",
+    "emulate": "quantize.linear.float8.emulate",
+    "heads": "model.args.n_heads",
+    "kv_heads": "model.args.n_kv_heads",
+    "layers": "model.args.n_layers",
+    "multiple_of": "model.args.multiple_of",
+    "tied": "model.args.enable_weight_tying",
+    "mask": "model.args.attn_mask_type",
+    "validate": "validation.enable",
+    "device": "device-type",
+}
+
+
+def arguments(line: str) -> list[str]:
+    """ "tp=2 seq=64" as a person would type it."""
+    pairs = [word.split("=", 1) for word in line.split()]
+    return [part for name, value in pairs for part in (f"--{SHORT.get(name, name)}", *value.split("|"))]
+
+
+class Illegal(NamedTuple):
+    """What is asked of how many ranks; the key to blame, words of the line; the rule of the table, if it is one."""
+
+    line: str
+    ranks: int
+    key: str
+    words: str
+    rule: str = ""
+
+
+FLOAT8 = "converters=quantize.linear.float8"
+ILLEGAL = [
+    Illegal("shard=3", 4, "parallelism", "dp_shard 3 x cp 1 x tp 1 x pp 1 = 3, but the world has 4 ranks"),
+    Illegal("replicate=3", 4, "parallelism", "dp_replicate 3 x dp_shard 1"),
+    Illegal("tp=2 cp=2 pp=2", 4, "parallelism", "= 8, but the world has 4 ranks"),
+    Illegal("local=4 global=12", 2, "training.global_batch_size", "set it to 8 or 16", "uneven-batch"),
+    Illegal("global=32 early=true", 2, "optimizer.early_step_in_backward", "it is 4 here", "accumulated-early-step"),
+    Illegal("impl=ddp", 2, "parallelism.data_parallel_impl", "set data_parallel_shard_degree = 1 and "
+            "data_parallel_replicate_degree = 2", "sharded-ddp"),
+    Illegal("impl=ddp cp=2", 2, "parallelism.data_parallel_impl", 'set it to "fsdp2"', "cp-ddp"),
+    Illegal("impl=simple_fsdp training.enable_cpu_offload=true", 2, "parallelism.data_parallel_impl",
+            "enable_cpu_offload = false", "offloaded-simple-fsdp"),
+    Illegal("tp=3 seq=240 validate=false", 3, "parallelism.tensor_parallel_degree", "16 attention heads -> set it to one "
+            "of 1, 2, 4, 8, 16", "uneven-heads"),
+    Illegal("tp=4 kv_heads=2", 4, "parallelism.tensor_parallel_degree", "2 key-value heads -> set it to one of 1, 2",
+            "uneven-kv-heads"),
+    Illegal("tp=64 model.args.vocab_size=2050 heads=64", 64, "parallelism.tensor_parallel_degree",
+            "2050 entries for every rank: cut in pieces of 33", "vocabulary-too-small"),
+    Illegal("tp=2 seq=255 validate=false", 2, "training.seq_len", "2 x 1 = 2 -> set it to 254", "uneven-training-sequence"),
+    Illegal("tp=2 validation.seq_len=255", 2, "validation.seq_len", "2 x 1 = 2 -> set it to 254", "uneven-validation-sequence"),
+    Illegal("cp=2 seq=254 validate=false", 2, "training.seq_len", "1 x 2 x 2 (head and tail) = 4 -> set it to 252",
+            "uneven-training-sequence"),
+    Illegal("cp=2 tp=2 seq=252 validate=false", 4, "training.seq_len", "2 x 2 x 2 (head and tail) = 8",
+            "uneven-training-sequence"),
+    Illegal("cp=2 balancer=None seq=255 validate=false", 2, "training.seq_len", "1 x 2 = 2", "uneven-training-sequence"),
+    Illegal("seq=262144 validate=false", 1, "training.seq_len", "max_seq_len = 131072 -> set model.args.max_seq_len = "
+            "262144", "training-beyond-rotary-table"),
+    Illegal("validation.seq_len=262144", 1, "validation.seq_len", "max_seq_len = 131072",
+            "validation-beyond-rotary-table"),
+    Illegal("cp=2 balancer=ptrr", 2, "parallelism.context_parallel_load_balancer", 'set it to "headtail"', "ptrr"),
+    Illegal("cp=2 rotate=alltoall compile=true", 2, "parallelism.context_parallel_rotate_method",
+            'set it to "allgather", or compile.enable = false', "compiled-ring"),
+    Illegal("cp=2 rotate=alltoall mask=block_causal", 2, "parallelism.context_parallel_rotate_method",
+            'set it to "allgather"', "ring-documents"),
+    Illegal("cp=3 rotate=ulysses seq=240 validate=false", 3, "parallelism.context_parallel_degree",
+            "a divisor of the 16 attention heads that each tensor-parallel rank has of the model's 16", "ulysses-heads"),
+    Illegal("cp=4 tp=8 rotate=ulysses", 32, "parallelism.context_parallel_degree", "the 2 attention heads that each",
+            "ulysses-heads"),
+    Illegal("async_tp=true", 2, "parallelism.enable_async_tensor_parallel", "there is nothing to overlap",
+            "async-without-tp"),
+    Illegal("tp=2 async_tp=true", 2, "parallelism.enable_async_tensor_parallel", "set compile.enable = true",
+            "async-tp-eager"),
+    Illegal("tp=2 async_tp=true compile=true sp=false", 2, "parallelism.enable_async_tensor_parallel",
+            "set parallelism.enable_sequence_parallel = true", "async-tp-without-sp"),
+    Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
+            "false without GPUs", "async-tp-on-cpu"),
+    Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "false with pipelines", "pipelined-early-step"),
+    Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
+    Illegal("pp=2 local=1", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 2 stages"),
+    Illegal("pp=2 schedule=DualPipeV local=3", 2, "parallelism.pipeline_parallel_microbatch_size", "3 are fewer than the 4"),
+    Illegal("pp=2 schedule=Interleaved1F1B local=5", 2, "parallelism.pipeline_parallel_microbatch_size", "5 on 2 ranks"),
+    Illegal("pp=8 layers=4 local=8", 8, "parallelism.pipeline_parallel_degree", "layers enough for every stage"),
+    Illegal("pp=4 schedule=Interleaved1F1B layers=4", 4, "parallelism.pipeline_parallel_degree", "on 8 stages"),
+    Illegal("pp=2 layers_per_stage=2", 2, "parallelism.pipeline_parallel_layers_per_stage", "use Interleaved1F1B"),
+    Illegal("pp=2 layers_per_stage=3", 2, "parallelism.pipeline_parallel_layers_per_stage", "2 pipeline ranks can share"),
+    Illegal("pp=2 schedule=Interleaved1F1B layers_per_stage=4", 2, "parallelism.pipeline_parallel_layers_per_stage",
+            "at least 2 stages per rank"),
+    Illegal("pp=2 layers=1 stages=tok_embeddings,layers.0,norm,output", 2, "parallelism.module_fqns_per_model_part",
+            "2 pipeline ranks can share evenly"),
+    Illegal("pp=2 schedule=InterleavedZeroBubble compile=true", 2, "parallelism.pipeline_parallel_schedule",
+            'set it to "Interleaved1F1B"', "compiled-zero-bubble"),
+    Illegal("pp=2 schedule=ZBVZeroBubble compile=true", 2, "parallelism.pipeline_parallel_schedule",
+            "each backward pass as a whole", "compiled-zero-bubble"),
+    Illegal("pp=2 schedule=DualPipeV compile=true", 2, "parallelism.pipeline_parallel_schedule",
+            "each backward pass as a whole", "compiled-zero-bubble"),
+    *(
+        Illegal(f"pp=2 schedule={schedule} ac=selective ac_option=op", 2, "parallelism.pipeline_parallel_schedule",
+                'selective_ac_option = "1"', "zero-bubble-per-op")
+        for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    ),
+    Illegal("pp=2 tied=true", 2, "parallelism.pipeline_parallel_degree", "untie them in [model.args]"),
+    Illegal("pp=2 schedule=PipelineScheduleMulti", 2, "parallelism.pipeline_parallel_schedule_csv", "the file with the"),
+    Illegal("pp=2 schedule=PipelineScheduleMulti csv=nowhere.csv", 2, "parallelism.pipeline_parallel_schedule_csv",
+            "nowhere.csv"),
+    Illegal("ep=2", 2, "parallelism.expert_parallel_degree", "llama3 has no experts", "experts-of-dense-model"),
+    Illegal(f"{FLOAT8} device=cpu", 2, "quantize.linear.float8.emulate", "set it to true"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo_root)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
+def test_illegal(case: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command says: code 78, nothing on stdout, one line for one fault."""
+    assert main([CONFIG, "--world-size", str(case.ranks), *arguments(case.line)]) == 78
+    captured = capsys.readouterr()
+    title, *lines = [line for line in captured.err.splitlines() if not line.startswith("warning: ")]
+    assert captured.out == "" and title == "1 problem in the configuration:" and len(lines) == 1, captured.err
+    assert f": {case.key}" in lines[0] and case.words in lines[0]
+    assert lines[0].startswith("  1. command line: ")
+
+
+LEGAL = [
+    ("", 1), ("", 8), ("replicate=8", 8), ("replicate=2", 8), ("replicate=8 impl=ddp", 8), ("shard=1 impl=ddp", 1),
+    ("impl=simple_fsdp", 4), ("impl=simple_fsdp replicate=2", 4), ("impl=simple_fsdp compile=true", 4),
+    ("tp=2", 2), ("tp=8", 8), ("tp=16", 16), ("tp=4 kv_heads=4", 4), ("tp=2 sp=false", 4),
+    ("tp=2 sp=false seq=255 validation.seq_len=251", 2), ("tp=2 compile=true async_tp=true device=cuda", 2),
+    ("tp=2 tied=true", 2), ("tp=2 early=true", 2),
+    ("cp=2", 2), ("cp=2 balancer=None seq=254", 2), ("cp=2 mask=block_causal", 2), ("cp=2 rotate=alltoall", 2),
+    ("cp=2 rotate=ulysses", 2), ("cp=4 tp=2 rotate=ulysses kv_heads=2", 8), ("cp=2 rotate=ulysses seq=254", 2),
+    ("cp=2 rotate=ulysses compile=true", 2),
+    ("cp=2 rotate=ulysses balancer=None mask=block_causal", 2), ("cp=4 tp=2", 16), ("cp=2 compile=true", 2),
+    ("balancer=ptrr", 2),
+    ("pp=2", 2), ("pp=4", 8), ("pp=2 micro=2", 2), ("pp=2 schedule=GPipe local=1", 2), ("pp=2 compile=true", 2),
+    ("pp=2 schedule=Interleaved1F1B layers=8", 2), ("pp=2 schedule=Interleaved1F1B layers_per_stage=2 layers=6", 2),
+    ("pp=2 schedule=LoopedBFS", 2), ("pp=2 schedule=InterleavedZeroBubble", 2), ("pp=2 schedule=ZBVZeroBubble", 2),
+    ("pp=2 schedule=DualPipeV", 2), ("pp=2 local=1 global=4", 2),
+    ("pp=2 layers=2 stages=tok_embeddings,layers.0|layers.1,norm,output", 2),
+    ("pp=2 tp=2 cp=2", 16), ("pp=2 tp=2 replicate=2", 16), ("pp=2 impl=ddp replicate=2", 4),
+    ("pp=2 schedule=ZBVZeroBubble ac=full", 2), ("pp=2 schedule=DualPipeV ac=selective ac_option=1", 2),
+    ("pp=2 ac=selective ac_option=op", 2), ("tied=true", 2), ("early=true", 2), ("local=2 global=16", 4),
+    (f"{FLOAT8} emulate=true device=cpu", 2), (f"{FLOAT8} emulate=true tp=2 device=cpu", 2),
+    (f"{FLOAT8} compile=true device=cuda", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "ranks"), LEGAL, ids=[line or f"{ranks} ranks" for line, ranks in LEGAL])
+def test_legal(line: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([CONFIG, "--world-size", str(ranks), *arguments(line)])
+    captured = capsys.readouterr()
+    assert code == 0 and captured.out, captured.err
+
+
+@pytest.mark.parametrize("size", [["--world-size", "3"], []], ids=["3 ranks", "ranks unknown"])
+def test_the_number_of_ranks_may_be_unknown(size: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Then only what holds on any number of ranks is said."""
+    assert main([CONFIG, *size, *arguments("replicate=2 global=24")]) == (78 if size else 0)
+    assert main([CONFIG, *size, *arguments("tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false")]) == 0
+    assert main([CONFIG, *size, *arguments("tp=3 kv_heads=2 heads=6 model.args.dim=240 seq=255 validate=false")]) == 78
+    assert "2 key-value heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rule", "limits", "degrees", "words"),
+    [
+        ("uneven-features", {"ffn_dim": 171}, {"tp": 2}, "171 features"),
+        ("uneven-experts", {"n_experts": 8}, {"dp_shard": 2, "ep": 3}, "dp_shard x cp x tp = 2 x 1 x 1"),
+    ],
+)
+def test_limits_that_no_shipped_model_meets(
+    rule: str, limits: dict[str, int], degrees: dict[str, int], words: str
+) -> None:
+    """Each model says what a layout must divide; the table has words for all of it."""
+    world = Layout(load_config([]), math.prod(degrees.values()), is_resolved=True, limits=limits, **degrees)
+    (found,) = broken_rules(world)
+    assert found.name == rule and words in text_of(found.expected, world)
+
+
+def test_every_rule_is_tried() -> None:
+    tried = {case.rule for case in ILLEGAL}
+    tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts"}
+    assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
+    assert len({rule.name for rule in LAYOUT_RULES}) == len(LAYOUT_RULES)
+
+
+@pytest.mark.parametrize("case", [case for case in ILLEGAL if case.rule], ids=lambda case: case.line)
+def test_the_table_knows_the_layout_by_its_rule(case: Illegal) -> None:
+    """What the matrix of layouts under test asks for its excluded cells: one rule and its name."""
+    assert [rule.name for rule in broken_rules(layout(case.line, case.ranks)) if rule.severity == "error"] == [
+        case.rule
+    ]
+
+
+def layout(line: str, ranks: int) -> Layout:
+    device = "cpu" if "device=cpu" in line else None
+    line = " ".join(word for word in line.split() if not word.startswith("device"))
+    config = load_config(["--job.config_file", CONFIG, *arguments(line)])
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    return layout_of(config, ranks, spec, args, device)[0]
+
+
+def test_rules_name_settings_and_say_what_to_do() -> None:
+    for rule in LAYOUT_RULES:
+        for key in (rule.key, *rule.involves):
+            assert find(tuple(key.split("."))) is not None, (rule.name, key)
+        assert rule.remedy or rule.severity == "warning", rule.name
+        assert text_of(rule.expected, layout("", 2)) or callable(rule.expected)
+
+
+def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
+    """7 is no multiple of anything here, but the degree that says so is not the one that was meant."""
+    with pytest.raises(preflight.ConfigError) as caught:
+        preflight.load_checked(
+            ["--job.config_file", CONFIG, *arguments("seq=255 validate=false tp=2x")], 2, training=False
+        )
+    assert [problem.key for problem in caught.value.problems] == ["parallelism.tensor_parallel_degree"]
+
+
+def warnings(line: str, ranks: int | None) -> list[str]:
+    config = load_config(["--job.config_file", CONFIG, *arguments(line)])
+    found = preflight.check(config, ranks, training=False)
+    assert all(problem.severity == "warning" for problem in found), found
+    return [str(problem) for problem in found if "not available" not in problem.expected]
+
+
+def test_tensor_parallelism_across_nodes_is_slow_but_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = warnings("tp=16", 16)
+    assert "machines of 8 ranks (assumed: no launcher has said how many)" in line and "a divisor of 8" in line
+    assert warnings("tp=8", 16) == warnings("tp=16", None) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (line,) = warnings("tp=4", 4)
+    assert "machines of 2 ranks: each layer" in line
+    assert warnings("tp=2", 4) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert warnings("tp=16", 32) == []
+
+
+def test_three_ranks_do_not_share_machines_of_eight() -> None:
+    """A degree below the machine's size may cross its border all the same."""
+    (line,) = warnings("tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false", 24)
+    assert "cuts layers across machines" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"),
+    [
+        ("parallelism.fsdp_reshard_after_forward=always", 1),
+        ("parallelism.fsdp_reshard_after_forward=never replicate=2", 2),
+    ],
+)
+def test_what_is_whole_is_not_resharded(line: str, ranks: int) -> None:
+    (text,) = warnings(line, ranks)
+    assert "weights are not sharded" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "needs"),
+    [
+        ("sp=false", "tensor_parallel_degree > 1"),
+        ("rotate=ulysses", "context_parallel_degree > 1"),
+        ("micro=2", "pipeline_parallel_degree > 1"),
+    ],
+)
+def test_settings_of_a_degree_of_one(line: str, needs: str) -> None:
+    (text,) = warnings(line, 1)
+    assert "has no effect in this run" in text and needs in text
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "needs"),
+    [
+        ('context_parallel_degree = 2\ncontext_parallel_rotate_method = "ulysses"', "balancer=None", "all ranks do the same"),
+        ('pipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]',
+         "layers_per_stage=2 layers=1", "module_fqns_per_model_part to be unset"),
+    ],
+)  # fmt: skip
+def test_settings_that_another_one_replaces(tmp_path: Path, written: str, line: str, needs: str) -> None:
+    (tmp_path / "x.toml").write_text(f"[parallelism]\n{written}\n[training]\nsteps = 1000\nlocal_batch_size = 4")
+    found = preflight.check(
+        load_config(["--job.config_file", str(tmp_path / "x.toml"), *arguments(line)]), 2, training=False
+    )
+    (text,) = map(str, found)
+    assert "has no effect in this run" in text and needs in text
+
+
+def test_schedule_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For the ranks and the micro-batches of this run, and one that comes to an end."""
+    good = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+    files = {
+        "good": (good, "local=2", ""),
+        "other ranks": ("0F0,0B0\n", "local=1", "one line per pipeline rank: 2; it has 1"),
+        "other micro-batches": (good, "local=4", "a schedule of the 4 micro-batches of a step; it has 2"),
+        "waits": ("0F0,0B0\n1B0,1F0\n", "local=1", "it cannot be run"),
+        "not one": ("hello\n", "local=1", "an action is written like"),
+    }
+    for name, (text, line, words) in files.items():
+        path = tmp_path / f"{name.replace(' ', '-')}.csv"
+        path.write_text(text)
+        line = f"pp=2 schedule=PipelineScheduleSingle csv={path} {line}"
+        assert main([CONFIG, "--world-size", "2", *arguments(line)]) == (78 if words else 0), name
+        assert words in capsys.readouterr().err
+
+
+COMMANDS = ["tp=3 seq=240 validate=false", "pp=2 schedule=Interleaved1F1B local=5", "cp=2 balancer=ptrr"]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_command_is_quick_and_loads_no_torch(line: str, repo_root: Path) -> None:
+    """Less than 5 s of CPU, most of it Python's own start."""
+    (case,) = [case for case in ILLEGAL if case.line == line]
+    code = (
+        "import sys\nfrom torchtitan_like.config.__main__ import main\n"
+        "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    begin = os.times().children_user
+    done = subprocess.run(
+        [sys.executable, "-c", code, CONFIG, "--world-size", str(case.ranks), *arguments(line)],
+        cwd=repo_root, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 78 and done.stdout == "" and case.words in done.stderr, done.stderr
+    assert os.times().children_user - begin < 5

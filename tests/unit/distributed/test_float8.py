@@ -1,0 +1,211 @@
+"""Which layers become float8, what a product in float8 is worth, and what the settings ask of a run."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_like.config.sections_scale import Float8Linear
+from torchtitan_like.distributed import float8
+from torchtitan_like.distributed.float8 import Run, convert_to_float8, problems
+from torchtitan_like.models.spec import get_spec, resolve_args
+
+pytest.importorskip("torchao")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# Of a block with 4 heads and 2 kv heads of 16, and a feed-forward width of 192: (rows, columns).
+LINEARS = {
+    "attention.wq": (64, 64), "attention.wk": (32, 64), "attention.wv": (32, 64), "attention.wo": (64, 64),
+    "feed_forward.w1": (192, 64), "feed_forward.w2": (64, 192), "feed_forward.w3": (192, 64),
+}  # fmt: skip
+
+
+def convert(num_shards=1, tp=1, **section):
+    """(model on meta, lines) with the section's settings, emulated."""
+    spec = get_spec("llama3")
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "ffn_dim_multiplier": 1.13}
+    args = resolve_args(spec, "debugmodel", sizes)
+    with torch.device("meta"):
+        model = spec.build(args)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    assert {name: tuple(shapes[f"layers.0.{name}.weight"]) for name in LINEARS} == LINEARS
+    settings = Float8Linear(**{"emulate": True, **section})
+    lines = convert_to_float8(model, settings, num_shards=num_shards, tp=tp, compiled=False, device=torch.device("cpu"))
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    assert list(model.state_dict()) == list(shapes)
+    return model, lines
+
+
+def converted(model):
+    return {fqn for fqn, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+
+
+def in_both_blocks(*names):
+    return {f"layers.{i}.{name}" for i in range(2) for name in names}
+
+
+# ---- which layers
+
+
+def test_every_linear_layer_but_the_head():
+    model, lines = convert()
+    assert converted(model) == in_both_blocks(*LINEARS)
+    assert type(model.output).__name__ == "OutputHead"
+    assert lines == [
+        "Float8 training active (tensorwise, emulated): 14 of 15 linear layers converted, left as they are: output"
+    ]
+
+
+def test_a_filter_leaves_out_by_part_of_the_name():
+    model, lines = convert(filter_fqns=["attention.wk", "layers.1", "nowhere"])
+    assert converted(model) == {f"layers.0.{name}" for name in LINEARS if name != "attention.wk"}
+    assert lines[-1] == "quantize.linear.float8.filter_fqns: no name of a linear layer contains 'nowhere'"
+
+
+def test_dimensions_are_multiples_of_16_on_each_rank_of_a_tensor_parallel_group():
+    assert converted(convert(tp=2)[0]) == in_both_blocks(*LINEARS)
+    assert converted(convert(tp=4)[0]) == in_both_blocks(*(LINEARS.keys() - {"attention.wk", "attention.wv"}))
+    assert converted(convert(tp=8)[0]) == set()
+
+
+def test_only_what_is_cut_evenly_is_gathered_in_float8():
+    def gathered(num_shards):
+        model, lines = convert(num_shards, enable_fsdp_float8_all_gather=True)
+        weights = {name for name, p in model.named_parameters() if type(p).__name__.startswith("WeightWith")}
+        return {name.removesuffix(".weight") for name in weights}, lines[-1]
+
+    assert gathered(2)[0] == in_both_blocks(*LINEARS)
+    names, line = gathered(3)
+    assert names == in_both_blocks("feed_forward.w1", "feed_forward.w3")
+    assert line == (
+        "Not gathered in float8, because 3 ranks cannot share their rows evenly: layers.*.attention.wk, "
+        "layers.*.attention.wo, layers.*.attention.wq, layers.*.attention.wv, layers.*.feed_forward.w2"
+    )
+    names, line = gathered(1)
+    assert not names and line.endswith("no weight is cut, so none is gathered")
+
+
+def test_a_device_without_kernels_is_refused():
+    with pytest.raises(ValueError, match="emulate is false on cpu: expected true, for tests"):
+        convert(emulate=False)
+
+
+# ---- what a product is worth
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_those_of_rounded_operands(recipe):
+    """e4m3 has 3 bits behind the point and e5m2 has 2, so an operand is off by up to 1/16 and 1/8. The errors of a product's
+    terms are independent: relative to the whole result they stay at the root mean square, a half of the bound or less.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(64, 96, requires_grad=True)
+    exact = nn.Linear(96, 32, bias=False)
+    narrow = nn.Sequential(nn.Linear(96, 32, bias=False))
+    narrow[0].weight = nn.Parameter(exact.weight.detach().clone())
+    settings = Float8Linear(emulate=True, recipe_name=recipe)
+    convert_to_float8(narrow, settings, num_shards=1, tp=1, compiled=False, device=torch.device("cpu"))
+    grad = torch.randn(64, 32)
+
+    def outcome(layer, weight):
+        x.grad = None
+        y = layer(x)
+        y.backward(grad)
+        return {"output": y.detach(), "d_input": x.grad.clone(), "d_weight": weight.grad}
+
+    ours, theirs = outcome(narrow, narrow[0].weight), outcome(exact, exact.weight)
+    errors = {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs}
+    for name, error in errors.items():
+        rounded = not (recipe == "rowwise_with_gw_hp" and name == "d_weight")
+        low, high = (0.01, 0.09) if rounded else (0.0, 1e-6)
+        assert low <= error <= high, (name, error)
+
+
+# ---- what the settings ask of a run
+
+
+def found(section, run):
+    return [(finding.key.rpartition(".")[2], finding.severity) for finding in problems(section, run)]
+
+
+@pytest.mark.parametrize(
+    ("run", "section", "expected"),
+    [
+        ({}, {}, []),
+        ({}, {"recipe_name": "rowwise"}, []),
+        ({}, {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}, []),
+        ({"device_type": None, "capability": None}, {}, []),
+        ({"compiled": False}, {}, [("converters", "warning")]),
+        ({"compiled": False}, {"emulate": True}, []),
+        ({"capability": (8, 9)}, {}, []),
+        ({"capability": (8, 0)}, {}, [("emulate", "error")]),
+        ({"capability": (8, 0)}, {"emulate": True}, []),
+        ({"device_type": "cpu", "capability": None}, {}, [("emulate", "error")]),
+        ({"device_type": "cpu", "capability": None}, {"emulate": True}, []),
+        ({"num_tokens": 8200}, {}, [("converters", "error")]),
+        ({"num_tokens": 8200}, {"emulate": True}, []),
+        (
+            {},
+            {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"},
+            [("enable_fsdp_float8_all_gather", "error")],
+        ),
+        ({}, {"enable_fsdp_float8_all_gather": True, "recipe_name": "tensorwise"}, []),
+        (
+            {"data_parallel_impl": "simple_fsdp"},
+            {"enable_fsdp_float8_all_gather": True},
+            [("enable_fsdp_float8_all_gather", "error")],
+        ),
+        (
+            {},
+            {"precompute_float8_dynamic_scale_for_fsdp": True},
+            [("precompute_float8_dynamic_scale_for_fsdp", "error")],
+        ),
+    ],
+)
+def test_problems(run, section, expected):
+    gpu = Run(device_type="cuda", capability=(9, 0), compiled=True, num_tokens=8192)
+    assert found(Float8Linear(**section), replace(gpu, **run)) == expected
+
+
+def test_a_missing_torchao_is_told_with_its_remedy(monkeypatch):
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    (finding,) = problems(Float8Linear(emulate=True), Run(device_type="cpu", compiled=False))
+    assert finding.key == "model.converters" and finding.remedy == "pip install 'torchtitan_like[float8]'"
+
+
+def test_a_check_loads_no_torch():
+    code = "import sys, torchtitan_like.distributed.float8 as f; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- the kernels themselves
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < float8.CAPABILITY,
+    reason="needs a GPU with float8 kernels (compute capability 8.9 or later)",
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_compute_what_is_emulated(recipe):
+    """The operands are rounded alike; the products are summed in another order, and partly with fewer bits (fast
+    accumulation): bfloat16 results agree to a few of their 8 bits.
+    """
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    x, grad = torch.randn(2, 64, 128, dtype=torch.bfloat16, device=device)
+
+    def outcome(emulate):
+        layer = nn.Sequential(nn.Linear(128, 128, bias=False, dtype=torch.bfloat16, device=device))
+        torch.manual_seed(1)
+        nn.init.normal_(layer[0].weight)
+        settings = Float8Linear(emulate=emulate, recipe_name=recipe)
+        convert_to_float8(layer, settings, num_shards=1, tp=1, compiled=False, device=device)
+        y = layer(x)
+        y.backward(grad)
+        return y.detach().float(), layer[0].weight.grad.float()
+
+    for ours, theirs in zip(outcome(False), outcome(True), strict=True):
+        assert (ours - theirs).norm() / theirs.norm() <= 2e-2

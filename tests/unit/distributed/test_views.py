@@ -1,0 +1,104 @@
+"""A module's code sees a view of its parameter; everybody else sees the parameter."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchtitan_like.distributed.views import on_local_parameters, to_local, view_parameter
+
+
+def double(parameter):
+    return to_local(parameter) * 2
+
+
+def test_forward_sees_the_view_and_others_the_parameter():
+    linear = nn.Linear(3, 2, bias=False)
+    weight, x = linear.weight, torch.randn(4, 3)
+    view_parameter(linear, "weight", double)
+    torch.testing.assert_close(linear(x), F.linear(x, 2 * weight))
+    assert dict(linear.named_parameters())["weight"] is weight
+    assert linear.state_dict(keep_vars=True)["weight"] is weight
+    assert type(linear).__name__ == "Linear" and isinstance(linear, nn.Linear)
+    linear(x).sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(2, 3))
+
+
+def test_the_parameter_may_be_exchanged_below():
+    linear = nn.Linear(3, 2, bias=False)
+    view_parameter(linear, "weight", double)
+    linear._parameters["weight"] = torch.ones(2, 3)
+    assert torch.equal(linear.weight, torch.full((2, 3), 2.0))
+    linear.weight = nn.Parameter(torch.zeros(2, 3))
+    assert torch.equal(linear._parameters["weight"], torch.zeros(2, 3)) and torch.equal(
+        linear.weight, torch.zeros(2, 3)
+    )
+
+
+def test_the_last_view_is_the_first_to_look():
+    linear = nn.Linear(1, 1, bias=False)
+    linear._parameters["weight"] = torch.ones(1, 1)
+    view_parameter(linear, "weight", lambda x: x * 10)
+    view_parameter(linear, "weight", lambda x: x + 1)
+    assert linear.weight.item() == 20
+
+
+def test_modules_of_a_class_stay_of_one_class():
+    one, other, third = (nn.Linear(1, 1) for _ in range(3))
+    for module in (one, other):
+        view_parameter(module, "weight", double)
+        view_parameter(module, "bias", double)
+    assert type(one) is type(other) is not type(third)
+
+
+def test_a_copy_has_its_own_parameter():
+    linear = nn.Linear(1, 1, bias=False)
+    view_parameter(linear, "weight", double)
+    twin = copy.deepcopy(linear)
+    twin._parameters["weight"] = torch.ones(1, 1)
+    assert twin.weight.item() == 2 and linear.weight.item() != 2
+
+
+def test_a_view_that_fails_does_not_show_the_parameter():
+    """nn.Module looks for attributes that fail elsewhere, where it would find the parameter."""
+    linear = nn.Linear(1, 1)
+    view_parameter(linear, "weight", lambda parameter: parameter.no_such_attribute)
+    with pytest.raises(RuntimeError, match="cannot view parameter 'weight' of Linear"):
+        _ = linear.weight
+
+
+@pytest.mark.parametrize("name", ["bias", "nothing"])
+def test_there_must_be_a_parameter(name):
+    with pytest.raises(ValueError, match=f"Linear has no parameter '{name}'"):
+        view_parameter(nn.Linear(1, 1, bias=False), name, double)
+
+
+class Wrapped(torch.Tensor):
+    """Stands for a DTensor: a parameter whose local tensor is another one."""
+
+    placements = ()
+
+    def to_local(self):
+        return self.as_subclass(torch.Tensor) * 1.0
+
+
+def test_compiled_code_gets_local_tensors():
+    block = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    view_parameter(block[0], "weight", double)
+    parameter = block[0]._parameters["weight"] = nn.Parameter(torch.ones(1, 1).as_subclass(Wrapped))
+    seen = []
+
+    def forward(x, *, fails=False):
+        seen.append((type(block[0]._parameters["weight"]), block[0].weight.item(), block[1]._parameters["weight"]))
+        assert not fails
+        return x * block[0].weight
+
+    run = on_local_parameters(block, forward)
+    run(torch.ones(1, 1)).sum().backward()
+    assert seen == [(torch.Tensor, 2.0, block[1].weight)]
+    assert block[0]._parameters["weight"] is parameter and parameter.grad.item() == 2
+    with pytest.raises(AssertionError):
+        run(torch.ones(1, 1), fails=True)
+    assert block[0]._parameters["weight"] is parameter

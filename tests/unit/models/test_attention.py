@@ -1,0 +1,274 @@
+"""Attention kernels against plain softmax, document by document, and what is asked of them."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.models.attention_rules import unsupported_attention
+from torchtitan_like.models.layers import kernels
+from torchtitan_like.models.layers.kernels import KERNELS, additive_mask, causal_attention
+
+LLAMA = get_spec("llama3")
+# Relative L2. fp32 and bf16: a few roundings of 6e-8 and 2e-3 on the way through the softmax and back.
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+BLOCK_CAUSAL = {"attn_mask_type": "block_causal"}
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def tensors(dtype=torch.float32, *, kv_heads=2, queries=24, keys=24, head_dim=16, device="cpu"):
+    """q, k, v and a gradient of the output."""
+    torch.manual_seed(0)
+    shapes = [(4, queries), (kv_heads, keys), (kv_heads, keys), (4, queries)]
+    return [torch.randn(2, heads, seq, head_dim, dtype=torch.float64).to(device, dtype) for heads, seq in shapes]
+
+
+def some_positions(seq=24, device="cpu"):
+    """Two samples of other documents, among them some of one token."""
+    lengths = [(7, 1, 1, 9, seq - 18), (seq - 5, 5)]
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(device)
+
+
+def plain(q, k, v, sees):
+    """softmax(q k^T / sqrt(d)) v in float64 where `sees` (batch, 1, queries, keys) is true."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
+
+
+def visible(positions, keys):
+    """Query by query: those of its document up to itself."""
+    batch, queries = positions.shape
+    sees = torch.zeros(batch, 1, queries, keys, dtype=torch.bool)
+    for row in range(batch):
+        for query in range(queries):
+            place = keys - queries + query
+            sees[row, 0, query, place - int(positions[row, query]) : place + 1] = True
+    return sees
+
+
+def with_gradients(attention, q, k, v, grad):
+    """The output and the gradients of q, k, v."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    out.backward(grad.to(out.dtype))
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("queries", [24, 16, 1])
+def test_queries_are_the_last_of_the_keys(dtype, kv_heads, queries):
+    q, k, v, grad = tensors(dtype, kv_heads=kv_heads, queries=queries)
+    sees = torch.ones(queries, 24, dtype=torch.bool).tril(24 - queries)
+    found = with_gradients(causal_attention, q, k, v, grad)
+    expected = with_gradients(lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad)
+    assert all(relative(a, b) < TOLERANCES[dtype] for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("queries", [24, 10])
+def test_attention_ends_at_document_borders(dtype, kv_heads, queries):
+    q, k, v, grad = tensors(dtype, kv_heads=kv_heads, queries=queries)
+    positions = some_positions()[:, 24 - queries :]
+    mask = additive_mask(positions, dtype, 24)
+    found = with_gradients(lambda *qkv: causal_attention(*qkv, mask), q, k, v, grad)
+    sees = visible(positions, 24)
+    expected = with_gradients(lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad)
+    assert all(relative(a, b) < TOLERANCES[dtype] for a, b in zip(found, expected, strict=True))
+    assert torch.equal(mask == 0, sees) and set(mask.unique().tolist()) == {0.0, -torch.inf}
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the attention operators that run, and whether a mask was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if "attention" in name or "softmax" in name:
+            self.seen.append((name, (kwargs or {}).get("attn_mask") is not None))
+        return function(*args, **(kwargs or {}))
+
+
+def test_every_case_has_a_fast_kernel_and_the_plain_one_no_mask():
+    q, k, v, _ = tensors()
+    with Kernels() as log:
+        causal_attention(q, k, v)
+        causal_attention(q[:, :, 12:], k, v)
+        causal_attention(q, k, v, additive_mask(some_positions(), q.dtype, 24))
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    assert log.seen == [(flash, False), (flash, True), (flash, True)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("queries", [24, 10])
+def test_flex_computes_the_same(queries):
+    """Forward alone: on CPU it has no more."""
+    q, k, v, _ = tensors(queries=queries)
+    positions = some_positions()[:, 24 - queries :]
+    core, mask = KERNELS["flex"]
+    found = core(q, k, v, mask(positions, q.dtype, 24))
+    assert relative(found, causal_attention(q, k, v, additive_mask(positions, q.dtype, 24))) < 1e-6
+    assert torch.equal(core(q, k, v), causal_attention(q, k, v))
+
+
+def by_segments(q, k, v, borders_q, borders_k, max_q, max_k, *, window_size):
+    """What the kernel of `varlen_attn` computes, written as a loop; (tokens, heads, head_dim) each."""
+    assert torch.equal(borders_q, borders_k) and borders_q.dtype == torch.int32 and window_size == (-1, 0)
+    assert int(borders_q.diff().min()) > 0 and int(borders_q.diff().max()) <= max_q == max_k
+    out = torch.empty_like(q)
+    for begin, end in zip(borders_q, borders_q[1:], strict=False):
+        one = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out[begin:end] = causal_attention(*one).squeeze(0).transpose(0, 1)
+    return out
+
+
+def test_varlen_gets_every_document_as_a_sequence(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_segments)
+    q, k, v, _ = tensors()
+    core, mask = KERNELS["varlen"]
+    borders = mask(some_positions(), q.dtype, 24)
+    assert borders.tolist() == [0, 7, 8, 9, 18, 24, 43, 48]
+    expected = causal_attention(q, k, v, additive_mask(some_positions(), q.dtype, 24))
+    assert relative(core(q, k, v, borders), expected) < 1e-6
+    assert torch.equal(core(q, k, v), causal_attention(q, k, v))
+    with pytest.raises(ValueError, match="10 queries for 24 keys"):
+        mask(some_positions()[:, :10], q.dtype, 24)
+
+
+# ---- in a model
+
+
+def tiny(**overrides):
+    sizes = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "max_seq_len": 32}
+    torch.manual_seed(0)
+    model = LLAMA.build(resolve_args(LLAMA, "debugmodel", {**sizes, **overrides}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+def test_a_document_reads_the_same_among_others_as_alone():
+    model, positions = tiny(**BLOCK_CAUSAL), some_positions()
+    tokens = torch.randint(64, positions.shape)
+    together = model(tokens, positions=positions)
+    for row in range(2):
+        starts = [*(positions[row] == 0).nonzero().flatten().tolist(), 24]
+        for begin, end in zip(starts, starts[1:], strict=False):
+            alone = model(tokens[row : row + 1, begin:end])
+            assert relative(together[row, begin:end], alone[0]) < 1e-12
+    assert relative(together, model(tokens)) > 0.1
+
+
+def test_without_document_borders_positions_are_places_for_the_rotary_tables_alone():
+    model = tiny()
+    tokens = torch.randint(64, (2, 24))
+    places = torch.arange(24).expand(2, 24)
+    assert torch.equal(model(tokens, positions=places), model(tokens))
+    # What counts there is how far apart tokens are.
+    assert relative(model(tokens, positions=places + 5), model(tokens)) < 1e-6
+    assert relative(model(tokens, positions=some_positions()), model(tokens)) > 1e-3
+
+
+def test_the_mask_is_made_once_in_a_forward_and_in_the_activations_dtype(monkeypatch):
+    model = tiny(**BLOCK_CAUSAL).bfloat16()
+    made, kept = [], []
+
+    def mask(*args):
+        made.append(additive_mask(*args))
+        return made[-1]
+
+    model.attention_mask = mask
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        model(torch.randint(64, (2, 24)), positions=some_positions())
+    (one,) = made
+    assert one.dtype == torch.bfloat16
+    square = [x for x in kept if x.shape[-2:] == (24, 24)]
+    # Every layer keeps it for backward, and it is always the same memory.
+    assert len(square) == 3 and {x.data_ptr() for x in square} == {one.data_ptr()}
+
+
+@pytest.mark.parametrize("attn_type", ["sdpa", "flex"])
+def test_blocks_can_be_compiled_whole_with_a_mask(attn_type):
+    model, positions = tiny(attn_type=attn_type, **BLOCK_CAUSAL), some_positions()
+    tokens = torch.randint(64, positions.shape)
+    with torch.set_grad_enabled(attn_type == "sdpa"):
+        expected = model(tokens, positions=positions)
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        found = model(tokens, positions=positions)
+    assert relative(found, expected) < 1e-12
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"attn_type": "flash"}, "attn_type = 'flash': expected one of sdpa, flex, varlen"),
+        ({"attn_mask_type": "full"}, "attn_mask_type = 'full': expected one of causal, block_causal"),
+        ({"attn_type": "flex"}, 'attn_type = \'flex\': expected "sdpa" with attn_mask_type = "causal"'),
+    ],
+)
+def test_what_no_kernel_does_is_refused(overrides, said):
+    with pytest.raises(ValueError) as refusal:
+        resolve_args(LLAMA, "debugmodel", overrides)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "device_type", "dtype", "head_dim", "said"),
+    [
+        ("sdpa", "cpu", "float64", 5, ""),
+        ("flex", "cpu", "bfloat16", 64, "cannot train on CPU: FlexAttention has no backward pass there"),
+        ("varlen", "cpu", "bfloat16", 64, "cannot train on CPU: its kernel is a GPU's"),
+        ("flex", "cuda", "float32", 64, ""),
+        ("flex", "cuda", "float64", 64, "no kernel for float64"),
+        ("varlen", "cuda", "bfloat16", 64, ""),
+        ("varlen", "cuda", "float32", 64, "half precision only, not in float32"),
+        ("varlen", "cuda", "bfloat16", 20, "heads of 8, 16, ... 256 dimensions, not 20"),
+        ("varlen", "cuda", "float16", 512, "not 512"),
+    ],
+)
+def test_what_a_device_cannot_do_is_said_before_the_run(attn_type, device_type, dtype, head_dim, said):
+    found = unsupported_attention(attn_type, device_type=device_type, dtype=dtype, head_dim=head_dim)
+    assert said in found and bool(said) == bool(found)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_gpu_kernels_of_documents_compute_what_sdpa_computes(attn_type, kv_heads):
+    size = {"queries": 256, "keys": 256, "head_dim": 64}
+    q, k, v, grad = tensors(torch.bfloat16, kv_heads=kv_heads, device="cuda", **size)
+    positions = some_positions(256, "cuda")
+    core, mask = KERNELS[attn_type]
+    of_core = mask(positions, q.dtype, 256)
+    found = with_gradients(lambda *qkv: core(*qkv, of_core), q, k, v, grad)
+    additive = additive_mask(positions, torch.float64, 256)
+    expected = with_gradients(lambda *qkv: plain(*qkv, additive == 0), *(x.double() for x in (q, k, v)), grad.double())
+    assert all(relative(a, b) < 1e-2 for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_gpu_queries_are_the_last_of_the_keys(dtype, head_dim):
+    q, k, v, grad = tensors(dtype, queries=96, keys=256, head_dim=head_dim, device="cuda")
+    sees = torch.ones(96, 256, dtype=torch.bool, device="cuda").tril(160)
+    found = with_gradients(causal_attention, q, k, v, grad)
+    expected = with_gradients(lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad.double())
+    assert all(relative(a, b) < 1e-2 for a, b in zip(found, expected, strict=True))
+    assert kernels._is_flash_possible(q, k, v) == (dtype == torch.bfloat16 and head_dim == 64)

@@ -1,0 +1,215 @@
+"""The planner's arithmetic against what a block really keeps, and its suggestions against the rules and known runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from scripts import plan_parallelism
+from scripts.plan_parallelism import NETS, Cluster, Plan, bytes_per_token, memory, model_of, suggest
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config.__main__ import main as check
+from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.models.spec import get_spec, resolve_args
+
+SEQ = 64
+SIZES = {
+    "dim": 128,
+    "n_layers": 1,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 64,
+    "multiple_of": 64,
+    "max_seq_len": SEQ,
+}
+
+
+def kept_bytes(tp: int) -> float:
+    """Bytes per token that the backward of one bfloat16 block keeps on a rank, weights and rotary tables aside."""
+    spec = get_spec("llama3")
+    with torch.device("meta"):
+        model = spec.build(resolve_args(spec, "debugmodel", SIZES)).to(torch.bfloat16)
+    if tp > 1:
+        apply_tensor_parallel(model, spec, init_device_mesh("cpu", (tp,)), sequence_parallel=True)
+    model.to_empty(device="cpu").init_buffers(torch.device("cpu"))
+    for parameter in model.parameters():
+        torch.nn.init.ones_(getattr(parameter, "_local_tensor", parameter))
+    tensors = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
+    ours = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    kept: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in ours:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(1, SEQ // tp, SIZES["dim"], dtype=torch.bfloat16, requires_grad=True)
+    (block,) = model.layers.values()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        block(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / SEQ
+
+
+def sizes() -> plan_parallelism.Model:
+    args = resolve_args(get_spec("llama3"), "debugmodel", SIZES)
+    widths = (args.dim, args.ffn_dim, args.n_heads, args.num_kv_heads, args.vocab_size)
+    return plan_parallelism.Model(1e6, 1, *widths, False, "tiny")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_what_a_block_keeps_is_what_it_is_said_to_keep(tp: int) -> None:
+    assert run_ranks(kept_bytes, tp, tp) == [bytes_per_token(sizes(), tp)] * tp
+
+
+def test_memory_of_a_known_run() -> None:
+    """TorchTitan's logs of Llama 3 8B on 8 H100, FSDP, one sample of 8,192 tokens, every 2nd layer recomputed: 47.4 GiB
+    (2025-08), 47.8 (2025-11), 49.7 (2025-06). Its model keeps and gathers what ours does.
+    """
+    plan = Plan(pp=1, replicate=1, shard=8, cp=1, tp=1, micro=1, recompute="selective")
+    assert memory(plan, model_of(8e9), 8192, 1).total == pytest.approx(48.3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("params", "gpus", "published"),
+    [
+        (8e9, 8, 7031),  # TorchTitan's log of 2025-08, eager
+        (8e9, 128, 6514),  # its report of 2024-12, compiled
+        (70e9, 256, 597),  # its report on async TP of 2025-06, FSDP 32 x TP 8
+    ],
+)
+def test_times_are_of_the_right_size(params: float, gpus: int, published: float) -> None:
+    """Tokens/s of a GPU within a third of what TorchTitan's authors measured in bfloat16 on H100s."""
+    cluster = Cluster(gpus, gpus // 8, 96, NETS["fast"], 400e12)
+    best = suggest(model_of(params), cluster, 2 * gpus, 8192)[0]
+    assert best.num_micro * best.plan.micro * best.plan.dp * 8192 / best.seconds / gpus == pytest.approx(
+        published, rel=1 / 3
+    )
+
+
+def names(
+    params: float, gpus: int, nodes: int = 1, net: str = "fast", gib: float = 80, seq_len: int = 8192
+) -> list[str]:
+    batch = max(1, round(2**20 / seq_len / gpus)) * gpus
+    cluster = Cluster(gpus, nodes, gib, NETS[net], 400e12)
+    return [one.plan.name for one in suggest(model_of(params), cluster, batch, seq_len)]
+
+
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [
+        ({"params": 1.2e9, "gpus": 1}, "one GPU"),
+        ({"params": 8e9, "gpus": 1}, "one GPU + CPU offload"),
+        ({"params": 1.2e9, "gpus": 8}, "DDP 8"),  # a GPU holds all of it
+        ({"params": 8e9, "gpus": 8}, "FSDP 8"),
+        ({"params": 8e9, "gpus": 16, "nodes": 2}, "HSDP 2 x 8"),  # gathers stay inside a machine
+        ({"params": 8e9, "gpus": 16, "nodes": 2, "gib": 40}, "TP 2 x FSDP 8"),  # a machine is too small for all states
+        (
+            {"params": 70e9, "gpus": 64, "nodes": 8, "net": "slow"},
+            "PP 16 x TP 4",
+        ),  # activations alone cross the network
+    ],
+    ids=str,
+)
+def test_what_comes_first(case: dict, first: str) -> None:
+    assert names(**case)[0] == first
+
+
+def test_a_slow_network_makes_sharding_over_machines_slower() -> None:
+    fast, slow = (names(8e9, 16, 2, net) for net in ("fast", "slow"))
+    assert fast.index("FSDP 16") < 3 and "FSDP 16" not in slow[:8]
+    assert any(name.startswith("PP") for name in slow[1:4])
+
+
+def test_long_sequences_are_cut() -> None:
+    assert all("CP" in name or "TP" in name for name in names(8e9, 8, seq_len=131072)[:5])
+
+
+def toml_blocks(text: str) -> list[str]:
+    return [block for block in text.split("\n\n") if block.startswith("# ")]
+
+
+CASES = [
+    ["--params", "8e9", "--gpus", "16", "--nodes", "2"],
+    ["--params", "8e9", "--gpus", "16", "--nodes", "2", "--net", "slow"],
+    ["--params", "1.24e9", "--gpus", "8"],
+    ["--params", "70e9", "--gpus", "64", "--nodes", "8", "--net", "slow"],
+    ["--params", "405e9", "--gpus", "512", "--nodes", "64"],
+    ["--params", "8e9", "--gpus", "8", "--seq-len", "131072"],
+    ["--params", "8e9", "--gpus", "1"],
+]
+
+
+@pytest.mark.parametrize("arguments", CASES, ids=" ".join)
+def test_what_is_suggested_is_accepted(
+    arguments: list[str], tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    """The lines go into a file of their own on top of a shipped configuration, and the check has nothing to say."""
+    monkeypatch.chdir(repo_root)
+    assert plan_parallelism.main(arguments) == 0
+    blocks = toml_blocks(capsys.readouterr().out)
+    assert 1 <= len(blocks) <= 3
+    flavor = {"1.24e9": "1b", "8e9": "8b", "70e9": "70b", "405e9": "405b"}[arguments[1]]
+    for block in blocks:
+        (tmp_path / "plan.toml").write_text(f'extends = "{repo_root}/train_configs/llama3_{flavor}.toml"\n{block}')
+        code = check([str(tmp_path / "plan.toml"), "--world-size", arguments[3]])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        assert "parallelism" not in captured.err and "no effect" not in captured.err, captured.err
+
+
+def test_arithmetic_of_a_plan() -> None:
+    """Halves and eighths where they should be."""
+    model = model_of(8e9)
+    plan = Plan(1, 1, 8, 1, 1, 1, "none")
+    base = memory(plan, model, 8192, 1)
+    assert base.states == pytest.approx(16 * 8.03e9 / 8 / 2**30, rel=1e-3)
+    assert memory(Plan(1, 2, 4, 1, 1, 1, "none"), model, 8192, 1).states == pytest.approx(2 * base.states)
+    assert memory(Plan(1, 1, 4, 1, 2, 1, "none"), model, 8192, 1).states == pytest.approx(base.states)
+    assert memory(Plan(1, 1, 4, 2, 1, 1, "none"), model, 8192, 1).states == pytest.approx(base.states)
+    assert memory(Plan(1, 1, 8, 1, 1, 2, "none"), model, 8192, 1).activations == pytest.approx(2 * base.activations)
+    full = memory(Plan(1, 1, 8, 1, 1, 1, "full"), model, 8192, 1).activations
+    assert full < memory(Plan(1, 1, 8, 1, 1, 1, "selective"), model, 8192, 1).activations < base.activations
+
+
+def test_a_group_has_its_share_of_its_machines_network() -> None:
+    cluster = Cluster(16, 2, 80, 100.0, 1e12)
+    inside = 450e9 * 0.8
+    assert cluster.bandwidth(8, 1) == inside and cluster.bandwidth(2, 4) == inside
+    assert cluster.bandwidth(16, 1) == 100e9 * 0.8  # one ring through both machines
+    assert cluster.bandwidth(2, 8) == 100e9 * 0.8 / 8  # eight of them side by side
+    assert cluster.bandwidth(8, 2) == 100e9 * 0.8 / 2
+
+
+def test_the_table_is_in_order_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_parallelism.main(["--params", "8e9", "--gpus", "16", "--nodes", "2"]) == 0
+    rows = re.findall(r"^ *\d+\. .*$", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 8
+    for row in rows:
+        total, states, gathered, activations, rest, *_ = map(float, re.findall(r"\d+\.\d+", row))
+        assert total == pytest.approx(states + gathered + activations + rest, abs=0.21)
+    assert math.isclose(float(rows[0].split()[-1].replace(",", "")) * 16 * 9.62, 2**20, rel_tol=0.01)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--params", "8e9"], ["--params", "8e9", "--gpus", "0"], ["--params", "8e9", "--gpus", "9", "--nodes", "2"]],
+)
+def test_wrong_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        plan_parallelism.main(arguments)
+    assert end.value.code == 2
+
+
+def test_what_does_not_fit_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_parallelism.main(["--params", "405e9", "--gpus", "1"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_suggestions_name_each_layout_once() -> None:
+    found = names(8e9, 16, 2)
+    assert len(found) == len(set(found))

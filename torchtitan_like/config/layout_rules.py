@@ -1,0 +1,459 @@
+"""Layouts that cannot work, and combinations that are not offered: all of them, in one table.
+
+The same table answers a user before a run starts and tells the matrix of layouts under test which cells there are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torchtitan_like.config.availability import is_used, value_of
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.schema import JobConfig
+    from torchtitan_like.config.sections_scale import Parallelism
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that a rule may look at: a valid configuration, the ranks it runs on, the model's sizes, the hardware.
+
+    world_size: None while the number of ranks is unknown; then dp_shard = -1 counts as 1, and `is_resolved` is False.
+    limits: what the model demands of a layout (`ModelSpec.constraints`). args: its sizes; None where there is none.
+    local_world_size: ranks of one machine, where that is known. device_type: None where it is not.
+    """
+
+    config: JobConfig
+    world_size: int | None = None
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    is_resolved: bool = False
+    limits: Mapping[str, int] | None = None
+    args: Any = None
+    is_tied: bool = False
+    device_type: Literal["cpu", "cuda"] | None = None
+    local_world_size: int | None = None
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return self.config.parallelism
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def size(self, name: str) -> int:
+        """A size of the model; 0 where it is unknown."""
+        return (self.limits or {}).get(name, 0)
+
+    @property
+    def compiles_model(self) -> bool:
+        return self.config.compile.enable and "model" in self.config.compile.components
+
+    @property
+    def splits_backward(self) -> bool:
+        """True when a pipeline computes the gradients of inputs first and those of weights later."""
+        return self.pp > 1 and self.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
+
+    @property
+    def unit(self) -> int:
+        """Samples of one forward pass on all data-parallel ranks."""
+        return self.config.training.local_batch_size * self.dp
+
+    @property
+    def num_accumulated(self) -> int:
+        """Forward passes per step; 1 where the batch sizes do not say."""
+        total = self.config.training.global_batch_size
+        return total // self.unit if total > 0 and self.is_resolved and total % self.unit == 0 else 1
+
+    @property
+    def method(self) -> str:
+        """How attention sees the whole of a cut sequence."""
+        return self.parallelism.context_parallel_rotate_method if self.cp > 1 else ""
+
+    @property
+    def has_documents(self) -> bool:
+        """True when attention ends at document borders."""
+        return getattr(self.args, "attn_mask_type", "causal") != "causal"
+
+    @property
+    def cuts_twice(self) -> bool:
+        """True when each rank takes a piece of a sequence's head and one of its tail."""
+        return self.method in ("allgather", "alltoall") and self.parallelism.context_parallel_load_balancer is not None
+
+    @property
+    def pieces(self) -> int:
+        """What a sequence is cut into."""
+        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
+        return tp * self.cp * (2 if self.cuts_twice else 1)
+
+    @property
+    def pieces_text(self) -> str:
+        """`pieces` as the product of what makes it."""
+        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
+        halves = " x 2 (head and tail)" if self.cuts_twice else ""
+        return f"tensor_parallel_degree x context_parallel_degree = {tp} x {self.cp}{halves} = {self.pieces}"
+
+    @property
+    def ranks_of_a_node(self) -> int:
+        """Where a launcher has not told: 8, as in most machines made for training."""
+        return self.local_world_size or 8
+
+
+Text = str | Callable[[Layout], str]
+
+
+class LayoutRule(NamedTuple):
+    """When it is broken; the key to blame, what was expected of it, what to do; the other keys it looks at."""
+
+    name: str
+    is_broken: Callable[[Layout], bool]
+    key: str
+    expected: Text
+    remedy: Text
+    involves: tuple[str, ...] = ()
+    severity: Literal["error", "warning"] = "error"
+
+
+def text_of(text: Text, layout: Layout) -> str:
+    """The words of a rule for one layout."""
+    return text if isinstance(text, str) else text(layout)
+
+
+def broken_rules(layout: Layout) -> list[LayoutRule]:
+    """The rules that a layout breaks, in the table's order."""
+    return [rule for rule in LAYOUT_RULES if rule.is_broken(layout)]
+
+
+def _of(*names: str) -> tuple[str, ...]:
+    return tuple(f"parallelism.{name}" for name in names)
+
+
+MODEL_KEYS = ("model.name", "model.flavor", "model.args")
+DEGREES = _of(
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+TP, CP, PP, EP = _of(
+    "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"
+)
+IMPL, RESHARD, SP, ASYNC_TP, ROTATE, BALANCER = _of(
+    "data_parallel_impl",
+    "fsdp_reshard_after_forward",
+    "enable_sequence_parallel",
+    "enable_async_tensor_parallel",
+    "context_parallel_rotate_method",
+    "context_parallel_load_balancer",
+)
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+# torch.distributed.pipelining refuses compiled modules under these (`_check_torch_compile_compatibility`).
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+COMPILE = ("compile.enable", "compile.components")
+BATCH = ("training.global_batch_size", "training.local_batch_size")
+EARLY = "optimizer.early_step_in_backward"
+# What decides the stages and micro-batches of a pipeline; see distributed/stages.py.
+PIPELINE_KEYS = (
+    PP,
+    *_of(
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_schedule_csv",
+        "pipeline_parallel_layers_per_stage",
+        "module_fqns_per_model_part",
+        "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers",
+        "pipeline_parallel_microbatch_size",
+    ),
+    *BATCH,
+    *COMPILE,
+    *MODEL_KEYS,
+)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _nearest_batches(at: Layout) -> str:
+    below = at.config.training.global_batch_size // at.unit * at.unit
+    sizes = f"{below} or {below + at.unit}" if below else f"{at.unit}"
+    return f"set it to {sizes}, or change training.local_batch_size"
+
+
+def _head_rule(name: str, size: str, what: str, first: str = "") -> LayoutRule:
+    """Heads of one kind, which tensor parallelism deals out whole. Where those of `first` are already not divided, nothing
+    is said of these: one reason is enough.
+    """
+    return LayoutRule(
+        name,
+        lambda at: at.size(size) % at.tp != 0 and at.size(first) % at.tp == 0,
+        TP,
+        lambda at: f"a divisor of the model's {at.size(size)} {what}",
+        lambda at: f"set it to one of {_divisors(at.size(size))}",
+        MODEL_KEYS,
+    )
+
+
+def _sequence_rules(section: str) -> tuple[LayoutRule, ...]:
+    """The sequence lengths of training or validation."""
+    key = f"{section}.seq_len"
+
+    def seq_len(at: Layout) -> int:
+        return int(value_of(at.config, key)) if is_used(at.config, section) else 0
+
+    return (
+        LayoutRule(
+            f"uneven-{section}-sequence",
+            lambda at: seq_len(at) % at.pieces != 0,
+            key,
+            lambda at: f"a multiple of {at.pieces_text}",
+            lambda at: f"set it to {max(seq_len(at) // at.pieces, 1) * at.pieces}",
+            (TP, CP, SP, ROTATE, BALANCER),
+        ),
+        LayoutRule(
+            f"{section}-beyond-rotary-table",
+            lambda at: seq_len(at) > at.size("max_seq_len") > 0,
+            key,
+            lambda at: f"at most the model's max_seq_len = {at.size('max_seq_len')}",
+            lambda at: f"set model.args.max_seq_len = {seq_len(at)}",
+            MODEL_KEYS,
+        ),
+    )
+
+
+BATCH_RULES = (
+    LayoutRule(
+        "uneven-batch",
+        lambda at: at.config.training.global_batch_size > 0 and at.config.training.global_batch_size % at.unit != 0,
+        "training.global_batch_size",
+        lambda at: (
+            "a multiple of local_batch_size x data-parallel ranks = "
+            f"{at.config.training.local_batch_size} x {at.dp} = {at.unit} "
+            "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
+        ),
+        _nearest_batches,
+        ("training.local_batch_size", *DEGREES),
+    ),
+    LayoutRule(
+        "accumulated-early-step",
+        lambda at: at.config.optimizer.early_step_in_backward and at.num_accumulated > 1,
+        EARLY,
+        lambda at: (
+            f"no gradient accumulation (it is {at.num_accumulated} here): each backward pass updates the weights"
+        ),
+        lambda at: f"set training.global_batch_size to {at.unit} or -1",
+        (*BATCH, *DEGREES),
+    ),
+)
+
+DATA_RULES = (
+    LayoutRule(
+        "sharded-ddp",
+        lambda at: at.parallelism.data_parallel_impl == "ddp" and at.dp_shard > 1,
+        IMPL,
+        lambda at: f"whole copies of the weights, but data_parallel_shard_degree is {at.dp_shard} here",
+        lambda at: (
+            f"set data_parallel_shard_degree = 1 and data_parallel_replicate_degree = {at.dp}, or "
+            'data_parallel_impl = "fsdp2"'
+        ),
+        DEGREES,
+    ),
+    LayoutRule(
+        "cp-ddp",
+        lambda at: at.parallelism.data_parallel_impl == "ddp" and at.cp > 1,
+        IMPL,
+        "another one with context parallelism, whose ranks shard the weights",
+        'set it to "fsdp2"',
+        (CP,),
+    ),
+    LayoutRule(
+        "reshard-of-whole-weights",
+        lambda at: (
+            at.is_resolved and at.dp_shard * at.cp == 1 and at.parallelism.fsdp_reshard_after_forward != "default"
+        ),
+        RESHARD,
+        "has no effect in this run: weights are not sharded",
+        "",
+        DEGREES,
+        "warning",
+    ),
+    LayoutRule(
+        "offloaded-simple-fsdp",
+        lambda at: at.parallelism.data_parallel_impl == "simple_fsdp" and at.config.training.enable_cpu_offload,
+        IMPL,
+        '"fsdp2" with training.enable_cpu_offload: the traced graph reads its weights where they are computed with',
+        'set it to "fsdp2", or enable_cpu_offload = false',
+        ("training.enable_cpu_offload",),
+    ),
+    LayoutRule(
+        "pipelined-early-step",
+        lambda at: at.pp > 1 and at.config.optimizer.early_step_in_backward,
+        EARLY,
+        "false with pipelines: each of a step's backward passes would update the weights",
+        "set it to false",
+        (PP,),
+    ),
+    LayoutRule(
+        "compiled-zero-bubble",
+        lambda at: at.splits_backward and at.compiles_model,
+        SCHEDULE,
+        "a schedule that computes each backward pass as a whole: under the others, which compute the gradients of inputs "
+        "first and those of weights later, torch does not support compiled modules",
+        'set it to "Interleaved1F1B", or take "model" out of compile.components',
+        (PP, *COMPILE),
+    ),
+    LayoutRule(
+        "zero-bubble-per-op",
+        lambda at: (
+            at.splits_backward
+            and at.config.activation_checkpoint.selective_ac_option == "op"
+            and at.config.activation_checkpoint.mode == "selective"
+        ),
+        SCHEDULE,
+        "a schedule that computes each backward pass as a whole with the per-op policy: what that has kept is read once",
+        'set it to "Interleaved1F1B", or activation_checkpoint.selective_ac_option = "1"',
+        (PP, "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
+    ),
+    LayoutRule(
+        "experts-of-dense-model",
+        lambda at: at.ep > 1 and at.limits is not None and not at.size("n_experts"),
+        EP,
+        lambda at: f"1: {at.config.model.name} has no experts",
+        "remove it",
+        MODEL_KEYS,
+    ),
+    LayoutRule(
+        "uneven-experts",
+        lambda at: at.ep > 1 and at.is_resolved and (at.dp_shard * at.cp * at.tp) % at.ep != 0,
+        EP,
+        lambda at: f"a divisor of dp_shard x cp x tp = {at.dp_shard} x {at.cp} x {at.tp}",
+        "change a degree",
+        DEGREES,
+    ),
+)
+
+TENSOR_RULES = (
+    _head_rule("uneven-heads", "n_heads", "attention heads"),
+    _head_rule("uneven-kv-heads", "n_kv_heads", "key-value heads", first="n_heads"),
+    LayoutRule(
+        "vocabulary-too-small",
+        lambda at: (at.tp - 1) * -(-at.size("vocab_size") // at.tp) >= at.size("vocab_size") > 0,
+        TP,
+        lambda at: (
+            f"a part of the vocabulary's {at.size('vocab_size')} entries for every rank: cut in pieces of "
+            f"{-(-at.size('vocab_size') // at.tp)} they do not reach the last one"
+        ),
+        "set it to a smaller degree",
+        MODEL_KEYS,
+    ),
+    LayoutRule(
+        "uneven-features",
+        lambda at: at.size("ffn_dim") % at.tp != 0,
+        TP,
+        lambda at: f"a divisor of the feed-forward layer's {at.size('ffn_dim')} features",
+        "set model.args.multiple_of to a multiple of it, or to a smaller degree",
+        MODEL_KEYS,
+    ),
+    LayoutRule(
+        "tp-across-nodes",
+        lambda at: at.is_resolved and (at.world_size or 1) > at.ranks_of_a_node and at.ranks_of_a_node % at.tp != 0,
+        TP,
+        lambda at: (
+            f"cuts layers across machines of {at.ranks_of_a_node} ranks"
+            + ("" if at.local_world_size else " (assumed: no launcher has said how many)")
+            + ": each layer then waits for the network between them"
+        ),
+        lambda at: f"set it to a divisor of {at.ranks_of_a_node}",
+        (),
+        "warning",
+    ),
+    LayoutRule(
+        "async-without-tp",
+        lambda at: at.parallelism.enable_async_tensor_parallel and at.tp == 1,
+        ASYNC_TP,
+        "false without tensor parallelism: there is nothing to overlap",
+        f"set {TP} > 1, or it to false",
+        (TP,),
+    ),
+    LayoutRule(
+        "async-tp-eager",
+        lambda at: at.parallelism.enable_async_tensor_parallel and at.tp > 1 and not at.compiles_model,
+        ASYNC_TP,
+        "a compiled model: the compiler overlaps communication and computation",
+        "set compile.enable = true",
+        COMPILE,
+    ),
+    LayoutRule(
+        "async-tp-without-sp",
+        lambda at: (
+            at.parallelism.enable_async_tensor_parallel and at.tp > 1 and not at.parallelism.enable_sequence_parallel
+        ),
+        ASYNC_TP,
+        "enable_sequence_parallel = true: what is overlapped are its all-gathers and reduce-scatters",
+        f"set {SP} = true",
+        (SP,),
+    ),
+    LayoutRule(
+        "async-tp-on-cpu",
+        lambda at: at.parallelism.enable_async_tensor_parallel and at.tp > 1 and at.device_type == "cpu",
+        ASYNC_TP,
+        "false without GPUs: they read each other's memory for it",
+        "set it to false",
+    ),
+)
+
+CONTEXT_RULES = (
+    LayoutRule(
+        "ptrr",
+        lambda at: at.cp > 1 and at.parallelism.context_parallel_load_balancer == "ptrr",
+        BALANCER,
+        '"headtail" or None: "ptrr" balances the block masks of FlexAttention, which is not used here',
+        'set it to "headtail"',
+        (CP,),
+    ),
+    LayoutRule(
+        "ulysses-heads",
+        lambda at: at.method == "ulysses" and at.size("n_heads") % at.tp == 0 < at.size("n_heads") // at.tp % at.cp,
+        CP,
+        lambda at: (
+            f"a divisor of the {at.size('n_heads') // at.tp} attention heads that each tensor-parallel rank has of "
+            f'the model\'s {at.size("n_heads")}: "ulysses" deals them out'
+        ),
+        f'set {ROTATE} = "allgather", which deals out none',
+        (ROTATE, TP, *MODEL_KEYS),
+    ),
+    LayoutRule(
+        "ring-documents",
+        lambda at: at.method == "alltoall" and at.has_documents,
+        ROTATE,
+        '"allgather" or "ulysses" when attention ends at document borders: a ring sees one piece of the keys at a time',
+        'set it to "allgather"',
+        (CP, *MODEL_KEYS),
+    ),
+    LayoutRule(
+        "compiled-ring",
+        lambda at: at.method == "alltoall" and at.compiles_model,
+        ROTATE,
+        '"allgather" or "ulysses" with a compiled model: a ring\'s exchanges are no part of its graph',
+        'set it to "allgather", or compile.enable = false',
+        (CP, *COMPILE),
+    ),
+)
+
+LAYOUT_RULES: tuple[LayoutRule, ...] = (
+    *BATCH_RULES,
+    *DATA_RULES,
+    *TENSOR_RULES,
+    *CONTEXT_RULES,
+    *_sequence_rules("training"),
+    *_sequence_rules("validation"),
+)

@@ -1,0 +1,293 @@
+"""Pipeline parallelism: one schedule of torch.distributed.pipelining for all micro-batches of an optimizer step.
+
+Micro-batches of gradient accumulation and of the pipeline are the same thing: what is accumulated, and when gradients
+are reduced (once, after the last), is decided here and nowhere else. Activations between stages are plain local
+tensors (rows, positions, width), of a shape that is known before they are sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from torchtitan_like.distributed.schedule_view import has_messages, timeline_lines
+from torchtitan_like.distributed.stages import SCHEDULES, StagePlan, prune
+
+if TYPE_CHECKING:
+    from torchtitan_like.models.spec import ModelSpec
+
+
+class _Shape(NamedTuple):
+    """What passes through the pipeline in one call: micro-batches of `rows` samples with `seq` local positions."""
+
+    num_micro_batches: int
+    rows: int
+    seq: int
+    trains: bool
+
+
+def build_parts(build: Callable[[], nn.Module], spec: ModelSpec, plan: StagePlan, pp_rank: int) -> list[nn.Module]:
+    """This rank's stages on meta, in ascending order: each is the model that `build` makes, without the others' modules."""
+    parts = []
+    for stage in plan.ranks[pp_rank]:
+        with torch.device("meta"):
+            model = build()
+        parts.append(prune(model, spec, plan.fqns[stage]))
+    return parts
+
+
+def hidden_width(model: nn.Module, spec: ModelSpec) -> int:
+    """The width of what passes between the stages of a whole model: that of its embedding's or head's weight."""
+    patterns = [pattern for pattern, word in spec.sharding if word in ("vocab_embedding", "output")]
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return parameter.shape[-1]
+    raise ValueError(f'{spec.name!r} has no "vocab_embedding" or "output" weight to tell the width of hidden states')
+
+
+class Pipeline:
+    """This rank's stages, and the schedules that run them."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        plan: StagePlan,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        microbatch_size: int,
+        width: int,
+        dtype: torch.dtype,
+        sequence_shards: int = 1,
+    ) -> None:
+        """`parts` are parallelised, materialised stages in the order of `plan.ranks[rank in group]`.
+
+        width, dtype: of the hidden states between stages. sequence_shards: pieces into which a stage cuts its tokens'
+        positions (sequence parallel).
+        """
+        self.parts, self.plan, self.group, self.device = list(parts), plan, group, device
+        self.microbatch_size, self.sequence_shards = microbatch_size, sequence_shards
+        self.width, self.dtype = width, dtype
+        self.stage_numbers = plan.ranks[dist.get_rank(group)]
+        self.has_first = 0 in self.stage_numbers
+        self.has_last = plan.num_stages - 1 in self.stage_numbers
+        self._num_valid = 1
+        self._schedules: dict[_Shape, _Runner] = {}
+        # NCCL makes a group's communicator at its first use, together on all ranks. A schedule's first use of it is a
+        # send and a receive between two of them, which would wait for the others for ever.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def lines(self, num_micro_batches: int) -> list[str]:
+        """Timeline and bubble of a step, for the log."""
+        name = self.plan.csv or self.plan.schedule
+        return timeline_lines(name, self.plan.order(num_micro_batches))
+
+    def step(self, tokens: Tensor, labels: Tensor, positions: Tensor | None, num_valid: int) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are summed, and reduced over data-parallel ranks once.
+
+        tokens, labels and positions (rows, seq) are the step's, the same on every rank of the pipeline; rows is a
+        multiple of the micro-batch size. Returns this rank's share of the loss: token losses / `num_valid`, 0-dim,
+        detached; zero without the last stage. A micro-batch whose loss is not finite makes every gradient of every
+        stage NaN.
+        """
+        self._num_valid = num_valid
+        return self._run(tokens, labels, positions, self.microbatch_size, trains=True)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Sum of the token losses, 0-dim; zero without the last stage. Rows and positions may differ from training."""
+        self._num_valid = 1
+        rows = math.gcd(tokens.shape[0], self.microbatch_size)
+        return self._run(tokens, labels, positions, rows, trains=False)
+
+    def _run(self, tokens: Tensor, labels: Tensor, positions: Tensor | None, rows: int, *, trains: bool) -> Tensor:
+        if tokens.shape[0] % rows:
+            raise ValueError(f"{tokens.shape[0]} samples are no multiple of micro-batches of {rows}")
+        shape = _Shape(tokens.shape[0] // rows, rows, tokens.shape[1], trains)
+        kwargs = {"labels": labels} if self.has_last else {}
+        if positions is not None:
+            kwargs["positions"] = positions
+        losses: list[Tensor] = []
+        self._runner(shape).run(
+            *([tokens] if self.has_first else []),
+            target=labels if self.has_last else None,
+            losses=losses,
+            return_outputs=False,
+            **kwargs,
+        )
+        total = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    def _runner(self, shape: _Shape) -> _Runner:
+        """The schedule for this shape; one for training and one for evaluation are kept."""
+        if shape not in self._schedules:
+            self._schedules = {kept: runner for kept, runner in self._schedules.items() if kept.trains != shape.trains}
+            self._schedules[shape] = self._build(shape)
+        return self._schedules[shape]
+
+    def _build(self, shape: _Shape) -> _Runner:
+        name = self.plan.schedule
+        if not shape.trains:  # the same stages, and any number of micro-batches
+            name = "ZBVZeroBubble" if SCHEDULES[name].is_v_shaped else "LoopedBFS"
+        follows_file = shape.trains and self.plan.csv != ""
+        kind: Any = _file_runtime() if follows_file else get_schedule_class(name)
+        stages = [self._stage(part, number, shape) for part, number in zip(self.parts, self.stage_numbers, strict=True)]
+        schedule = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+            shape.num_micro_batches,
+            loss_fn=self._share,
+            scale_grads=False,
+        )
+        if follows_file:
+            complete = has_messages(self.plan.csv)
+            schedule._load_csv(self.plan.csv, format="compute_comms" if complete else "compute_only")
+        return _Runner(schedule, stages, shape.trains)
+
+    def _stage(self, part: nn.Module, number: int, shape: _Shape) -> _Stage:
+        hidden = torch.empty(
+            (shape.rows, shape.seq // self.sequence_shards, self.width),
+            dtype=self.dtype, device="meta", requires_grad=shape.trains,
+        )  # fmt: skip
+        tokens = torch.empty((shape.rows, shape.seq), dtype=torch.int64, device="meta")
+        is_last = number == self.plan.num_stages - 1
+        loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta")
+        stage = _Stage(
+            part,
+            number,
+            self.plan.num_stages,
+            self.device,
+            input_args=tokens if number == 0 else hidden,
+            output_args=loss if is_last else hidden,
+            group=self.group,
+        )
+        stage.handed_on = hidden
+        return stage
+
+    def _share(self, loss: Tensor, _labels: Tensor) -> Tensor:
+        """A micro-batch's share of the step's loss; a non-finite one must reach every gradient, on every rank."""
+        share = loss / self._num_valid
+        if share.requires_grad:
+            factor = torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype)
+            share.register_hook(lambda grad: grad * factor)
+        return share
+
+
+class _Runner(NamedTuple):
+    schedule: Any
+    stages: list[_Stage]
+    trains: bool
+
+    def run(self, *args: Tensor, **kwargs: Any) -> None:
+        (self.schedule.step if self.trains else self.schedule.eval)(*args, **kwargs)
+        for stage in self.stages:
+            stage.clear_runtime_states()
+
+
+def _file_runtime() -> Any:
+    """What runs a schedule from a file; torch has no public name for it."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    return _PipelineScheduleRuntime
+
+
+class _Stage(PipelineStage):
+    """Torch's stage, with four things mended.
+
+    What it receives has memory only while its micro-batch is under way: torch allocates it for every micro-batch of a
+    step and keeps it, which grows with gradient accumulation. What it sends is checked: the next stage has allocated
+    a certain shape, and would take anything else for it. It can be evaluated beside the next stage on one rank. And a
+    backward in two parts finds its weights when forward passes in between have resharded them: torch looks for
+    gathered weights among the sharded ones, and would leave gradients out without a word.
+    """
+
+    handed_on: Tensor  # what its output must be like, on meta
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._allocating_nothing():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._allocating_nothing():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _allocating_nothing(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._move(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward:
+            self._move(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:  # otherwise the backward is still to read the input's gradient
+            self._move(self.args_recv_info[fwd_chunk_id], "meta")
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self._move(self.args_recv_info[bwd_chunk_id], "meta")
+            self._move(self.grad_recv_info[bwd_chunk_id], "meta")
+
+    @staticmethod
+    def _move(infos: Sequence[Any], device: torch.device | str) -> None:
+        """Replace received tensors by empty ones."""
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None and buffer.device.type != torch.device(device).type:
+                info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_maybe_with_nosync(*args, **kwargs)
+        if self.is_last:
+            return output
+        found, expected = (tuple(output.shape), output.dtype), (tuple(self.handed_on.shape), self.handed_on.dtype)
+        if found != expected:
+            raise ValueError(
+                f"pipeline stage {self.stage_index} hands on {found}, where the next one expects {expected}: stages pass "
+                "on hidden states (samples, positions, width) in the compute dtype, and nothing else"
+            )
+        return output.contiguous()
+
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        if backward_type != "full":
+            for module in self.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                grad.contiguous() for grad in self.bwd_cache[bwd_chunk_id] if grad is not None
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

@@ -1,0 +1,46 @@
+"""What may be asked of attention, and which device can do it: known before torch is loaded."""
+
+from __future__ import annotations
+
+ATTENTION_TYPES = ("sdpa", "flex", "varlen")
+MASK_TYPES = ("causal", "block_causal")
+
+
+def check_attention(attn_type: str, attn_mask_type: str) -> list[str]:
+    """What is wrong with a model's attention arguments, one sentence each."""
+    known = {"attn_type": (attn_type, ATTENTION_TYPES), "attn_mask_type": (attn_mask_type, MASK_TYPES)}
+    problems = [
+        f"{key} = {value!r}: expected one of {', '.join(values)}"
+        for key, (value, values) in known.items()
+        if value not in values
+    ]
+    if not problems and attn_type != "sdpa" and attn_mask_type == "causal":
+        problems.append(
+            f'attn_type = {attn_type!r}: expected "sdpa" with attn_mask_type = "causal", which has a kernel of its own; '
+            'set attn_mask_type = "block_causal" to end attention at document borders'
+        )
+    return problems
+
+
+def unsupported_attention(
+    attn_type: str, *, device_type: str, dtype: str, head_dim: int, compiled: bool = False
+) -> str:
+    """Why a device cannot compute an attention type in `dtype`, as one sentence; empty when it can.
+
+    dtype: that of the computation (training.mixed_precision_param).
+    """
+    if attn_type == "sdpa":
+        return ""
+    if device_type == "cpu":
+        why = {"flex": "FlexAttention has no backward pass there", "varlen": "its kernel is a GPU's"}[attn_type]
+        return f'attn_type = "{attn_type}" cannot train on CPU: {why}; set attn_type = "sdpa"'
+    if attn_type == "varlen" and dtype not in ("float16", "bfloat16"):
+        return (
+            f'attn_type = "varlen" computes in half precision only, not in {dtype}: '
+            'set training.mixed_precision_param = "bfloat16", or attn_type = "flex"'
+        )
+    if attn_type == "varlen" and (head_dim % 8 or head_dim > 256):
+        return f'attn_type = "varlen" needs heads of 8, 16, ... 256 dimensions, not {head_dim}: set attn_type = "flex"'
+    if attn_type == "flex" and dtype == "float64":
+        return 'attn_type = "flex" has no kernel for float64: set attn_type = "sdpa"'
+    return ""

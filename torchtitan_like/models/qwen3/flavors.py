@@ -1,0 +1,108 @@
+"""The dense Qwen3 as data: their sizes, initial weights and cost (arXiv:2505.09388, section 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchtitan_like.models.attention_rules import check_attention
+from torchtitan_like.models.spec import InitRule
+
+
+@dataclass(frozen=True)
+class Qwen3Args:
+    """Sizes of one Qwen3; each can be set in `[model.args]`.
+
+    head_dim does not follow from dim. hidden_dim: width of the feed-forward network. max_seq_len (tokens) sizes the rotary
+    tables. depth_init: weights that write into the residual stream shrink with the layer's depth (True) or with the
+    model's (False). attn_mask_type: "causal", each token sees all before it in the sample; "block_causal", those of its
+    document. attn_type: what computes attention that ends at document borders ("sdpa", "flex" or "varlen").
+    """
+
+    dim: int = 1024
+    n_layers: int = 28
+    n_heads: int = 16
+    n_kv_heads: int = 8
+    head_dim: int = 128
+    hidden_dim: int = 3072
+    vocab_size: int = 151936
+    norm_eps: float = 1e-6
+    max_seq_len: int = 40960
+    rope_theta: float = 1000000.0
+    enable_weight_tying: bool = False
+    depth_init: bool = True
+    init_std: float = 0.02
+    attn_type: str = "sdpa"
+    attn_mask_type: str = "causal"
+
+
+FLAVORS = {
+    "debugmodel": Qwen3Args(dim=256, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=2048,
+                            max_seq_len=4096, enable_weight_tying=True),
+    "0.6B": Qwen3Args(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, enable_weight_tying=True),
+    "1.7B": Qwen3Args(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, enable_weight_tying=True),
+    "4B": Qwen3Args(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, enable_weight_tying=True),
+    "8B": Qwen3Args(dim=4096, n_layers=36, n_heads=32, hidden_dim=12288),
+    "14B": Qwen3Args(dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
+    "32B": Qwen3Args(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
+}  # fmt: skip
+
+
+def check(args: Qwen3Args) -> list[str]:
+    """What is wrong with the sizes, one sentence each."""
+    positive = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps",
+                "max_seq_len", "rope_theta", "init_std")  # fmt: skip
+    problems = check_attention(args.attn_type, args.attn_mask_type)
+    problems += [
+        f"{key} = {getattr(args, key)}: expected a number above 0" for key in positive if not getattr(args, key) > 0
+    ]
+    if args.head_dim % 2:
+        problems.append(f"head_dim = {args.head_dim}: expected an even number, since it is rotated in pairs")
+    if args.n_kv_heads > 0 and args.n_heads % args.n_kv_heads:
+        problems.append(f"n_kv_heads = {args.n_kv_heads}: expected a divisor of n_heads = {args.n_heads}")
+    return problems
+
+
+def num_params(args: Qwen3Args) -> int:
+    """Parameters of the model, those of a tied output once."""
+    heads = 2 * (args.n_heads + args.n_kv_heads)  # of queries and output, of keys and values
+    attention = heads * args.head_dim * args.dim + 2 * args.head_dim
+    block = attention + 3 * args.dim * args.hidden_dim + 2 * args.dim
+    embeddings = 1 if args.enable_weight_tying else 2
+    return args.n_layers * block + args.dim + embeddings * args.vocab_size * args.dim
+
+
+def flops_per_token(args: Qwen3Args, seq_len: int) -> int:
+    """6 (P - P_embedding) + 6 L H (2 head_dim) seq: forward and backward (PaLM, arXiv:2204.02311, appendix B).
+
+    The look-up in the embedding costs nothing; the output's matrix product counts, tied or not. Attention counts in
+    full: that half of it is masked is not deducted.
+    """
+    weights = num_params(args)
+    if not args.enable_weight_tying:
+        weights -= args.vocab_size * args.dim
+    return 6 * weights + 6 * args.n_layers * args.n_heads * 2 * args.head_dim * seq_len
+
+
+def init_table(args: Qwen3Args) -> tuple[tuple[str, InitRule], ...]:
+    """TorchTitan's initial weights, for each parameter name the rule that matches first.
+
+    A tied embedding starts as an output does: at a standard deviation of 1 the first logits would be of order sqrt(dim).
+    """
+    output = InitRule("trunc_normal", std=args.dim**-0.5, cut=3.0)
+    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
+    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
+    for layer in range(args.n_layers):
+        depth = layer + 1 if args.depth_init else args.n_layers
+        into_residual = _almost_normal(args.init_std / math.sqrt(2 * depth))
+        rows += [(f"layers.{layer}.{name}.weight", into_residual)
+                 for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
+    plain = _almost_normal(args.init_std)
+    rows += [("layers.*.attention.w[qkv].weight", plain), ("layers.*.feed_forward.w1.weight", plain)]
+    rows += [("output.weight", output)]
+    return tuple(rows)
+
+
+def _almost_normal(std: float) -> InitRule:
+    """What `torch.nn.init.trunc_normal_` means by its defaults: cut at -2 and 2, however small `std` is."""
+    return InitRule("trunc_normal", std=std, cut=2.0 / std)

@@ -1,0 +1,106 @@
+"""Checks of a layout: the degrees against the ranks, and `LAYOUT_RULES` on what they come to. No torch is imported."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan_like.config.layout_rules import COMPILE, DEGREES, IMPL, PIPELINE_KEYS, Layout, broken_rules, text_of
+from torchtitan_like.distributed.dims import resolve_degrees
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.findings import Findings
+    from torchtitan_like.config.schema import JobConfig
+    from torchtitan_like.models.spec import ModelSpec
+
+    DeviceType = Literal["cpu", "cuda"]
+
+
+def check_layout(
+    findings: Findings, world_size: int | None, spec: ModelSpec | None, args: Any, device_type: DeviceType | None
+) -> None:
+    """Every problem of the layout. ``spec`` and ``args``: the model and its sizes, None where there is no such model."""
+    layout, reasons = layout_of(findings.config, world_size, spec, args, device_type)
+    for reason in reasons:
+        findings.error(
+            "parallelism",
+            f"degrees whose product is the number of ranks: {reason}",
+            "change a degree or the number of ranks (NGPU); data_parallel_shard_degree = -1 takes all left-over ranks",
+            involves=DEGREES,
+        )
+    for rule in broken_rules(layout):
+        findings.add(
+            rule.key,
+            text_of(rule.expected, layout),
+            text_of(rule.remedy, layout),
+            rule.severity,
+            rule.involves,
+            rule.name,
+        )
+    if spec is not None:
+        _check_pipeline(findings, layout, spec)
+    if "quantize.linear.float8" in findings.config.model.converters:
+        _check_float8(findings, layout)
+
+
+def _check_pipeline(findings: Findings, layout: Layout, spec: ModelSpec) -> None:
+    """Layers, schedule and micro-batches against the stages."""
+    from torchtitan_like.distributed.stages import problems
+
+    for fault in problems(
+        spec,
+        layout.args,
+        layout.parallelism,
+        local_batch_size=layout.config.training.local_batch_size,
+        num_accumulation=layout.num_accumulated,
+        compiled=False,  # that is the rule "compiled-zero-bubble"
+    ):
+        findings.error(fault.key, fault.expected, fault.remedy, involves=PIPELINE_KEYS)
+
+
+def _check_float8(findings: Findings, layout: Layout) -> None:
+    """Hardware, recipe and data parallelism against float8."""
+    from torchtitan_like.distributed.float8 import Run, problems
+
+    training, parallelism = layout.config.training, layout.parallelism
+    rows = parallelism.pipeline_parallel_microbatch_size if layout.pp > 1 else training.local_batch_size
+    run = Run(
+        layout.device_type,
+        layout.compiles_model,
+        num_tokens=rows * training.seq_len // layout.cp,
+        data_parallel_impl=parallelism.data_parallel_impl,
+    )
+    for finding in problems(layout.config.quantize.linear.float8, run):
+        findings.add(
+            finding.key, finding.expected, finding.remedy, finding.severity, ("model.converters", *COMPILE, IMPL)
+        )
+
+
+def layout_of(
+    config: JobConfig,
+    world_size: int | None,
+    spec: ModelSpec | None = None,
+    args: Any = None,
+    device_type: DeviceType | None = None,
+) -> tuple[Layout, list[str]]:
+    """What the rules look at, and why the degrees do not fit the ranks, one sentence each."""
+    parallelism = config.parallelism
+    dims, reasons = (None, []) if world_size is None else resolve_degrees(parallelism, world_size)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    layout = Layout(
+        config,
+        world_size,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=dims.dp_shard if dims else 1,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        is_resolved=dims is not None,
+        limits=spec.constraints(args) if spec else None,
+        args=args,
+        is_tied=bool(spec and spec.tied(args)),
+        device_type=device_type,
+        local_world_size=int(local) if local.isdecimal() else None,
+    )
+    return layout, reasons
