@@ -53,7 +53,6 @@ def _check_pipeline(findings: Findings, layout: Layout, spec: ModelSpec) -> None
         layout.parallelism,
         local_batch_size=layout.config.training.local_batch_size,
         num_accumulation=layout.num_accumulated,
-        compiled=False,  # that is the rule "compiled-zero-bubble"
     ):
         findings.error(fault.key, fault.expected, fault.remedy, involves=PIPELINE_KEYS)
 

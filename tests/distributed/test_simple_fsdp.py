@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.parity import full
@@ -274,13 +275,58 @@ def test_mixed_precision_computes_what_fsdp2_computes():
 # ---- memory
 
 
-def weights_kept(reshard):
-    """Elements of gathered weights that are alive between forward and backward."""
+class Arrivals(TorchDispatchMode):
+    """Notes the memory of what has been gathered, without keeping it."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            self.storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+def gathered_and_kept(reshard):
+    """(weights gathered in a forward, those of them that are still there after it)."""
     model, _ = build(LAYOUTS["fsdp-2"], Options(reshard=reshard), [])
     samples = torch.arange(2 * 33).reshape(2, 33).remainder(131)
-    sizes, alive = {p.shape for name, p in model.named_parameters() if name.startswith("layers.")}, {}
-    with GatheredStorages() as gathered:
+    with Arrivals() as arrivals:
         loss = model(samples[:, :-1], samples[:, 1:])
-    del samples
-    gc.collect()
-    return loss.item(), sum(weight() is not None for weight in gathered.weights), len(gathered.weights), sizes, alive
+    kept = sum(not storage.expired() for storage in arrivals.storages)
+    loss.backward()
+    return len(arrivals.storages), kept
+
+
+@pytest.mark.parametrize(("reshard", "kept"), [("default", 1), ("always", 0), ("never", 2 * 9 + 1)])
+def test_what_forward_keeps_of_the_gathered_weights(reshard, kept):
+    """Eagerly: of the head the norm's; the loss is done with the other one."""
+    assert run_ranks(gathered_and_kept, 2, reshard) == [(NUM_WEIGHTS, kept)] * 2
+
+
+# ---- as a part of a run
+
+
+def losses_with_and_without_gradients(backend):
+    """Of the same model and samples: validation runs the compiled forward too."""
+    model, _ = build(LAYOUTS["fsdp-2"], Options(backend=backend), [])
+    samples = torch.arange(2 * 33).reshape(2, 33).remainder(131)
+    trained = model(samples[:, :-1], samples[:, 1:]).item()
+    with torch.no_grad():
+        return trained, model.eval()(samples[:, :-1], samples[:, 1:]).item()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_validation(backend):
+    trained, validated = run_ranks(losses_with_and_without_gradients, 2, backend, timeout=240)[0]
+    assert validated == pytest.approx(trained, rel=1e-12)
+
+
+@pytest.mark.parametrize(("layout", "name"), [
+    ("one", "SimpleFSDP"), ("fsdp-2", "SimpleFSDP"), ("ddp-2", "SimpleFSDP (replicated)"),
+    ("hsdp-2x2", "SimpleFSDP (hybrid)"),
+])  # fmt: skip
+def test_the_log_tells_what_was_applied(layout, name):
+    assert outcomes(layout)[0].name == name

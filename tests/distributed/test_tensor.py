@@ -170,13 +170,15 @@ def compare(layout):
     expected_loss, expected, expected_logits, expected_hash = of_one_rank(layout)
     if layout.dtype == "float64":
         assert sum(hashes) % 2**64 == expected_hash
+    named = list(model.named_parameters())  # before the first forward, as an optimizer takes them
     errors = {"loss": abs(backward(model, layout) / expected_loss - 1)}
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
+    for name, p in named:
+        assert p.is_leaf and p.grad is not None, name
         assert p.grad.placements == p.placements and p.grad.dtype == p.dtype, name
         errors[name] = relative(p.grad.full_tensor(), expected[name])
-    assert expected.keys() == {name for name, _ in model.named_parameters()}
-    norm = clip_gradients([p for _, p in model.named_parameters()], 1e9).double()
+    assert expected.keys() == dict(named).keys()
+    assert all(p is q for (_, p), q in zip(named, model.parameters(), strict=True))
+    norm = clip_gradients([p for _, p in named], 1e9).double()
     errors["norm"] = relative(norm, torch.stack([g.norm() for g in expected.values()]).norm())
     tokens, _, positions = batch(layout)
     with torch.no_grad():

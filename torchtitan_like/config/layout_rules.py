@@ -74,6 +74,12 @@ class Layout:
         return total // self.unit if total > 0 and self.is_resolved and total % self.unit == 0 else 1
 
     @property
+    def num_micro_batches(self) -> int:
+        """What a pipeline gets in a step."""
+        local = self.config.training.local_batch_size * self.num_accumulated
+        return local // self.parallelism.pipeline_parallel_microbatch_size
+
+    @property
     def method(self) -> str:
         """How attention sees the whole of a cut sequence."""
         return self.parallelism.context_parallel_rotate_method if self.cp > 1 else ""
@@ -301,6 +307,17 @@ DATA_RULES = (
         "false with pipelines: each of a step's backward passes would update the weights",
         "set it to false",
         (PP,),
+    ),
+    LayoutRule(
+        "few-micro-batches",
+        lambda at: 0 < at.num_micro_batches < at.pp,
+        PP,
+        lambda at: (
+            f"leaves ranks idle most of the time: a step has {at.num_micro_batches} micro-batches for {at.pp} of them"
+        ),
+        "lower pipeline_parallel_microbatch_size, or raise training.local_batch_size",
+        PIPELINE_KEYS,
+        "warning",
     ),
     LayoutRule(
         "compiled-zero-bubble",

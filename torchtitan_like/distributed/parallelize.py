@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchtitan_like.distributed.data_parallel import DTYPES, needs_wrapping
 from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
 from torchtitan_like.distributed.initialize import materialize
+from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import World
 
 if TYPE_CHECKING:
@@ -174,35 +175,43 @@ def parallelize(
 
         section = sections.activation_checkpoint
         lines.append(apply_activation_checkpointing(blocks, section, compiled=compiled))
+    simple = parallelism.data_parallel_impl == "simple_fsdp"
     if compiled:
-        compile_blocks(blocks, sections.compile.backend)
-        lines.append(f"Compiling each block with torch.compile ({sections.compile.backend})")
+        backend = sections.compile.backend
+        if simple:
+            from torchtitan_like.distributed.simple_fsdp import compile_model
+
+            compile_model(model, backend)
+        else:
+            compile_blocks(blocks, backend)
+        lines.append(f"Compiling {'the whole model' if simple else 'each block'} with torch.compile ({backend})")
     offload = training.enable_cpu_offload
-    if world.mesh is not None and needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
+    if world.mesh is None or not needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
+        return lines
+    how: dict[str, Any] = {
+        "param_dtype": training.mixed_precision_param,
+        "reduce_dtype": training.mixed_precision_reduce,
+        "reshard": parallelism.fsdp_reshard_after_forward,
+    }
+    if simple:
+        from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
+
+        name = apply_simple_fsdp(model, spec, blocks.values(), world.mesh, dims, **how, compiled=compiled)
+    else:
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
-        name = apply_data_parallel(
-            model,
-            spec,
-            blocks.values(),
-            world.mesh,
-            dims,
-            param_dtype=training.mixed_precision_param,
-            reduce_dtype=training.mixed_precision_reduce,
-            reshard=parallelism.fsdp_reshard_after_forward,
-            cpu_offload=offload,
-        )
-        lines.append(f"Applied {name} to the model")
-        lines.append(
-            f"Mixed precision training is handled by fully_shard: parameters {training.dtype}, compute "
-            f"{training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
-        )
-        if offload:
-            lines.append("Applied CPU offloading to the model")
+        name = apply_data_parallel(model, spec, blocks.values(), world.mesh, dims, **how, cpu_offload=offload)
+    lines.append(f"Applied {name} to the model")
+    lines.append(
+        f"Mixed precision training is handled by {'simple_fsdp' if simple else 'fully_shard'}: parameters "
+        f"{training.dtype}, compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
+    )
+    if offload:
+        lines.append("Applied CPU offloading to the model")
     return lines
 
 
 def compile_blocks(blocks: dict[str, nn.Module], backend: str) -> None:
     """Compile each block's forward, whole; blocks of one shape share one compilation. Names do not change."""
     for block in blocks.values():
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        block.forward = on_local_parameters(block, torch.compile(block.forward, backend=backend, fullgraph=True))

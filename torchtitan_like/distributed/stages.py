@@ -26,7 +26,6 @@ class Schedule(NamedTuple):
 
     is_multi: bool = False  # each rank has several stages
     is_v_shaped: bool = False  # the second half of the stages goes back over the ranks
-    splits_backward: bool = False  # the gradients of inputs and of weights are computed apart
 
 
 SCHEDULES = {
@@ -34,9 +33,9 @@ SCHEDULES = {
     "1F1B": Schedule(),
     "Interleaved1F1B": Schedule(is_multi=True),
     "LoopedBFS": Schedule(is_multi=True),
-    "InterleavedZeroBubble": Schedule(is_multi=True, splits_backward=True),
-    "ZBVZeroBubble": Schedule(is_multi=True, is_v_shaped=True, splits_backward=True),
-    "DualPipeV": Schedule(is_multi=True, is_v_shaped=True, splits_backward=True),
+    "InterleavedZeroBubble": Schedule(is_multi=True),
+    "ZBVZeroBubble": Schedule(is_multi=True, is_v_shaped=True),
+    "DualPipeV": Schedule(is_multi=True, is_v_shaped=True),
     "PipelineScheduleSingle": Schedule(),  # these two follow a file
     "PipelineScheduleMulti": Schedule(is_multi=True),
 }
@@ -84,11 +83,11 @@ def plan_stages(spec: ModelSpec, args: Any, section: Parallelism) -> StagePlan:
 
 
 def problems(
-    spec: ModelSpec, args: Any, section: Parallelism, *, local_batch_size: int, num_accumulation: int, compiled: bool
+    spec: ModelSpec, args: Any, section: Parallelism, *, local_batch_size: int, num_accumulation: int
 ) -> list[Fault]:
     """All that is wrong with a pipeline before anything is built; nothing without one.
 
-    compiled: the model's blocks are. num_accumulation: local batches in a step; all of them are one schedule's.
+    num_accumulation: local batches in a step; all of them are one schedule's.
     """
     if section.pipeline_parallel_degree == 1:
         return []
@@ -98,16 +97,6 @@ def problems(
         faults.append(Fault(_KEY + "microbatch_size", f"a divisor of training.local_batch_size = {local_batch_size}"))
     elif plan is not None:
         faults += _micro_batch_faults(plan, local_batch_size // micro * num_accumulation)
-    schedule = section.pipeline_parallel_schedule
-    if compiled and SCHEDULES[schedule].splits_backward:
-        faults.append(
-            Fault(
-                _KEY + "schedule",
-                f"a schedule that computes each backward pass as a whole: the model is compiled, and {schedule} takes "
-                "the gradients of inputs and weights apart",
-                'use Interleaved1F1B, or take "model" out of compile.components',
-            )
-        )
     return faults
 
 

@@ -145,21 +145,26 @@ def _read_table(model: nn.Module, spec: ModelSpec, num_ranks: int) -> list[Cut]:
 
 
 def _views(group: ProcessGroup) -> dict[str, Callable[[Any], Tensor]]:
-    """What modules see of their parameters. One function for all modules of a kind: compiled blocks can share it."""
+    """What modules see of their parameters. One function for all modules of a kind: compiled blocks can share it.
+
+    As long as FSDP2 holds a parameter in pieces no forward wants it; only FSDP2 itself looks, for the parameter that it is
+    to give its gradient to: no view may put another tensor in its place then.
+    """
 
     def local(parameter: Any) -> Tensor:
-        # As long as FSDP2 holds it in pieces no forward wants it; only FSDP2 itself looks, for the whole parameter.
-        in_pieces = len(getattr(parameter, "placements", ())) > 1
-        shard: Tensor = parameter if in_pieces else to_local(parameter)
-        return shard
+        return to_local(parameter)
 
     def summed(parameter: Any) -> Tensor:
-        return copy_to(local(parameter), group)
+        return copy_to(to_local(parameter), group)
 
     def added_once(parameter: Any) -> Tensor:
         return summed(parameter) * (group.rank() == 0)
 
-    return {"local": local, "summed in backward": summed, "added once": added_once}
+    def unless_in_pieces(view: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        return lambda parameter: parameter if len(getattr(parameter, "placements", ())) > 1 else view(parameter)
+
+    views = {"local": local, "summed in backward": summed, "added once": added_once}
+    return {name: unless_in_pieces(view) for name, view in views.items()}
 
 
 # ---- what happens to activations on the way into a module and out of it

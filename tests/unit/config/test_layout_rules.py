@@ -227,7 +227,7 @@ def test_limits_that_no_shipped_model_meets(
 
 def test_every_rule_is_tried() -> None:
     tried = {case.rule for case in ILLEGAL}
-    tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts"}
+    tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches"}
     assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
     assert len({rule.name for rule in LAYOUT_RULES}) == len(LAYOUT_RULES)
 
@@ -289,6 +289,12 @@ def test_three_ranks_do_not_share_machines_of_eight() -> None:
     """A degree below the machine's size may cross its border all the same."""
     (line,) = warnings("tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false", 24)
     assert "cuts layers across machines" in line
+
+
+def test_micro_batches_too_few_to_keep_the_ranks_busy() -> None:
+    (line,) = warnings("pp=4 schedule=GPipe local=3", 4)
+    assert "a step has 3 micro-batches for 4 of them" in line
+    assert warnings("pp=4 schedule=GPipe local=4", 4) == warnings("pp=4 schedule=GPipe local=2 global=4", 4) == []
 
 
 @pytest.mark.parametrize(

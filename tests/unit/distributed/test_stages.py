@@ -182,9 +182,9 @@ def test_a_parameter_that_every_stage_would_have_is_refused():
 # ---- what is refused
 
 
-def refusals(given, *, args=ARGS, local_batch_size=8, num_accumulation=1, compiled=False):
+def refusals(given, *, args=ARGS, local_batch_size=8, num_accumulation=1):
     return problems(
-        SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation, compiled=compiled
+        SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation
     )
 
 
@@ -236,7 +236,6 @@ BROKEN = {
     "tied weights": (
         section(), {"args": dataclasses.replace(ARGS, enable_weight_tying=True)}, "degree",
         "1 with this model: output.weight is the same tensor as tok_embeddings.weight"),
-    "compiled": (section(schedule="ZBVZeroBubble"), {"compiled": True}, "schedule", "the model is compiled"),
     "no file": (section(schedule="PipelineScheduleMulti"), {}, "schedule_csv", "the file with the schedule"),
     "a file that is not there": (
         section(schedule="PipelineScheduleMulti", csv="/nowhere.csv"), {}, "schedule_csv", "No such file"),
@@ -254,8 +253,8 @@ def test_what_cannot_work_is_refused(name):
 
 def test_all_that_is_wrong_is_said_at_once():
     tied = dataclasses.replace(ARGS, enable_weight_tying=True)
-    found = refusals(section(schedule="DualPipeV", microbatch_size=4), args=tied, compiled=True)
-    assert [fault.key.rpartition("_")[2] for fault in found] == ["degree", "size", "schedule"]
+    found = refusals(section(schedule="DualPipeV", microbatch_size=4), args=tied)
+    assert [fault.key.rpartition("_")[2] for fault in found] == ["degree", "size"]
 
 
 def test_the_remedy_names_numbers_that_work():
@@ -271,7 +270,7 @@ def test_accumulation_makes_micro_batches():
 
 def test_a_model_that_does_not_count_its_layers_is_refused():
     spec = dataclasses.replace(SPEC, constraints=lambda args: {})
-    (fault,) = problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1, compiled=False)
+    (fault,) = problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1)
     assert 'do not say its number of "n_layers"' in fault.expected
 
 

@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.dim, self.eps = dim, eps
         self.weight = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
@@ -26,13 +26,14 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight  # one look: it may have to be gathered
         if x.is_cpu and not torch.compiler.is_compiling():
-            y: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)
+            y: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
             return y
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}"
+        return f"{self.dim}, eps={self.eps}"
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
