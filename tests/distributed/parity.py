@@ -95,6 +95,7 @@ def of_all_stages(trainer: Trainer, tensors: dict[str, np.ndarray]) -> dict[str,
 
 def build(argv: list[str]) -> Trainer:
     """The trainer of this rank of a pool, as `train.run` builds it."""
+    torch._dynamo.reset()  # a process of its own has compiled nothing yet
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = read_config(argv, world_size)
     world = join(config, LaunchedAs(rank, rank, world_size))

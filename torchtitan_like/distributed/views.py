@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 View = Callable[[Any], Tensor]
 
@@ -54,15 +56,44 @@ def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Calla
             for owner in module.modules()
             for name in owner.__dict__.get("_parameter_views", ())
         ]
+        if not places:
+            return forward(*args, **kwargs)
+        locals_ = _WithOwnGradients.apply(*(to_local(parameter) for _, _, parameter in places))
         try:
-            for parameters, name, parameter in places:
-                parameters[name] = to_local(parameter)
+            for (parameters, name, _), local in zip(places, locals_, strict=True):
+                parameters[name] = local
             return forward(*args, **kwargs)
         finally:
             for parameters, name, parameter in places:
                 parameters[name] = parameter
 
     return run
+
+
+class _WithOwnGradients(torch.autograd.Function):
+    """Tensors as they are, whose gradients are never one tensor.
+
+    A compiled backward computes equal gradients once and returns the result for each of them. Autograd takes care that what
+    it hands to two parameters is not changed for both when it is changed for one, but does not look into DTensors (torch
+    2.13): clipped or accumulated into, such a gradient would be so twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        taken: set[int] = set()
+        own: list[Tensor | None] = []
+        for grad in grads:
+            is_taken = grad is not None and grad.untyped_storage().data_ptr() in taken
+            own.append(grad.clone() if grad is not None and is_taken else grad)
+            if grad is not None:
+                taken.add(grad.untyped_storage().data_ptr())
+        return tuple(own)
 
 
 def _with_property(cls: type[nn.Module], name: str) -> type[nn.Module]:

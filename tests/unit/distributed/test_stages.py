@@ -183,9 +183,7 @@ def test_a_parameter_that_every_stage_would_have_is_refused():
 
 
 def refusals(given, *, args=ARGS, local_batch_size=8, num_accumulation=1):
-    return problems(
-        SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation
-    )
+    return problems(SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation)
 
 
 GOOD = [

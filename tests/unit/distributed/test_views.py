@@ -102,3 +102,25 @@ def test_compiled_code_gets_local_tensors():
     with pytest.raises(AssertionError):
         run(torch.ones(1, 1), fails=True)
     assert block[0]._parameters["weight"] is parameter
+
+
+def test_equal_gradients_of_compiled_code_are_not_one_tensor():
+    """Two biases of one sum: what clips or accumulates one gradient must not change the other."""
+    block, grads = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    for module in block:
+        module._parameters["bias"].register_hook(grads.append)
+        view_parameter(module, "bias", to_local)
+
+    class SameGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            return a + b
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            return grad, grad
+
+    on_local_parameters(block, lambda: SameGradient.apply(block[0].bias, block[1].bias))().sum().backward()
+    assert [grad.tolist() for grad in grads] == [[1.0, 1.0]] * 2
+    assert grads[0].data_ptr() != grads[1].data_ptr()
