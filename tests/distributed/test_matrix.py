@@ -116,6 +116,13 @@ def test_equals_one_rank(folder, layout, option, dtype):
     compare(expected, cell, dtype)
 
 
+def test_joined_collectives_change_nothing(folder):
+    expected = reference(str(folder / "one-rank"), "float64", "plain")
+    bucketed = {**overrides("simple-hsdp", "compile"), "parallelism.simple_fsdp_bucketing": "true"}
+    cell = run_ranks(run_cell, 4, options(str(folder / "bucketed"), "float64", **bucketed))[0]
+    compare(expected, cell, "float64")
+
+
 def test_there_are_enough_cells():
     assert len({cell[:2] for cell in CELLS}) >= 60
 

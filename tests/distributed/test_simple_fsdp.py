@@ -4,6 +4,8 @@ import functools
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.parity import full
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint
+from torchtitan_like.distributed import bucketing
 from torchtitan_like.distributed.activation import apply_activation_checkpointing
+from torchtitan_like.distributed.bucketing import GATHER, REDUCE, SCATTER, merge_collectives
 from torchtitan_like.distributed.data_parallel import DTYPES, apply_data_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
@@ -38,6 +42,7 @@ SIZES = {
     "max_seq_len": 32,
 }
 NUM_WEIGHTS = 2 * 9 + 3
+BLOCKS = ("layers.0", "layers.1")
 LAYOUTS = {
     "one": ParallelDims(1),
     "fsdp-2": ParallelDims(2, dp_shard=2),
@@ -62,6 +67,7 @@ class Options:
     recompute: str = "none"
     num_micro: int = 1
     tied: bool = False
+    buckets: tuple[str, ...] = ()
 
 
 @dataclass
@@ -119,7 +125,8 @@ def build(dims, options, graphs):
     if options.impl == "simple_fsdp":
         compiled = options.backend is not None
         if compiled:
-            compile_model(model, counting_backend(graphs) if options.backend == "counted" else options.backend)
+            backend = counting_backend(graphs) if options.backend == "counted" else options.backend
+            compile_model(model, backend, mesh, options.buckets)
         name = apply_simple_fsdp(model, spec, blocks.values(), mesh, dims, **shared, compiled=compiled)
     elif options.impl == "fsdp2":
         name = apply_data_parallel(model, spec, blocks.values(), mesh, dims, **shared, cpu_offload=False)
@@ -204,17 +211,18 @@ def test_gradients_of_micro_batches_add_up():
     assert_same(outcomes("hsdp-2x2", num_micro=2)[0], one_rank())
 
 
-@pytest.mark.parametrize("layout", ["fsdp-2", "ddp-2", "hsdp-2x2", "fsdp-2-tp-2"])
-@pytest.mark.parametrize("recompute", ["none", "full", "op"])
+@pytest.mark.parametrize(("layout", "recompute"), [
+    ("fsdp-2", "none"), ("fsdp-2", "op"), ("ddp-2", "none"), ("hsdp-2x2", "full"), ("fsdp-2-tp-2", "full"),
+])  # fmt: skip
 def test_one_compiled_graph_computes_the_same(layout, recompute):
     ours = outcomes(layout, backend="aot_eager", recompute=recompute)[0]
     assert_same(ours, one_rank())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp-2", "fsdp-2-tp-2"])
-def test_inductor_computes_the_same(layout):
-    assert_same(outcomes(layout, backend="inductor")[0], one_rank())
+@pytest.mark.parametrize("buckets", [(), BLOCKS])
+def test_inductor_computes_the_same(buckets):
+    assert_same(outcomes("fsdp-2", backend="inductor", buckets=buckets)[0], one_rank())
 
 
 # ---- collectives
@@ -233,8 +241,9 @@ def test_what_is_gathered_again_for_backward(reshard):
     }
 
 
-@pytest.mark.parametrize("reshard", GATHERED_AGAIN)
-@pytest.mark.parametrize("recompute", ["none", "full", "op"])
+@pytest.mark.parametrize(("reshard", "recompute"), [
+    ("default", "none"), ("default", "full"), ("default", "op"), ("always", "full"), ("never", "full"),
+])  # fmt: skip
 def test_what_is_gathered_again_in_a_compiled_graph(reshard, recompute):
     """As without compiling, whatever activation checkpointing computes again; the default frees, "never" keeps."""
     ours = outcomes("fsdp-2", backend="counted", reshard=reshard, recompute=recompute)[0]
@@ -252,24 +261,73 @@ def collectives(graph):
     return names
 
 
-@pytest.mark.parametrize(("layout", "kinds"), [
-    ("ddp-2", {"all_reduce": NUM_WEIGHTS}),
-    ("hsdp-2x2", {"all_gather_into_tensor": NUM_WEIGHTS, "reduce_scatter_tensor": NUM_WEIGHTS, "all_reduce": NUM_WEIGHTS}),
-])  # fmt: skip
-def test_gathers_are_narrow_and_reductions_wide(layout, kinds):
-    (counts,) = outcomes(
-        layout, dtype="float32", param_dtype="bfloat16", reduce_dtype="float32", reshard="never"
-    )[0].operators  # fmt: skip
-    assert counts == {
-        (kind, torch.bfloat16 if kind == "all_gather_into_tensor" else torch.float32): n for kind, n in kinds.items()
-    }
+class Merged(NamedTuple):
+    """Collectives over data-parallel ranks in a graph, before and after: the number of a kind, the elements it sends."""
+
+    before: Counter
+    after: Counter
 
 
-def test_mixed_precision_computes_what_fsdp2_computes():
-    """The same operations on the same numbers: only the order in which two ranks' gradients are added may differ."""
-    options = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32"}
-    ours, theirs = (outcomes("fsdp-2", impl=impl, **options)[0] for impl in ("simple_fsdp", "fsdp2"))
-    assert_same(ours, theirs, limit=1e-6)
+def run_counting_merges(dims, options):
+    """`run`, and what each graph sent before and after."""
+    graphs = []
+
+    def sent(graph, groups):
+        counts = Counter()
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in (GATHER, SCATTER, REDUCE) and node.args[-1] in groups:
+                kind = str(node.target).split(".")[1]
+                counts[kind] += 1
+                counts[f"{kind} elements"] += node.args[0].meta["val"].numel()
+        return counts
+
+    def merge(graph, blocks, groups):
+        before = sent(graph, groups)
+        saved = merge_collectives(graph, blocks, groups)
+        graphs.append(Merged(before, sent(graph, groups)))
+        assert saved == sum(before[kind] - graphs[-1].after[kind] for kind in KINDS)
+        return saved
+
+    with patch.object(bucketing, "merge_collectives", merge):
+        return run(dims, options), graphs
+
+
+KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+IN_BACKWARD = {"fsdp-2": KINDS[:2], "hsdp-2x2": KINDS}
+
+
+@pytest.mark.parametrize("layout", IN_BACKWARD)
+def test_the_weights_of_a_block_share_their_collectives(layout):
+    """Each of two blocks has one of a kind, the three weights around them their own; the same elements travel."""
+    options = Options(backend="aot_eager", buckets=BLOCKS, recompute="full")
+    ours, graphs = run_ranks(run_counting_merges, LAYOUTS[layout].world_size, LAYOUTS[layout], options, timeout=240)[0]
+    assert_same(ours, one_rank())
+    for graph, kinds in zip(graphs, (KINDS[:1], IN_BACKWARD[layout]), strict=True):
+        assert {kind for kind in KINDS if graph.before[kind]} == set(kinds)
+        for kind in kinds:
+            around = graph.before[kind] - 2 * 9
+            assert around in (0, 3) and graph.after[kind] == around + 2, kind
+            assert graph.after[f"{kind} elements"] == graph.before[f"{kind} elements"]
+
+
+def test_mixed_types_do_not_share():
+    """Gathered in bfloat16, reduced in float32: as FSDP2 computes."""
+    types = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    options = Options(backend="aot_eager", buckets=BLOCKS, **types)
+    ours, graphs = run_ranks(run_counting_merges, 2, LAYOUTS["fsdp-2"], options, timeout=240)[0]
+    assert graphs[0].after["all_gather_into_tensor"] == graphs[1].after["reduce_scatter_tensor"] == 3 + 2
+    assert_same(ours, outcomes("fsdp-2", impl="fsdp2", **types)[0], limit=1e-6)
+
+
+def merging_nothing():
+    try:
+        run(LAYOUTS["fsdp-2"], Options(backend="aot_eager", buckets=("blocks.0",)))
+    except Exception as error:  # the compiler's, around ours
+        return str(error)
+
+
+def test_a_plan_that_joins_nothing_is_an_error():
+    assert "of 21 collectives in a compiled graph none belong together" in run_ranks(merging_nothing, 2, timeout=240)[0]
 
 
 # ---- memory

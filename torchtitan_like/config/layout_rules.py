@@ -153,8 +153,9 @@ DEGREES = _of(
 TP, CP, PP, EP = _of(
     "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"
 )
-IMPL, RESHARD, SP, ASYNC_TP, ROTATE, BALANCER = _of(
+IMPL, BUCKETING, RESHARD, SP, ASYNC_TP, ROTATE, BALANCER = _of(
     "data_parallel_impl",
+    "simple_fsdp_bucketing",
     "fsdp_reshard_after_forward",
     "enable_sequence_parallel",
     "enable_async_tensor_parallel",
@@ -299,6 +300,33 @@ DATA_RULES = (
         '"fsdp2" with training.enable_cpu_offload: the traced graph reads its weights where they are computed with',
         'set it to "fsdp2", or enable_cpu_offload = false',
         ("training.enable_cpu_offload",),
+    ),
+    LayoutRule(
+        "bucketing-without-graph",
+        lambda at: (
+            at.parallelism.simple_fsdp_bucketing
+            and not (at.parallelism.data_parallel_impl == "simple_fsdp" and at.compiles_model)
+        ),
+        BUCKETING,
+        'false without data_parallel_impl = "simple_fsdp" and a compiled model: only its graph has collectives to join',
+        f'set it to false, or {IMPL} = "simple_fsdp" and compile.enable = true',
+        (IMPL, *COMPILE),
+    ),
+    LayoutRule(
+        "bucketing-backend",
+        lambda at: at.parallelism.simple_fsdp_bucketing and at.config.compile.backend not in ("inductor", "aot_eager"),
+        BUCKETING,
+        lambda at: f'false under compile.backend = "{at.config.compile.backend}", whose graphs are not reached',
+        'set it to false, or compile.backend = "inductor"',
+        ("compile.backend",),
+    ),
+    LayoutRule(
+        "bucketing-of-nothing",
+        lambda at: at.parallelism.simple_fsdp_bucketing and at.is_resolved and at.dp * at.cp == 1,
+        BUCKETING,
+        "false where one rank has all the weights: nothing is sent",
+        "set it to false",
+        DEGREES,
     ),
     LayoutRule(
         "pipelined-early-step",

@@ -25,6 +25,10 @@ class Parallelism(Section):
         description="fsdp2: torch's fully_shard and replicate. simple_fsdp: weights gathered inside the traced graph, "
         "for the compiler to place. ddp: all data-parallel ranks replicate; needs data_parallel_shard_degree = 1.",
     )
+    simple_fsdp_bucketing: bool = Field(
+        False,
+        description="With simple_fsdp and a compiled model: one collective for all weights of a block instead of one each.",
+    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
         "default",
         description="Free gathered weights after the forward pass. default: always, except with pipelines.",

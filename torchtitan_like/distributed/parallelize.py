@@ -181,7 +181,8 @@ def parallelize(
         if simple:
             from torchtitan_like.distributed.simple_fsdp import compile_model
 
-            compile_model(model, backend)
+            buckets = blocks if parallelism.simple_fsdp_bucketing else ()
+            compile_model(model, backend, world.mesh, buckets)
         else:
             compile_blocks(blocks, backend)
         lines.append(f"Compiling {'the whole model' if simple else 'each block'} with torch.compile ({backend})")

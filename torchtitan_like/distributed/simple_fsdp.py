@@ -11,7 +11,7 @@ a graph says which micro-batch is the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan_like.distributed.bucketing import bucketing_backend
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.views import View, on_local_parameters, to_local, view_parameter
 
@@ -82,8 +83,17 @@ def apply_simple_fsdp(
     return "SimpleFSDP (replicated)" if layout.shards is None else "SimpleFSDP (hybrid)"
 
 
-def compile_model(model: nn.Module, backend: Any) -> None:
-    """Compile the forward of a model as one graph with all its collectives. Names do not change."""
+def compile_model(
+    model: nn.Module, backend: Any, mesh: DeviceMesh | None = None, buckets: Collection[str] = ()
+) -> None:
+    """Compile the forward of a model as one graph with all its collectives. Names do not change.
+
+    buckets: the fqns of the modules that are to send what their weights need in one collective; `mesh` is then needed.
+    """
+    if buckets and mesh is not None:
+        layout = _Layout.of(mesh)
+        groups = [group.group_name for group in (layout.shards, layout.replicas) if group is not None]
+        backend = bucketing_backend(backend, buckets, groups)
     model.forward = on_local_parameters(model, torch.compile(model.forward, backend=backend, fullgraph=True))
 
 
