@@ -118,14 +118,14 @@ def test_a_config_with_several_problems_starts_nothing(tmp_path: Path) -> None:
     """All of them are listed, within five seconds of processor time, and no rank is started."""
     (tmp_path / "broken.toml").write_text(
         '[training]\nstesp = 10\nglobal_batch_size = 7\n[model]\nflavor = "9B"\nhf_assets_path = "./nowhere"\n'
-        '[checkpoint]\ninterval = "often"\n[parallelism]\ntensor_parallel_degree = 2\n'
+        '[checkpoint]\ninterval = "often"\n[parallelism]\nenable_async_tensor_parallel = true\n'
     )
     before = os.times()
     done = shell(f"CONFIG_FILE=broken.toml {ROOT}/run_train.sh --optimizer.lr=fast", tmp_path)
     after = os.times()
     assert done.returncode == ExitCode.BAD_CONFIG
     for key in ("training.stesp", "training.global_batch_size", "model.flavor", "model.hf_assets_path",
-                "checkpoint.interval", "parallelism.tensor_parallel_degree", "optimizer.lr"):  # fmt: skip
+                "checkpoint.interval", "parallelism.enable_async_tensor_parallel", "optimizer.lr"):  # fmt: skip
         assert key in done.stderr, done.stderr
     assert after.children_user + after.children_system - before.children_user - before.children_system < 5
     assert "torch.distributed.run" not in done.stdout
@@ -154,7 +154,8 @@ def test_what_is_said_about_resuming_is_what_resuming_does(saved: dict, last_ste
 
 
 def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselves() -> None:
-    tried = ("./run_train.sh", "./run_tests.sh", *SHOWN)
+    by_the_tests = ("python scripts/plan_parallelism.py ", "python scripts/count_collectives.py ")
+    tried = ("./run_train.sh", "./run_tests.sh", *by_the_tests, *SHOWN)
     assert [command for command in shown_commands() if not command.startswith(tried)] == []
 
 
@@ -205,11 +206,8 @@ def test_variables_are_those_of_the_script() -> None:
 
 
 PLANNED = (
-    "parallelism.tensor_parallel_degree=2",
-    "parallelism.pipeline_parallel_degree=2",
-    "parallelism.context_parallel_degree=2",
-    "parallelism.expert_parallel_degree=2",
-    "model.converters=quantize.linear.float8",
+    "model.converters=quantize.linear.mx",
+    "fault_tolerance.enable=true",
     "training.dataloader.num_workers=2",
     "data.sources.b.path=README.md",
 )

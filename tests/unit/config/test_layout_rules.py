@@ -273,6 +273,16 @@ def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
     assert [problem.key for problem in caught.value.problems] == ["parallelism.tensor_parallel_degree"]
 
 
+def test_asynchronous_tensor_parallelism_is_not_there_yet() -> None:
+    line = "tp=2 async_tp=true compile=true"
+    with pytest.raises(preflight.ConfigError) as caught:
+        preflight.load_checked(["--job.config_file", CONFIG, *arguments(line)], 2, training=True, device_type="cuda")
+    assert (
+        "not available yet"
+        in {p.key: p.expected for p in caught.value.problems}["parallelism.enable_async_tensor_parallel"]
+    )
+
+
 def warnings(line: str, ranks: int | None) -> list[str]:
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
     found = preflight.check(config, ranks, training=False)
