@@ -92,6 +92,7 @@ def test_a_gpu_for_each_rank_is_needed(house: Path) -> None:
 
 WAITS = """#!/usr/bin/env bash
 trap 'echo "got $1" > {folder}/ended-$$; exit 75' TERM INT
+touch {folder}/started-$$
 echo started
 {first}
 while :; do sleep 0.05; done
@@ -99,8 +100,10 @@ while :; do sleep 0.05; done
 
 
 def test_a_failing_node_ends_the_others(house: Path) -> None:
-    """The first to come takes the folder, and fails; its code is the run's."""
-    write_script(house / "run_train.sh", WAITS.format(folder=house, first=f"mkdir {house}/taken 2>/dev/null && exit 3"))
+    """The first to come takes the folder, and fails when all have started; its code is the run's."""
+    all_started = f"until [ $(ls {house}/started-* | wc -l) = 3 ]; do sleep 0.05; done"
+    first = f"if mkdir {house}/taken 2>/dev/null; then {all_started}; exit 3; fi"
+    write_script(house / "run_train.sh", WAITS.format(folder=house, first=first))
     result = emulate(house, 3, 1, GRACE_SECONDS="0")
     assert result.returncode == 3
     assert "A node has ended with 3; ending the others." in result.stderr
@@ -243,5 +246,6 @@ def is_rank(process: psutil.Process) -> bool:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    found = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    _, left = psutil.wait_procs(found, timeout=10)  # what was killed takes its time
     assert not left, f"processes {left} are still there"
