@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 
 from torchtitan_like.distributed.initialize import weight_hash
@@ -112,6 +113,7 @@ def release(trainer: Trainer) -> None:
     trainer.close()
     trainer.checkpointer.close()
     trainer.world.leave()
+    functorch_config.activation_memory_budget = 1.0  # other tests go on in this process
 
 
 def run_cell(argv: list[str], mutation: str = "") -> Trace | None:

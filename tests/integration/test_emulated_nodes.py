@@ -48,6 +48,11 @@ def write_script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def listen_to_ctrl_c() -> None:
+    """What was started in the background, as these tests may be, ignores it, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def emulate(root: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [str(root / "scripts/emulate_multinode.sh"), *map(str, arguments)]
     return subprocess.run(
@@ -115,7 +120,9 @@ def test_a_signal_reaches_every_node(house: Path, number: signal.Signals) -> Non
     """As a terminal sends it: to the whole process group."""
     write_script(house / "run_train.sh", WAITS.format(folder=house, first=""))
     command = [str(house / "scripts/emulate_multinode.sh"), "2", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listen_to_ctrl_c
+    )
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[node0] started\n", "[node1] started\n"]
     os.killpg(process.pid, number)
@@ -171,6 +178,7 @@ def start_nodes(arguments: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=listen_to_ctrl_c,
     )
 
 
