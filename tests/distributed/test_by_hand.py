@@ -1,0 +1,63 @@
+"""What a step sends is what the same layout sends that is written by hand with torch's own calls: kinds, numbers, elements."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import tensor_parallel as benchmark
+from tests.harness.rank_pool import run_ranks
+
+TOKENS = benchmark.BATCH * benchmark.SEQ
+
+
+class Traffic(TorchDispatchMode):
+    """(kind, elements) of each collective: those of the whole tensor that is summed, gathered or scattered."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # first it takes itself apart, and then this is asked again
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.replace("_", "")
+        kinds = [kind for kind in ("allreduce", "allgather", "reducescatter") if kind in name]
+        if kinds and func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
+            self.seen[kinds[0], max(t.numel() for t in tensors)] += 1
+        return out
+
+
+def traffic(kind):
+    """Of a second step, when nothing is set up any more: (ours, by hand)."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard" if kind == "fsdp" else "tp",))
+    tokens, labels = torch.randint(
+        benchmark.VOCAB, (2, benchmark.BATCH, benchmark.SEQ), generator=torch.Generator().manual_seed(0)
+    )
+    seen = []
+    for side in (benchmark.ours, benchmark.by_hand):
+        step = side(kind, mesh)
+        step(tokens, labels)
+        with Traffic() as counted:
+            step(tokens, labels)
+        seen.append(counted.seen)
+    return seen
+
+
+# By hand the loss sums three numbers per token (the highest logit, the sum, the label's logit) in as many messages.
+OWN_LOSS = {("allreduce", TOKENS): 1, ("allreduce", 2 * TOKENS): 1}
+LOSS_BY_HAND = {("allreduce", TOKENS): 3}
+
+
+@pytest.mark.parametrize("kind", ["tp + sp", "tp", "fsdp"])
+def test_what_is_sent(kind):
+    for ours, by_hand in run_ranks(traffic, 2, kind, timeout=120):
+        if kind.startswith("tp"):
+            ours, by_hand = ours - Counter(OWN_LOSS), by_hand - Counter(LOSS_BY_HAND)
+        assert ours == by_hand and ours.total() > 0
