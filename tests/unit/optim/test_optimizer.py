@@ -60,6 +60,15 @@ def test_a_skipped_step_changes_neither_weights_nor_state(implementation):
     assert all(torch.equal(v, before[1][k]) for k, v in optimizer.state_dict().items())
 
 
+def test_a_parameter_that_no_gradient_reaches_is_named():
+    model, _ = model_and_loss()
+    model[0].bias.requires_grad_(False)  # is not to be trained, and so not missed
+    optimizer = build_optimizer(model.named_parameters(), section())
+    model[2](torch.ones(8)).backward()
+    with pytest.raises(RuntimeError, match=r"no gradient has reached 0\.weight \(1 of 3 parameters\)"):
+        optimizer.clip_gradients(1.0)
+
+
 def test_no_weight_decay_is_a_matter_of_names():
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(no_weight_decay=["*.bias"]))
