@@ -58,6 +58,12 @@ class Layout:
         return self.config.compile.enable and "model" in self.config.compile.components
 
     @property
+    def has_own_graph(self) -> bool:
+        """True when all collectives of data parallelism are in a compiled graph that can be changed."""
+        can_be_changed = self.config.compile.backend in ("inductor", "aot_eager")
+        return self.parallelism.data_parallel_impl == "simple_fsdp" and self.compiles_model and can_be_changed
+
+    @property
     def splits_backward(self) -> bool:
         """True when a pipeline computes the gradients of inputs first and those of weights later."""
         return self.pp > 1 and self.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
@@ -303,30 +309,12 @@ DATA_RULES = (
     ),
     LayoutRule(
         "bucketing-without-graph",
-        lambda at: (
-            at.parallelism.simple_fsdp_bucketing
-            and not (at.parallelism.data_parallel_impl == "simple_fsdp" and at.compiles_model)
-        ),
+        lambda at: at.parallelism.simple_fsdp_bucketing and not at.has_own_graph,
         BUCKETING,
-        'false without data_parallel_impl = "simple_fsdp" and a compiled model: only its graph has collectives to join',
-        f'set it to false, or {IMPL} = "simple_fsdp" and compile.enable = true',
-        (IMPL, *COMPILE),
-    ),
-    LayoutRule(
-        "bucketing-backend",
-        lambda at: at.parallelism.simple_fsdp_bucketing and at.config.compile.backend not in ("inductor", "aot_eager"),
-        BUCKETING,
-        lambda at: f'false under compile.backend = "{at.config.compile.backend}", whose graphs are not reached',
-        'set it to false, or compile.backend = "inductor"',
-        ("compile.backend",),
-    ),
-    LayoutRule(
-        "bucketing-of-nothing",
-        lambda at: at.parallelism.simple_fsdp_bucketing and at.is_resolved and at.dp * at.cp == 1,
-        BUCKETING,
-        "false where one rank has all the weights: nothing is sent",
-        "set it to false",
-        DEGREES,
+        'false without data_parallel_impl = "simple_fsdp" and a model compiled by "inductor" (or "aot_eager"): only in its '
+        "graph are there collectives to join",
+        f'set it to false, or {IMPL} = "simple_fsdp", compile.enable = true and compile.backend = "inductor"',
+        (IMPL, *COMPILE, "compile.backend"),
     ),
     LayoutRule(
         "pipelined-early-step",

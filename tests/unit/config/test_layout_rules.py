@@ -89,9 +89,7 @@ ILLEGAL = [
     Illegal("bucketing=true impl=simple_fsdp", 2, "parallelism.simple_fsdp_bucketing", "compile.enable = true",
             "bucketing-without-graph"),
     Illegal("bucketing=true impl=simple_fsdp compile=true compile.backend=eager", 2, "parallelism.simple_fsdp_bucketing",
-            'compile.backend = "inductor"', "bucketing-backend"),
-    Illegal("bucketing=true impl=simple_fsdp compile=true", 1, "parallelism.simple_fsdp_bucketing", "nothing is sent",
-            "bucketing-of-nothing"),
+            'compile.backend = "inductor"', "bucketing-without-graph"),
     Illegal("tp=3 seq=240 validate=false", 3, "parallelism.tensor_parallel_degree", "16 attention heads -> set it to one "
             "of 1, 2, 4, 8, 16", "uneven-heads"),
     Illegal("tp=4 kv_heads=2", 4, "parallelism.tensor_parallel_degree", "2 key-value heads -> set it to one of 1, 2",
