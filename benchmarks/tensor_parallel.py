@@ -1,6 +1,6 @@
 """Tensor and data parallelism on two ranks, against the same model cut by hand with torch's own calls.
 
-    python benchmarks/tensor_parallel.py [--rounds 9] [--steps 4]
+    python benchmarks/tensor_parallel.py [--rounds 9] [--steps 4] [--kinds "tp + sp" tp fsdp]
 
 By hand means `parallelize_module` with ColwiseParallel, RowwiseParallel, SequenceParallel and `loss_parallel`, and
 `fully_shard` per block, embedding and head as TorchTitan writes it; with `nn.RMSNorm` and `F.cross_entropy`. A step is forward
@@ -51,6 +51,7 @@ from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 SEQ, BATCH, VOCAB = 512, 4, 8192
 SPEC = get_spec("llama3")
 ARGS = resolve_args(SPEC, "debugmodel", {"n_layers": 4, "vocab_size": VOCAB, "max_seq_len": SEQ})
+KINDS = ["tp + sp", "tp", "fsdp"]
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -150,12 +151,12 @@ def timed(step: Step, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int) 
     return 1e3 * (time.perf_counter() - wall) / num_steps, 1e3 * (time.process_time() - cpu) / num_steps
 
 
-def work(rank: int, store: str, rounds: int, num_steps: int) -> None:
+def work(rank: int, store: str, rounds: int, num_steps: int, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     if rank == 0:
         print("| case | ours, ms (CPU) | by hand, ms (CPU) | ratio (CPU) |\n| --- | --- | --- | --- |")
-    for kind in ("tp + sp", "tp", "fsdp"):
+    for kind in kinds:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard" if kind == "fsdp" else "tp",))
         generator = torch.Generator().manual_seed(rank if kind == "fsdp" else 0)
         tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQ), generator=generator)
@@ -182,9 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     store = f"/tmp/tensor-parallel-{os.getpid()}"
-    mp.start_processes(work, (store, options.rounds, options.steps), nprocs=2, start_method="fork")
+    mp.start_processes(work, (store, options.rounds, options.steps, options.kinds), nprocs=2, start_method="fork")
 
 
 if __name__ == "__main__":
