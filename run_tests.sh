@@ -30,7 +30,7 @@ check() {
 
 PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 check "$PYTHON" -m ruff check .
-check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/setup_env.sh
+check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/*.sh
 check "$PYTHON" -m mypy
 static=$((SECONDS - started))
 

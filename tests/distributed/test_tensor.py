@@ -1,16 +1,14 @@
 """Tensor parallelism gives the loss and every gradient of one rank, on any layout; and it sends what it has to."""
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint
 from torchtitan_like.distributed import tensor
@@ -288,23 +286,6 @@ def test_without_a_rule_a_gradient_is_wrong(name):
     word, change, layout, parameter = MUTATIONS[name]
     for errors in run_ranks(compare_mutated, layout.size, layout, word, change):
         assert errors[parameter] > 1e-3
-
-
-class Traffic(TorchDispatchMode):
-    """(kind, elements) of each collective: those of the whole tensor that is summed, gathered or scattered."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.replace("_", "")
-        kinds = [kind for kind in ("allreduce", "allgather", "reducescatter") if kind in name]
-        if kinds and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
-            self.seen[kinds[0], max(t.numel() for t in tensors)] += 1
-        return out
 
 
 def traffic(layout):

@@ -46,13 +46,13 @@ def bucketing_backend(backend: str, blocks: Collection[str], groups: Collection[
         module.recompile()
         return make_boxed_func(module.forward)
 
-    backend_: Callable[..., Any] = aot_autograd(
+    merging: Callable[..., Any] = aot_autograd(
         fw_compiler=lower,
         bw_compiler=lower,
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    return backend_
+    return merging
 
 
 def merge_collectives(graph: fx.Graph, blocks: Collection[str], groups: Collection[str]) -> int:
@@ -70,12 +70,14 @@ def merge_collectives(graph: fx.Graph, blocks: Collection[str], groups: Collecti
             if block is not None:
                 sent = _Sent(block, node.target, _input(node).meta["val"].dtype, tuple(node.args[1:]))
                 buckets.setdefault(sent, []).append(node)
+    if not num_before:
+        return 0
     place = {node: (i, 0) for i, node in enumerate(graph.nodes)}
     for sent, nodes in buckets.items():
         if len(nodes) > 1:
             _merge(graph, sent.kind, nodes, place)
             num_saved += len(nodes) - 1
-    if num_before and not num_saved:
+    if not num_saved:
         raise RuntimeError(
             f"parallelism.simple_fsdp_bucketing: of {num_before} collectives in a compiled graph none belong together by the "
             f"names of the blocks ({', '.join(blocks)}); set it to false"

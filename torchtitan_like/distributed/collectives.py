@@ -153,23 +153,23 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _arrived(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    return arrived(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    stacked = _arrived(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    stacked = arrived(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
     return _join(stacked.unflatten(0, (group.size(), x.shape[0])), dim)
 
 
 def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     stacked = _cut(x, dim, group).flatten(0, 1)
-    return _arrived(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+    return arrived(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
 def _exchange(x: Tensor, cut: int, joined: int, group: ProcessGroup) -> Tensor:
     one_each = [1] * group.size()
     pieces = _ops.all_to_all_single(_cut(x, cut, group), one_each, one_each, group.group_name)
-    return _join(_arrived(pieces), joined)
+    return _join(arrived(pieces), joined)
 
 
 def _slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -177,7 +177,8 @@ def _slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
-def _arrived(x: Tensor) -> Tensor:
+def arrived(x: Tensor) -> Tensor:
+    """What a functional collective has returned, when it is there."""
     y: Tensor = _ops.wait_tensor(x)
     return y
 

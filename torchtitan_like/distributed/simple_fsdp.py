@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_like.distributed.bucketing import bucketing_backend
+from torchtitan_like.distributed.collectives import arrived
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.views import View, on_local_parameters, to_local, view_parameter
 
@@ -181,23 +182,18 @@ class _GatherWeight(torch.autograd.Function):
         if not shards:
             return shard.view_as(shard)
         rows = _with_rows(shard, -(-num_rows // num_ranks))
-        return _with_rows(_arrived(_ops.all_gather_into_tensor(rows, num_ranks, shards)), num_rows)
+        return _with_rows(arrived(_ops.all_gather_into_tensor(rows, num_ranks, shards)), num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.to(ctx.reduce_dtype)
         if ctx.shards:
             rows = _with_rows(grad, -(-ctx.num_rows // ctx.num_ranks) * ctx.num_ranks).contiguous()
-            grad = _arrived(_ops.reduce_scatter_tensor(rows, "sum", ctx.num_ranks, ctx.shards))
+            grad = arrived(_ops.reduce_scatter_tensor(rows, "sum", ctx.num_ranks, ctx.shards))
             grad = _with_rows(grad, ctx.own_rows)
         if ctx.replicas:
-            grad = _arrived(_ops.all_reduce(grad.contiguous(), "sum", ctx.replicas))
+            grad = arrived(_ops.all_reduce(grad.contiguous(), "sum", ctx.replicas))
         return grad.to(ctx.dtype), None, None, None, None, None, None
-
-
-def _arrived(x: Tensor) -> Tensor:
-    y: Tensor = _ops.wait_tensor(x)
-    return y
 
 
 def _with_rows(x: Tensor, num_rows: int) -> Tensor:

@@ -7,6 +7,7 @@ Module code computes with plain local tensors, which it finds under the same nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,15 +48,19 @@ def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Calla
     """`forward`, compiled code of `module`, with local tensors in the place of viewed parameters as long as it runs.
 
     Its graph then knows nothing of DTensors, which is faster, and without which a checkpointed block with a DTensor's mesh
-    among what it saves does not run (torch 2.13). Views stay in the graph.
+    among what it saves does not run (torch 2.13). Views stay in the graph; all must be there at the first call.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        places: list[tuple[dict[str, Any], str, Any]] = [
-            (owner._parameters, name, owner._parameters[name])
+    @cache
+    def viewed() -> list[tuple[dict[str, Any], str]]:
+        return [
+            (owner._parameters, name)
             for owner in module.modules()
             for name in owner.__dict__.get("_parameter_views", ())
         ]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        places = [(parameters, name, parameters[name]) for parameters, name in viewed()]
         if not places:
             return forward(*args, **kwargs)
         locals_ = _WithOwnGradients.apply(*(to_local(parameter) for _, _, parameter in places))

@@ -52,6 +52,11 @@ class InitRule:
             )
 
 
+def almost_normal(std: float) -> InitRule:
+    """What `torch.nn.init.trunc_normal_` means by its defaults: cut at -2 and 2, however small `std` is."""
+    return InitRule("trunc_normal", std=std, cut=2.0 / std)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """One family of models. `A` below is its `args_type`, a frozen dataclass of ints, floats, bools and strings.

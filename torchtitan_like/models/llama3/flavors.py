@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_like.models.attention_rules import check_attention
-from torchtitan_like.models.spec import InitRule
+from torchtitan_like.models.spec import InitRule, almost_normal
 
 # The standard deviation of a linear layer's weights as a function of the model's width h.
 INIT_STD = {
@@ -133,15 +133,10 @@ def init_table(args: LlamaArgs) -> tuple[tuple[str, InitRule], ...]:
     rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", InitRule("normal", std=1.0))]
     for layer in range(args.n_layers):
         depth = layer + 1 if args.depth_init else args.n_layers
-        into_residual = _almost_normal(args.linear_std / math.sqrt(2 * depth))
+        into_residual = almost_normal(args.linear_std / math.sqrt(2 * depth))
         rows += [(f"layers.{layer}.{name}.weight", into_residual)
                  for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
-    plain = _almost_normal(args.linear_std)
+    plain = almost_normal(args.linear_std)
     rows += [("layers.*.attention.w[qkv].weight", plain), ("layers.*.feed_forward.w1.weight", plain)]
     rows += [("output.weight", InitRule("trunc_normal", std=args.dim**-0.5, cut=3.0))]
     return tuple(rows)
-
-
-def _almost_normal(std: float) -> InitRule:
-    """What `torch.nn.init.trunc_normal_` means by its defaults: cut at -2 and 2, however small `std` is."""
-    return InitRule("trunc_normal", std=std, cut=2.0 / std)
