@@ -13,15 +13,15 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config import ConfigError
 from torchtitan_like.preflight import load_checked
 
-LAYERS = {"model.args.n_layers": 4}
+LAYERS = "model.args.n_layers"
 SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
 IMPL, METHOD = "parallelism.data_parallel_impl", "parallelism.context_parallel_rotate_method"
 LESS = {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
 
 
-def pipeline(schedule, **others):
-    return {PP: 2, "parallelism.pipeline_parallel_schedule": schedule, **LESS, **others}
+def pipeline(schedule, layers=2, **others):
+    return {PP: 2, "parallelism.pipeline_parallel_schedule": schedule, LAYERS: layers, **LESS, **others}
 
 
 LAYOUTS = {
@@ -36,11 +36,11 @@ LAYOUTS = {
     "tp-no-loss-parallel": (2, {TP: 2, "parallelism.disable_loss_parallel": "true"}),
     "pp-gpipe": (2, pipeline("GPipe")),
     "pp-1f1b": (2, pipeline("1F1B")),
-    "pp-interleaved": (2, pipeline("Interleaved1F1B")),
-    "pp-looped-bfs": (2, pipeline("LoopedBFS")),
-    "pp-izb": (2, pipeline("InterleavedZeroBubble")),
-    "pp-zbv": (2, pipeline("ZBVZeroBubble")),
-    "pp-dualpipe": (2, pipeline("DualPipeV")),
+    "pp-interleaved": (2, pipeline("Interleaved1F1B", layers=4)),
+    "pp-looped-bfs": (2, pipeline("LoopedBFS", layers=4)),
+    "pp-izb": (2, pipeline("InterleavedZeroBubble", layers=4)),
+    "pp-zbv": (2, pipeline("ZBVZeroBubble", layers=4)),
+    "pp-dualpipe": (2, pipeline("DualPipeV", layers=4)),
     "cp-allgather": (2, {CP: 2}),
     "cp-ulysses": (2, {CP: 2, METHOD: "ulysses"}),
     "cp-ring": (2, {CP: 2, METHOD: "alltoall"}),
@@ -52,8 +52,8 @@ LAYOUTS = {
     "ddp-cp": (4, {CP: 2, REPLICATE: 2}),
     "tp-cp": (4, {TP: 2, CP: 2}),
     "pp-fsdp": (4, pipeline("1F1B")),
-    "pp-fsdp-zbv": (4, pipeline("ZBVZeroBubble")),
-    "pp-ddp": (4, pipeline("Interleaved1F1B", **{REPLICATE: 2})),
+    "pp-fsdp-zbv": (4, pipeline("ZBVZeroBubble", layers=4)),
+    "pp-ddp": (4, pipeline("Interleaved1F1B", layers=4, **{REPLICATE: 2})),
     "pp-tp": (4, pipeline("1F1B", **{TP: 2})),
     "pp-cp": (4, pipeline("1F1B", **{CP: 2})),
     "pp-fsdp-tp": (8, pipeline("1F1B", **{TP: 2})),
@@ -87,13 +87,13 @@ def overrides(layout, option):
     """Settings of a cell: the global batch is 8 samples on any number of ranks."""
     ranks, cell = LAYOUTS[layout]
     data_ranks = ranks // (cell.get(TP, 1) * cell.get(PP, 1) * cell.get(CP, 1))
-    return {**LAYERS, "training.local_batch_size": 8 // data_ranks, **cell, **OPTIONS[option]}
+    return {"training.local_batch_size": 8 // data_ranks, **cell, **OPTIONS[option]}
 
 
 @functools.cache
-def reference(folder, dtype, validates):
-    (trace,) = run_ranks(run_cell, 1, options(folder, dtype, **LAYERS, **(VALIDATE if validates else {})))
-    return trace
+def reference(folder, dtype, layers, validates):
+    argv = options(folder, dtype, **{LAYERS: layers}, **(VALIDATE if validates else {}))
+    return run_ranks(run_cell, 1, argv)[0]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,8 @@ def folder(tmp_path_factory):
 
 
 def run(folder, layout, option, dtype, mutation=""):
-    expected = reference(str(folder / "one-rank"), dtype, option == "validate")
+    layers = LAYOUTS[layout][1].get(LAYERS, 2)
+    expected = reference(str(folder / f"one-rank-{layers}"), dtype, layers, option == "validate")
     argv = options(str(folder / layout), dtype, **overrides(layout, option))
     return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation)[0]
 
@@ -114,7 +115,7 @@ def test_equals_one_rank(folder, layout, option, dtype):
 
 
 def test_joined_collectives_change_nothing(folder):
-    expected = reference(str(folder / "one-rank"), "float64", False)
+    expected = reference(str(folder / "one-rank-2"), "float64", 2, False)
     bucketed = {**overrides("simple-fsdp", "compile"), "parallelism.simple_fsdp_bucketing": "true"}
     cell = run_ranks(run_cell, 2, options(str(folder / "bucketed"), "float64", **bucketed), timeout=240)[0]
     compare(expected, cell, "float64")

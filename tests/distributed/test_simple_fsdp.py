@@ -34,7 +34,6 @@ from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 # A vocabulary and a width that ranks cannot share equally: 131 rows on 4 are 33, 33, 33, 32; 6 of a norm's on 4 are 2, 2, 2, 0.
 SIZES = {
     "dim": 32,
-    "n_layers": 2,
     "n_heads": 4,
     "n_kv_heads": 2,
     "multiple_of": 16,
@@ -67,6 +66,7 @@ class Options:
     recompute: str = "none"
     num_micro: int = 1
     tied: bool = False
+    n_layers: int = 2
     buckets: tuple[str, ...] = ()
 
 
@@ -107,7 +107,9 @@ def build(dims, options, graphs):
     """(model with values, name of the parallelism). graphs: gets the operators of each compiled graph."""
     torch._dynamo.reset()
     spec = get_spec("llama3")
-    args = resolve_args(spec, "debugmodel", {**SIZES, "enable_weight_tying": options.tied})
+    args = resolve_args(
+        spec, "debugmodel", {**SIZES, "n_layers": options.n_layers, "enable_weight_tying": options.tied}
+    )
     with torch.device("meta"):
         model = spec.build(args).to(DTYPES[options.dtype])
     mesh, shards = dims.build_mesh("cpu"), None
@@ -220,9 +222,10 @@ def test_one_compiled_graph_computes_the_same(layout, recompute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buckets", [(), BLOCKS])
+@pytest.mark.parametrize("buckets", [(), BLOCKS[:1]])
 def test_inductor_computes_the_same(buckets):
-    assert_same(outcomes("fsdp-2", backend="inductor", buckets=buckets)[0], one_rank())
+    ours = outcomes("fsdp-2", backend="inductor", n_layers=1, buckets=buckets)[0]
+    assert_same(ours, one_rank(n_layers=1))
 
 
 # ---- collectives
