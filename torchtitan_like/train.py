@@ -202,6 +202,7 @@ class Trainer:
             self.garbage.collect("GC collection after checkpoint loading")
         if self.start.kind == "resume":
             stored = (self.start.manifest or {}).get("numeric")
+            self.differences += [f"data: {name}" for name in self.batches.changes]
             logger.info(f"Resume: {resume_line(stored, self.numeric, self.differences)}")
         if self.after_update is not None:
             self.after_update()
@@ -306,7 +307,7 @@ class Trainer:
             self.after_update()
 
         before = self.progress
-        num_tokens = (batch.position - before.position) * self.config.training.seq_len
+        num_tokens = batch.num_samples * self.config.training.seq_len
         self.progress = Progress(
             step, before.n_tokens_seen + num_tokens, batch.position, chain(before.digest_chain, digest)
         )

@@ -13,8 +13,8 @@ from torchtitan_like.config.loader import build_config
 from torchtitan_like.config.problems import ConfigError
 
 # Patterns of settings -> the part of the run that they shape; the first match counts. A part's settings may not change,
-# unless the part is excluded from loading. "" shapes nothing that is learnt. The text and the tokenizer themselves are
-# compared by the data's fingerprint, wherever they lie.
+# unless the part is excluded from loading. "" shapes nothing that is learnt. What is read, and in which order, is compared
+# by the data's fingerprint, whatever the settings (data.allow_change).
 PARTS: tuple[tuple[str, str], ...] = (
     ("model.hf_assets_path", ""),
     ("model.tokenizer_path", ""),
@@ -27,14 +27,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("optimizer.*", "optimizer"),
     ("training.max_norm", "optimizer"),
     ("lr_scheduler.*", "lr_scheduler"),
-    ("training.dataset_path", ""),
-    ("training.dataset", "dataloader"),
-    ("training.seq_len", "dataloader"),
-    ("data.cache_folder", ""),
-    ("data.sources.*.path", ""),
-    ("data.sources.*.format", ""),
-    ("data.sources.*.max_epochs", ""),
-    ("data.*", "dataloader"),
+    ("data.*", ""),
     ("training.dtype", "model"),
     ("training.mixed_precision_*", "numerics"),
     ("debug.matmul_precision", "numerics"),

@@ -56,6 +56,12 @@ MinusOneOrPositive = Annotated[
 KeepCount = Annotated[
     int, Field(ge=0, json_schema_extra={"expected": "0 or an integer >= 2"}), AfterValidator(_not_one)
 ]
+StepRanges = Annotated[
+    list[list[int]], Field(json_schema_extra={"expected": "a list of pairs of steps, [[first, last], ...]"})
+]
+StepWeights = Annotated[
+    list[list[int | float]], Field(json_schema_extra={"expected": "a list of pairs, [[step, weight], ...]"})
+]
 NthOrOp = Annotated[
     str,
     Field(pattern=r"^(op|[1-9][0-9]*)$", json_schema_extra={"expected": '"op" or a positive integer in quotes ("2")'}),

@@ -99,6 +99,8 @@ def _convert(texts: list[str], setting: Setting | None, path: Path) -> Any:
     if setting.is_free or setting.section is not None:
         return _toml_value(text)
     if _is_list_of_lists(setting):
+        if get_args(get_args(setting.kind)[0]) != (str,):
+            return [[_toml_value(item) for item in _split(group)] for group in texts]
         return [_split(group) for group in texts]
     if get_origin(setting.kind) is list:
         return _split(text)

@@ -110,7 +110,7 @@ def _report_conflicts(
         if not faulty.intersection(keys):
             setting = find(paths[0])
             value = error["input"].get(conflict.key, setting.default if setting else None)
-            origin = next((origins[path] for path in paths if path in origins), "default")
+            origin = next((origins[path] for path in paths if path in origins), _origin_of(paths[0], origins))
             problems.append(
                 Problem(keys[0], value, conflict.expected, conflict.remedy, origin, involves=tuple(keys[1:]))
             )

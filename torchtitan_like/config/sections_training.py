@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, MinusOneOrPositive, Section
+from torchtitan_like.config.base import Conflict, MinusOneOrPositive, Section, StepRanges, StepWeights
 
 
 class Model(Section):
@@ -138,7 +138,22 @@ class Training(Section):
         50, ge=0, description="Python's garbage is collected every this many steps on all ranks; 0 leaves it to Python."
     )
     gc_debug: bool = Field(False, description="Collect garbage at every step and report cycles that hold tensors.")
+    skip_steps: StepRanges = Field(
+        [],
+        description="Steps whose samples are left out, [[first, last], ...], after a loss spike say: the step `first` reads "
+        "what would have come after `last`. Each pair counts the steps of a run with the pairs before it.",
+    )
     dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the training data.")
+
+    def conflicts(self) -> list[Conflict]:
+        is_pair = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in self.skip_steps)
+        if is_pair and sorted(self.skip_steps, key=lambda pair: pair[0]) == self.skip_steps:
+            return []
+        return [
+            Conflict(
+                "skip_steps", "pairs of steps, 1 <= first <= last, in order", "write [[100, 110], [500, 500]], say"
+            )
+        ]
 
 
 class DataSource(Section):
@@ -149,8 +164,24 @@ class DataSource(Section):
         "auto", description="Format of the files; auto goes by the file's ending."
     )
     text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
-    weight: float = Field(1.0, gt=0, description="Share of this source in a mixture, relative to the other weights.")
-    max_epochs: int = Field(0, ge=0, description="Times the source is read; 0 is without limit.")
+    weight: float = Field(
+        1.0, ge=0, description="Share of this source in the tokens of a mixture, relative to the other weights."
+    )
+    weight_from: StepWeights = Field(
+        [],
+        description="Weights from later steps on, [[step, weight], ...]: for annealing, or for a source that comes in later.",
+    )
+    max_epochs: int = Field(
+        0, ge=0, description="Times the source is read, then the others share its part; 0 is without limit."
+    )
+
+    def conflicts(self) -> list[Conflict]:
+        if all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in self.weight_from):
+            steps = [1, *(pair[0] for pair in self.weight_from)]
+            if steps == sorted(set(steps)):
+                return []
+        expected = "pairs of a step >= 2 and a weight >= 0, in order of the steps"
+        return [Conflict("weight_from", expected, "write [[10000, 3.0], [20000, 0]], say")]
 
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -164,12 +195,21 @@ class Data(Section):
         None,
         description="Folder of the token cache. Unset: beside the data, or in job.dump_folder if that is read-only.",
     )
+    allow_change: list[str] = Field(
+        [],
+        description="What may differ from the data of the checkpoint that is resumed, by the names that its refusal tells.",
+    )
     shuffle: bool = Field(True, description="Shuffle documents and samples, anew in every epoch.")
     mask_document_starts: bool = Field(
         False, description="The first token of a document is not a label: it cannot be known from the document before."
     )
     add_bos: bool = Field(True, description="Put the beginning-of-text token before each document.")
     add_eos: bool = Field(True, description="Put the end-of-text token after each document.")
+
+    def conflicts(self) -> list[Conflict]:
+        if not self.sources or any(source.weight for source in self.sources.values()):
+            return []
+        return [Conflict("sources", "a source with a weight > 0 for the first step", "give one of them a weight")]
 
 
 class Loss(Section):

@@ -1,15 +1,17 @@
 """Training batches: the next samples of one global stream, whose only state is a position in it.
 
-Position p is sample p % n of epoch p // n, in that epoch's order, n being the samples of an epoch. The batch of a
-step is the next ``num_accumulation * dp_size * local_batch_size`` positions. How they are shared out follows from
-the layout and never enters the state, so another number of ranks reads the same samples at each step of the same
-size.
+Which sample stands at a position is a formula (`mixture.SampleOrder`). The batch of a step is the next
+``num_accumulation * dp_size * local_batch_size`` positions. How they are shared out follows from the layout and never
+enters the state, so another number of ranks reads the same samples at each step of the same size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from .errors import DataMismatch
-from .order import mix64, shuffled
+from .mixture import JoinedSamples, Origin, SampleOrder
+from .order import mix64
 from .packing import NO_SAMPLE, PackedSamples
+
+logger = logging.getLogger()
 
 IGNORED_LABEL = -100
 # The order is worked out for this many positions at once: a step of a few samples would pay for numpy's calls alone.
@@ -32,8 +37,9 @@ class Batch:
 
     tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned.
     num_valid_tokens: labels that count, in this share. digest: this share's part of the step's digest; the parts of
-    all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: samples consumed
-    when the step is done. positions: int64, of each token in its document, as tokens; None where that is not asked for.
+    all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: where the
+    stream is when the step is done. num_samples: those of the step over all ranks, without what fills it up. positions:
+    int64, of each token in its document, as tokens; None where that is not asked for.
     """
 
     tokens: torch.Tensor
@@ -42,6 +48,7 @@ class Batch:
     digest: int
     first_samples: list[int]
     position: int
+    num_samples: int
     positions: torch.Tensor | None = None
 
 
@@ -56,29 +63,31 @@ def chain(previous: int, digest: int) -> int:
 
 
 class TrainBatches:
-    """Iterator of `Batch`. All ranks see StopIteration at the same step: when ``max_epochs`` are read (0: never).
+    """Iterator of `Batch`. All ranks see StopIteration at the same step: at the end of ``order``, if it has one.
 
-    The step in which the last epoch ends is filled up with samples that are masked wholly: no token is lost, and its
-    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size).
+    The step in which the stream ends is filled up with samples that are masked wholly: no token is lost, and its
+    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size). ``skipped`` are ranges of positions that are left
+    out. ``allow_change`` are patterns of what may differ between a saved fingerprint and this one.
     """
 
     def __init__(
         self,
-        samples: PackedSamples,
+        samples: JoinedSamples,
+        order: SampleOrder,
         *,
         fingerprint: Mapping[str, Any],
-        shuffle_seed: int | None,
-        max_epochs: int,
         local_batch_size: int,
         num_accumulation: int,
         sharing: tuple[int, int],
         with_positions: bool = False,
+        skipped: Sequence[range] = (),
+        allow_change: Sequence[str] = (),
     ) -> None:
         self.fingerprint = dict(fingerprint)
-        self.num_samples_per_epoch = samples.num_samples
+        self.order = order
+        self.changes: list[str] = []  # what differs from the data of the checkpoint, where that is allowed
         self._samples, self._with_positions = samples, with_positions
-        self._shuffle_seed = shuffle_seed
-        self._end = max_epochs * samples.num_samples if max_epochs else None
+        self._skipped, self._allow_change = skipped, allow_change
         self._position = 0
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
         dp_rank, dp_size = sharing
@@ -96,72 +105,111 @@ class TrainBatches:
         return self
 
     def __next__(self) -> Batch:
-        first = self._position
-        if self._end is not None and first >= self._end:
+        whole, end = self._positions_of_step(), self.order.end
+        if end is not None and whole[0] >= end:
             raise StopIteration
-        after = first + self._global_batch_size
-        after = after if self._end is None else min(after, self._end)
-        positions = first + self._local
-        samples, with_positions = self._samples_of_step(), self._with_positions
-        batch = assemble(self._samples, samples, positions, self._shape, position=after, with_positions=with_positions)
-        self._position = after
+        after = int(whole[-1]) + 1
+        samples = self._samples_at(whole)
+        batch = assemble(
+            self._samples,
+            samples[self._local],
+            whole[self._local],
+            self._shape,
+            position=after if end is None else min(after, end),
+            num_samples=int(np.count_nonzero(samples != NO_SAMPLE)),
+            with_positions=self._with_positions,
+        )
+        self._position = batch.position
         return batch
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
         """State of a run that has consumed ``position`` samples: the `position` of the last batch that was trained
         on, which need not be the last handed out. Without it, of all handed out. The same on every rank.
         """
-        return {"position": self._position if position is None else position, "fingerprint": dict(self.fingerprint)}
+        position = self._position if position is None else position
+        origin = self.order.origin
+        return {
+            "position": position,
+            "counts": self.order.counts_at(position),
+            "origin": {"position": origin.position, "counts": dict(origin.counts)},
+            "fingerprint": dict(self.fingerprint),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raises DataMismatch, with every difference, if it is one of another stream."""
+        """Go to a saved position. Raises DataMismatch, with every difference, if it is one of another stream.
+
+        Where the differences are allowed, every source goes on behind its last sample: the pattern begins anew there.
+        """
+        position = int(state["position"])
+        counts: Mapping[str, int] = state.get("counts", {"": position})  # before there were mixtures
+        origin = state.get("origin", {"position": 0, "counts": {}})
         missing = object()
-        saved, here = state["fingerprint"], self.fingerprint
+        saved, here = dict(state["fingerprint"]), dict(self.fingerprint)
+        self.order.start_at(Origin(int(origin["position"]), origin["counts"]))
+        if saved == here:
+            # What the fingerprint leaves out, as max_epochs, may have moved samples before this position.
+            saved["samples read"], here["samples read"] = dict(counts), self.order.counts_at(position)
         differing = [key for key in sorted({*saved, *here}) if saved.get(key, missing) != here.get(key, missing)]
-        if differing:
-            lines = [
-                f"  {key}: saved {saved.get(key, 'nothing')!r}, now {here.get(key, 'nothing')!r}" for key in differing
-            ]
+        refused = [key for key in differing if not any(fnmatchcase(key, name) for name in self._allow_change)]
+        lines = [f"  {key}: saved {saved.get(key, 'nothing')!r}, now {here.get(key, 'nothing')!r}" for key in differing]
+        if refused:
             raise DataMismatch(
                 "the saved data position counts samples of another stream than the one configured now:\n"
                 + "\n".join(lines)
-                + "\nrestore these settings or files to continue the run, or start a new run from its weights "
+                + "\nrestore these settings or files to continue the run; accept them with "
+                f"data.allow_change = {json.dumps(refused)}; or start a new run from its weights "
                 '(checkpoint.start = "warm", checkpoint.initial_load_path = the folder of the step)'
             )
-        self._position = int(state["position"])
+        if differing:
+            logger.warning(
+                "The data changed since the checkpoint, as data.allow_change permits:\n"
+                + "\n".join(lines)
+                + f"\neach source goes on behind the samples that were read of it: {dict(counts)}"
+            )
+            self.order.start_at(Origin(position, counts))
+        self.changes = differing
+        self._position = position
+        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
 
-    def _samples_of_step(self) -> NDArray[np.int64]:
-        """Sample index at each of this rank's positions of the step, NO_SAMPLE beyond the end."""
-        first, behind = self._position, self._position + self._global_batch_size
-        if not self._ahead_from <= first <= behind <= self._ahead_from + len(self._ahead):
-            self._ahead_from = first
-            self._ahead = self._samples_at(np.arange(first, max(behind, first + _ORDER_AHEAD)))
-        samples: NDArray[np.int64] = self._ahead[first - self._ahead_from + self._local]
-        return samples
+    def _positions_of_step(self) -> NDArray[np.int64]:
+        """The next positions that are not left out, of all ranks: (global batch size,)."""
+        pieces, position, missing = [], self._position, self._global_batch_size
+        while missing:
+            for left_out in self._skipped:
+                if position in left_out:
+                    position = left_out.stop
+            stop = min(
+                [position + missing, *(left_out.start for left_out in self._skipped if left_out.start > position)]
+            )
+            pieces.append(np.arange(position, stop))
+            position, missing = stop, missing - (stop - position)
+        return np.concatenate(pieces)
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        epochs, within = np.divmod(positions, self.num_samples_per_epoch)
-        samples = within
-        if self._shuffle_seed is not None:
-            samples = np.empty_like(within)
-            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-                chosen = epochs == epoch
-                samples[chosen] = shuffled(within[chosen], self.num_samples_per_epoch, self._shuffle_seed, epoch)
-        return samples if self._end is None else np.where(positions < self._end, samples, NO_SAMPLE)
+        """Sample number at each of the positions of a step, NO_SAMPLE beyond the end."""
+        first, behind = int(positions[0]), int(positions[-1]) + 1
+        if behind - first > len(positions):  # some between them are left out
+            return self.order.samples_at(positions)
+        if not self._ahead_from <= first <= behind <= self._ahead_from + len(self._ahead):
+            self._ahead_from = first
+            self._ahead = self.order.samples_at(np.arange(first, max(behind, first + _ORDER_AHEAD)))
+        return self._ahead[positions - self._ahead_from]
 
 
 def assemble(
-    packed: PackedSamples,
+    packed: PackedSamples | JoinedSamples,
     samples: NDArray[np.int64],
     positions: NDArray[np.int64],
     shape: tuple[int, int],
     *,
     position: int,
+    num_samples: int,
     with_positions: bool,
 ) -> Batch:
     """A batch of ``samples`` (rows,), which stand at ``positions`` (rows,) of the stream.
 
-    shape: (num_micro, local_batch), with num_micro * local_batch = rows. with_positions: tell also where each token stands
+    shape: (num_micro, local_batch), with num_micro * local_batch = rows. position, num_samples: those of the `Batch`.
+    with_positions: tell also where each token stands
     in its document.
     """
     rows, lengths = packed.read(samples)
@@ -179,7 +227,7 @@ def assemble(
     num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
     digest = _digest(rows, lengths, positions)
     in_documents = torch.from_numpy(packed.positions(samples)).view(both[0].shape) if with_positions else None
-    return Batch(both[0], both[1], num_valid_tokens, digest, first_samples, position, in_documents)
+    return Batch(both[0], both[1], num_valid_tokens, digest, first_samples, position, num_samples, in_documents)
 
 
 def _digest(rows: NDArray[Any], lengths: NDArray[np.int64], positions: NDArray[np.int64]) -> int:

@@ -28,9 +28,9 @@ class PackedSamples:
                 f"the text of {file.folder} has {file.meta.num_tokens} token: expected 2 or more, an input and a label"
             )
         self.file, self.seq_len, self.mask_document_starts = file, seq_len, mask_document_starts
-        num_labels = file.meta.num_tokens - 1
-        self.num_samples = -(-num_labels // seq_len)
-        self._num_full = num_labels // seq_len
+        self.num_labels = file.meta.num_tokens - 1  # of an epoch, those that are ignored among them
+        self.num_samples = -(-self.num_labels // seq_len)
+        self._num_full = self.num_labels // seq_len
         stride = file.tokens.itemsize
         shape, strides = (self._num_full, seq_len + 1), (seq_len * stride, stride)
         self._full = np.lib.stride_tricks.as_strided(file.tokens, shape, strides, writeable=False)

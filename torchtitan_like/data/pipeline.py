@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchtitan_like.config.sections_training import Data, DataSource, Training,
 from .batches import TrainBatches
 from .documents import find_corpus
 from .errors import DataError
+from .mixture import MIXTURE_VERSION, PATTERN, JoinedSamples, SampleOrder, Supply
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import PACKING, PackedSamples
 from .token_cache import TokenPolicy, cached_tokens
@@ -26,10 +28,11 @@ logger = logging.getLogger()
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A source and the name it goes by."""
+    """A source and the name it goes by. key: the name of its table, "" for a source that has none."""
 
     name: str
     source: DataSource
+    key: str = ""
 
 
 def build_train_batches(
@@ -44,31 +47,64 @@ def build_train_batches(
     num_accumulation: int,
     with_positions: bool = False,
 ) -> TrainBatches:
-    """This rank's share of the training batches, at position 0. Builds the token cache if need be: call it on all
+    """This rank's share of the training batches, at position 0. Builds the token caches if need be: call it on all
     ranks.
 
     ``seed`` keys the order of samples. ``with_positions``: tell where each token stands in its document. Raises DataError
     for what is wrong with the texts or their configuration.
     """
-    named = resolve_source(
+    named = resolve_sources(
         training.dataset, training.dataset_path, data.sources, section="training", table="data.sources"
     )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    file = _tokens(named, data, tokenizer, dump_folder)
-    samples = PackedSamples(file, training.seq_len, mask_document_starts=data.mask_document_starts)
+    parts = [
+        PackedSamples(
+            _tokens(one, data, tokenizer, dump_folder), training.seq_len, mask_document_starts=data.mask_document_starts
+        )
+        for one in named
+    ]
+    global_batch_size = num_accumulation * dp_size * training.local_batch_size
+    changes = _weight_changes(named, global_batch_size)
+    order = SampleOrder(
+        [_supply(one, part) for one, part in zip(named, parts, strict=True)],
+        seed=seed if data.shuffle else None,
+        changes=changes,
+    )
     batches = TrainBatches(
-        samples,
-        fingerprint=_fingerprint(named.source, data, tokenizer, samples, seed),
-        shuffle_seed=seed if data.shuffle else None,
-        max_epochs=named.source.max_epochs,
+        JoinedSamples(parts),
+        order,
+        fingerprint=_fingerprint(named, data, tokenizer, parts, seed, changes),
         local_batch_size=training.local_batch_size,
         num_accumulation=num_accumulation,
         sharing=(dp_rank, dp_size),
         with_positions=with_positions,
+        skipped=skipped_positions(training.skip_steps, global_batch_size),
+        allow_change=data.allow_change,
     )
-    _announce("training", named, samples)
+    for one, part in zip(named, parts, strict=True):
+        _announce("training", one, part)
+    if len(named) > 1:
+        for start, shares in order.segments():
+            told = ", ".join(f"{key} {share:.2%}" for key, share in shares.items())
+            logger.info(
+                f"Mixture from step {start // global_batch_size + 1:,} (sample {start:,}): {told} of the samples"
+            )
+    if order.end is not None:
+        logger.info(
+            f"The training text ends in step {-(-order.end // global_batch_size):,}, after {order.end:,} samples"
+        )
     return batches
+
+
+def skipped_positions(skip_steps: Sequence[Sequence[int]], global_batch_size: int) -> list[range]:
+    """The positions of the samples that ``training.skip_steps`` leaves out."""
+    ranges, num_skipped = [], 0
+    for first, last in skip_steps:
+        start = first - 1 + num_skipped
+        num_skipped += last - first + 1
+        ranges.append(range(start * global_batch_size, (first - 1 + num_skipped) * global_batch_size))
+    return ranges
 
 
 def build_validation_batches(
@@ -87,7 +123,7 @@ def build_validation_batches(
     text), so that the loss is that of the same samples on every layout. Raises DataError as `build_train_batches`
     does.
     """
-    named = resolve_source(
+    (named,) = resolve_sources(
         validation.dataset,
         validation.dataset_path,
         validation.sources,
@@ -106,21 +142,17 @@ def build_validation_batches(
     )
 
 
-def resolve_source(
+def resolve_sources(
     dataset: str, dataset_path: str | None, sources: dict[str, DataSource], *, section: str, table: str
-) -> NamedSource:
-    """The one source that is meant: that of ``sources``, else ``dataset_path``, else where the name ``dataset`` points.
+) -> list[NamedSource]:
+    """The sources that are meant: ``sources``, else ``dataset_path``, else where the name ``dataset`` points.
 
-    Raises DataError for an unknown name, for a name that needs a download, and for more than one source.
+    Raises DataError for an unknown name, and for a name that needs a download.
     """
-    if len(sources) > 1:
-        raise DataError(
-            f"{table} has {len(sources)} entries ({', '.join(sources)}): mixtures are not available yet, expected one"
-        )
     if sources:
-        return NamedSource(*next(iter(sources.items())))
+        return [NamedSource(name, source, key=name) for name, source in sources.items()]
     if dataset_path is not None:
-        return NamedSource(dataset, DataSource(path=dataset_path))
+        return [NamedSource(dataset, DataSource(path=dataset_path))]
     entry = DATASETS.get(dataset)
     own_text = f"give your own text as {section}.dataset_path or in [{table}.<name>]"
     if entry is None:
@@ -133,7 +165,7 @@ def resolve_source(
         )
     if entry.note:
         logger.info(f"{section}.dataset: {entry.note}")
-    return NamedSource(dataset, DataSource(path=str(entry.file)))
+    return [NamedSource(dataset, DataSource(path=str(entry.file)))]
 
 
 def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str) -> TokenFile:
@@ -145,22 +177,56 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
     return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)
 
 
+def _supply(named: NamedSource, samples: PackedSamples) -> Supply:
+    return Supply(
+        named.key,
+        samples.num_samples,
+        samples.num_labels / samples.num_samples,
+        named.source.weight,
+        named.source.max_epochs,
+    )
+
+
+def _weight_changes(named: Sequence[NamedSource], global_batch_size: int) -> list[tuple[int, dict[str, float]]]:
+    """``weight_from`` of all sources as positions and the weights by key that hold from there on."""
+    changes: dict[int, dict[str, float]] = {}
+    for one in named:
+        for step, weight in one.source.weight_from:
+            changes.setdefault((int(step) - 1) * global_batch_size, {})[one.key] = weight
+    return sorted(changes.items())
+
+
 def _fingerprint(
-    source: DataSource, data: Data, tokenizer: Tokenizer, samples: PackedSamples, seed: int
+    named: Sequence[NamedSource],
+    data: Data,
+    tokenizer: Tokenizer,
+    parts: Sequence[PackedSamples],
+    seed: int,
+    changes: Sequence[tuple[int, dict[str, float]]],
 ) -> dict[str, Any]:
     """All that decides which tokens stand at a position: not the layout, the batch size, the place of the files."""
     order = f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, version {PERMUTATION_VERSION}"
-    meta = samples.file.meta
-    return {
-        "source.text": f"{meta.text_digest:016x}",
-        "source.num_documents": meta.num_documents,
-        "source.num_tokens": meta.num_tokens,
-        "source.text_field": source.text_field,
+    fingerprint: dict[str, Any] = {}
+    for one, samples in zip(named, parts, strict=True):
+        prefix, meta = f"sources.{one.key}" if one.key else "source", samples.file.meta
+        fingerprint |= {
+            f"{prefix}.text": f"{meta.text_digest:016x}",
+            f"{prefix}.num_documents": meta.num_documents,
+            f"{prefix}.num_tokens": meta.num_tokens,
+            f"{prefix}.text_field": one.source.text_field,
+        }
+    if len(named) > 1:
+        fingerprint |= {f"sources.{one.key}.weight": one.source.weight for one in named}
+        fingerprint["sources"] = [one.key for one in named]
+        fingerprint["mixture"] = f"patterns of {PATTERN} samples, version {MIXTURE_VERSION}"
+    if changes:
+        fingerprint["weight_from"] = [[position, weights] for position, weights in changes]
+    return fingerprint | {
         "tokenizer": tokenizer.fingerprint,
         "bos": tokenizer.bos_id if data.add_bos else None,
         "eos": tokenizer.eos_id if data.add_eos else None,
         "packing": PACKING,
-        "seq_len": samples.seq_len,
+        "seq_len": parts[0].seq_len,
         "mask_document_starts": data.mask_document_starts,
         "order": order if data.shuffle else "as in the files",
         "seed": seed if data.shuffle else None,

@@ -54,5 +54,6 @@ class ValidationBatches:
                 positions,
                 (1, size),
                 position=after,
+                num_samples=max(after - first, 0),
                 with_positions=self._with_positions,
             )

@@ -41,6 +41,8 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--training.dataset_path x --training.dataset_path None", "training.dataset_path", None),
     ("--parallelism.context_parallel_load_balancer None", "parallelism.context_parallel_load_balancer", None),
     ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
+    ("--training.skip_steps 11,15 20,20", "training.skip_steps", [[11, 15], [20, 20]]),
+    ("--data.sources.a.path x --data.sources.a.weight-from 10,0.5 20,3", "data.sources.a.weight_from", [[10, 0.5], [20, 3]]),
     ("--data.sources.my-wiki.path x", "data.sources.my-wiki.path", "x"),
     ("--data.sources.my-wiki.path x --data.sources.my-wiki.max-epochs 2", "data.sources.my-wiki.max_epochs", 2),
     ("--model.args.dim 256", "model.args.dim", 256),
@@ -130,6 +132,8 @@ def _values(setting: Setting) -> st.SearchStrategy[Any]:
         str: st.just("op") if setting.path[-1] == "selective_ac_option" else text,
         list[str]: st.lists(text, max_size=3),
         list[list[str]]: st.lists(st.lists(text, max_size=3), max_size=2),
+        list[list[int]]: st.just([[3, 4], [9, 9]]),
+        list[list[int | float]]: st.just([[3, 0.5], [9, 2]]),
     }
     if setting.is_free:
         scalar = st.one_of(st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), text)

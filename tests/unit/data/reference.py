@@ -22,8 +22,16 @@ class Row:
     positions: list[int]
 
 
-def stream(file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mask_starts: bool) -> Iterator[Row]:
-    """The samples of endless epochs over a JSON-lines file, one after the other."""
+def digest_of(real: list[int], position: int) -> int:
+    """Of the tokens of the sample at a position of the stream."""
+    return xxhash.xxh3_64_intdigest(np.array(real, "<u4").tobytes(), int(mix64(np.array([position], np.uint64))[0]))
+
+
+def stream(
+    file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mask_starts: bool, name: str = "own"
+) -> Iterator[Row]:
+    """The samples of endless epochs over a JSON-lines file, one after the other. name: that of the source."""
+    key = None if seed is None else xxhash.xxh3_64_intdigest(name.encode(), seed)
     tokens, starts = [], set()
     for line in file.read_text(encoding="utf-8").split("\n"):
         ids = tokenizer.encode(json.loads(line)["text"]) if line else []
@@ -34,14 +42,13 @@ def stream(file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mas
     position = 0
     while True:
         epoch, within = divmod(position, num_samples)
-        sample = within if seed is None else int(shuffled(np.array([within]), num_samples, seed, epoch)[0])
+        sample = within if key is None else int(shuffled(np.array([within]), num_samples, key, epoch)[0])
         begin = sample * seq_len
         real = tokens[begin : begin + seq_len + 1]
         labels = [
             -100 if mask_starts and begin + 1 + place in starts else label for place, label in enumerate(real[1:])
         ]
-        key = int(mix64(np.array([position], np.uint64))[0])
-        digest = xxhash.xxh3_64_intdigest(np.array(real, "<u4").tobytes(), key)
+        digest = digest_of(real, position)
         padding = seq_len + 1 - len(real)
         positions = [0]
         for place in range(begin + 1, begin + seq_len):

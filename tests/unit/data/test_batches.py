@@ -58,7 +58,7 @@ def test_every_layout_reads_what_a_plain_loop_reads(
 ) -> None:
     ranks = ranks_of(build, corpus_file, layout, data={"mask_document_starts": mask})
     expected = stream(corpus_file, tokenizer, 16, 7, mask)
-    num_steps = 2 * ranks[0].num_samples_per_epoch // 8 + 2  # beyond two ends of an epoch
+    num_steps = 2 * ranks[0].order.supplies[0].num_samples // 8 + 2  # beyond two ends of an epoch
     for step in range(num_steps):
         shares = [next(rank) for rank in ranks]
         check_step(shares, list(itertools.islice(expected, 8)))
@@ -77,7 +77,7 @@ def test_positions_count_from_each_documents_start_in_the_sample(
     ranks = ranks_of(build, corpus_file, layout, seq_len=seq_len, with_positions=True, max_epochs=2)
     plain = ranks_of(build, corpus_file, layout, seq_len=seq_len, max_epochs=2)
     expected = stream(corpus_file, tokenizer, seq_len, 7, False)
-    num_left = 2 * ranks[0].num_samples_per_epoch
+    num_left = 2 * ranks[0].order.supplies[0].num_samples
     for shares, others in zip(zip(*ranks, strict=True), zip(*plain, strict=True), strict=True):
         counted = torch.stack([share.positions for share in shares if share.positions is not None], 1).flatten(0, 2)
         rows = list(itertools.islice(expected, min(8, num_left)))
@@ -166,7 +166,7 @@ def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
     build: Build, corpus_file: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], max_epochs: int
 ) -> None:
     ranks = ranks_of(build, corpus_file, layout, max_epochs=max_epochs)
-    num_samples = ranks[0].num_samples_per_epoch
+    num_samples = ranks[0].order.supplies[0].num_samples
     assert num_samples % 8, "the last step should be incomplete"
     steps = [list(rank) for rank in ranks]
     assert {len(batches) for batches in steps} == {-(-num_samples * max_epochs // 8)}
@@ -197,7 +197,8 @@ def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
 def test_epochs_have_different_orders_of_the_same_samples(build: Build, corpus_file: Path) -> None:
     batches = build(corpus_file, local_batch_size=1)
     epochs = [
-        [tuple(next(batches).labels.flatten().tolist()) for _ in range(batches.num_samples_per_epoch)] for _ in range(3)
+        [tuple(next(batches).labels.flatten().tolist()) for _ in range(batches.order.supplies[0].num_samples)]
+        for _ in range(3)
     ]
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
@@ -250,8 +251,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "seed": ({"seed": 8}, {"seed"}),
     "order": ({"data": {"shuffle": False}}, {"order", "seed"}),
     "mask": ({"data": {"mask_document_starts": True}}, {"mask_document_starts"}),
-    "bos": ({"data": {"add_bos": False}}, {"bos", "source.num_tokens"}),
-    "eos": ({"data": {"add_eos": False}}, {"eos", "source.num_tokens"}),
+    "bos": ({"data": {"add_bos": False}}, {"bos", "sources.own.num_tokens"}),
+    "eos": ({"data": {"add_eos": False}}, {"eos", "sources.own.num_tokens"}),
 }
 
 
@@ -275,7 +276,7 @@ def test_another_text_is_refused(build: Build, tmp_path: Path) -> None:
     one, other = (
         write_jsonl(tmp_path / name / "a.jsonl", [text]) for name, text in [("1", "abc def"), ("2", "abc deg")]
     )
-    with pytest.raises(DataMismatch, match=r"source\.text: saved '[0-9a-f]{16}', now"):
+    with pytest.raises(DataMismatch, match=r"sources\.own\.text: saved '[0-9a-f]{16}', now"):
         build(other).load_state_dict(build(one).state_dict())
 
 
@@ -304,7 +305,7 @@ def test_the_same_text_elsewhere_in_other_files_and_layouts_is_accepted(
 
 def test_fewer_tokens_than_a_sample_still_train(build: Build, tmp_path: Path) -> None:
     batches = build(write_jsonl(tmp_path / "a.jsonl", ["hi"]), seq_len=2048, local_batch_size=3, max_epochs=1)
-    assert batches.num_samples_per_epoch == 1
+    assert batches.order.supplies[0].num_samples == 1
     (batch,) = batches
     assert batch.tokens.shape == (1, 3, 2048) and 0 < batch.num_valid_tokens < 10
 
@@ -316,5 +317,5 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
 
 
 def test_reading_does_not_copy_the_corpus(build: Build, corpus_file: Path) -> None:
-    samples = build(corpus_file)._samples
+    (samples,) = build(corpus_file)._samples.parts
     assert np.shares_memory(samples._full, samples.file.tokens)

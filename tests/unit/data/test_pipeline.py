@@ -15,12 +15,12 @@ import pytest
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import DataSource
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.pipeline import resolve_source
+from torchtitan_like.data.pipeline import resolve_sources
 
 
 def resolve(dataset: str = "shakespeare", path: str | None = None, **sources: str) -> tuple[str, str]:
     tables = {name: DataSource(path=source) for name, source in sources.items()}
-    named = resolve_source(dataset, path, tables, section="training", table="data.sources")
+    (named,) = resolve_sources(dataset, path, tables, section="training", table="data.sources")
     return named.name, named.source.path
 
 
@@ -52,7 +52,6 @@ def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(
             "training.dataset is 'shakespear': .*perhaps you meant 'shakespeare'.*dataset_path",
         ),
         ({"dataset": "c4"}, "'c4' is a data set of the Hub, which is not available yet: .*training.dataset_path"),
-        ({"a": "/a", "b": "/b"}, r"data.sources has 2 entries \(a, b\): mixtures are not available yet"),
     ],
 )
 def test_what_cannot_be_read_is_refused(given: dict[str, Any], message: str) -> None:

@@ -1,0 +1,378 @@
+"""Mixtures: a formula that equals a plain loop, shares that hold, and no sample lost or read twice, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.data.conftest import write_jsonl
+from tests.unit.data.reference import digest_of
+from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.data import mixture
+from torchtitan_like.data.batches import Batch, TrainBatches
+from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.mixture import Origin, SampleOrder, Supply
+from torchtitan_like.data.pipeline import build_train_batches, skipped_positions
+from torchtitan_like.data.tokenizer import Tokenizer
+
+Build = Callable[..., TrainBatches]
+PATTERN = 64  # in the tests of formulas: small, so that they meet many
+
+
+@pytest.fixture
+def short_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture, "PATTERN", PATTERN)
+
+
+def picks(supplies: Sequence[Supply], changes: Sequence[tuple[int, Mapping[str, float]]]) -> Iterator[tuple[int, int]]:
+    """(source, how many of its samples came before) of each position, one after the other."""
+    weights = [supply.weight for supply in supplies]
+    counts = [0] * len(supplies)
+    pattern: list[int] = []
+    for position in itertools.count():
+        again = not pattern
+        for at, changed in changes:
+            if at == position:
+                weights = [changed.get(supply.key, old) for supply, old in zip(supplies, weights, strict=True)]
+                again = True
+        for index, supply in enumerate(supplies):
+            if weights[index] and supply.max_epochs and counts[index] == supply.max_epochs * supply.num_samples:
+                weights[index], again = 0.0, True
+        if not any(weights):
+            return
+        if again:
+            exact = [weight / supply.labels_per_sample for weight, supply in zip(weights, supplies, strict=True)]
+            exact = [PATTERN * share / sum(exact) for share in exact]
+            numbers = [int(share) for share in exact]
+            by_rest = sorted(range(len(exact)), key=lambda index: numbers[index] - exact[index])
+            for index in by_rest[: PATTERN - sum(numbers)]:
+                numbers[index] += 1
+            places = [((rank + 0.5) / n, index) for index, n in enumerate(numbers) for rank in range(n)]
+            pattern = [index for _, index in sorted(places)]
+        source = pattern.pop(0)
+        yield source, counts[source]
+        counts[source] += 1
+
+
+supplies_of = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from([0.5, 1.0, 2.0, 3.5]), st.integers(0, 3), st.sampled_from([16.0, 15.5])),
+    min_size=1,
+    max_size=4,
+)  # fmt: skip
+
+
+@given(
+    rows=supplies_of,
+    changes=st.dictionaries(st.integers(1, 150), st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 4.0]))),
+    window=st.tuples(st.integers(0, 300), st.integers(1, 50)),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_formula_is_the_loop(
+    short_pattern: None,
+    rows: list[tuple[int, float, int, float]],
+    changes: dict[int, tuple[int, float]],
+    window: tuple[int, int],
+) -> None:
+    supplies = [
+        Supply(str(index), size, labels, weight, max_epochs)
+        for index, (size, weight, max_epochs, labels) in enumerate(rows)
+    ]
+    at = [
+        (position, {str(index): weight}) for position, (index, weight) in sorted(changes.items()) if index < len(rows)
+    ]
+    # A source that is all read stays so: the loop drops its weight, a later change would give it a new one.
+    limited = {str(index) for index, supply in enumerate(supplies) if supply.max_epochs}
+    at = [(position, changed) for position, changed in at if not limited.intersection(changed)]
+    order = SampleOrder(supplies, seed=None, changes=at)
+    expected = list(itertools.islice(picks(supplies, at), 400))
+    if order.end is not None and order.end <= 400:
+        assert len(expected) == order.end
+    starts = np.cumsum([0, *(supply.num_samples for supply in supplies)])
+    first, length = window
+    got = order.samples_at(np.arange(first, first + length)).tolist()
+    wanted = [int(starts[source]) + count % supplies[source].num_samples for source, count in expected]
+    assert got == (wanted[first : first + length] + [-1] * length)[:length]
+    before = Counter(str(source) for source, _ in expected[:first])
+    assert order.counts_at(first) == {supply.key: before[supply.key] for supply in supplies}
+
+
+@pytest.mark.parametrize("num", [10, 100, 2000, 70_000, 200_000])
+def test_shares_hold_from_the_first_samples_on(num: int) -> None:
+    supplies = [Supply("a", 991, 16.0, 5.0), Supply("b", 7919, 16.0, 3.0), Supply("c", 13, 16.0, 2.0)]
+    counts = SampleOrder(supplies, seed=3).counts_at(num)
+    for key, share in {"a": 0.5, "b": 0.3, "c": 0.2}.items():
+        assert abs(counts[key] - share * num) <= 1 + num / 2**16
+
+
+def test_shares_are_of_tokens() -> None:
+    """A source whose samples are half padding is read twice as often for the same weight."""
+    order = SampleOrder([Supply("full", 1000, 16.0), Supply("half", 1000, 8.0)], seed=3)
+    assert order.counts_at(30_000) == {"full": 10_000, "half": 20_000}
+
+
+def test_every_epoch_of_every_source_is_whole() -> None:
+    supplies = [Supply("a", 100, 16.0, 5.0), Supply("b", 70, 16.0, 3.0), Supply("c", 30, 16.0, 2.0)]
+    order = SampleOrder(supplies, seed=3)
+    samples = order.samples_at(np.arange(3000))
+    for first, supply in zip((0, 100, 170), supplies, strict=True):
+        mine = samples[(samples >= first) & (samples < first + supply.num_samples)] - first
+        for epoch in range(len(mine) // supply.num_samples):
+            piece = mine[epoch * supply.num_samples : (epoch + 1) * supply.num_samples]
+            assert sorted(piece.tolist()) == list(range(supply.num_samples))
+
+
+def test_a_source_that_is_used_up_leaves_its_part_to_the_others() -> None:
+    supplies = [Supply("a", 1000, 16.0, 2.0), Supply("b", 1000, 16.0, 1.0), Supply("few", 10, 16.0, 1.0, max_epochs=3)]
+    order = SampleOrder(supplies, seed=3)
+    (_, before), (position, after) = order.segments()
+    assert before == {"a": 0.5, "b": 0.25, "few": 0.25} and set(after) == {"a", "b"}
+    assert after["a"] == pytest.approx(2 / 3, abs=1e-4)
+    assert order.counts_at(position - 1)["few"] == 29 and order.counts_at(10**6)["few"] == 30
+    assert order.end is None
+
+
+def test_the_stream_ends_when_all_sources_do() -> None:
+    supplies = [Supply("a", 7, 16.0, 2.0, max_epochs=2), Supply("b", 50, 16.0, 1.0, max_epochs=1)]
+    order = SampleOrder(supplies, seed=3)
+    assert order.end == 2 * 7 + 50
+    counts = Counter(order.samples_at(np.arange(order.end)).tolist())
+    assert counts == Counter({**dict.fromkeys(range(7), 2), **dict.fromkeys(range(7, 57), 1)})
+
+
+def test_a_position_far_away_is_as_near_as_the_first() -> None:
+    supplies = [Supply("a", 10**9, 16.0, 5.0), Supply("b", 10**8, 16.0, 3.0)]
+    order = SampleOrder(supplies, seed=3)
+    far = order.samples_at(np.arange(10**12, 10**12 + 1000))
+    assert len(set(far.tolist())) == 1000 and far.min() >= 0 and far.max() < 11 * 10**8
+
+
+def test_a_weight_that_would_never_be_read_is_refused() -> None:
+    with pytest.raises(DataError, match="source 'b', 1e-07, gives it less than one sample in 65,536"):
+        SampleOrder([Supply("a", 10, 16.0), Supply("b", 10, 16.0, 1e-7)], seed=3)
+
+
+def test_a_source_keeps_its_order_whatever_stands_beside_it() -> None:
+    alone = SampleOrder([Supply("a", 100, 16.0)], seed=3).samples_at(np.arange(100))
+    beside = SampleOrder([Supply("b", 9, 16.0), Supply("a", 100, 16.0)], seed=3).samples_at(np.arange(400))
+    assert [sample - 9 for sample in beside.tolist() if sample >= 9][:100] == alone.tolist()
+
+
+def test_the_pattern_begins_anew_behind_an_origin() -> None:
+    supplies = [Supply("a", 100, 16.0), Supply("b", 100, 16.0)]
+    order = SampleOrder(supplies, seed=None, origin=Origin(10, {"a": 7, "b": 103}))
+    assert order.samples_at(np.arange(10, 14)).tolist() == [7, 103, 8, 104]
+    assert order.counts_at(12) == {"a": 8, "b": 104}
+
+
+# ---- from files to batches
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Path]:
+    """Three sources, each of whose documents has tokens of its own."""
+    return {
+        name: write_jsonl(tmp_path / name / "part.jsonl", [f"{word} {number}" for number in range(size)])
+        for name, word, size in (("plays", "hamlet", 400), ("verse", "sonnet", 300), ("prose", "letters", 200))
+    }
+
+
+def mixed(
+    tokenizer: Tokenizer,
+    texts: Mapping[str, Path],
+    weights: Mapping[str, Any],
+    *,
+    layout: tuple[int, int, int, int] = (0, 1, 1, 8),
+    skip_steps: Sequence[Sequence[int]] = (),
+    **data: Any,
+) -> TrainBatches:
+    """layout: (dp_rank, dp_size, accumulation, local batch), 8 samples a step."""
+    dp_rank, dp_size, num_accumulation, local_batch = layout
+    sources = {name: {"path": str(texts[name]), **given} for name, given in weights.items()}
+    return build_train_batches(
+        Training(seq_len=16, local_batch_size=local_batch, skip_steps=[list(pair) for pair in skip_steps]),
+        Data(**{"sources": sources, **data}),
+        tokenizer=tokenizer,
+        dump_folder="unused",
+        seed=7,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        num_accumulation=num_accumulation,
+    )
+
+
+WEIGHTS = {"plays": {"weight": 5.0}, "verse": {"weight": 3.0}, "prose": {"weight": 2.0}}
+
+
+def rows(batch: Batch) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in batch.tokens.flatten(0, 1).tolist()]
+
+
+def test_a_mixture_reads_what_its_sources_hold(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+    """Rows, labels, digests against a loop over the sources read alone, in the order that the formula gives."""
+    batches = mixed(tokenizer, texts, WEIGHTS)
+    pieces = {name: list(_alone(tokenizer, texts[name], name)) for name in WEIGHTS}
+    supplies = [
+        Supply(name, len(pieces[name]), supply.labels_per_sample, supply.weight)
+        for name, supply in zip(WEIGHTS, batches.order.supplies, strict=True)
+    ]
+    numbered = [real for name in WEIGHTS for real in pieces[name]]
+    seen = batches.order.samples_at(np.arange(800)).reshape(-1, 8)
+    assert batches.order.supplies == tuple(supplies)
+    for step, samples in enumerate(seen.tolist()):
+        batch = next(batches)
+        wanted = [numbered[sample] for sample in samples]
+        assert rows(batch) == [tuple((real + [0] * 17)[:16]) for real in wanted]
+        assert batch.digest == sum(digest_of(real, 8 * step + row) for row, real in enumerate(wanted)) % 2**64
+        assert batch.num_valid_tokens == sum(len(real) - 1 for real in wanted)
+
+
+def _alone(tokenizer: Tokenizer, file: Path, name: str) -> Iterator[list[int]]:
+    word = {"plays": "hamlet", "verse": "sonnet", "prose": "letters"}[name]
+    tokens: list[int] = []
+    for number in range(len(file.read_text().splitlines())):
+        tokens += [tokenizer.bos_id, *tokenizer.encode(f"{word} {number}"), tokenizer.eos_id]
+    for begin in range(0, len(tokens) - 1, 16):
+        yield tokens[begin : begin + 17]
+
+
+LAYOUTS = [(1, 1, 8), (2, 1, 4), (4, 2, 1), (1, 4, 2)]  # dp, accumulation, local batch
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_every_layout_reads_the_same_mixture(
+    tokenizer: Tokenizer, texts: dict[str, Path], layout: tuple[int, int, int]
+) -> None:
+    dp_size, num_accumulation, local_batch = layout
+    whole = mixed(tokenizer, texts, WEIGHTS)
+    ranks = [
+        mixed(tokenizer, texts, WEIGHTS, layout=(rank, dp_size, num_accumulation, local_batch))
+        for rank in range(dp_size)
+    ]
+    for _ in range(60):
+        one, shares = next(whole), [next(rank) for rank in ranks]
+        assert Counter(rows(one)) == Counter(itertools.chain.from_iterable(map(rows, shares)))
+        assert one.digest == sum(share.digest for share in shares) % 2**64
+
+
+def test_a_mixture_goes_on_after_a_restart(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+    whole, part = mixed(tokenizer, texts, WEIGHTS), mixed(tokenizer, texts, WEIGHTS)
+    expected = [next(whole).digest for _ in range(50)]
+    got = [next(part).digest for _ in range(20)]
+    again = mixed(tokenizer, texts, WEIGHTS, layout=(0, 1, 4, 2))
+    again.load_state_dict(part.state_dict())
+    assert got + [next(again).digest for _ in range(30)] == expected
+    assert again.changes == []
+
+
+def test_weights_change_at_their_step(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+    weights = {"plays": {"weight": 1.0, "weight_from": [[11, 0]]}, "verse": {"weight": 0.0, "weight_from": [[11, 1.0]]}}
+    batches = mixed(tokenizer, texts, weights)
+    word = {name: tuple(tokenizer.encode(text))[:2] for name, text in (("plays", "hamlet"), ("verse", "sonnet"))}
+
+    def has(batch: Batch, name: str) -> bool:
+        return all(word[name] in itertools.pairwise(row) for row in rows(batch))
+
+    steps = [next(batches) for _ in range(20)]
+    assert all(has(batch, "plays") for batch in steps[:10]) and all(has(batch, "verse") for batch in steps[10:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"plays": {"weight": 1.0}, "verse": {"weight": 3.0}, "prose": {"weight": 2.0}}, ["sources.plays.weight"]),
+        (
+            {"plays": {"weight": 5.0}, "verse": {"weight": 3.0}},
+            ["sources", "sources.prose.num_documents", "sources.prose.num_tokens", "sources.prose.text",
+             "sources.prose.text_field", "sources.prose.weight"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_changed_mixture_is_refused_or_goes_on_without_a_repeat(
+    tokenizer: Tokenizer,
+    texts: dict[str, Path],
+    changed: dict[str, Any],
+    names: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = mixed(tokenizer, texts, WEIGHTS)
+    read = Counter(itertools.chain.from_iterable(rows(next(run)) for _ in range(20)))
+    state = run.state_dict()
+    with pytest.raises(DataMismatch) as refused:
+        mixed(tokenizer, texts, changed).load_state_dict(state)
+    told = [line.strip().split(":")[0] for line in str(refused.value).splitlines() if line.startswith("  ")]
+    assert told == names and "data.allow_change = [" in str(refused.value)
+
+    other = mixed(tokenizer, texts, changed, allow_change=names)
+    other.load_state_dict(state)
+    assert other.changes == names and "each source goes on behind" in caplog.text
+    read += Counter(itertools.chain.from_iterable(rows(next(other)) for _ in range(10)))
+    assert max(read.values()) == 1, "no sample twice in the first epoch"
+    # A restart of the changed run, without the permission, is that run.
+    third = mixed(tokenizer, texts, changed)
+    third.load_state_dict(other.state_dict())
+    assert next(third).digest == next(other).digest
+    assert other.order.counts_at(other.position).keys() == changed.keys()
+
+
+def test_an_end_that_moved_what_was_read_is_refused(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+    """More epochs of a source that has been used up already: the others have read its part meanwhile."""
+    once = {**WEIGHTS, "prose": {"weight": 2.0, "max_epochs": 1}}
+    run = mixed(tokenizer, texts, once)
+    for _ in range(100):
+        next(run)
+    assert run.order.counts_at(run.position)["prose"] == run.order.supplies[2].num_samples
+    later = {**WEIGHTS, "prose": {"weight": 2.0, "max_epochs": 2}}
+    with pytest.raises(DataMismatch, match=r"samples read: saved \{'plays'"):
+        mixed(tokenizer, texts, later).load_state_dict(run.state_dict())
+    allowed = mixed(tokenizer, texts, later, allow_change=["samples read"])
+    allowed.load_state_dict(run.state_dict())
+    assert allowed.order.counts_at(allowed.position) == run.order.counts_at(run.position)
+
+
+# ---- samples that are left out
+
+
+def test_skipped_steps_are_never_read_and_the_others_are_unchanged(
+    tokenizer: Tokenizer, texts: dict[str, Path]
+) -> None:
+    plain = mixed(tokenizer, texts, WEIGHTS)
+    digests = [next(plain).digest for _ in range(40)]
+    # The second pair counts the steps of a run with the first: its step 20 read what was step 26's.
+    skipping = mixed(tokenizer, texts, WEIGHTS, skip_steps=[(11, 15), (20, 20)])
+    batches = [next(skipping) for _ in range(30)]
+    got = [batch.digest for batch in batches]
+    assert {batch.num_samples for batch in batches} == {8}, "what is left out does not count"
+    # A digest depends on the position too: the samples are those of the plain run at the same places.
+    assert got == [*digests[:10], *digests[15:24], *digests[25:36]]
+
+    early = mixed(tokenizer, texts, WEIGHTS)
+    for _ in range(10):
+        next(early)
+    for layout in ((0, 1, 4, 2), (0, 1, 1, 8)):
+        resumed = mixed(tokenizer, texts, WEIGHTS, layout=layout, skip_steps=[(11, 15)])
+        resumed.load_state_dict(early.state_dict())
+        assert next(resumed).digest == digests[15]
+
+
+def test_a_step_that_meets_skipped_samples_in_its_middle_goes_on_behind_them(
+    tokenizer: Tokenizer, texts: dict[str, Path]
+) -> None:
+    batches = mixed(tokenizer, texts, WEIGHTS)
+    batches._skipped = [range(4, 10), range(13, 1000)]
+    order = batches.order.samples_at(np.array([0, 1, 2, 3, 10, 11, 12, 1000]))
+    batch = next(batches)
+    assert batch.num_samples == 8
+    wanted, _ = batches._samples.read(order)
+    assert rows(batch) == [tuple(row) for row in wanted[:, :-1].tolist()] and batch.position == 1001
+
+
+def test_positions_of_skipped_steps() -> None:
+    assert skipped_positions([[3, 4], [3, 3], [10, 11]], 8) == [range(16, 32), range(32, 40), range(96, 112)]
