@@ -28,7 +28,7 @@ from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress,
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches import Batch, chain, count_valid
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.pipeline import build_train_batches, build_validation_batches
+from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
 from torchtitan_like.data.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_everything
@@ -143,9 +143,10 @@ class Trainer:
         self.batches = build_train_batches(
             training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
         )
-        self.validation_batches = None
-        if config.validation.enable:
-            self.validation_batches = build_validation_batches(config.validation, config.data, **shared)
+        stored = (self.start.manifest or {}).get("data")
+        if stored and self.start.kind == "resume" and "dataloader" not in config.checkpoint.exclude_from_loading:
+            self.batches.check_state(stored)  # before the model is built, which takes minutes
+        self.validation_sets = build_validation_sets(config.validation, config.data, **shared)
 
     def _build_model(self) -> None:
         """Build on meta, cut over the mesh, materialise, and give every weight its topology-independent value."""
@@ -265,7 +266,7 @@ class Trainer:
                     if saves and self.bad_step() is None:
                         self.save(saves)
                     is_first_or_last = step in (1, config.training.steps)
-                    if self.validation_batches and (is_first_or_last or step % config.validation.freq == 0):
+                    if self.validation_sets and (is_first_or_last or step % config.validation.freq == 0):
                         self.validate(step)
             return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
 
@@ -370,22 +371,22 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
-        """The exact mean loss per token over the validation set's fixed samples, the same on every topology."""
-        assert self.validation_batches is not None
-        begin = time.perf_counter()
+        """The exact mean loss per token over each validation text's fixed samples, the same on every topology."""
         self.metrics.flush(step)
         with self.metrics.pause():
             self.parts.eval()
             evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
-            sums = torch.zeros(2, dtype=torch.float64)
-            for batch in self.validation_batches:
-                local = self._local(batch)
-                loss = evaluate(*self._to_device(local, 0))
-                sums += torch.tensor([loss.item(), count_valid(local[1])], dtype=torch.float64)
+            for name, batches in self.validation_sets.items():
+                begin = time.perf_counter()
+                sums = torch.zeros(2, dtype=torch.float64)
+                for batch in batches:
+                    local = self._local(batch)
+                    loss = evaluate(*self._to_device(local, 0))
+                    sums += torch.tensor([loss.item(), count_valid(local[1])], dtype=torch.float64)
+                loss_sum, num_tokens = self.world.gather_losses(sums).sum(0).tolist()
+                mean, seconds = loss_sum / max(1.0, num_tokens), time.perf_counter() - begin
+                self.metrics.validation(step, mean, None, int(num_tokens), seconds, name)
             self.parts.train()
-            loss_sum, num_tokens = self.world.gather_losses(sums).sum(0).tolist()
-        mean = loss_sum / max(1.0, num_tokens)
-        self.metrics.validation(step, mean, None, int(num_tokens), time.perf_counter() - begin)
 
     def save(self, saves: Sequence[Save]) -> None:
         """Save where the run is now. Metrics up to here are on disk before it is seen."""
@@ -400,6 +401,7 @@ class Trainer:
                 "global_batch_size": self.global_batch_size,
                 "metrics_bytes": self.metrics.byte_offset(),
                 "numeric": self.numeric,
+                "data": self.batches.state_dict(self.progress.position),
                 **asdict(self.progress),
             }
             self.checkpointer.save(

@@ -91,11 +91,6 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
         _from_hub("validation"),
         _OWN_TEXT.format(section="validation", table="validation.sources"),
     ),
-    Missing(
-        "validation.sources",
-        lambda config: config.validation.enable and len(config.validation.sources) > 1,
-        "name one source",
-    ),
 )
 
 

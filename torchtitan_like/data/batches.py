@@ -105,7 +105,7 @@ class TrainBatches:
         return self
 
     def __next__(self) -> Batch:
-        whole, end = self._positions_of_step(), self.order.end
+        whole, end = self.next_positions(), self.order.end
         if end is not None and whole[0] >= end:
             raise StopIteration
         after = int(whole[-1]) + 1
@@ -140,19 +140,34 @@ class TrainBatches:
 
         Where the differences are allowed, every source goes on behind its last sample: the pattern begins anew there.
         """
-        position = int(state["position"])
-        counts: Mapping[str, int] = state.get("counts", {"": position})  # before there were mixtures
-        origin = state.get("origin", {"position": 0, "counts": {}})
+        position, counts = int(state["position"]), _counts_of(state)
+        differing = self.check_state(state)
+        self.order.start_at(_origin_of(state))
+        if differing:
+            logger.warning(
+                f"The data changed since the checkpoint, as data.allow_change permits: {', '.join(differing)}; "
+                f"each source goes on behind the samples that were read of it: {dict(counts)}"
+            )
+            self.order.start_at(Origin(position, counts))
+        self.changes = differing
+        self._position = position
+        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+
+    def check_state(self, state: Mapping[str, Any]) -> list[str]:
+        """What differs between a saved stream and this one. Raises DataMismatch if any of it is not allowed."""
+        position, counts = int(state["position"]), _counts_of(state)
         missing = object()
         saved, here = dict(state["fingerprint"]), dict(self.fingerprint)
-        self.order.start_at(Origin(int(origin["position"]), origin["counts"]))
         if saved == here:
             # What the fingerprint leaves out, as max_epochs, may have moved samples before this position.
-            saved["samples read"], here["samples read"] = dict(counts), self.order.counts_at(position)
+            now = self.order.starting_at(_origin_of(state)).counts_at(position)
+            saved["samples read"], here["samples read"] = dict(counts), now
         differing = [key for key in sorted({*saved, *here}) if saved.get(key, missing) != here.get(key, missing)]
         refused = [key for key in differing if not any(fnmatchcase(key, name) for name in self._allow_change)]
-        lines = [f"  {key}: saved {saved.get(key, 'nothing')!r}, now {here.get(key, 'nothing')!r}" for key in differing]
         if refused:
+            lines = (
+                f"  {key}: saved {saved.get(key, 'nothing')!r}, now {here.get(key, 'nothing')!r}" for key in differing
+            )
             raise DataMismatch(
                 "the saved data position counts samples of another stream than the one configured now:\n"
                 + "\n".join(lines)
@@ -160,18 +175,14 @@ class TrainBatches:
                 f"data.allow_change = {json.dumps(refused)}; or start a new run from its weights "
                 '(checkpoint.start = "warm", checkpoint.initial_load_path = the folder of the step)'
             )
-        if differing:
-            logger.warning(
-                "The data changed since the checkpoint, as data.allow_change permits:\n"
-                + "\n".join(lines)
-                + f"\neach source goes on behind the samples that were read of it: {dict(counts)}"
-            )
-            self.order.start_at(Origin(position, counts))
-        self.changes = differing
-        self._position = position
-        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+        return differing
 
-    def _positions_of_step(self) -> NDArray[np.int64]:
+    def pass_over(self, num_steps: int) -> None:
+        """Go on by so many steps without reading them."""
+        for _ in range(num_steps):
+            self._position = int(self.next_positions()[-1]) + 1
+
+    def next_positions(self) -> NDArray[np.int64]:
         """The next positions that are not left out, of all ranks: (global batch size,)."""
         pieces, position, missing = [], self._position, self._global_batch_size
         while missing:
@@ -194,6 +205,17 @@ class TrainBatches:
             self._ahead_from = first
             self._ahead = self.order.samples_at(np.arange(first, max(behind, first + _ORDER_AHEAD)))
         return self._ahead[positions - self._ahead_from]
+
+
+def _counts_of(state: Mapping[str, Any]) -> Mapping[str, int]:
+    """Samples read of each source; a state from before there were mixtures knows of one without a name."""
+    counts: Mapping[str, int] = state.get("counts", {"": int(state["position"])})
+    return counts
+
+
+def _origin_of(state: Mapping[str, Any]) -> Origin:
+    origin = state.get("origin", {"position": 0, "counts": {}})
+    return Origin(int(origin["position"]), origin["counts"])
 
 
 def assemble(

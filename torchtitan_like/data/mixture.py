@@ -14,6 +14,7 @@ source's name, so that another source beside it changes nothing about it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,7 @@ class SampleOrder:
     ) -> None:
         self.supplies = tuple(supplies)
         self._sizes = np.array([supply.num_samples for supply in supplies])
-        self._starts = np.cumsum([0, *self._sizes])
+        self.starts = np.cumsum([0, *self._sizes])
         self._seeds = None if seed is None else [_seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
         self.start_at(origin or Origin(0, {}))
@@ -143,11 +144,17 @@ class SampleOrder:
         self._segments, self.end = self._plan()
         self._segment_starts = np.array([segment.start for segment in self._segments], np.int64)
 
+    def starting_at(self, origin: Origin) -> SampleOrder:
+        """The same order with another origin."""
+        other = copy(self)
+        other.start_at(origin)
+        return other
+
     def samples_at(self, positions: Indices) -> Indices:
         """Sample at each of ``positions``, NO_SAMPLE from the end on."""
-        source, count = self._count_at(positions)
+        source, count = self.locate(positions)
         samples = np.full(positions.shape, NO_SAMPLE, np.int64)
-        for index, (size, first) in enumerate(zip(self._sizes.tolist(), self._starts.tolist(), strict=False)):
+        for index, (size, first) in enumerate(zip(self._sizes.tolist(), self.starts.tolist(), strict=False)):
             mine = np.flatnonzero(source == index)
             epochs, within = np.divmod(count[mine], size)
             if self._seeds is not None:
@@ -156,6 +163,20 @@ class SampleOrder:
                     within[chosen] = shuffled(within[chosen], size, self._seeds[index], int(epoch))
             samples[mine] = first + within
         return samples
+
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Number of the source at each position (-1 from the end on), and how many of its samples lie before."""
+        source, count = np.full(positions.shape, -1, np.int64), np.zeros(positions.shape, np.int64)
+        number = np.searchsorted(self._segment_starts, positions, side="right") - 1
+        if self.end is not None:
+            number[positions >= self.end] = -1
+        for index in np.unique(number[number >= 0]):
+            segment = self._segments[index]
+            mine = number == index
+            patterns, place = np.divmod(positions[mine] - segment.start, PATTERN)
+            source[mine] = of = segment.source[place]
+            count[mine] = segment.counts[of] + patterns * segment.per_pattern[of] + segment.rank[place]
+        return source, count
 
     def counts_at(self, position: int) -> dict[str, int]:
         """Samples of each source (by key) before ``position``, epochs counted through."""
@@ -216,20 +237,6 @@ class SampleOrder:
         patterns, rest = divmod(position - segment.start, PATTERN)
         counts: Indices = segment.counts + patterns * segment.per_pattern
         return counts + np.bincount(segment.source[:rest], minlength=len(counts))
-
-    def _count_at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Source at each position (-1 from the end on), and how many of its samples lie before."""
-        source, count = np.full(positions.shape, -1, np.int64), np.zeros(positions.shape, np.int64)
-        number = np.searchsorted(self._segment_starts, positions, side="right") - 1
-        if self.end is not None:
-            number[positions >= self.end] = -1
-        for index in np.unique(number[number >= 0]):
-            segment = self._segments[index]
-            mine = number == index
-            patterns, place = np.divmod(positions[mine] - segment.start, PATTERN)
-            source[mine] = of = segment.source[place]
-            count[mine] = segment.counts[of] + patterns * segment.per_pattern[of] + segment.rank[place]
-        return source, count
 
 
 def _seed_of(key: str, seed: int) -> int:

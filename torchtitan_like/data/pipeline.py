@@ -65,11 +65,11 @@ def build_train_batches(
         for one in named
     ]
     global_batch_size = num_accumulation * dp_size * training.local_batch_size
-    changes = _weight_changes(named, global_batch_size)
+    changes = _weight_changes(named)
     order = SampleOrder(
         [_supply(one, part) for one, part in zip(named, parts, strict=True)],
         seed=seed if data.shuffle else None,
-        changes=changes,
+        changes=[((step - 1) * global_batch_size, weights) for step, weights in changes],
     )
     batches = TrainBatches(
         JoinedSamples(parts),
@@ -107,7 +107,7 @@ def skipped_positions(skip_steps: Sequence[Sequence[int]], global_batch_size: in
     return ranges
 
 
-def build_validation_batches(
+def build_validation_sets(
     validation: Validation,
     data: Data,
     *,
@@ -116,30 +116,36 @@ def build_validation_batches(
     dp_rank: int,
     dp_size: int,
     with_positions: bool = False,
-) -> ValidationBatches:
-    """This rank's share of the validation batches. Builds the token cache if need be: call it on all ranks.
+) -> dict[str, ValidationBatches]:
+    """This rank's share of the batches of each validation text, by its name ("" where there is only one); none while
+    validation is off. Builds the token caches if need be: call it on all ranks.
 
-    ``validation.steps`` counts batches of ``local_batch_size`` samples over all ranks together (-1: the whole
-    text), so that the loss is that of the same samples on every layout. Raises DataError as `build_train_batches`
+    ``validation.steps`` counts, in each text, batches of ``local_batch_size`` samples over all ranks together (-1: the
+    whole text), so that the loss is that of the same samples on every layout. Raises DataError as `build_train_batches`
     does.
     """
-    (named,) = resolve_sources(
+    if not validation.enable:
+        return {}
+    named = resolve_sources(
         validation.dataset,
         validation.dataset_path,
         validation.sources,
         section="validation",
         table="validation.sources",
     )
-    file = _tokens(named, data, tokenizer, dump_folder)
-    samples = PackedSamples(file, validation.seq_len, mask_document_starts=data.mask_document_starts)
-    _announce("validation", named, samples)
-    return ValidationBatches(
-        samples,
-        local_batch_size=validation.local_batch_size,
-        num_batches=validation.steps,
-        sharing=(dp_rank, dp_size),
-        with_positions=with_positions,
-    )
+    sets = {}
+    for one in named:
+        file = _tokens(one, data, tokenizer, dump_folder)
+        samples = PackedSamples(file, validation.seq_len, mask_document_starts=data.mask_document_starts)
+        _announce("validation", one, samples)
+        sets[one.key if len(named) > 1 else ""] = ValidationBatches(
+            samples,
+            local_batch_size=validation.local_batch_size,
+            num_batches=validation.steps,
+            sharing=(dp_rank, dp_size),
+            with_positions=with_positions,
+        )
+    return sets
 
 
 def resolve_sources(
@@ -187,12 +193,12 @@ def _supply(named: NamedSource, samples: PackedSamples) -> Supply:
     )
 
 
-def _weight_changes(named: Sequence[NamedSource], global_batch_size: int) -> list[tuple[int, dict[str, float]]]:
-    """``weight_from`` of all sources as positions and the weights by key that hold from there on."""
+def _weight_changes(named: Sequence[NamedSource]) -> list[tuple[int, dict[str, float]]]:
+    """``weight_from`` of all sources together: steps, and the weights by key that hold from there on."""
     changes: dict[int, dict[str, float]] = {}
     for one in named:
         for step, weight in one.source.weight_from:
-            changes.setdefault((int(step) - 1) * global_batch_size, {})[one.key] = weight
+            changes.setdefault(int(step), {})[one.key] = weight
     return sorted(changes.items())
 
 
@@ -220,7 +226,7 @@ def _fingerprint(
         fingerprint["sources"] = [one.key for one in named]
         fingerprint["mixture"] = f"patterns of {PATTERN} samples, version {MIXTURE_VERSION}"
     if changes:
-        fingerprint["weight_from"] = [[position, weights] for position, weights in changes]
+        fingerprint["weight_from"] = [[step, weights] for step, weights in changes]
     return fingerprint | {
         "tokenizer": tokenizer.fingerprint,
         "bos": tokenizer.bos_id if data.add_bos else None,

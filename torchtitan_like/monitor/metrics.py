@@ -187,13 +187,18 @@ class Metrics:
         finally:
             self._paused_s += self._clock() - started
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None, num_tokens: int, seconds: float) -> Row:
-        """Write one validation result. ``loss``: nats per token over all ``num_tokens`` labels of all ranks."""
+    def validation(
+        self, step: int, loss: float, bits_per_byte: float | None, num_tokens: int, seconds: float, name: str = ""
+    ) -> Row:
+        """Write one validation result. ``loss``: nats per token over all ``num_tokens`` labels of all ranks. ``name``: of the
+        text, where there are several.
+        """
         tps = num_tokens / (seconds * self._world_size) if seconds > 0 else None
         memory = self._memory.read()
         known = {"bits_per_byte": bits_per_byte, "tps": tps}
         row: Row = {
             "step": step,
+            **({"set": name} if name else {}),
             "n_tokens_seen": self.n_tokens_seen,
             "loss": loss,
             "num_tokens": num_tokens,
@@ -205,12 +210,13 @@ class Metrics:
         if self._writer:
             self._validation_file.append([row])
         names = {"loss": "loss", "bits_per_byte": "bits_per_byte", "tps": "throughput(tps)"}
-        scalars = {f"validation_metrics/{name}": float(row[key]) for key, name in names.items() if key in row}
-        scalars |= {f"validation_metrics/{name}": value for name, value in memory.scalars.items()}
+        prefix = f"validation_metrics/{name}/" if name else "validation_metrics/"
+        scalars = {f"{prefix}{scalar}": float(row[key]) for key, scalar in names.items() if key in row}
+        scalars |= {f"{prefix}{scalar}": value for scalar, value in memory.scalars.items()}
         for sink in self._sinks:
             sink.write(step, scalars)
         logger.info(
-            f"validate step: {step:2}  loss: {loss:7.4f}"
+            f"validate {name}{' ' * bool(name)}step: {step:2}  loss: {loss:7.4f}"
             + (f"  bits/byte: {bits_per_byte:6.4f}" if bits_per_byte is not None else "")
             + f"  memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)  tps: {_number(tps, ',.0f')}"
         )

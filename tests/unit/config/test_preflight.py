@@ -42,7 +42,6 @@ NOT_AVAILABLE = [
     ("--experimental.custom_args_module my.module", "experimental.custom_args_module"),
     ("--training.dataset c4", "training.dataset"),
     ("--validation.enable --validation.dataset c4", "validation.dataset"),
-    ("--validation.enable --validation.sources.a.path README.md --validation.sources.b.path README.md", "validation.sources"),
 ]  # fmt: skip
 
 

@@ -10,10 +10,11 @@ import torch
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches import Batch
-from torchtitan_like.data.pipeline import build_validation_batches
+from torchtitan_like.data.pipeline import build_validation_sets
 from torchtitan_like.data.tokenizer import Tokenizer
 from torchtitan_like.data.validation import ValidationBatches
 
+from .conftest import write_jsonl
 from .reference import stream
 
 LOCAL = 3
@@ -26,10 +27,14 @@ def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> Buil
         dp_size: int, steps: int = -1, mask: bool = False, with_positions: bool = False
     ) -> list[ValidationBatches]:
         validation = Validation(
-            seq_len=16, local_batch_size=LOCAL, steps=steps, sources={"own": DataSource(path=str(corpus_file))}
+            enable=True,
+            seq_len=16,
+            local_batch_size=LOCAL,
+            steps=steps,
+            sources={"own": DataSource(path=str(corpus_file))},
         )
         return [
-            build_validation_batches(
+            build_validation_sets(
                 validation,
                 Data(mask_document_starts=mask),
                 tokenizer=tokenizer,
@@ -37,7 +42,7 @@ def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> Buil
                 dp_rank=rank,
                 dp_size=dp_size,
                 with_positions=with_positions,
-            )
+            )[""]
             for rank in range(dp_size)
         ]
 
@@ -103,3 +108,13 @@ def test_positions_are_those_of_the_samples(build_ranks: BuildRanks, corpus_file
                 if set(labels) != {-100}:
                     assert positions == next(once).positions
     assert all(batch.positions is None for batch in build_ranks(1)[0])
+
+
+def test_each_text_is_a_set_of_its_own(tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", ["Now is the winter of our discontent"])
+    sources = {name: DataSource(path=str(file)) for name, file in (("plays", corpus_file), ("histories", other))}
+    given = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}
+    sets = build_validation_sets(Validation(enable=True, seq_len=16, sources=sources), Data(), **given)
+    assert list(sets) == ["plays", "histories"]
+    assert sets["plays"].num_samples > sets["histories"].num_samples > 0
+    assert build_validation_sets(Validation(seq_len=16, sources=sources), Data(), **given) == {}

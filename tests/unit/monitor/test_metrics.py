@@ -437,8 +437,8 @@ def test_validation_row_scalars_and_line(
 ) -> None:
     metrics = build(world_size=2, n_tokens_seen=5000)
     metrics._sinks.append(sink := Scalars())
-    with caplog.at_level(logging.INFO):
-        metrics.validation(20, 5.25, 2.125, num_tokens=4000, seconds=4.0)
+    caplog.set_level(logging.INFO)
+    metrics.validation(20, 5.25, 2.125, num_tokens=4000, seconds=4.0)
     metrics.validation(40, math.inf, None, num_tokens=4000, seconds=0.0)
     rows = read_rows(tmp_path / "validation.jsonl")
     assert [(row["step"], row["loss"], row["num_tokens"]) for row in rows] == [(20, 5.25, 4000), (40, math.inf, 4000)]
@@ -454,6 +454,10 @@ def test_validation_row_scalars_and_line(
     assert caplog.messages[0] == (
         "validate step: 20  loss:  5.2500  bits/byte: 2.1250  memory:  2.00GiB(25.00%)  tps: 500"
     )
+    metrics.validation(60, 4.5, None, num_tokens=10, seconds=1.0, name="wiki")
+    assert read_rows(tmp_path / "validation.jsonl")[2]["set"] == "wiki" and "set" not in rows[0]
+    assert sink.written[60]["validation_metrics/wiki/loss"] == 4.5
+    assert caplog.messages[-1].startswith("validate wiki step: 60  loss:  4.5000")
 
 
 # ---- stop and resume

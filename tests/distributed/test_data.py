@@ -1,0 +1,145 @@
+"""A mixture through the whole trainer: the same samples and losses on any layout, stopped or not, and shown again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import show_batch
+from tests.distributed.parity import build, options, release
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.monitor.jsonl import read_rows
+
+STEPS = 6
+SIZES = {"plays": 120, "verse": 90, "prose": 60}
+WORDS = {"plays": "hamlet", "verse": "sonnet", "prose": "letters"}
+LAYOUTS = {  # name: (ranks, local batch); the global batch is 8 samples
+    "one": (1, 8),
+    "accumulated": (1, 2),
+    "fsdp-2": (2, 2),
+    "fsdp-4": (4, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    for name, size in SIZES.items():
+        lines = [json.dumps({"text": f"{WORDS[name]} {number} " * 4}) + "\n" for number in range(size)]
+        (root / f"{name}.jsonl").write_text("".join(lines))
+    return root
+
+
+def arguments(folder, run, local_batch, **overrides):
+    sources = {f"data.sources.{name}.path": folder / f"{name}.jsonl" for name in SIZES}
+    weights = {f"data.sources.{name}.weight": weight for name, weight in zip(SIZES, (5, 3, 2), strict=True)}
+    held_out = {f"validation.sources.{name}.path": folder / f"{name}.jsonl" for name in ("plays", "verse")}
+    validation = {"validation.enable": "true", "validation.freq": 3, "validation.steps": 3, "validation.seq_len": 32}
+    settings = {
+        **sources, **weights, **held_out, **validation,
+        "training.local_batch_size": local_batch,
+        "training.steps": STEPS,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 2,
+        "checkpoint.last_save_model_only": "false",
+        **overrides,
+    }  # fmt: skip
+    argv = options(str(folder / run), "float32", **settings)
+    at = argv.index("--training.dataset_path")
+    return argv[:at] + argv[at + 2 :]
+
+
+def train(argv):
+    """The tokens that this rank was fed, step by step."""
+    trainer = build(argv)
+    fed, given = [], trainer.train_step
+
+    def train_step(step, fetched, sums):
+        fed.append(fetched.batch.tokens.flatten(0, 1).tolist())
+        return given(step, fetched, sums)
+
+    trainer.train_step = train_step
+    trainer.train()
+    release(trainer)
+    return fed
+
+
+def digests(folder, run):
+    return [row["data_digest_chain"] for row in read_rows(folder / run / "metrics.jsonl")]
+
+
+def validated(folder, run):
+    return [(row["step"], row["set"], row["loss"]) for row in read_rows(folder / run / "validation.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    (fed,) = run_ranks(train, 1, arguments(folder, "one", 8))
+    return fed
+
+
+def test_every_layout_feeds_the_same_samples_and_validates_the_same(folder, reference):
+    expected, losses = digests(folder, "one"), validated(folder, "one")
+    assert [(step, name) for step, name, _ in losses] == [
+        (step, name) for step in (1, 3, 6) for name in ("plays", "verse")
+    ]
+    for name, (ranks, local_batch) in list(LAYOUTS.items())[1:]:
+        fed = run_ranks(train, ranks, arguments(folder, name, local_batch))
+        for step, whole in enumerate(reference):
+            assert sorted(row for rank in fed for row in rank[step]) == sorted(whole), name
+        assert digests(folder, name) == expected
+        for ours, theirs in zip(validated(folder, name), losses, strict=True):
+            assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-5)
+
+
+def test_restarts_on_other_layouts_read_on(folder, reference):
+    """Stopped after steps 2 and 4."""
+    fed = []
+    for (ranks, local_batch), steps in zip([(2, 2), (4, 1), (1, 4)], (2, 4, STEPS), strict=True):
+        argv = arguments(
+            folder, "restarted", local_batch, **{"training.steps": steps, "lr_scheduler.total_steps": STEPS}
+        )
+        by_rank = run_ranks(train, ranks, argv)
+        fed += [[row for rank in by_rank for row in rank[step]] for step in range(len(by_rank[0]))]
+    assert [sorted(rows) for rows in fed] == [sorted(rows) for rows in reference]
+    assert digests(folder, "restarted") == digests(folder, "one")
+
+
+def test_another_mixture_is_refused_before_a_model_is_built(folder, reference):
+    argv = arguments(folder, "one", 8, **{"data.sources.verse.weight": 4, "training.steps": 9})
+    (message,) = run_ranks(refusal, 1, argv)
+    assert "sources.verse.weight: saved 3.0, now 4.0" in message and "data.allow_change" in message
+
+
+def refusal(argv):
+    from torchtitan_like import train as module
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "build_model", None)  # would fail otherwise
+        with pytest.raises(module.DataError) as refused:
+            build(argv)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, capsys, monkeypatch):
+    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+    saved = folder / "one/checkpoint/step-4"
+    assert show_batch.main([str(saved), "--step", str(step), "--whole"]) == 0
+    told = capsys.readouterr().out
+    assert "metrics.jsonl of the run: " in told and "the same" in told
+    assert told.count(" epoch 0 sample ") == 8
+    tokenizer = show_batch.load_tokenizer(show_batch.load_config([]).model.tokenizer_folder)
+    for row in reference[step - 1]:
+        assert tokenizer.decode(row) in told
+
+
+def test_another_text_shows_another_digest(folder, reference, capsys, monkeypatch):
+    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+    other = folder / "other.jsonl"
+    other.write_text((folder / "plays.jsonl").read_text().replace("hamlet", "macbeth"))
+    saved = str(folder / "one/checkpoint/step-4")
+    assert show_batch.main([saved, "--step", "5", "--data.sources.plays.path", str(other)]) == 2
+    assert "sources.plays.text: saved" in capsys.readouterr().err
