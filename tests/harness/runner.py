@@ -142,6 +142,12 @@ def trainer_environment(extra: Mapping[str, str] | None = None) -> dict[str, str
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(extra or {})}
 
 
+def listen_to_signals() -> None:
+    """For `preexec_fn`. Tests that were started in the background or by nohup ignore these, and so would their children."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def kill_session(process: subprocess.Popen[str]) -> str:
     """Kill a process started with ``start_new_session`` and its descendants; what they had printed."""
     # torchrun's workers lead sessions of their own: they are found through their parents, before those die.

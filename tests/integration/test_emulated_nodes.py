@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.distributed.parity import short_documents
-from tests.harness.runner import ROOT, kill_session, run_trainer, trainer_environment
+from tests.harness.runner import ROOT, kill_session, listen_to_signals, run_trainer, trainer_environment
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
 
@@ -46,11 +46,6 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_script(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o755)
-
-
-def listen_to_ctrl_c() -> None:
-    """What was started in the background, as these tests may be, ignores it, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def emulate(root: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -121,7 +116,7 @@ def test_a_signal_reaches_every_node(house: Path, number: signal.Signals) -> Non
     write_script(house / "run_train.sh", WAITS.format(folder=house, first=""))
     command = [str(house / "scripts/emulate_multinode.sh"), "2", "1"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listen_to_ctrl_c
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listen_to_signals
     )
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[node0] started\n", "[node1] started\n"]
@@ -178,7 +173,7 @@ def start_nodes(arguments: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=listen_to_ctrl_c,
+        preexec_fn=listen_to_signals,
     )
 
 

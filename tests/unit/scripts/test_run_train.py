@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.harness.runner import ROOT, listen_to_signals
 
 # Stands in for PYTHON: logs its arguments and some variables; answers for the config check and for the run itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -50,8 +50,7 @@ class Shell:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A shell that starts the tests in the background ignores Ctrl-C for them, and a script cannot undo that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=listen_to_signals,  # a script cannot undo what it inherits
         )
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
