@@ -35,7 +35,7 @@ def rows_by_step(run: Path) -> dict[int, Row]:
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit; NaN equals NaN."""
-    return a == b or (a != a and b != b)
+    return bool(a == b or (a != a and b != b))
 
 
 def largest_difference(pairs: list[tuple[float, float]]) -> float:

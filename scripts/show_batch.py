@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, load_config
-from torchtitan_like.data.batches import Batch, TrainBatches
+from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.pipeline import build_train_batches
 from torchtitan_like.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer

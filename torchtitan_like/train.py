@@ -26,7 +26,7 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batches import Batch, chain, count_valid
+from torchtitan_like.data.batch import Batch, chain, count_valid
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
 from torchtitan_like.data.tokenizer import load_tokenizer

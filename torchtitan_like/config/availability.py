@@ -28,14 +28,6 @@ def _differs(key: str, default: Any) -> Callable[[JobConfig], bool]:
     return lambda config: bool(value_of(config, key) != default)
 
 
-def _loader(section: str, key: str, default: Any) -> Missing:
-    return Missing(
-        f"{section}.dataloader.{key}",
-        lambda config: is_used(config, section) and value_of(config, f"{section}.dataloader.{key}") != default,
-        "leave it out: batches are prepared in the main process, from the token cache",
-    )
-
-
 def _from_hub(section: str) -> Callable[[JobConfig], bool]:
     def wanted(config: JobConfig) -> bool:
         if not is_used(config, section) or sources_of(config, section) or value_of(config, f"{section}.dataset_path"):
@@ -75,16 +67,6 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("model.print_after_conversion", _differs("model.print_after_conversion", False), "set it to false"),
     Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
     Missing("experimental.custom_args_module", _differs("experimental.custom_args_module", ""), "leave it out"),
-    *(
-        _loader(section, key, default)
-        for section in ("training", "validation")
-        for key, default in (
-            ("num_workers", 0),
-            ("persistent_workers", False),
-            ("pin_memory", False),
-            ("prefetch_factor", None),
-        )
-    ),
     Missing("training.dataset", _from_hub("training"), _OWN_TEXT.format(section="training", table="data.sources")),
     Missing(
         "validation.dataset",

@@ -9,57 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import xxhash
 from numpy.typing import NDArray
 
+from .batch import Batch, Plan
 from .errors import DataMismatch
+from .loading import PlannedBatches, Plans, load
 from .mixture import JoinedSamples, Origin, SampleOrder
-from .order import mix64
-from .packing import NO_SAMPLE, PackedSamples
+from .packing import NO_SAMPLE
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_training import DataLoader
 
 logger = logging.getLogger()
 
-IGNORED_LABEL = -100
 # The order is worked out for this many positions at once: a step of a few samples would pay for numpy's calls alone.
 _ORDER_AHEAD = 4096
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's share of one step.
-
-    tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned.
-    num_valid_tokens: labels that count, in this share. digest: this share's part of the step's digest; the parts of
-    all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: where the
-    stream is when the step is done. num_samples: those of the step over all ranks, without what fills it up. positions:
-    int64, of each token in its document, as tokens; None where that is not asked for.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    num_valid_tokens: int
-    digest: int
-    first_samples: list[int]
-    position: int
-    num_samples: int
-    positions: torch.Tensor | None = None
-
-
-def count_valid(labels: torch.Tensor) -> int:
-    """How many of some labels on the host are to be learned."""
-    return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
-
-
-def chain(previous: int, digest: int) -> int:
-    """The digest of all steps so far, from that of the steps before (0 at the start) and this step's; in [0, 2**64)."""
-    return int(xxhash.xxh3_64_intdigest(previous.to_bytes(8, "little") + digest.to_bytes(8, "little")))
 
 
 class TrainBatches:
@@ -67,7 +36,7 @@ class TrainBatches:
 
     The step in which the stream ends is filled up with samples that are masked wholly: no token is lost, and its
     ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size). ``skipped`` are ranges of positions that are left
-    out. ``allow_change`` are patterns of what may differ between a saved fingerprint and this one.
+    out. ``allow_change`` are patterns of what may differ between a saved fingerprint and this one. ``dataloader``: workers.
     """
 
     def __init__(
@@ -79,19 +48,20 @@ class TrainBatches:
         local_batch_size: int,
         num_accumulation: int,
         sharing: tuple[int, int],
-        with_positions: bool = False,
+        with_positions: bool,
+        dataloader: DataLoader,
         skipped: Sequence[range] = (),
         allow_change: Sequence[str] = (),
     ) -> None:
         self.fingerprint = dict(fingerprint)
         self.order = order
         self.changes: list[str] = []  # what differs from the data of the checkpoint, where that is allowed
-        self._samples, self._with_positions = samples, with_positions
-        self._skipped, self._allow_change = skipped, allow_change
+        self._skipped, self._allow_change, self._dataloader = skipped, allow_change, dataloader
+        self._reader: Iterator[Batch] | None = None
         self._position = 0
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
         dp_rank, dp_size = sharing
-        self._shape = (num_accumulation, local_batch_size)
+        self._batches = PlannedBatches(samples, (num_accumulation, local_batch_size), with_positions=with_positions)
         self._global_batch_size = num_accumulation * dp_size * local_batch_size
         first_of_micro = (np.arange(num_accumulation) * dp_size + dp_rank) * local_batch_size
         self._local = (first_of_micro[:, None] + np.arange(local_batch_size)).ravel()
@@ -105,22 +75,24 @@ class TrainBatches:
         return self
 
     def __next__(self) -> Batch:
-        whole, end = self.next_positions(), self.order.end
-        if end is not None and whole[0] >= end:
-            raise StopIteration
-        after = int(whole[-1]) + 1
-        samples = self._samples_at(whole)
-        batch = assemble(
-            self._samples,
-            samples[self._local],
-            whole[self._local],
-            self._shape,
-            position=after if end is None else min(after, end),
-            num_samples=int(np.count_nonzero(samples != NO_SAMPLE)),
-            with_positions=self._with_positions,
-        )
+        if self._reader is None:
+            self._reader = iter(load(self._batches, Plans(self._plans), self._dataloader))
+        batch = next(self._reader)
         self._position = batch.position
         return batch
+
+    def _plans(self) -> Iterator[Plan]:
+        """What this rank reads in the steps from here on."""
+        position, end = self._position, self.order.end
+        while True:
+            whole = self._next_positions(position)
+            if end is not None and whole[0] >= end:
+                return
+            position = int(whole[-1]) + 1
+            position = position if end is None else min(position, end)
+            samples = self._samples_at(whole)
+            num_samples = int(np.count_nonzero(samples != NO_SAMPLE))
+            yield Plan(samples[self._local], whole[self._local], position, num_samples)
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
         """State of a run that has consumed ``position`` samples: the `position` of the last batch that was trained
@@ -150,8 +122,7 @@ class TrainBatches:
             )
             self.order.start_at(Origin(position, counts))
         self.changes = differing
-        self._position = position
-        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+        self._go_to(position)
 
     def check_state(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between a saved stream and this one. Raises DataMismatch if any of it is not allowed."""
@@ -179,12 +150,22 @@ class TrainBatches:
 
     def pass_over(self, num_steps: int) -> None:
         """Go on by so many steps without reading them."""
+        position = self._position
         for _ in range(num_steps):
-            self._position = int(self.next_positions()[-1]) + 1
+            position = int(self._next_positions(position)[-1]) + 1
+        self._go_to(position)
 
     def next_positions(self) -> NDArray[np.int64]:
-        """The next positions that are not left out, of all ranks: (global batch size,)."""
-        pieces, position, missing = [], self._position, self._global_batch_size
+        """The positions that the next step reads, on all ranks: (global batch size,)."""
+        return self._next_positions(self._position)
+
+    def _go_to(self, position: int) -> None:
+        self._position, self._reader = position, None
+        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+
+    def _next_positions(self, position: int) -> NDArray[np.int64]:
+        """Those of a step that begins at a position: what is left out is passed over."""
+        pieces, missing = [], self._global_batch_size
         while missing:
             for left_out in self._skipped:
                 if position in left_out:
@@ -216,48 +197,3 @@ def _counts_of(state: Mapping[str, Any]) -> Mapping[str, int]:
 def _origin_of(state: Mapping[str, Any]) -> Origin:
     origin = state.get("origin", {"position": 0, "counts": {}})
     return Origin(int(origin["position"]), origin["counts"])
-
-
-def assemble(
-    packed: PackedSamples | JoinedSamples,
-    samples: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    shape: tuple[int, int],
-    *,
-    position: int,
-    num_samples: int,
-    with_positions: bool,
-) -> Batch:
-    """A batch of ``samples`` (rows,), which stand at ``positions`` (rows,) of the stream.
-
-    shape: (num_micro, local_batch), with num_micro * local_batch = rows. position, num_samples: those of the `Batch`.
-    with_positions: tell also where each token stands
-    in its document.
-    """
-    rows, lengths = packed.read(samples)
-    # One allocation for both: they go to the device together.
-    both = torch.empty((2, *shape, packed.seq_len), dtype=torch.int64)
-    tokens, labels = both.numpy().reshape(2, len(samples), packed.seq_len)
-    tokens[:] = rows[:, :-1]
-    labels[:] = rows[:, 1:]
-    num_valid = np.maximum(lengths - 1, 0)
-    for row in np.flatnonzero(num_valid < packed.seq_len):
-        labels[row, num_valid[row] :] = IGNORED_LABEL
-    ignored = packed.ignored_labels(samples)
-    labels[ignored] = IGNORED_LABEL
-    first_samples: list[int] = positions[:: shape[1]].tolist()
-    num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
-    digest = _digest(rows, lengths, positions)
-    in_documents = torch.from_numpy(packed.positions(samples)).view(both[0].shape) if with_positions else None
-    return Batch(both[0], both[1], num_valid_tokens, digest, first_samples, position, num_samples, in_documents)
-
-
-def _digest(rows: NDArray[Any], lengths: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-    """Sum over rows, modulo 2**64, of xxh3_64(real tokens as little-endian uint32, seed = mix64(position))."""
-    seeds = mix64(positions.astype(np.uint64)).tolist()
-    words = rows.astype("<u4", copy=False)
-    total = 0
-    for row, length, seed in zip(words, lengths.tolist(), seeds, strict=True):
-        if length:
-            total += xxhash.xxh3_64_intdigest(row[:length].data, seed)
-    return total % 2**64

@@ -81,6 +81,7 @@ def build_train_batches(
         with_positions=with_positions,
         skipped=skipped_positions(training.skip_steps, global_batch_size),
         allow_change=data.allow_change,
+        dataloader=training.dataloader,
     )
     for one, part in zip(named, parts, strict=True):
         _announce("training", one, part)
@@ -144,6 +145,7 @@ def build_validation_sets(
             num_batches=validation.steps,
             sharing=(dp_rank, dp_size),
             with_positions=with_positions,
+            dataloader=validation.dataloader,
         )
     return sets
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .batches import Batch, assemble
+from .batch import Batch, Plan
+from .loading import PlannedBatches, Plans, load
+from .mixture import JoinedSamples
 from .packing import NO_SAMPLE, PackedSamples
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_training import DataLoader
 
 
 class ValidationBatches:
@@ -30,30 +36,28 @@ class ValidationBatches:
         local_batch_size: int,
         num_batches: int,
         sharing: tuple[int, int],
-        with_positions: bool = False,
+        with_positions: bool,
+        dataloader: DataLoader,
     ) -> None:
-        self._samples, self._local_batch_size, self._with_positions = samples, local_batch_size, with_positions
+        self._local_batch_size = local_batch_size
         self._dp_rank, self._dp_size = sharing
         in_text = -(-samples.num_samples // local_batch_size)
         self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)
         self.num_samples = min(samples.num_samples, self.num_batches * local_batch_size)
+        batches = PlannedBatches(JoinedSamples([samples]), (1, local_batch_size), with_positions=with_positions)
+        self._loader = load(batches, Plans(self._plans), dataloader)
 
     def __len__(self) -> int:
         return math.ceil(self.num_batches / self._dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def _plans(self) -> Iterator[Plan]:
         size = self._local_batch_size
         for step in range(len(self)):
             first = step * self._dp_size * size
             positions = first + self._dp_rank * size + np.arange(size)
             samples = np.where(positions < self.num_samples, positions, NO_SAMPLE)
             after = min(first + self._dp_size * size, self.num_samples)
-            yield assemble(
-                self._samples,
-                samples,
-                positions,
-                (1, size),
-                position=after,
-                num_samples=max(after - first, 0),
-                with_positions=self._with_positions,
-            )
+            yield Plan(samples, positions, after, max(after - first, 0))

@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_like.data.batches import Batch, TrainBatches, chain
+from torchtitan_like.data.batch import Batch, chain
+from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.tokenizer import Tokenizer
 
@@ -317,5 +318,5 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
 
 
 def test_reading_does_not_copy_the_corpus(build: Build, corpus_file: Path) -> None:
-    (samples,) = build(corpus_file)._samples.parts
+    (samples,) = build(corpus_file)._batches._samples.parts
     assert np.shares_memory(samples._full, samples.file.tokens)

@@ -17,7 +17,8 @@ from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data import mixture
-from torchtitan_like.data.batches import Batch, TrainBatches
+from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.mixture import Origin, SampleOrder, Supply
 from torchtitan_like.data.pipeline import build_train_batches, skipped_positions
@@ -370,7 +371,7 @@ def test_a_step_that_meets_skipped_samples_in_its_middle_goes_on_behind_them(
     order = batches.order.samples_at(np.array([0, 1, 2, 3, 10, 11, 12, 1000]))
     batch = next(batches)
     assert batch.num_samples == 8
-    wanted, _ = batches._samples.read(order)
+    wanted, _ = batches._batches._samples.read(order)
     assert rows(batch) == [tuple(row) for row in wanted[:, :-1].tolist()] and batch.position == 1001
 
 

@@ -1,0 +1,134 @@
+"""Worker processes change nothing but who reads: the same batches, the same state, the same ends and errors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
+from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.loading import PlannedBatches
+from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
+from torchtitan_like.data.tokenizer import Tokenizer
+
+Build = Callable[..., TrainBatches]
+
+
+@pytest.fixture
+def read_by(tokenizer: Tokenizer, corpus_file: Path) -> Iterator[Build]:
+    made: list[TrainBatches] = []
+
+    def build(
+        num_workers: int, *, max_epochs: int = 0, layout: tuple[int, int] = (0, 1), **loader: Any
+    ) -> TrainBatches:
+        made.append(
+            build_train_batches(
+                Training(seq_len=16, local_batch_size=2, dataloader=DataLoader(num_workers=num_workers, **loader)),
+                Data(sources={"own": DataSource(path=str(corpus_file), max_epochs=max_epochs)}),
+                tokenizer=tokenizer,
+                dump_folder="unused",
+                seed=7,
+                dp_rank=layout[0],
+                dp_size=layout[1],
+                num_accumulation=4 // layout[1],
+                with_positions=True,
+            )
+        )
+        return made[-1]
+
+    yield build
+    made.clear()  # ends the workers
+
+
+def contents(batch: Batch) -> tuple[Any, ...]:
+    assert batch.positions is not None
+    tensors = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist())
+    return (*tensors, batch.digest, batch.num_valid_tokens, batch.first_samples, batch.position, batch.num_samples)
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(1, None), (2, 1), (4, 3)])
+@pytest.mark.parametrize("layout", [(0, 1), (1, 2)])
+def test_workers_change_nothing(
+    read_by: Build, num_workers: int, prefetch: int | None, layout: tuple[int, int]
+) -> None:
+    """Over two ends of an epoch, to the end of the text."""
+    alone = read_by(0, max_epochs=2, layout=layout)
+    others = read_by(num_workers, max_epochs=2, layout=layout, prefetch_factor=prefetch)
+    assert [contents(batch) for batch in others] == [contents(batch) for batch in alone]
+    assert others.position == alone.position
+
+
+def test_the_state_is_of_what_was_handed_out_and_goes_on_with_other_workers(read_by: Build) -> None:
+    expected = [contents(batch) for batch in itertools.islice(read_by(0), 12)]
+    got, state = [], read_by(0).state_dict()
+    for num_workers, steps in ((2, 3), (0, 4), (1, 5)):
+        batches = read_by(num_workers)
+        batches.load_state_dict(state)
+        for _ in range(steps):
+            batch = next(batches)
+            got.append(contents(batch))
+            assert batches.position == batch.position
+        state = batches.state_dict()
+        assert state["position"] == 8 * len(got)
+    assert got == expected
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "python" in child.name()]
+
+
+def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Build) -> None:
+    before = {child.pid for child in workers()}
+    batches = read_by(2)
+    expected = [contents(batch) for batch in itertools.islice(read_by(0), 6)]
+    got = [contents(next(batches))]
+    mine = [child for child in workers() if child.pid not in before]
+    assert len(mine) == 2
+    for child, number in itertools.product(mine, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
+        os.kill(child.pid, number)
+    got += [contents(next(batches)) for _ in range(5)]
+    assert got == expected
+    batches._reader = None
+    _, alive = psutil.wait_procs(mine, timeout=20)
+    assert not alive
+
+
+def test_a_fault_in_a_worker_is_that_of_the_main_process(read_by: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: PlannedBatches, plan: Any) -> Batch:
+        raise DataError(f"file x, token {plan.positions[0]}")
+
+    monkeypatch.setattr(PlannedBatches, "__getitem__", fails)
+    for num_workers in (0, 2):
+        with pytest.raises(DataError, match="file x, token 0"):
+            next(read_by(num_workers))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_validation_reads_the_same_every_time(
+    tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path, persistent: bool
+) -> None:
+    def sets(**loader: Any) -> Any:
+        section = Validation(
+            enable=True, seq_len=16, local_batch_size=3, steps=5, dataloader=DataLoader(**loader),
+            sources={"own": DataSource(path=str(corpus_file))},
+        )  # fmt: skip
+        made = build_validation_sets(
+            section, Data(), tokenizer=tokenizer, dump_folder=str(tmp_path), dp_rank=0, dp_size=1, with_positions=True
+        )
+        return made[""]
+
+    expected = [contents(batch) for batch in sets()]
+    with_workers = sets(num_workers=2, persistent_workers=persistent)
+    for _ in range(3):
+        assert [contents(batch) for batch in with_workers] == expected
+    assert len(expected) == 5 and np.unique([digest for *_, digest, _, _, _, _ in expected]).size == 5

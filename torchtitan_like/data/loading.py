@@ -1,0 +1,87 @@
+"""Batches read ahead by worker processes: the same batches, in the same order, whatever their number.
+
+A worker holds no state: it is handed a `Plan` and returns what it says. Which plan comes next is decided in the main
+process, and how far a run has come follows from the batch that it trained on (`Batch.position`), not from the loader, which
+is ahead of it; so the loader's own state is never asked for.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import Dataset
+
+from .batch import Batch, Plan, assemble
+from .mixture import JoinedSamples
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_training import DataLoader
+
+# What a terminal or a batch system sends to every process: the main process decides, and its workers end with it.
+_LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Plans:
+    """What is to be read, anew in each iteration."""
+
+    def __init__(self, make: Callable[[], Iterator[Plan]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Plan]:
+        return self._make()
+
+
+class PlannedBatches(Dataset[Batch]):
+    """From a plan to its batch, of shape (num_micro, local_batch); ``with_positions`` as in `assemble`."""
+
+    def __init__(self, samples: JoinedSamples, shape: tuple[int, int], *, with_positions: bool) -> None:
+        self._samples, self._shape, self._with_positions = samples, shape, with_positions
+
+    def __getitem__(self, plan: Plan) -> Batch:
+        return assemble(self._samples, plan, self._shape, with_positions=self._with_positions)
+
+
+def load(batches: PlannedBatches, plans: Plans, section: DataLoader) -> Iterable[Batch]:
+    """The batches of ``plans``, prepared in this process or by ``section.num_workers`` others ahead of time."""
+    if section.num_workers == 0:
+        return _InThisProcess(batches, plans)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+        loader: Iterable[Batch] = StatefulDataLoader(
+            batches,
+            sampler=plans,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=section.num_workers,
+            prefetch_factor=section.prefetch_factor,
+            persistent_workers=section.persistent_workers,
+            pin_memory=section.pin_memory and torch.cuda.is_available(),
+            worker_init_fn=_ignore_signals,
+            # A memory-mapped file is shared by fork; spawned workers would get a copy of what it holds.
+            multiprocessing_context="fork",
+            snapshot_every_n_steps=2**31,
+        )
+    return loader
+
+
+class _InThisProcess:
+    def __init__(self, batches: PlannedBatches, plans: Plans) -> None:
+        self._batches, self._plans = batches, plans
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._batches.__getitem__, self._plans)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in _LEFT_TO_THE_MAIN_PROCESS:
+        signal.signal(number, signal.SIG_IGN)
