@@ -20,6 +20,7 @@ import re
 import tempfile
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -242,10 +243,8 @@ def _encode_in_worker(piece: Piece) -> EncodedPiece:
 
 def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPiece:
     """Read and tokenise one piece. A document without any token is left out, and counted."""
-    dtype = token_type(policy.tokenizer.vocab_size)
-    before = np.array([] if policy.bos_id is None else [policy.bos_id], dtype)
-    after = np.array([] if policy.eos_id is None else [policy.eos_id], dtype)
-    parts: list[np.ndarray[Any, Any]] = [np.array([], dtype)]
+    before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
+    tokens = array("I")
     lengths, hashes, num_empty, text_bytes = [], [], 0, 0
     for text in read_piece(corpus, piece):
         ids = policy.tokenizer.encode(text)
@@ -253,12 +252,17 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
             num_empty += 1
             continue
         raw = text.encode()
-        parts += [before, np.array(ids, dtype), after]
+        for part in (before, array("I", ids), after):
+            tokens += part
         lengths.append(len(before) + len(ids) + len(after))
         hashes.append(xxhash.xxh3_64_intdigest(raw))
         text_bytes += len(raw)
     return EncodedPiece(
-        np.concatenate(parts), np.array(lengths, np.uint64), np.array(hashes, np.uint64), num_empty, text_bytes
+        np.array(tokens, token_type(policy.tokenizer.vocab_size)),
+        np.array(lengths, np.uint64),
+        np.array(hashes, np.uint64),
+        num_empty,
+        text_bytes,
     )
 
 
