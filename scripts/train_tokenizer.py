@@ -17,6 +17,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.data.fast_bpe import bytes_of_characters
 from torchtitan_like.data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -38,19 +39,10 @@ def train(texts: list[str], vocab_size: int) -> Tokenizer:
 
 def tiktoken_lines(tokenizer: Tokenizer) -> str:
     """The ordinary tokens as a tiktoken file: base64 of the bytes, rank = id."""
-    byte_of = _bytes_of_characters()
+    byte_of = bytes_of_characters()
     ranked = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
     tokens = ((bytes(byte_of[character] for character in token), rank) for token, rank in ranked)
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tokens)
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE writes bytes as printable characters: these as themselves, the others, in order, from U+0100
-    on (GPT-2).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:

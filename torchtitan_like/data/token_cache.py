@@ -20,6 +20,7 @@ import re
 import tempfile
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -57,13 +58,21 @@ class TokenPolicy:
 
 
 def cached_tokens(
-    corpus: Corpus, policy: TokenPolicy, *, name: str, cache_folder: str | None, dump_folder: str
+    corpus: Corpus,
+    policy: TokenPolicy,
+    *,
+    name: str,
+    cache_folder: str | None,
+    dump_folder: str,
+    num_workers: int | None = None,
 ) -> TokenFile:
     """The token file of ``corpus``, built now unless it is there. Safe to call from any number of processes at once.
 
+    ``num_workers``: processes that tokenise; None: as many as there are cores. The result does not depend on it.
+
     Raises DataError for texts that cannot be read, a corpus without text, and where no cache folder can be written.
     """
-    key = _cache_key(corpus, policy)
+    key = cache_key(corpus, policy)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     folder_name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}"
     beside, fallback = corpus.folder / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME
@@ -78,14 +87,15 @@ def cached_tokens(
         folder = candidate / folder_name
         with _locked(candidate / f".{folder_name}.lock", folder):
             found = open_token_file(folder, key)  # another process may have built it while this one waited
-            return found or _build(corpus, policy, folder, key)
+            return found or _build(corpus, policy, folder, key, num_workers or _num_cores())
     places = " or ".join(str(candidate) for candidate in candidates)
     raise DataError(
         f"the token cache of {corpus.folder} cannot be written to {places}: set data.cache_folder to a writable folder"
     )
 
 
-def _cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
+def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
+    """All that the token file of ``corpus`` depends on, as it stands in its meta.json."""
     return {
         "format_version": FORMAT_VERSION,
         "files": _file_identities(corpus),
@@ -134,11 +144,11 @@ def _locked(lock: Path, folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any]) -> TokenFile:
+def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any], num_workers: int) -> TokenFile:
     """Tokenise the corpus, going on after the last committed piece of a build that was killed."""
     staging = Staging(folder.with_name(f".{folder.name}.building"), token_type(policy.tokenizer.vocab_size))
     try:
-        _fill(staging, corpus, policy, folder)
+        _fill(staging, corpus, policy, folder, num_workers)
         _check(staging, corpus, policy, key)
         staging.publish(folder, key)
     except (BrokenProcessPool, OSError) as error:
@@ -156,7 +166,7 @@ def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any
     return built
 
 
-def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path) -> None:
+def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path, num_workers: int) -> None:
     """Append the pieces that are not yet there."""
     pieces = plan_pieces(corpus)
     rest = pieces[staging.num_pieces :]
@@ -166,7 +176,7 @@ def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path) -
     logger.info(
         f"tokenising {corpus.folder}: {len(corpus.files)} files, {total / 2**20:,.1f} MiB, into {folder}{again}"
     )
-    for piece, encoded in zip(rest, _encode_all(corpus, rest, policy), strict=True):
+    for piece, encoded in zip(rest, _encode_all(corpus, rest, policy, num_workers), strict=True):
         staging.append(encoded)
         line = progress.line(piece_size(piece), staging.meta.num_tokens)
         if line:
@@ -180,7 +190,7 @@ def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path) -
 def _check(staging: Staging, corpus: Corpus, policy: TokenPolicy, key: dict[str, Any]) -> None:
     """Raise DataError where what was written must not be published."""
     vocab_size = policy.tokenizer.vocab_size
-    if _cache_key(corpus, policy) != key:
+    if cache_key(corpus, policy) != key:
         raise DataError(
             f"files in {corpus.folder} changed while they were tokenised: start again when they are complete"
         )
@@ -191,9 +201,9 @@ def _check(staging: Staging, corpus: Corpus, policy: TokenPolicy, key: dict[str,
         raise DataError(f"{policy.tokenizer.path} gave the id {found}, beyond its vocabulary of {vocab_size}")
 
 
-def _encode_all(corpus: Corpus, pieces: list[Piece], policy: TokenPolicy) -> Iterator[EncodedPiece]:
-    """The pieces in order, tokenised on all cores; twice as many as there are cores are in memory at once."""
-    num_workers = min(_num_cores(), len(pieces))
+def _encode_all(corpus: Corpus, pieces: list[Piece], policy: TokenPolicy, num_workers: int) -> Iterator[EncodedPiece]:
+    """The pieces in order, tokenised by ``num_workers`` processes; twice as many pieces are in memory at once."""
+    num_workers = min(num_workers, len(pieces))
     if len(pieces) < MIN_PIECES_FOR_WORKERS or num_workers == 1:
         yield from (encode_piece(corpus, piece, policy) for piece in pieces)
         return
@@ -242,10 +252,8 @@ def _encode_in_worker(piece: Piece) -> EncodedPiece:
 
 def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPiece:
     """Read and tokenise one piece. A document without any token is left out, and counted."""
-    dtype = token_type(policy.tokenizer.vocab_size)
-    before = np.array([] if policy.bos_id is None else [policy.bos_id], dtype)
-    after = np.array([] if policy.eos_id is None else [policy.eos_id], dtype)
-    parts: list[np.ndarray[Any, Any]] = [np.array([], dtype)]
+    before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
+    tokens = array("I")
     lengths, hashes, num_empty, text_bytes = [], [], 0, 0
     for text in read_piece(corpus, piece):
         ids = policy.tokenizer.encode(text)
@@ -253,12 +261,17 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
             num_empty += 1
             continue
         raw = text.encode()
-        parts += [before, np.array(ids, dtype), after]
+        for part in (before, array("I", ids), after):
+            tokens += part
         lengths.append(len(before) + len(ids) + len(after))
         hashes.append(xxhash.xxh3_64_intdigest(raw))
         text_bytes += len(raw)
     return EncodedPiece(
-        np.concatenate(parts), np.array(lengths, np.uint64), np.array(hashes, np.uint64), num_empty, text_bytes
+        np.array(tokens, token_type(policy.tokenizer.vocab_size)),
+        np.array(lengths, np.uint64),
+        np.array(hashes, np.uint64),
+        num_empty,
+        text_bytes,
     )
 
 

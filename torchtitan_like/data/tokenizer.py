@@ -11,24 +11,34 @@ tiktoken files hold the ordinary tokens only. Their special tokens are those of 
 ``tokenizer_config.json`` beside the file; without one, the 256 of Llama 3 where the file has Llama 3's 128,000
 tokens, else ``<|begin_of_text|>`` and ``<|end_of_text|>`` behind the last token. Text is cut into words by Llama
 3's pattern.
+
+A ``tokenizer.json`` is encoded by tiktoken's engine too where that gives the same ids (see `fast_bpe`), and by the
+`tokenizers` library, which is several times as slow, where it might not.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from .errors import TokenizerError
 
+if TYPE_CHECKING:
+    from .fast_bpe import FastBPE
+
 __all__ = ["LLAMA3_PATTERN", "Tokenizer", "TokenizerError", "check_vocabulary", "load_tokenizer"]
+
+logger = logging.getLogger()
 
 # How Llama 3 cuts text into words before it merges bytes (its published tokenizer.json, "pre_tokenizer").
 LLAMA3_PATTERN = (
@@ -116,7 +126,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         import tokenizers  # here, so that a config check without a tokenizer does not pay for it
 
         self.path = str(file)
-        content = _read_json(file)
+        self._content = content = _read_json(file)
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
@@ -138,7 +148,24 @@ class _HuggingFaceTokenizer(Tokenizer):
             "tokenizer.json", json.dumps([content.get(part) for part in parts], sort_keys=True)
         )
 
+    @functools.cached_property
+    def _fast(self) -> FastBPE | None:
+        """Made for the first text: it takes up to a second, and who only checks a config encodes nothing."""
+        from .fast_bpe import FastBPE, Unproven
+
+        content, self._content = self._content, {}
+        try:
+            return FastBPE(content, self._inner)
+        except Unproven as reason:
+            logger.info(
+                f"{self.path} is used through the `tokenizers` library, not through tiktoken's engine: {reason}"
+            )
+            return None
+
     def encode(self, text: str) -> list[int]:
+        # A longer run would have to be cut for tiktoken, and this library cuts nothing.
+        if self._fast is not None and not _has_long_run(text) and self._fast.accepts(text):
+            return self._fast.encode(text)
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:

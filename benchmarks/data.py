@@ -1,0 +1,162 @@
+"""Reading batches and tokenising text, against the least that either can cost.
+
+    python benchmarks/data.py [--rounds 9] [--copies 6] [--folder DIR]
+
+One process, one thread. Every round times each side once, in turn, so that a noisy machine disturbs all alike. Tokens per
+second of CPU time; the table gives medians over rounds, and of the ratio within a round.
+
+- reading: training batches of 8 samples of 2,048 tokens, shuffled, with the digest of each step, against a loop that takes
+  samples at random from a memory-mapped file and makes the two int64 tensors of a batch.
+- tokenising: a token cache built from JSON lines, written to disk, against the tokenizer's own call for a batch of texts
+  that are in memory (one thread), and against a loop over its call for one text, whose ids are dropped. The text: the
+  shipped Shakespeare several times, in documents of three sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.data.documents import find_corpus
+from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.tokenizer import load_tokenizer
+
+ASSETS = Path(__file__).resolve().parents[1] / "tests/assets/tokenizer"
+SEQ_LEN, BATCH, NUM_BATCHES = 2048, 8, 200
+DOCUMENTS = {"300 characters": 300, "3,000 characters": 3000, "8,000 characters": 8000}
+Side = Callable[[], int]  # returns tokens
+
+
+def measure(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of CPU time of each side in each round, after one that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds + 1):
+        for name in sorted(sides, reverse=index % 2 == 1):
+            begin = time.process_time()
+            tokens = sides[name]()
+            if index:
+                found[name].append(tokens / (time.process_time() - begin))
+    return found
+
+
+def reading(corpus: Path, folder: Path) -> dict[str, Side]:
+    """Batches of the trainer's own iterator, and of a bare loop over the same file."""
+    batches = build_train_batches(
+        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+        Data(sources={"own": {"path": str(corpus)}}, cache_folder=str(folder)),
+        tokenizer=load_tokenizer(ASSETS), dump_folder=str(folder), seed=1, dp_rank=0, dp_size=1, num_accumulation=1,
+    )  # fmt: skip
+    (file,) = folder.glob("*/tokens.bin")
+    tokens = np.memmap(file, np.uint16, "r")
+    generator = np.random.default_rng(1)
+
+    def ours() -> int:
+        return sum(next(batches).tokens.numel() for _ in range(NUM_BATCHES))
+
+    def bare() -> int:
+        count = 0
+        for _ in range(NUM_BATCHES):
+            starts = generator.integers(len(tokens) - SEQ_LEN, size=BATCH)
+            rows = torch.from_numpy(
+                np.stack([tokens[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int64)
+            )
+            count += rows[:, :-1].contiguous().numel()
+            rows[:, 1:].contiguous()
+        return count
+
+    return {"ours": ours, "bare": bare}
+
+
+def tokenising(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> dict[str, Side]:
+    """A cache built in this process; the engine's own batch; its call for one text."""
+    source, policy = find_corpus(str(corpus)), TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
+    fast = getattr(tokenizer, "_fast", tokenizer._inner)
+    engine = tokenizer._inner if fast is None else getattr(fast, "_engine", fast)
+
+    def ours() -> int:
+        shutil.rmtree(folder, ignore_errors=True)
+        file = cached_tokens(source, policy, name="own", cache_folder=str(folder), dump_folder=str(folder))
+        return file.meta.num_tokens - 2 * file.meta.num_documents
+
+    def batch() -> int:
+        if fast is None:
+            return sum(len(encoding.ids) for encoding in engine.encode_batch(texts, add_special_tokens=False))
+        return sum(map(len, engine.encode_ordinary_batch(texts, num_threads=1)))
+
+    def loop() -> int:
+        if fast is None:
+            return sum(len(engine.encode(text, add_special_tokens=False).ids) for text in texts)
+        return sum(len(engine.encode_ordinary(text)) for text in texts)
+
+    return {"ours": ours, "batch": batch, "loop": loop}
+
+
+def write_documents(file: Path, characters: int, copies: int) -> list[str]:
+    """Few enough that no worker processes are started."""
+    lines = DATASETS["shakespeare"].file.read_text(encoding="utf-8").splitlines() * copies
+    whole = [json.loads(line)["text"] for line in lines]
+    texts = [text[start : start + characters] for text in whole for start in range(0, len(text), characters)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return texts
+
+
+def row(label: str, found: dict[str, list[float]], others: tuple[str, ...]) -> str:
+    ratios = [spread([ours / other for ours, other in zip(found["ours"], found[name], strict=True)]) for name in others]
+    rates = [f"{statistics.median(found[name]) / 1e6:.2f}" for name in ("ours", *others)]
+    return "| " + " | ".join([label, *rates, *ratios]) + " |"
+
+
+def spread(values: list[float]) -> str:
+    """Median (minimum-maximum)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds, after one that is not counted")
+    parser.add_argument("--copies", type=int, default=6, help="of the text, which has 2.4 MB")
+    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read at each call
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python "
+          f"{platform.python_version()}, medians of {arguments.rounds} rounds; M tokens per second of CPU time\n")  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        write_documents(folder / "text.jsonl", 3000, arguments.copies)
+        found = measure(reading(folder / "text.jsonl", folder / "cache"), arguments.rounds)
+        print("| reading | ours | bare loop | ratio |\n|---|---|---|---|")
+        print(row(f"{BATCH} x {SEQ_LEN:,} tokens", found, ("bare",)))
+        print("\n| tokenising | ours | batch | loop | ours / batch | ours / loop |\n|---|---|---|---|---|---|")
+        for engine, file in (("tokenizer.json", "tokenizer.json"), ("tiktoken file", "tokenizer.model"),
+                             ("tokenizer.json, `tokenizers` library", "tokenizer.json")):  # fmt: skip
+            for size, characters in DOCUMENTS.items():
+                tokenizer: Any = load_tokenizer(ASSETS / file)
+                if "library" in engine:
+                    tokenizer._fast = None
+                copies = max(1, arguments.copies // 6) if "library" in engine else arguments.copies
+                texts = write_documents(folder / "text.jsonl", characters, copies)
+                sides = tokenising(folder / "text.jsonl", texts, tokenizer, folder / "built")
+                print(row(f"{engine}, {size}", measure(sides, arguments.rounds), ("batch", "loop")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

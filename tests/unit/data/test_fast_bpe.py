@@ -1,0 +1,318 @@
+"""tiktoken's engine for tokenizer.json: the same ids as the `tokenizers` library for any text, or it is not used."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers, trainers
+
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.data import fast_bpe
+from torchtitan_like.data.fast_bpe import PATTERNS, FastBPE, Unproven
+from torchtitan_like.data.tokenizer import load_tokenizer
+
+from .conftest import ASSETS
+
+Content = dict[str, Any]
+
+
+@functools.cache
+def training_texts() -> list[str]:
+    lines = DATASETS["shakespeare_validation"].file.read_text(encoding="utf-8").splitlines()
+    ours = ["Größe naïve déjà vu ПРИВЕТ привет мир 中文中文 日本語 🙂🙂 12 123 1234 2024 \n\n\n    x\t\ty aaa aaaa"] * 5
+    return [json.loads(line)["text"] for line in lines] + ours
+
+
+@functools.cache
+def trained(style: str) -> str:
+    """The text of a tokenizer.json of 1,000 tokens. `<|endoftext|>` comes first or last, as it does in published ones."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    if style == "GPT-2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        words = pre_tokenizers.Split(Regex(PATTERNS[style]), "isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    specials = ["<|endoftext|>"] if style == "Qwen 2" else []
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=999, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
+    )
+    tokenizer.train_from_iterator(training_texts(), trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return str(tokenizer.to_str())
+
+
+def shuffled(content: Content) -> None:
+    """Ids in no order, as no library gives them: the order of the merges is what counts."""
+    vocabulary = content["model"]["vocab"]
+    ids = sorted(vocabulary.values())
+    random.Random(3).shuffle(ids)
+    content["model"]["vocab"] = dict(zip(vocabulary, ids, strict=True))
+
+
+def converted(content: Content) -> None:
+    """As the files made from a tiktoken vocabulary: all pairs that spell a token are listed, words that are tokens stay
+    whole, and there are tokens that their merges do not make.
+    """
+    model = content["model"]
+    vocabulary: dict[str, int] = model["vocab"]
+    for token in ("heref", "Ġreven", "ĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠ", "ousands"):
+        vocabulary.setdefault(token, 2000 + len(vocabulary))
+    ranked = sorted(vocabulary, key=lambda token: vocabulary[token])
+    pairs = [[token[:cut], token[cut:]] for token in ranked for cut in range(1, len(token))]
+    model["merges"] = [pair for pair in pairs if vocabulary.keys() >= set(pair)]
+    model["ignore_merges"] = True
+
+
+def unchanged(content: Content) -> None:
+    pass
+
+
+CASES: dict[str, tuple[str, Callable[[Content], None]]] = {
+    **{style: (style, unchanged) for style in PATTERNS},
+    "GPT-2, ids in no order": ("GPT-2", shuffled),
+    "Llama 3, converted": ("Llama 3", converted),
+    "gpt-oss, ignore_merges": ("gpt-oss", lambda content: content["model"].update(ignore_merges=True)),
+}
+
+
+def library_of(content: Content) -> Any:
+    library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    library.encode_special_tokens = True
+    return library
+
+
+@functools.cache
+def engines(case: str) -> tuple[FastBPE, Any]:
+    if case == "shipped":
+        content = json.loads((ASSETS / "tokenizer.json").read_text())
+    else:
+        style, change = CASES[case]
+        content = json.loads(trained(style))
+        change(content)
+    library = library_of(content)
+    return FastBPE(content, library), library
+
+
+PARTS = ["the", "ing", "an", " ", "  ", "\n", "\r\n", "\t", "th", "heref", " revenge", "ousands", "12", "1234567", "'s",
+         "'LL", "'ſ", "é", "e\u0301", "中文", "мир", "ПРИ", "🙂", "👩‍👧", "²", "Ⅷ", "ǅ", "\u00a0", "\u2003", "\u200b",
+         "\x00", "\x1c", "\x85", "\ufeff", "a" * 300, " " * 300, "ab" * 200, "-" * 200, "!?", "/", "<|endoftext|>", "aaa",
+         "\U0001e030", "\U00020000", "\U000e0041"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["shipped", *CASES])
+@given(st.text(max_size=100) | st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"])).map("".join))
+@settings(max_examples=60, deadline=None)
+def test_gives_the_ids_of_the_library_for_any_text(case: str, text: str) -> None:
+    fast, library = engines(case)
+    if fast.accepts(text):
+        assert fast.encode(text) == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("case", ["shipped", *CASES])
+def test_gives_the_ids_of_the_library_for_a_longer_text(case: str) -> None:
+    fast, library = engines(case)
+    for text in training_texts():
+        assert fast.encode(text) == library.encode(text, add_special_tokens=False).ids
+
+
+def test_the_hard_cases_are_there() -> None:
+    """Ids in no order need a table; a converted vocabulary has tokens that its merges do not make."""
+    assert engines("GPT-2, ids in no order")[0]._id_of_rank is not None
+    assert engines("Qwen 2")[0]._id_of_rank is None
+    assert engines("Qwen 2")[0].accepts("中文 мир é 🙂") and not engines("Qwen 2")[0].accepts("\U00020000")
+    vocabulary = engines("Llama 3, converted")[1].get_vocab(with_added_tokens=False)
+    not_made = vocabulary.keys() - fast_bpe._made_by_merges(vocabulary, engines("Llama 3, converted")[1])
+    assert "ousands" in not_made and engines("Llama 3, converted")[0].encode("ousands") == [vocabulary["ousands"]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12),
+    st.booleans(),
+    st.lists(st.text("ab", min_size=2, max_size=5), max_size=2),
+    st.lists(st.text("abc", min_size=1, max_size=14), min_size=20, max_size=20),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_vocabulary_that_is_accepted_gives_the_ids_of_the_library(
+    joins: list[tuple[int, int]], ignore_merges: bool, more: list[str], words: list[str]
+) -> None:
+    """Merges at random, few of which a trainer would make: of the rule's cases no published file shows most."""
+    content = shipped()
+    model, made, merges = content["model"], ["a", "b", "c"], []
+    for first, second in joins:
+        pair = [made[first % len(made)], made[second % len(made)]]
+        if pair not in merges:
+            merges.append(pair)
+            made.append("".join(pair))
+    tokens = dict.fromkeys([*fast_bpe.bytes_of_characters(), *made, *more])
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(more) == 1:  # as converted files do: all pairs, in the order of the tokens they spell
+        pairs = [[token[:cut], token[cut:]] for token in vocabulary for cut in range(1, len(token))]
+        merges = [pair for pair in pairs if vocabulary.keys() >= set(pair)]
+    model.update(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
+    library = library_of(content)
+    try:
+        fast = FastBPE(content, library)
+    except Unproven as reason:
+        assert "differ" not in str(reason)
+        return
+    for word in words:
+        assert fast.encode(word) == library.encode(word, add_special_tokens=False).ids
+
+
+def shipped() -> Content:
+    content: Content = json.loads((ASSETS / "tokenizer.json").read_text())
+    return content
+
+
+def of_split(content: Content, **changes: Any) -> None:
+    content["pre_tokenizer"]["pretokenizers"][0].update(changes)
+
+
+def of_byte_level(content: Content, **changes: Any) -> None:
+    content["pre_tokenizer"]["pretokenizers"][1].update(changes)
+
+
+SETTINGS: dict[str, tuple[Callable[[Content], object], str]] = {
+    "normalizer": (lambda c: c.update(normalizer={"type": "NFC"}), r"it has a normalizer \(NFC\)"),
+    "no pre-tokenizer": (lambda c: c.update(pre_tokenizer=None), "its pre-tokenizer is None"),
+    "other pre-tokenizer": (
+        lambda c: c.update(pre_tokenizer={"type": "Whitespace"}),
+        "its pre-tokenizer is Whitespace",
+    ),
+    "blank before": (lambda c: of_byte_level(c, add_prefix_space=True), "add_prefix_space"),
+    "two patterns": (lambda c: of_byte_level(c, use_regex=True), "cuts words twice"),
+    "no pattern": (lambda c: c.update(pre_tokenizer=c["pre_tokenizer"]["pretokenizers"][1]), "or not at all"),
+    "words joined": (lambda c: of_split(c, behavior="MergedWithPrevious"), "does not keep the words"),
+    "inverted": (lambda c: of_split(c, behavior="Isolated", invert=True), "does not keep the words"),
+    "unknown pattern": (lambda c: of_split(c, pattern={"Regex": r"\w+|\W+"}), "not one of those that are known"),
+    "cut by a string": (lambda c: of_split(c, pattern={"String": " "}), "not one of those that are known"),
+    "other model": (lambda c: c["model"].update(type="Unigram"), "its model is Unigram, not BPE"),
+    "dropout": (lambda c: c["model"].update(dropout=0.1), "dropout = 0.1"),
+    "unknown token": (lambda c: c["model"].update(unk_token="!"), "unk_token = '!'"),
+    "prefix": (lambda c: c["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix = '##'"),
+    "suffix": (lambda c: c["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix = '</w>'"),
+    "byte fallback": (lambda c: c["model"].update(byte_fallback=True), "byte_fallback = True"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_may_change_the_ids_are_refused(name: str) -> None:
+    change, reason = SETTINGS[name]
+    content, library = shipped(), library_of(shipped())
+    FastBPE(content, library)
+    change(content)
+    with pytest.raises(Unproven, match=reason):
+        FastBPE(content, library)
+
+
+def without_a_byte(content: Content) -> None:
+    model = content["model"]
+    model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if "\u0122" not in token}
+    model["merges"] = [pair for pair in model["merges"] if "\u0122" not in "".join(pair)]
+
+
+def with_merges(content: Content, *merges: str) -> None:
+    """More merges, with the tokens they need, in a vocabulary whose words that are tokens stay whole."""
+    model = content["model"]
+    for token in (merge.replace(" ", "") for merge in merges):
+        model["vocab"].setdefault(token, 3000 + len(model["vocab"]))
+    model["merges"] += [merge.split() for merge in merges]
+    model["ignore_merges"] = True
+
+
+VOCABULARIES: dict[str, tuple[Callable[[Content], object], str]] = {
+    "a byte missing": (without_a_byte, "1 of the 256 bytes have no token"),
+    "same id": (lambda c: c["model"]["vocab"].update({"a": c["model"]["vocab"]["b"]}), "two tokens have the same id"),
+    "merges apart": (lambda c: with_merges(c, "t he"), "merges that make 'the' stand apart"),
+    "pairs not listed": (
+        lambda c: c["model"].update(ignore_merges=True, vocab={**c["model"]["vocab"], "qzxj": 4000, "zxj": 4001}),
+        "'qzxj' is not made by its merges, and not all pairs that spell it are listed",
+    ),
+    "pairs overlap": (  # q alone, twice, 3 and 5 times make 8 in two ways, but 8 are joined to four times two
+        lambda c: with_merges(c, "q q", "q qq", "qq q", "qq qqq", "qqq qq", "qqq qqqqq", "qqqqq qqq"),
+        "'qqqqqqqq' is not made by its merges, and pairs that spell it overlap",
+    ),
+    "part of a lower rank": (  # z and x are joined first; qzxj is made only where something else stands between
+        lambda c: with_merges(c, "z x", "q z", "x j", "qzxj k", "qz xj"),
+        "'qzxj', which its merges do not make, is part of 'qzxjk' of a lower rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_vocabularies_that_may_change_the_ids_are_refused(name: str) -> None:
+    change, reason = VOCABULARIES[name]
+    content = shipped()
+    change(content)
+    with pytest.raises(Unproven, match=reason):
+        FastBPE(content, library_of(content))
+
+
+def test_a_token_that_merges_do_not_make_is_no_reason_where_words_are_not_taken_whole() -> None:
+    content = shipped()
+    content["model"]["vocab"] |= {"qzxj": 4000, "zxj": 4001}
+    library = library_of(content)
+    text = "qzxj zxj aqzxj"
+    assert FastBPE(content, library).encode(text) == library.encode(text).ids
+
+
+def test_added_tokens_that_are_looked_for_in_the_text_are_a_reason() -> None:
+    library = library_of(shipped())
+    library.add_tokens(["thou"])
+    with pytest.raises(Unproven, match="not special in the text: 'thou'"):
+        FastBPE(shipped(), library)
+
+
+def test_difficult_texts_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the proof wrong: here the two have different patterns."""
+    monkeypatch.setattr(fast_bpe, "_pattern", lambda content: PATTERNS["GPT-2"])
+    with pytest.raises(Unproven, match=r"the ids of '.*' differ"):
+        FastBPE(shipped(), library_of(shipped()))
+
+
+def test_characters_of_which_the_engines_think_differently_are_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An older table, in which two letters are none."""
+    replace = tokenizers.normalizers.Replace
+    older = Regex(r"[\p{L}&&[^жЩ]]")
+    monkeypatch.setattr(tokenizers.normalizers, "Replace", lambda pattern, content: replace(older, content))
+    others = fast_bpe._other_characters.__wrapped__((r"\p{L}",))
+    found = [character for character in map(chr, [*range(0xD800), *range(0xE000, 0x20010)]) if others.search(character)]
+    assert found == ["Щ", "ж", *map(chr, range(0x20000, 0x20010))]
+
+
+def test_the_tokenizer_uses_it_and_takes_the_library_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = load_tokenizer(ASSETS)
+    texts = ["to be", "мир", "\U00020000", "a" * 26_000, "x " * 9_000 + "\n" * 26_000]
+    expected = [tokenizer._inner.encode(text, add_special_tokens=False).ids for text in texts]
+    assert tokenizer.encode_batch(texts) == expected
+    monkeypatch.setattr(tokenizer._fast, "encode", lambda text: [1])
+    assert tokenizer.encode_batch(texts) == [[1], [1], *expected[2:]]
+
+
+def test_the_reason_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tokenizer = load_tokenizer(ASSETS)
+    assert tokenizer.encode_batch(["a", "b"]) and not caplog.messages
+    content = shipped()
+    content["normalizer"] = {"type": "NFC"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+    assert caplog.messages == [
+        f"{tmp_path}/tokenizer.json is used through the `tokenizers` library, not through tiktoken's engine: it has a "
+        "normalizer (NFC)"
+    ]

@@ -1,0 +1,168 @@
+"""scripts/tokenize_corpus.py: the files of the token cache, whoever makes them and however often it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.tokenize_corpus import main
+from torchtitan_like.data.documents import find_corpus
+from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.tokenizer import load_tokenizer
+
+ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
+SMALL_PIECE = 500  # bytes: the corpus makes tens of pieces
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for part in range(3):
+        texts = [f"{part}.{number} to be or not to be" for number in range(20)]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def tokenize(source: Path, output: Path, *more: str) -> int:
+    return main([str(source), "--tokenizer", str(ASSETS), "--output", str(output), *more])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# The script in small pieces; with PAUSE_AFTER in the environment it stops after so many, says so, and waits.
+RUNNER = """
+import os, sys
+from torchtitan_like.data import documents, token_file
+documents.PIECE_BYTES = {piece_bytes}
+append = token_file.Staging.append
+def append_and_pause(self, piece):
+    append(self, piece)
+    if str(self.num_pieces) == os.environ.get("PAUSE_AFTER"):
+        print("paused", flush=True)
+        sys.stdin.readline()
+token_file.Staging.append = append_and_pause
+from scripts.tokenize_corpus import main
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(corpus: Path, output: Path, root: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+    script = corpus.parent / "runner.py"  # a file: spawned workers import it again
+    script.write_text(RUNNER.format(piece_bytes=SMALL_PIECE))
+    command = [sys.executable, str(script), str(corpus), "--tokenizer", str(ASSETS), "--output", str(output), *more]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_makes_what_the_cache_of_a_run_holds(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokenize(corpus, tmp_path / "out tokens") == 0
+    tokenizer = load_tokenizer(ASSETS)
+    policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
+    cached = cached_tokens(find_corpus(str(corpus)), policy, name="own", cache_folder=None, dump_folder="unused")
+    assert contents(tmp_path / "out tokens") == contents(cached.folder)
+    printed = capsys.readouterr().out
+    assert "is complete: 60 documents" in printed
+    snippet = f'[data.sources.out-tokens]\npath = "{tmp_path / "out tokens"}"\nformat = "tokens"\n'
+    assert printed.endswith(snippet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out tokens"]
+
+
+def test_a_killed_command_typed_again_goes_on_to_the_same_bytes_with_any_workers(
+    corpus: Path, tmp_path: Path, repo_root: Path
+) -> None:
+    with start(corpus, tmp_path / "one", repo_root, "--workers", "1") as process:
+        first, _ = process.communicate("", timeout=100)
+    assert process.returncode == 0 and "tokenised: 60 documents" in first and " tokens/s" in first, first
+    with start(corpus, tmp_path / "two", repo_root, "--workers", "2", PAUSE_AFTER="3") as process:
+        assert process.stdout is not None
+        assert any(line == "paused\n" for line in process.stdout)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "two").exists()
+    with start(corpus, tmp_path / "two", repo_root, "--workers", "2") as process:
+        again, _ = process.communicate("", timeout=100)
+    assert process.returncode == 0 and "going on after 3 of " in again, again
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert not (tmp_path / ".two.building").exists()
+
+
+def test_only_one_process_makes_a_folder(
+    corpus: Path, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(corpus, tmp_path / "out", repo_root, "--workers", "1", PAUSE_AFTER="1") as process:
+        assert process.stdout is not None
+        assert any(line == "paused\n" for line in process.stdout)
+        assert tokenize(corpus, tmp_path / "out") == 2
+        assert f"another process is making {tmp_path / 'out'}" in capsys.readouterr().err
+        process.communicate("\n", timeout=100)
+    assert process.returncode == 0
+
+
+def test_a_complete_folder_is_found_again_and_never_written_over(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tokenize(corpus, tmp_path / "out") == 0
+    before = contents(tmp_path / "out")
+    capsys.readouterr()
+    assert tokenize(corpus, tmp_path / "out") == 0
+    assert "tokenising" not in capsys.readouterr().out
+    assert tokenize(corpus, tmp_path / "out", "--no-bos") == 2
+    assert "it was built for something else; delete the folder" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+    assert tokenize(tmp_path / "corpus" / "0.jsonl", corpus) == 2
+    assert "exists already and has no meta.json" in capsys.readouterr().err
+
+
+def test_without_bos_and_eos_there_are_the_tokens_of_the_text_alone(corpus: Path, tmp_path: Path) -> None:
+    assert tokenize(corpus, tmp_path / "out", "--no-bos", "--no-eos") == 0
+    texts = [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
+    expected = [token for text in texts for token in load_tokenizer(ASSETS).encode(text)]
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
+
+
+def test_several_inputs_are_read_in_the_order_given(corpus: Path, tmp_path: Path) -> None:
+    files = [str(corpus / f"{part}.jsonl") for part in (2, 0)]
+    assert main([*files, "--tokenizer", str(ASSETS), "--output", str(tmp_path / "out"), "--no-bos", "--no-eos"]) == 0
+    texts = [f"{part}.{number} to be or not to be" for part in (2, 0) for number in range(20)]
+    expected = [token for text in texts for token in load_tokenizer(ASSETS).encode(text)]
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
+
+
+FAULTS = {
+    "no data": (["{tmp}/nowhere"], "no data at"),
+    "no tokenizer": (["{tmp}/corpus", "--tokenizer", "{tmp}"], "no tokenizer at"),
+    "given twice": (["{tmp}/corpus", "{tmp}/corpus/0.jsonl"], "0.jsonl is given twice"),
+    "formats": (["{tmp}/corpus", "{tmp}/a.txt"], "inputs of several formats: jsonl"),
+    "workers": (["{tmp}/corpus", "--workers", "0"], "--workers 0: expected at least 1"),
+    "no field": (["{tmp}/corpus", "--text-field", "body"], 'no field "body"'),
+    "no BOS": (["{tmp}/corpus", "--tokenizer", "{tmp}/plain"], "has no BOS token: give --no-bos"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_told_with_code_2(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    given, message = FAULTS[name]
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
+    (tmp_path / "plain" / "tokenizer_config.json").write_text('{"bos_token": null}')
+    arguments = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "out")]
+    assert main([*arguments, *(part.format(tmp=tmp_path) for part in given)]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
