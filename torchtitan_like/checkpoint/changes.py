@@ -33,6 +33,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("data.cache_folder", ""),
     ("data.sources.*.path", ""),
     ("data.sources.*.format", ""),
+    ("data.sources.*.token_dtype", ""),
     ("data.sources.*.max_epochs", ""),
     ("data.*", "dataloader"),
     ("training.dtype", "model"),

@@ -145,12 +145,28 @@ class DataSource(Section):
     """One text: where it lies and how it is read."""
 
     path: str = Field(min_length=1, description="File, folder or glob; relative to the current directory.")
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = Field(
-        "auto", description="Format of the files; auto goes by the file's ending."
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = Field(
+        "auto",
+        description="Format of the files; auto goes by the file's ending. tokens: token ids, read as they stand (Megatron "
+        ".bin with .idx, .npy, flat .bin, folders of a token cache).",
+    )
+    token_dtype: Literal["auto", "uint16", "uint32"] = Field(
+        "auto",
+        description="Type of the ids in flat .bin files (without .idx); auto is uint16 for a vocabulary of at most 65,536.",
     )
     text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
     weight: float = Field(1.0, gt=0, description="Share of this source in a mixture, relative to the other weights.")
     max_epochs: int = Field(0, ge=0, description="Times the source is read; 0 is without limit.")
+
+    def conflicts(self) -> list[Conflict]:
+        found = []
+        if self.format == "tokens" and self.text_field != "text":
+            remedy = "leave it out: there is no text to be looked for"
+            found.append(Conflict("text_field", 'unset with format = "tokens"', remedy, ("format",)))
+        if self.format != "tokens" and self.token_dtype != "auto":
+            remedy = 'set format = "tokens", or leave token_dtype out'
+            found.append(Conflict("token_dtype", '"auto" unless format = "tokens"', remedy, ("format",)))
+        return found
 
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -168,8 +184,10 @@ class Data(Section):
     mask_document_starts: bool = Field(
         False, description="The first token of a document is not a label: it cannot be known from the document before."
     )
-    add_bos: bool = Field(True, description="Put the beginning-of-text token before each document.")
-    add_eos: bool = Field(True, description="Put the end-of-text token after each document.")
+    add_bos: bool = Field(
+        True, description="Put the beginning-of-text token before each document (not of token files)."
+    )
+    add_eos: bool = Field(True, description="Put the end-of-text token after each document (not of token files).")
 
 
 class Loss(Section):

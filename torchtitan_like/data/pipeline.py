@@ -18,6 +18,7 @@ from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import PACKING, PackedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
+from .token_sources import open_token_source
 from .tokenizer import Tokenizer
 from .validation import ValidationBatches
 
@@ -55,7 +56,7 @@ def build_train_batches(
     )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    file = _tokens(named, data, tokenizer, dump_folder)
+    file = _tokens(named, data, tokenizer, dump_folder, with_positions)
     samples = PackedSamples(file, training.seq_len, mask_document_starts=data.mask_document_starts)
     batches = TrainBatches(
         samples,
@@ -94,7 +95,7 @@ def build_validation_batches(
         section="validation",
         table="validation.sources",
     )
-    file = _tokens(named, data, tokenizer, dump_folder)
+    file = _tokens(named, data, tokenizer, dump_folder, with_positions)
     samples = PackedSamples(file, validation.seq_len, mask_document_starts=data.mask_document_starts)
     _announce("validation", named, samples)
     return ValidationBatches(
@@ -136,13 +137,26 @@ def resolve_source(
     return NamedSource(dataset, DataSource(path=str(entry.file)))
 
 
-def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str) -> TokenFile:
+def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
+    if named.source.format == "tokens":
+        return open_token_source(
+            named.source,
+            tokenizer,
+            with_documents=data.mask_document_starts or with_positions,
+            cache_folder=data.cache_folder,
+            dump_folder=dump_folder,
+        )
     corpus = find_corpus(named.source.path, named.source.format, named.source.text_field)
-    policy = TokenPolicy(
-        tokenizer, tokenizer.bos_id if data.add_bos else None, tokenizer.eos_id if data.add_eos else None
-    )
+    policy = _policy(named.source, data, tokenizer)
     name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
     return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)
+
+
+def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy:
+    """What is put around a document of ``source``: nothing, where its tokens are read as they stand."""
+    adds = source.format != "tokens"
+    bos_id = tokenizer.bos_id if data.add_bos and adds else None
+    return TokenPolicy(tokenizer, bos_id, tokenizer.eos_id if data.add_eos and adds else None)
 
 
 def _fingerprint(
@@ -150,15 +164,15 @@ def _fingerprint(
 ) -> dict[str, Any]:
     """All that decides which tokens stand at a position: not the layout, the batch size, the place of the files."""
     order = f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, version {PERMUTATION_VERSION}"
-    meta = samples.file.meta
+    meta, policy = samples.file.meta, _policy(source, data, tokenizer)
     return {
         "source.text": f"{meta.text_digest:016x}",
         "source.num_documents": meta.num_documents,
         "source.num_tokens": meta.num_tokens,
         "source.text_field": source.text_field,
         "tokenizer": tokenizer.fingerprint,
-        "bos": tokenizer.bos_id if data.add_bos else None,
-        "eos": tokenizer.eos_id if data.add_eos else None,
+        "bos": policy.bos_id,
+        "eos": policy.eos_id,
         "packing": PACKING,
         "seq_len": samples.seq_len,
         "mask_document_starts": data.mask_document_starts,

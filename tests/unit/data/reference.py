@@ -30,6 +30,11 @@ def stream(file: Path, tokenizer: Tokenizer, seq_len: int, seed: int | None, mas
         if ids:
             starts.add(len(tokens))
             tokens += [tokenizer.bos_id, *ids, tokenizer.eos_id]
+    yield from samples_of(tokens, starts, seq_len, seed, mask_starts)
+
+
+def samples_of(tokens: list[int], starts: set[int], seq_len: int, seed: int | None, mask_starts: bool) -> Iterator[Row]:
+    """The samples of endless epochs over ``tokens``, whose documents begin at ``starts``."""
     num_samples = -(-(len(tokens) - 1) // seq_len)
     position = 0
     while True:
