@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data.documents import find_corpus
+from torchtitan_like.data.formats.documents import find_corpus
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches
 from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
-from torchtitan_like.data.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "tests/assets/tokenizer"
 SEQ_LEN, BATCH, NUM_BATCHES = 2048, 8, 200

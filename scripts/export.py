@@ -33,7 +33,7 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import Manifest, file_records, publish, read_manifest, write_manifest
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.data.tokenizer import TokenizerError
+from torchtitan_like.data.formats.tokenizer import TokenizerError
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.world import CHECKPOINT_TIMEOUT, HostGroup, launched_as
 from torchtitan_like.launch import identify

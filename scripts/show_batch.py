@@ -26,8 +26,8 @@ from torchtitan_like.config import ConfigError, JobConfig, load_config
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches
-from torchtitan_like.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 WIDTH = 100  # characters of a sample that are shown
 

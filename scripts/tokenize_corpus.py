@@ -26,11 +26,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from torchtitan_like.data.documents import ENDINGS, Corpus, find_corpus
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats.documents import ENDINGS, Corpus, find_corpus
+from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.token_cache import TokenPolicy, cache_key, cached_tokens
 from torchtitan_like.data.token_file import META, TokenFile, open_token_file
-from torchtitan_like.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def find_inputs(paths: list[str], format_name: str, text_field: str) -> Corpus:

@@ -17,8 +17,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.fast_bpe import bytes_of_characters
-from torchtitan_like.data.tokenizer import LLAMA3_PATTERN, load_tokenizer
+from torchtitan_like.data.formats.fast_bpe import bytes_of_characters
+from torchtitan_like.data.formats.tokenizer import LLAMA3_PATTERN, load_tokenizer
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 

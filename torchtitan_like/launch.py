@@ -14,7 +14,7 @@ import torch
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
-from torchtitan_like.data.tokenizer import load_tokenizer
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import needs_wrapping
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees

@@ -16,6 +16,7 @@ from torchtitan_like.config.availability import (
     NOT_AVAILABLE,
     is_used,
     not_available,
+    only_tokens,
     sources_of,
     value_of,
     without_effect,
@@ -228,12 +229,15 @@ def _check_tokenizer(findings: Findings, limits: dict[str, int]) -> None:
             remedy = f"start in {_REPOSITORY}, or set it to {shipped.resolve()}"
         findings.missing_file(key, f"a folder with tokenizer.json or a tiktoken .model file; {_where(path)}", remedy)
         return
-    from torchtitan_like.data.tokenizer import TokenizerError, check_vocabulary, load_tokenizer
+    from torchtitan_like.data.formats.tokenizer import TokenizerError, check_vocabulary, load_tokenizer
 
     try:
         tokenizer = load_tokenizer(path)
         if "vocab_size" in limits:
-            check_vocabulary(tokenizer, limits["vocab_size"], add_bos=config.data.add_bos, add_eos=config.data.add_eos)
+            add_bos, add_eos = (
+                wanted and not only_tokens(config) for wanted in (config.data.add_bos, config.data.add_eos)
+            )
+            check_vocabulary(tokenizer, limits["vocab_size"], add_bos=add_bos, add_eos=add_eos)
     except TokenizerError as error:
         involves = (*MODEL_KEYS, "data.add_bos", "data.add_eos")
         findings.error(key, f"a tokenizer that fits the model; {error}", involves=involves)
@@ -246,7 +250,8 @@ def _check_text(findings: Findings, section: str) -> None:
     sources = sources_of(config, section)
     for name, source in sources.items():
         key = f"{table}.{name}.path"
-        if not _matches(source.path):
+        pair = source.format == "tokens" and any(_matches(source.path + ending) for ending in (".bin", ".idx"))
+        if not pair and not _matches(source.path):
             findings.missing_file(key, f"a file, folder or glob with files; {_where(Path(source.path))}")
     if sources:
         for key in (f"{section}.dataset", f"{section}.dataset_path"):

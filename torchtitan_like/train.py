@@ -28,8 +28,8 @@ from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress,
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batch import Batch, chain, count_valid
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
-from torchtitan_like.data.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step

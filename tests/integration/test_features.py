@@ -439,7 +439,7 @@ def test_validation_is_the_mean_over_all_tokens(files: Path, reference: RunResul
     """By hand: every document between BOS and EOS, end to end, each token but the first predicted once."""
     from scripts.generate import load_model
     from torchtitan_like.config import load_config
-    from torchtitan_like.data.tokenizer import load_tokenizer
+    from torchtitan_like.data.formats.tokenizer import load_tokenizer
 
     step_folder = reference.dump_folder / "checkpoint" / f"step-{STEPS}"
     model = load_model(step_folder, load_config(["--job.config_file", str(step_folder / "config.toml")]), CPU)

@@ -228,6 +228,12 @@ SWITCHES: tuple[Switch, ...] = (
         _is("debug.deterministic", False),
         "debug.deterministic = true",
     ),
+    Switch(
+        ("data.add_bos", "data.add_eos"),
+        "data.sources",
+        lambda config: only_tokens(config),
+        'a source of text: with format = "tokens" nothing is put in',
+    ),
     Switch(("training.gc_debug",), "training.gc_freq", _is("training.gc_freq", 0), "training.gc_freq > 0"),
     Switch(
         ("metrics.save_for_all_ranks", "metrics.save_tb_folder"),
@@ -280,6 +286,12 @@ def value_of(config: JobConfig, key: str) -> Any:
 def sources_of(config: JobConfig, section: str) -> dict[str, Any]:
     """The tables that name the text of "training" or "validation"."""
     return dict(config.data.sources if section == "training" else config.validation.sources)
+
+
+def only_tokens(config: JobConfig) -> bool:
+    """True where this run reads no text: all its sources are files of tokens."""
+    used = [sources_of(config, section) for section in ("training", "validation") if is_used(config, section)]
+    return all(sources and all(one.format == "tokens" for one in sources.values()) for sources in used)
 
 
 def is_used(config: JobConfig, section: str) -> bool:

@@ -160,8 +160,14 @@ class DataSource(Section):
     """One text: where it lies and how it is read."""
 
     path: str = Field(min_length=1, description="File, folder or glob; relative to the current directory.")
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = Field(
-        "auto", description="Format of the files; auto goes by the file's ending."
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = Field(
+        "auto",
+        description="Format of the files; auto goes by the file's ending. tokens: token ids, read as they stand (Megatron "
+        ".bin with .idx, .npy, flat .bin, folders of a token cache).",
+    )
+    token_dtype: Literal["auto", "uint16", "uint32"] = Field(
+        "auto",
+        description="Type of the ids in flat .bin files (without .idx); auto is uint16 for a vocabulary of at most 65,536.",
     )
     text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
     weight: float = Field(
@@ -176,12 +182,19 @@ class DataSource(Section):
     )
 
     def conflicts(self) -> list[Conflict]:
-        if all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in self.weight_from):
-            steps = [1, *(pair[0] for pair in self.weight_from)]
-            if steps == sorted(set(steps)):
-                return []
-        expected = "pairs of a step >= 2 and a weight >= 0, in order of the steps"
-        return [Conflict("weight_from", expected, "write [[10000, 3.0], [20000, 0]], say")]
+        found = []
+        if self.format == "tokens" and self.text_field != "text":
+            remedy = "leave it out: there is no text to be looked for"
+            found.append(Conflict("text_field", 'unset with format = "tokens"', remedy, ("format",)))
+        if self.format != "tokens" and self.token_dtype != "auto":
+            remedy = 'set format = "tokens", or leave token_dtype out'
+            found.append(Conflict("token_dtype", '"auto" unless format = "tokens"', remedy, ("format",)))
+        pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in self.weight_from)
+        steps = [1, *(pair[0] for pair in self.weight_from)] if pairs else []
+        if not pairs or steps != sorted(set(steps)):
+            expected = "pairs of a step >= 2 and a weight >= 0, in order of the steps"
+            found.append(Conflict("weight_from", expected, "write [[10000, 3.0], [20000, 0]], say"))
+        return found
 
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -203,8 +216,10 @@ class Data(Section):
     mask_document_starts: bool = Field(
         False, description="The first token of a document is not a label: it cannot be known from the document before."
     )
-    add_bos: bool = Field(True, description="Put the beginning-of-text token before each document.")
-    add_eos: bool = Field(True, description="Put the end-of-text token after each document.")
+    add_bos: bool = Field(
+        True, description="Put the beginning-of-text token before each document (not of token files)."
+    )
+    add_eos: bool = Field(True, description="Put the end-of-text token after each document (not of token files).")
 
     def conflicts(self) -> list[Conflict]:
         if not self.sources or any(source.weight for source in self.sources.values()):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .token_file import TokenFile
+from .token_stream import sample_rows
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding
@@ -31,9 +32,7 @@ class PackedSamples:
         self.num_labels = file.meta.num_tokens - 1  # of an epoch, those that are ignored among them
         self.num_samples = -(-self.num_labels // seq_len)
         self._num_full = self.num_labels // seq_len
-        stride = file.tokens.itemsize
-        shape, strides = (self._num_full, seq_len + 1), (seq_len * stride, stride)
-        self._full = np.lib.stride_tricks.as_strided(file.tokens, shape, strides, writeable=False)
+        self._full = sample_rows(file.tokens, seq_len, self._num_full)
 
     def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Tokens of ``samples`` (rows,) as (rows, seq_len + 1) of the file's type, and how many of each row are real, (rows,).

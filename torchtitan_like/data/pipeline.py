@@ -13,14 +13,15 @@ from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 
 from .batches import TrainBatches
-from .documents import find_corpus
 from .errors import DataError
+from .formats.documents import find_corpus
+from .formats.tokenizer import Tokenizer
 from .mixture import MIXTURE_VERSION, PATTERN, JoinedSamples, SampleOrder, Supply
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import PACKING, PackedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
-from .tokenizer import Tokenizer
+from .token_sources import open_token_source
 from .validation import ValidationBatches
 
 logger = logging.getLogger()
@@ -60,7 +61,9 @@ def build_train_batches(
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
     parts = [
         PackedSamples(
-            _tokens(one, data, tokenizer, dump_folder), training.seq_len, mask_document_starts=data.mask_document_starts
+            _tokens(one, data, tokenizer, dump_folder, with_positions),
+            training.seq_len,
+            mask_document_starts=data.mask_document_starts,
         )
         for one in named
     ]
@@ -136,7 +139,7 @@ def build_validation_sets(
     )
     sets = {}
     for one in named:
-        file = _tokens(one, data, tokenizer, dump_folder)
+        file = _tokens(one, data, tokenizer, dump_folder, with_positions)
         samples = PackedSamples(file, validation.seq_len, mask_document_starts=data.mask_document_starts)
         _announce("validation", one, samples)
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
@@ -176,11 +179,17 @@ def resolve_sources(
     return [NamedSource(dataset, DataSource(path=str(entry.file)))]
 
 
-def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str) -> TokenFile:
+def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
+    if named.source.format == "tokens":
+        return open_token_source(
+            named.source,
+            tokenizer,
+            with_documents=data.mask_document_starts or with_positions,
+            cache_folder=data.cache_folder,
+            dump_folder=dump_folder,
+        )
     corpus = find_corpus(named.source.path, named.source.format, named.source.text_field)
-    policy = TokenPolicy(
-        tokenizer, tokenizer.bos_id if data.add_bos else None, tokenizer.eos_id if data.add_eos else None
-    )
+    policy = _policy(named.source, data, tokenizer)
     name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
     return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)
 
@@ -204,6 +213,13 @@ def _weight_changes(named: Sequence[NamedSource]) -> list[tuple[int, dict[str, f
     return sorted(changes.items())
 
 
+def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy:
+    """What is put around a document of ``source``: nothing, where its tokens are read as they stand."""
+    adds = source.format != "tokens"
+    bos_id = tokenizer.bos_id if data.add_bos and adds else None
+    return TokenPolicy(tokenizer, bos_id, tokenizer.eos_id if data.add_eos and adds else None)
+
+
 def _fingerprint(
     named: Sequence[NamedSource],
     data: Data,
@@ -217,11 +233,14 @@ def _fingerprint(
     fingerprint: dict[str, Any] = {}
     for one, samples in zip(named, parts, strict=True):
         prefix, meta = f"sources.{one.key}" if one.key else "source", samples.file.meta
+        policy = _policy(one.source, data, tokenizer)
         fingerprint |= {
             f"{prefix}.text": f"{meta.text_digest:016x}",
             f"{prefix}.num_documents": meta.num_documents,
             f"{prefix}.num_tokens": meta.num_tokens,
             f"{prefix}.text_field": one.source.text_field,
+            f"{prefix}.bos" if one.key else "bos": policy.bos_id,
+            f"{prefix}.eos" if one.key else "eos": policy.eos_id,
         }
     if len(named) > 1:
         fingerprint |= {f"sources.{one.key}.weight": one.source.weight for one in named}
@@ -231,8 +250,6 @@ def _fingerprint(
         fingerprint["weight_from"] = [[step, weights] for step, weights in changes]
     return fingerprint | {
         "tokenizer": tokenizer.fingerprint,
-        "bos": tokenizer.bos_id if data.add_bos else None,
-        "eos": tokenizer.eos_id if data.add_eos else None,
         "packing": PACKING,
         "seq_len": parts[0].seq_len,
         "mask_document_starts": data.mask_document_starts,

@@ -29,15 +29,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
-from .documents import CACHE_FOLDER_NAME, Corpus, Piece, piece_size, plan_pieces, read_piece
 from .errors import DataError
+from .formats.documents import CACHE_FOLDER_NAME, Corpus, Piece, piece_size, plan_pieces, read_piece
+from .formats.tokenizer import Tokenizer, load_tokenizer
 from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
-from .tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger()
 
@@ -46,6 +46,8 @@ FORMAT_VERSION = 1
 # Starting worker processes takes seconds: fewer pieces than this are tokenised without.
 MIN_PIECES_FOR_WORKERS = 4
 PROGRESS_SECONDS = 10.0
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -74,23 +76,45 @@ def cached_tokens(
     """
     key = cache_key(corpus, policy)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
-    folder_name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}"
-    beside, fallback = corpus.folder / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME
-    candidates = [Path(cache_folder).expanduser().absolute()] if cache_folder else [beside, fallback]
+    return find_or_build(
+        f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}",
+        lambda folder: open_token_file(folder, key),
+        lambda folder: _build(corpus, policy, folder, key, num_workers or _num_cores()),
+        beside=corpus.folder,
+        cache_folder=cache_folder,
+        dump_folder=dump_folder,
+    )
+
+
+def find_or_build(
+    name: str,
+    find: Callable[[Path], Found | None],
+    build: Callable[[Path], Found],
+    *,
+    beside: Path,
+    cache_folder: str | None,
+    dump_folder: str,
+) -> Found:
+    """What ``find`` finds at one of the places where an entry ``name`` of the cache may lie; else what ``build`` makes there.
+
+    ``beside``: where the data lie. Only one process builds at a time. Raises DataError where no place can be written.
+    """
+    places = [beside / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME]
+    candidates = [Path(cache_folder).expanduser().absolute()] if cache_folder else places
     for candidate in candidates:
-        found = open_token_file(candidate / folder_name, key)
-        if found:
+        found = find(candidate / name)
+        if found is not None:
             return found
     for candidate in candidates:
         if not _writable(candidate):
             continue
-        folder = candidate / folder_name
-        with _locked(candidate / f".{folder_name}.lock", folder):
-            found = open_token_file(folder, key)  # another process may have built it while this one waited
-            return found or _build(corpus, policy, folder, key, num_workers or _num_cores())
-    places = " or ".join(str(candidate) for candidate in candidates)
+        entry = candidate / name
+        with _locked(candidate / f".{name}.lock", entry):
+            found = find(entry)  # another process may have built it while this one waited
+            return build(entry) if found is None else found
+    tried = " or ".join(str(candidate) for candidate in candidates)
     raise DataError(
-        f"the token cache of {corpus.folder} cannot be written to {places}: set data.cache_folder to a writable folder"
+        f"the token cache of {beside} cannot be written to {tried}: set data.cache_folder to a writable folder"
     )
 
 

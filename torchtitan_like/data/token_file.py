@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .order import mix64
+from .token_stream import Tokens
 
 TOKENS, OFFSETS, META = "tokens.bin", "offsets.bin", "meta.json"
 _JOURNAL, _OWNER = "journal.jsonl", "owner"
-_OFFSET_TYPE = np.dtype("<u8")
+OFFSET_TYPE = np.dtype("<u8")
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ class EncodedPiece:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """tokens: (num_tokens,) memory-mapped; offsets: (num_documents + 1,) memory-mapped."""
+    """tokens: (num_tokens,) memory-mapped; offsets: (num_documents + 1,) memory-mapped.
+
+    Of files that were tokenised elsewhere: tokens are a TokenStream; of meta, only the counts and text_digest are known.
+    """
 
     folder: Path
-    tokens: NDArray[Any]
+    tokens: Tokens
     offsets: NDArray[np.uint64]
     meta: TokenMeta
 
@@ -82,32 +86,48 @@ def open_token_file(folder: Path, key: dict[str, Any]) -> TokenFile | None:
     Takes milliseconds, whatever the size. Raises DataError where the folder is there but is not what it should be.
     """
     try:
-        content = json.loads((folder / META).read_text(encoding="utf-8"))
+        content = _content(folder)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise _damaged(folder, f"{META} is not JSON ({error})") from error
     if content.get("key") != key:
         raise _damaged(folder, "it was built for something else")
     meta = TokenMeta(**content["meta"])
     dtype = np.dtype(content["dtype"])
-    expected = {TOKENS: meta.num_tokens * dtype.itemsize, OFFSETS: (meta.num_documents + 1) * _OFFSET_TYPE.itemsize}
+    expected = {TOKENS: meta.num_tokens * dtype.itemsize, OFFSETS: (meta.num_documents + 1) * OFFSET_TYPE.itemsize}
     for name, size in expected.items():
         found = (folder / name).stat().st_size if (folder / name).exists() else None
         if found != size:
             raise _damaged(
                 folder, f"{name} should have {size:,} bytes and {'is missing' if found is None else f'has {found:,}'}"
             )
-    return TokenFile(folder, _map(folder / TOKENS, dtype), _map(folder / OFFSETS, _OFFSET_TYPE), meta)
+    return TokenFile(folder, map_file(folder / TOKENS, dtype), map_file(folder / OFFSETS, OFFSET_TYPE), meta)
 
 
-def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+def key_of(folder: Path) -> dict[str, Any]:
+    """What the token file in ``folder`` was built for. Raises DataError where that cannot be read."""
+    try:
+        key: dict[str, Any] = _content(folder)["key"]
+    except (FileNotFoundError, KeyError, TypeError) as error:
+        raise _damaged(folder, f"{META} does not tell what it was built for ({error!r})") from error
+    return key
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(folder, f"{META} is not JSON ({error})") from error
+    return content
+
+
+def map_file(file: Path, dtype: np.dtype[Any], offset: int = 0, count: int | None = None) -> NDArray[Any]:
+    """``count`` (None: all) values of ``dtype`` from byte ``offset`` on, memory-mapped, read-only."""
     # A view as plain array: np.memmap's own indexing costs several microseconds.
-    return np.memmap(file, dtype=dtype, mode="r").view(np.ndarray)
+    return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=count).view(np.ndarray)
 
 
 def _damaged(folder: Path, why: str) -> DataError:
-    return DataError(f"the token cache {folder} is damaged: {why}; delete the folder, it will be built again")
+    return DataError(f"the token cache {folder} is damaged: {why}; delete the folder, it is built again from its text")
 
 
 class StagingTaken(DataError):
@@ -130,14 +150,14 @@ class Staging:
         (folder / _OWNER).write_text(self._token)
         self.num_pieces, self.meta = self._last_commit()
         self._tokens = self._open(TOKENS, self.meta.num_tokens * dtype.itemsize)
-        self._offsets = self._open(OFFSETS, (self.meta.num_documents + 1) * _OFFSET_TYPE.itemsize)
+        self._offsets = self._open(OFFSETS, (self.meta.num_documents + 1) * OFFSET_TYPE.itemsize)
         self._journal = (folder / _JOURNAL).open("ab", buffering=0)
 
     def append(self, piece: EncodedPiece) -> None:
         """Write and commit the next piece."""
         ends = np.cumsum(piece.lengths, dtype=np.uint64) + np.uint64(self.meta.num_tokens)
         _write(self._tokens, piece.tokens.astype(self._dtype, copy=False))
-        _write(self._offsets, ends.astype(_OFFSET_TYPE, copy=False))
+        _write(self._offsets, ends.astype(OFFSET_TYPE, copy=False))
         self.meta = _extended(self.meta, piece)
         self.num_pieces += 1
         self._commit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,25 @@ def test_settings_listed_below_a_switch_that_is_off_are_no_surprise(tmp_path: Pa
     line = f"--job.config_file {file}"
     assert check(line) == []
     assert keys(check(f"{line} --compile.components loss"), "warning") == ["compile.components"]
+
+
+def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
+    """So a tokenizer without BOS will do, and asking for none changes nothing. A pair is named by what its files share."""
+    shutil.copy("tests/assets/tokenizer/tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": null}')
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"wiki{ending}").write_text("x")
+    file = tmp_path / "x.toml"
+    file.write_text(f'[training]\nsteps = 1000\n[data.sources.wiki]\npath = "{tmp_path}/wiki"\nformat = "tokens"\n')
+    line = f"--job.config_file {file} --model.hf_assets_path {tmp_path}"
+    assert check(line) == []
+    assert keys(check(f"{line} --data.sources.wiki.format text"), "error") == [
+        "model.hf_assets_path", "data.sources.wiki.path",
+    ]  # fmt: skip
+    (warning,) = check(f"{line} --data.no_add_eos")
+    assert (warning.severity, warning.key) == ("warning", "data.add_eos") and "has no effect" in str(warning)
+    text = "--validation.enable --validation.dataset_path README.md"
+    assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
 
 
 @pytest.mark.parametrize(

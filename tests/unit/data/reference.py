@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.order import mix64, shuffled
-from torchtitan_like.data.tokenizer import Tokenizer
 
 
 @dataclass
@@ -38,6 +38,11 @@ def stream(
         if ids:
             starts.add(len(tokens))
             tokens += [tokenizer.bos_id, *ids, tokenizer.eos_id]
+    yield from samples_of(tokens, starts, seq_len, key, mask_starts)
+
+
+def samples_of(tokens: list[int], starts: set[int], seq_len: int, key: int | None, mask_starts: bool) -> Iterator[Row]:
+    """The samples of endless epochs over ``tokens``, whose documents begin at ``starts``. key: of the source's order."""
     num_samples = -(-(len(tokens) - 1) // seq_len)
     position = 0
     while True:

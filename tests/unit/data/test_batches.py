@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torchtitan_like.data.batch import Batch, chain
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.tokenizer import Tokenizer
+from torchtitan_like.data.formats.tokenizer import Tokenizer
 
 from .conftest import write_jsonl
 from .reference import Row, stream
@@ -252,8 +252,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "seed": ({"seed": 8}, {"seed"}),
     "order": ({"data": {"shuffle": False}}, {"order", "seed"}),
     "mask": ({"data": {"mask_document_starts": True}}, {"mask_document_starts"}),
-    "bos": ({"data": {"add_bos": False}}, {"bos", "sources.own.num_tokens"}),
-    "eos": ({"data": {"add_eos": False}}, {"eos", "sources.own.num_tokens"}),
+    "bos": ({"data": {"add_bos": False}}, {"sources.own.bos", "sources.own.num_tokens"}),
+    "eos": ({"data": {"add_eos": False}}, {"sources.own.eos", "sources.own.num_tokens"}),
 }
 
 

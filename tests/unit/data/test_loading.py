@@ -17,9 +17,9 @@ from torchtitan_like.config.sections_training import Data, DataLoader, DataSourc
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.loading import PlannedBatches
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
-from torchtitan_like.data.tokenizer import Tokenizer
 
 Build = Callable[..., TrainBatches]
 

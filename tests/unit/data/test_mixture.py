@@ -20,9 +20,9 @@ from torchtitan_like.data import mixture
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.mixture import Origin, SampleOrder, Supply
 from torchtitan_like.data.pipeline import build_train_batches, skipped_positions
-from torchtitan_like.data.tokenizer import Tokenizer
 
 Build = Callable[..., TrainBatches]
 PATTERN = 64  # in the tests of formulas: small, so that they meet many
@@ -291,8 +291,10 @@ def test_weights_change_at_their_step(tokenizer: Tokenizer, texts: dict[str, Pat
         ({"plays": {"weight": 1.0}, "verse": {"weight": 3.0}, "prose": {"weight": 2.0}}, ["sources.plays.weight"]),
         (
             {"plays": {"weight": 5.0}, "verse": {"weight": 3.0}},
-            ["sources", "sources.prose.num_documents", "sources.prose.num_tokens", "sources.prose.text",
-             "sources.prose.text_field", "sources.prose.weight"],
+            [
+                "sources", "sources.prose.bos", "sources.prose.eos", "sources.prose.num_documents",
+                "sources.prose.num_tokens", "sources.prose.text", "sources.prose.text_field", "sources.prose.weight",
+            ],
         ),
     ],
 )  # fmt: skip

@@ -19,12 +19,13 @@ import numpy as np
 import psutil
 import pytest
 
-from torchtitan_like.data import documents, token_cache, token_file
-from torchtitan_like.data.documents import find_corpus
+from torchtitan_like.data import token_cache, token_file
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import documents
+from torchtitan_like.data.formats.documents import find_corpus
+from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.token_cache import Progress, TokenPolicy, cached_tokens
 from torchtitan_like.data.token_file import TokenFile
-from torchtitan_like.data.tokenizer import Tokenizer, load_tokenizer
 
 from .conftest import ASSETS, write_jsonl
 
@@ -256,7 +257,8 @@ def test_a_named_cache_folder_that_cannot_be_written_is_an_error(
 # A process that builds a cache and stops to report: after {commits} pieces it prints "paused" and waits for a line.
 BUILDER = """
 import logging, sys
-from torchtitan_like.data import documents, token_file
+from torchtitan_like.data import token_file
+from torchtitan_like.data.formats import documents
 documents.PIECE_BYTES = {piece_bytes}
 append = token_file.Staging.append
 def append_and_pause(self, piece):
@@ -266,7 +268,7 @@ def append_and_pause(self, piece):
         sys.stdin.readline()
 token_file.Staging.append = append_and_pause
 from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
-from torchtitan_like.data.tokenizer import load_tokenizer
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     policy = TokenPolicy(load_tokenizer({assets!r}), 2046, 2047)

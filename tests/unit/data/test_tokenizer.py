@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.tokenizer import Tokenizer, TokenizerError, check_vocabulary, load_tokenizer
+from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, check_vocabulary, load_tokenizer
 
 from .conftest import ASSETS
 

@@ -10,8 +10,8 @@ import torch
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.pipeline import build_validation_sets
-from torchtitan_like.data.tokenizer import Tokenizer
 from torchtitan_like.data.validation import ValidationBatches
 
 from .conftest import write_jsonl

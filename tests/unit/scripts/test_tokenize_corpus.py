@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from scripts.tokenize_corpus import main
-from torchtitan_like.data.documents import find_corpus
+from torchtitan_like.data.formats.documents import find_corpus
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
-from torchtitan_like.data.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 SMALL_PIECE = 500  # bytes: the corpus makes tens of pieces
@@ -41,7 +41,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 # The script in small pieces; with PAUSE_AFTER in the environment it stops after so many, says so, and waits.
 RUNNER = """
 import os, sys
-from torchtitan_like.data import documents, token_file
+from torchtitan_like.data import token_file
+from torchtitan_like.data.formats import documents
 documents.PIECE_BYTES = {piece_bytes}
 append = token_file.Staging.append
 def append_and_pause(self, piece):

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from .errors import TokenizerError
+from ..errors import TokenizerError
 
 if TYPE_CHECKING:
     from .fast_bpe import FastBPE

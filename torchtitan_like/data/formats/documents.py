@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import DataError
+from ..errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -132,7 +132,11 @@ def _files_below(folder: Path, format_name: str) -> list[Path]:
     if format_name == "auto" and all((folder / mark).exists() for mark in _DATASET_MARKS):
         format_name = "arrow"
     names = ENDINGS.values() if format_name == "auto" else [ENDINGS[format_name]]
-    endings = tuple(ending for group in names for ending in group)
+    return files_below(folder, tuple(ending for group in names for ending in group))
+
+
+def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    """Files with these endings in ``folder`` and the folders in it, sorted; without hidden ones and token caches."""
     found = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name != CACHE_FOLDER_NAME]
@@ -141,7 +145,8 @@ def _files_below(folder: Path, format_name: str) -> list[Path]:
 
 
 def _known_endings() -> str:
-    return "known endings: " + "; ".join(f"{name}: {' '.join(endings)}" for name, endings in ENDINGS.items())
+    endings = "; ".join(f"{name}: {' '.join(endings)}" for name, endings in ENDINGS.items())
+    return f'known endings: {endings}; files of token ids need format = "tokens"'
 
 
 def _format_of(files: list[Path]) -> str:

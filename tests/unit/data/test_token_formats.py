@@ -1,0 +1,136 @@
+"""Files of tokens that are not what they should be: what is found, what was expected, what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import token_formats
+from torchtitan_like.data.formats.tokenizer import Tokenizer
+
+from .token_writers import DOCUMENTS, TOKENS, VOCAB, cut, open_source, write_flat, write_megatron, write_npy
+
+SEQ_LEN = 16
+
+
+def damage_nothing(_: Path) -> None: ...
+
+
+# What is written, what is done to it, and what the error tells.
+LENGTHS = [len(sequence) for document in DOCUMENTS for sequence in document]
+POINTERS = [2 * sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
+INDEX_DAMAGES: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
+    "truncated .bin": (
+        {},
+        lambda p: cut(p.with_suffix(".bin"), 2),
+        r"a\.bin has \d+ bytes: expected \d+, where the last",
+    ),
+    "longer .bin": ({}, lambda p: write_flat(p.with_suffix(".bin"), [*TOKENS, 1]), r"a\.bin has \d+ bytes: expected"),
+    "empty .bin": ({}, lambda p: write_flat(p.with_suffix(".bin"), []), r"a\.bin is empty: expected tokens"),
+    "no .bin": ({}, lambda p: p.with_suffix(".bin").unlink(), r"a\.idx has no \.bin file beside it"),
+    "truncated .idx": ({}, lambda p: cut(p.with_suffix(".idx"), 1), r"a\.idx has \d+ bytes: expected \d+, for 12 seq"),
+    "header alone": ({}, lambda p: os.truncate(p.with_suffix(".idx"), 20), r"a\.idx has 20 bytes: expected 34 or more"),
+    "older format": ({"magic": b"TNTIDX\x00\x00\x00"}, damage_nothing, r"begins with b'TNTIDX.*expected b'MMIDIDX"),
+    "version": ({"version": 2}, damage_nothing, r"a\.idx is of version 2: expected version 1"),
+    "floats": ({"declared": 7}, damage_nothing, r"gives the type 7 to its tokens: expected 1 \(uint8\)"),
+    "other type": ({"declared": 4}, damage_nothing, r"a\.bin: token 0 .* is 131073; .*: name .* no int32"),
+    "no sequence": ({"lengths": [], "pointers": []}, damage_nothing, r"a\.idx has 0 sequences"),
+    "no document": ({"borders": [0]}, damage_nothing, r"a\.idx has 12 sequences and 1 borders: expected a document"),
+    "pointer beyond": ({"pointers": [*POINTERS[:-1], 9999]}, damage_nothing, r"a\.bin has \d+ bytes: expected 9,999"),
+    "gap": (
+        {"pointers": [*POINTERS[:5], POINTERS[5] + 2, *POINTERS[6:]]},
+        damage_nothing,
+        r"a\.idx has sequence 5 at byte 88 with 1 tokens: expected it at byte 86",
+    ),
+    "negative length": (
+        {"lengths": [*LENGTHS[:3], -1, *LENGTHS[4:]]},
+        damage_nothing,
+        r"a\.idx has sequence 3 at byte 86 with -1 tokens",
+    ),
+    "sequence in no document": (
+        {"borders": [0, 5]},
+        damage_nothing,
+        r"from sequence 0 to 5: expected them from 0 to 12",
+    ),
+    "falling borders": ({"borders": [0, 5, 4, 12]}, damage_nothing, r"border 2 of its documents at sequence 4"),
+    "border beyond": ({"borders": [0, 13, 12]}, damage_nothing, r"border 1 of its documents at sequence 13"),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGES)
+@pytest.mark.parametrize("chunk", [2, 2**22])
+def test_a_damaged_megatron_pair_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, damage: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_formats, "CHUNK", chunk)
+    changed, destroy, message = INDEX_DAMAGES[damage]
+    destroy(write_megatron(tmp_path / "a", DOCUMENTS, **changed))
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(tmp_path / "a", tokenizer)
+    assert str(tmp_path) in str(caught.value) and re.search(r"[;:] (fetch|make|leave|name)", str(caught.value))
+    assert not [*tmp_path.glob("token_cache/[!.]*")]
+
+
+FLAT_DAMAGES: dict[str, tuple[str, Callable[[Path], object], dict[str, Any], str]] = {
+    "odd size": ("a.bin", lambda p: p.write_bytes(bytes(7)), {}, "has 7 bytes: expected a multiple of 2, for uint16"),
+    "half a token": (
+        "a.bin", lambda p: p.write_bytes(bytes(6)), {"token_dtype": "uint32"}, "expected a multiple of 4, for uint32",
+    ),
+    "empty": ("a.bin", lambda p: p.write_bytes(b""), {}, "is empty: expected tokens"),
+    "32 bits": ("a.bin", lambda p: write_flat(p, TOKENS, "I"), {}, 'zero in every second place.*`token_dtype` to "uint32"'),
+    "16 bits": (
+        "a.bin", lambda p: write_flat(p, TOKENS), {"token_dtype": "uint32"}, "expected ids from 0 to 2047",
+    ),
+    "llm.c": ("a.bin", lambda p: write_flat(p, [20240520, 1, 9], "I"), {}, "a header of llm.c.*first 1,024 bytes"),
+    "npy: empty file": ("a.npy", lambda p: p.write_bytes(b""), {}, "is empty: expected tokens"),
+    "npy: no tokens": ("a.npy", lambda p: write_npy(p, []), {}, "(has no token|is no complete .npy file)"),
+    "npy: cut": ("a.npy", lambda p: (write_npy(p, TOKENS), cut(p, 1)), {}, "is no complete .npy file"),
+    "npy: not one": ("a.npy", lambda p: write_flat(p, TOKENS), {}, "is no complete .npy file"),
+    "npy: matrix": ("a.npy", lambda p: write_npy(p, [[1], [2]]), {}, r"the shape \(2, 1\) and the type uint16: expected one"),
+    "npy: floats": ("a.npy", lambda p: write_npy(p, [1, 2], "<f4"), {}, "the type float32: expected .*uint16, uint32"),
+    "npy: big-endian": ("a.npy", lambda p: write_npy(p, [1, 2], ">u2"), {}, "the type big-endian uint16"),
+    "npy: objects": ("a.npy", lambda p: np.save(p, np.array([{}])), {}, "is no complete .npy file"),
+    "vocabulary": ("a.bin", lambda p: write_flat(p, [1, VOCAB]), {}, r"a\.bin: token 1 .* is 2048; expected ids from 0"),
+    "negative": ("a.npy", lambda p: write_npy(p, [1, 2, -3], "<i8"), {}, r"a\.npy: token 2 .* is -3; expected ids from"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", FLAT_DAMAGES)
+def test_a_damaged_file_without_an_index_is_refused(tmp_path: Path, tokenizer: Tokenizer, damage: str) -> None:
+    name, write, source, message = FLAT_DAMAGES[damage]
+    write(tmp_path / name)
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(tmp_path / name, tokenizer, **source)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [("<u2", VOCAB), ("<u4", 2**32 - 1), ("<i4", -1), ("<i8", 2**40)])
+@pytest.mark.parametrize("last", [False, True])
+def test_an_id_beyond_the_vocabulary_never_leaves_a_batch(
+    build: Callable[..., TrainBatches], tmp_path: Path, dtype: str, bad: int, last: bool
+) -> None:
+    """Deep in the second file, where nothing looks at the start, and in the sample at the end that is not full."""
+    write_npy(tmp_path / "0.npy", range(100), "<u2")
+    tokens, at = np.arange(100_001) % VOCAB, 99_999 if last else 30_000
+    tokens[at] = bad
+    write_npy(tmp_path / "1.npy", tokens, dtype)
+    message = rf"1\.npy: token {at:,} \(counted from 0\) is {bad}; expected ids from 0 to 2047"
+    if last:
+        with pytest.raises(DataError, match=message):
+            build(tmp_path, seq_len=SEQ_LEN, data={"shuffle": False}, format="tokens", max_epochs=1)
+        return
+    batches = build(tmp_path, seq_len=SEQ_LEN, data={"shuffle": False}, format="tokens", max_epochs=1)
+    seen = 0
+    with pytest.raises(DataError, match=message):
+        for batch in batches:
+            seen += batch.tokens.numel()
+            assert 0 <= int(batch.tokens.min()) and int(batch.tokens.max()) < VOCAB
+    assert seen == (30_100 // SEQ_LEN // 2) * 2 * SEQ_LEN

@@ -1,0 +1,202 @@
+"""Sources with format = "tokens": files that were tokenised elsewhere are read as they stand, and nothing is copied.
+
+No BOS or EOS is put in. The files of a source, in the order of their names, are one stream, cut into samples without
+regard to where a file ends. Where documents begin is worked out once, if it is wanted, and kept in the token cache: a
+list of 8 bytes for each. A source is known by the sizes of its files and by samples of their bytes, wherever they lie.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from torchtitan_like.config.sections_training import DataSource
+
+from .errors import DataError
+from .formats.documents import files_below
+from .formats.token_formats import ENDINGS, is_cache, open_part
+from .formats.tokenizer import Tokenizer
+from .token_cache import Progress, find_or_build
+from .token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, map_file
+from .token_stream import TokenPart, TokenStream
+
+logger = logging.getLogger()
+
+# Changes with anything that makes a list of documents of an older version, or the identity of a source, another.
+DOCUMENTS_VERSION = 1
+# A file is known by its size and this many extents of this many bytes, evenly spread; a smaller one by all its bytes.
+NUM_EXTENTS = 8
+EXTENT_BYTES = 2**14
+
+
+def open_token_source(
+    source: DataSource, tokenizer: Tokenizer, *, with_documents: bool, cache_folder: str | None, dump_folder: str
+) -> TokenFile:
+    """The tokens of all files of ``source`` as one, memory-mapped.
+
+    with_documents: whether it matters where documents begin; if not, files without an index are not searched for their
+    ends, and each is one document. Raises DataError for files that are not what they should be, or of another tokenizer.
+    """
+    files = find_token_files(source.path)
+    parts = [open_part(file, tokenizer, source.token_dtype) for file in files]
+    stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
+    _check_ids(stream)
+    folder = Path(os.path.commonpath([file.parent for file in files]))
+    _announce(source, tokenizer, stream, folder, with_documents)
+    eos_id = tokenizer.eos_id if with_documents and any(part.is_flat for part in parts) else None
+    offsets = _offsets(stream, folder, eos_id, cache_folder, dump_folder)
+    if eos_id is not None and len(offsets) - 1 <= len(parts):
+        logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
+    meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=_identity(parts, eos_id))
+    return TokenFile(folder, stream, offsets, meta)
+
+
+def find_token_files(path: str) -> list[Path]:
+    """The files with tokens that ``path`` means, sorted: of a Megatron pair the .bin, of a token cache its tokens.bin.
+
+    path: a file (either of a pair), what two files of a pair have in common, a folder with all below it, or a glob of
+    files and folders. Raises DataError where there is none, or a file of another kind.
+    """
+    given = Path(path).expanduser()
+    matches = [given] if given.exists() else [Path(match) for match in glob.glob(str(given), recursive=True)]
+    matches = matches or [Path(f"{given}{ending}") for ending in ENDINGS if os.path.isfile(f"{given}{ending}")]
+    files = [file for match in matches for file in (files_below(match, ENDINGS) if match.is_dir() else [match])]
+    unknown = [file for file in files if file.suffix not in ENDINGS]
+    if unknown or not files:
+        what = f"no file with tokens: {unknown[0]}" if unknown else "no files with tokens"
+        raise DataError(
+            f"{what} at {path!r}: expected .bin (with or without .idx), .npy, or folders of a token cache (relative "
+            f"paths start at {os.getcwd()}); text is read with another `format`"
+        )
+    return sorted({_with_tokens(file.absolute()) for file in files}, key=lambda file: file.parts)
+
+
+def _with_tokens(file: Path) -> Path:
+    if file.name == OFFSETS and is_cache(file.with_name(TOKENS)):
+        return file.with_name(TOKENS)
+    return file.with_suffix(".bin") if file.suffix == ".idx" else file
+
+
+def _check_ids(stream: TokenStream) -> None:
+    """Look at a few ids of each file: one of another tokenizer or type is better refused now than in a late step."""
+    for start, stop in zip(stream.starts[:-1], stream.starts[1:], strict=True):
+        for place in (start, (start + stop) // 2, max(start, stop - EXTENT_BYTES)):
+            stream[place : min(place + EXTENT_BYTES, stop)]
+
+
+def _announce(
+    source: DataSource, tokenizer: Tokenizer, stream: TokenStream, folder: Path, with_documents: bool
+) -> None:
+    """Say what was decided without being asked."""
+    flat = [part for part in stream.parts if part.is_flat]
+    headerless = [part for part in flat if part.files[0].suffix == ".bin"]
+    logger.info(f"{folder}: {len(stream.parts)} files of tokens, read as they stand: no BOS or EOS is put in")
+    if headerless and source.token_dtype == "auto":
+        name, size = headerless[0].tokens.dtype.name, tokenizer.vocab_size
+        logger.info(
+            f"{headerless[0].files[0]}: read as {name}, for a vocabulary of {size:,} (token_dtype sets another)"
+        )
+    if not headerless and source.token_dtype != "auto":
+        logger.warning(f"token_dtype has no effect: the files in {folder} tell their types themselves")
+    if flat and with_documents and tokenizer.eos_id is None:
+        logger.warning(f"{tokenizer.path} has no EOS: each of the {len(flat)} files without an index is one document")
+
+
+def _offsets(
+    stream: TokenStream, folder: Path, eos_id: int | None, cache_folder: str | None, dump_folder: str
+) -> NDArray[np.uint64]:
+    """Where each document of the stream begins, and its length, (num_documents + 1,)."""
+    parts = stream.parts
+    if len(parts) == 1 and parts[0].offsets is not None:
+        return parts[0].offsets
+    if eos_id is None and all(part.is_flat for part in parts):
+        return np.array(stream.starts, OFFSET_TYPE)
+    files = [(file, file.stat()) for part in parts for file in part.files]
+    key = {
+        "version": DOCUMENTS_VERSION,
+        "files": [(str(file.relative_to(folder)), status.st_size, status.st_mtime_ns) for file, status in files],
+        "types": [part.tokens.dtype.str for part in parts],
+        "eos": eos_id,
+    }
+    return find_or_build(
+        f"documents-{xxhash.xxh3_64_hexdigest(json.dumps(key).encode())}.u64",
+        lambda file: _open_offsets(file, len(stream)),
+        lambda file: _write_offsets(file, stream, eos_id),
+        beside=folder,
+        cache_folder=cache_folder,
+        dump_folder=dump_folder,
+    )
+
+
+def _open_offsets(file: Path, num_tokens: int) -> NDArray[np.uint64] | None:
+    if not file.exists():
+        return None
+    size = file.stat().st_size
+    offsets = map_file(file, OFFSET_TYPE) if size and size % OFFSET_TYPE.itemsize == 0 else None
+    if offsets is None or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):
+        raise DataError(f"{file} does not list documents of {num_tokens:,} tokens: delete it, it will be made again")
+    return offsets
+
+
+def _write_offsets(file: Path, stream: TokenStream, eos_id: int | None) -> NDArray[np.uint64]:
+    num_bytes = sum(part.tokens.nbytes for part in stream.parts)
+    ends = "" if eos_id is None else f", which end with {eos_id} in files without an index"
+    logger.info(f"looking for documents{ends}, in {num_bytes / 2**20:,.1f} MiB of tokens, into {file}")
+    progress, num_documents, last = Progress(num_bytes, 0, 0), 0, -1
+    # Under a name of its own: where locks do not reach across nodes, each writes all of it.
+    building = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        with building.open("wb") as out:
+            for starts, done in _starts(stream, eos_id):
+                # An empty document begins where the next one does: one of the two is left.
+                fresh = starts[np.diff(starts, prepend=last) > 0]
+                out.write(fresh.astype(OFFSET_TYPE).tobytes())
+                num_documents, last = num_documents + len(fresh), int(starts[-1]) if len(starts) else last
+                line = progress.line(done - progress.done, last)
+                if line:
+                    logger.info(f"looking for documents: {line}")
+            out.flush()
+            os.fsync(out.fileno())
+        building.rename(file)
+    except OSError as error:
+        raise DataError(f"the list of documents {file} was not written: {error}") from error
+    finally:
+        building.unlink(missing_ok=True)
+    logger.info(f"found {num_documents - 1:,} documents, {progress.rates(len(stream))}")
+    offsets = _open_offsets(file, len(stream))
+    assert offsets is not None
+    return offsets
+
+
+def _starts(stream: TokenStream, eos_id: int | None) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Where documents begin, in chunks, and at the end the number of tokens; with each, the bytes of tokens behind it."""
+    bytes_before = 0
+    for part, first in zip(stream.parts, stream.starts[:-1], strict=True):
+        for starts in part.starts(eos_id):
+            reached = int(starts[-1]) * part.tokens.itemsize if len(starts) else 0
+            yield starts + first, bytes_before + reached
+        bytes_before += part.tokens.nbytes
+    yield np.array([len(stream)]), bytes_before
+
+
+def _identity(parts: Sequence[TokenPart], eos_id: int | None) -> int:
+    """What a source is known by, in [0, 2**64): sizes and samples of the bytes of its files, in their order."""
+    state = xxhash.xxh3_64(f"{DOCUMENTS_VERSION} {eos_id}".encode())
+    for part in parts:
+        for file in part.files:
+            size = file.stat().st_size
+            state.update(f"{size} ".encode())
+            with file.open("rb", buffering=0) as stream:
+                for extent in range(NUM_EXTENTS):
+                    stream.seek(max(size - EXTENT_BYTES, 0) * extent // (NUM_EXTENTS - 1))
+                    state.update(stream.read(EXTENT_BYTES))
+    return int(state.intdigest())

@@ -1,0 +1,121 @@
+"""Several files of tokens as one long array, which is never put together: what is read is copied, and checked.
+
+Which ids a file holds is not known until they are read, and reading all of a terabyte at the start is out of the
+question. So every id that is handed out is compared with the vocabulary: none beyond it reaches the embedding.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """One file of tokens, perhaps with an index beside it.
+
+    tokens: (num_tokens,) integers, memory-mapped. files: all that it is read from, the tokens first. starts(eos_id):
+    where its documents begin, empty ones too, as chunks of int64 that never fall; checks the index on the way. is_flat:
+    there is no index: documents end at ``eos_id``, without one the file is a document. offsets: the same as a finished
+    array, (num_documents + 1,) uint64, where that is on disk.
+    """
+
+    tokens: NDArray[Any]
+    files: tuple[Path, ...]
+    starts: Callable[[int | None], Iterator[NDArray[np.int64]]]
+    is_flat: bool = False
+    offsets: NDArray[np.uint64] | None = None
+
+
+class TokenStream:
+    """The tokens of ``parts`` laid end to end: len(), slices of step 1, arrays of places, and rows, as copies.
+
+    dtype: unsigned, the widest of the parts'. vocabulary: whose tokens they are, for messages. Reading raises DataError,
+    with file and place, for an id that is negative or not below ``vocab_size``.
+    """
+
+    def __init__(self, parts: Sequence[TokenPart], vocab_size: int, vocabulary: str) -> None:
+        self.parts = tuple(parts)
+        # Seen as unsigned, a negative id is a large one: one comparison finds both.
+        self._tokens = [part.tokens.view(f"<u{part.tokens.itemsize}") for part in parts]
+        self.dtype = max((tokens.dtype for tokens in self._tokens), key=lambda dtype: dtype.itemsize)
+        self.starts: list[int] = [0, *np.cumsum([len(tokens) for tokens in self._tokens]).tolist()]
+        self._vocab_size, self._vocabulary = vocab_size, vocabulary
+        self._may_exceed = vocab_size < 2 ** (8 * self.dtype.itemsize)
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, where: slice | NDArray[Any]) -> NDArray[Any]:
+        if isinstance(where, slice):
+            start, stop, step = where.indices(len(self))
+            assert step == 1, step
+            row: NDArray[Any] = self.rows(np.array([start]), max(stop - start, 0))[0]
+            return row
+        places = where.ravel()
+        part_of = np.searchsorted(self.starts, places, side="right") - 1
+        ids = np.empty(places.shape, self.dtype)
+        for part in np.unique(part_of).tolist():
+            chosen = part_of == part
+            ids[chosen] = self._tokens[part][places[chosen] - self.starts[part]]
+        self._check(ids, lambda index: int(places[index]))
+        return ids.reshape(where.shape)
+
+    def rows(self, first: NDArray[np.int64], length: int) -> NDArray[Any]:
+        """Tokens [first, first + length) of each of ``first`` (rows,), as (rows, length)."""
+        rows = np.empty((len(first), length), self.dtype)
+        for row, place in zip(rows, first.tolist(), strict=True):
+            self._copy(row, place)
+        self._check(rows, lambda index: int(first[index // length]) + index % length)
+        return rows
+
+    def _copy(self, row: NDArray[Any], place: int) -> None:
+        """Fill ``row`` with the tokens from ``place`` on, through as many parts as it takes."""
+        part, filled = bisect_right(self.starts, place) - 1, 0
+        while filled < len(row):
+            inside = place + filled - self.starts[part]
+            piece = self._tokens[part][inside : inside + len(row) - filled]
+            row[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            part += 1
+
+    def _check(self, ids: NDArray[Any], place_of: Callable[[int], int]) -> None:
+        """``place_of``: where in the stream the token at a (flat) index of ``ids`` stands."""
+        if not self._may_exceed or not ids.size or int(ids.max()) < self._vocab_size:
+            return
+        place = place_of(int(np.argmax(ids.ravel() >= self._vocab_size)))
+        part = bisect_right(self.starts, place) - 1
+        tokens, inside = self.parts[part].tokens, place - self.starts[part]
+        raise DataError(
+            f"{self.parts[part].files[0]}: token {inside:,} (counted from 0) is {tokens[inside]}; expected ids from 0 to "
+            f"{self._vocab_size - 1}, the vocabulary of {self._vocabulary}: name the tokenizer that the file was made with, "
+            f"or mend the file, if its ids are no {tokens.dtype.name} (flat .bin files: set the source's `token_dtype`)"
+        )
+
+
+class _SampleRows:
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        self._stream, self._seq_len = stream, seq_len
+
+    def __getitem__(self, samples: NDArray[np.int64]) -> NDArray[Any]:
+        return self._stream.rows(samples * self._seq_len, self._seq_len + 1)
+
+
+Tokens: TypeAlias = "NDArray[Any] | TokenStream"
+
+
+def sample_rows(tokens: Tokens, seq_len: int, num_samples: int) -> NDArray[Any] | _SampleRows:
+    """Sample i, tokens [i * seq_len, i * seq_len + seq_len], as row i: (num_samples, seq_len + 1), copied when indexed."""
+    if isinstance(tokens, TokenStream):
+        return _SampleRows(tokens, seq_len)
+    stride = tokens.itemsize
+    shape, strides = (num_samples, seq_len + 1), (seq_len * stride, stride)
+    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
