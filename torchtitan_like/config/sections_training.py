@@ -165,6 +165,11 @@ class Data(Section):
         description="Folder of the token cache. Unset: beside the data, or in job.dump_folder if that is read-only.",
     )
     shuffle: bool = Field(True, description="Shuffle documents and samples, anew in every epoch.")
+    packing: Literal["concat", "best_fit"] = Field(
+        "concat",
+        description="concat: samples are cut from the documents laid end to end. best_fit: no document that fits into a "
+        "sample is cut, samples may end in padding, and no document's first token is a label.",
+    )
     mask_document_starts: bool = Field(
         False, description="The first token of a document is not a label: it cannot be known from the document before."
     )

@@ -12,10 +12,11 @@ from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 
 from .batches import TrainBatches
+from .best_fit import pack
 from .documents import find_corpus
 from .errors import DataError
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
-from .packing import PACKING, PackedSamples
+from .packing import PackedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .tokenizer import Tokenizer
@@ -56,7 +57,7 @@ def build_train_batches(
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
     file = _tokens(named, data, tokenizer, dump_folder)
-    samples = PackedSamples(file, training.seq_len, mask_document_starts=data.mask_document_starts)
+    samples = pack(file, training.seq_len, data, dump_folder)
     batches = TrainBatches(
         samples,
         fingerprint=_fingerprint(named.source, data, tokenizer, samples, seed),
@@ -95,7 +96,7 @@ def build_validation_batches(
         table="validation.sources",
     )
     file = _tokens(named, data, tokenizer, dump_folder)
-    samples = PackedSamples(file, validation.seq_len, mask_document_starts=data.mask_document_starts)
+    samples = pack(file, validation.seq_len, data, dump_folder)
     _announce("validation", named, samples)
     return ValidationBatches(
         samples,
@@ -159,7 +160,7 @@ def _fingerprint(
         "tokenizer": tokenizer.fingerprint,
         "bos": tokenizer.bos_id if data.add_bos else None,
         "eos": tokenizer.eos_id if data.add_eos else None,
-        "packing": PACKING,
+        "packing": samples.packing,
         "seq_len": samples.seq_len,
         "mask_document_starts": data.mask_document_starts,
         "order": order if data.shuffle else "as in the files",

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -39,6 +39,7 @@ from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_tok
 from .tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger()
+Found = TypeVar("Found")
 
 # Changes with anything that makes a token file, or a half-built one, of an older version unusable.
 FORMAT_VERSION = 1
@@ -68,21 +69,33 @@ def cached_tokens(
     folder_name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}"
     beside, fallback = corpus.folder / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME
     candidates = [Path(cache_folder).expanduser().absolute()] if cache_folder else [beside, fallback]
-    for candidate in candidates:
-        found = open_token_file(candidate / folder_name, key)
-        if found:
-            return found
-    for candidate in candidates:
-        if not _writable(candidate):
-            continue
-        folder = candidate / folder_name
-        with _locked(candidate / f".{folder_name}.lock", folder):
-            found = open_token_file(folder, key)  # another process may have built it while this one waited
-            return found or _build(corpus, policy, folder, key)
-    places = " or ".join(str(candidate) for candidate in candidates)
-    raise DataError(
-        f"the token cache of {corpus.folder} cannot be written to {places}: set data.cache_folder to a writable folder"
+    return found_or_built(
+        [candidate / folder_name for candidate in candidates],
+        lambda folder: open_token_file(folder, key),
+        lambda folder: _build(corpus, policy, folder, key),
+        what=f"the token cache of {corpus.folder}",
     )
+
+
+def found_or_built(
+    places: list[Path], find: Callable[[Path], Found | None], build: Callable[[Path], Found], *, what: str
+) -> Found:
+    """What ``find`` finds at one of ``places``, else what is built at the first that can be written, by one process.
+
+    Safe to call from any number of processes at once. Raises DataError where nothing can be written.
+    """
+    for place in places:
+        found = find(place)
+        if found is not None:
+            return found
+    for place in places:
+        if not _writable(place.parent):
+            continue
+        with _locked(place.with_name(f".{place.name}.lock"), f"{what}, {place}"):
+            found = find(place)  # another process may have built it while this one waited
+            return build(place) if found is None else found
+    folders = " or ".join(str(place.parent) for place in places)
+    raise DataError(f"{what} cannot be written to {folders}: set data.cache_folder to a writable folder")
 
 
 def _cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
@@ -113,18 +126,18 @@ def _writable(folder: Path) -> bool:
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:
-        logger.info(f"no token cache is built in {folder}: {error}")
+        logger.info(f"nothing is cached in {folder}: {error}")
         return False
 
 
 @contextmanager
-def _locked(lock: Path, folder: Path) -> Iterator[None]:
+def _locked(lock: Path, what: str) -> Iterator[None]:
     """Hold ``lock``; says so when it has to wait. The system frees it when its holder ends, however it ends."""
     with lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info(f"waiting for another process to build the token cache {folder}")
+            logger.info(f"waiting for another process to build {what}")
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
