@@ -171,7 +171,9 @@ class DataSource(Section):
     )
     text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
     weight: float = Field(
-        1.0, ge=0, description="Share of this source in the tokens of a mixture, relative to the other weights."
+        1.0,
+        ge=0,
+        description="Share of this source in the tokens that a mixture teaches, relative to the other weights.",
     )
     weight_from: StepWeights = Field(
         [],
@@ -213,6 +215,11 @@ class Data(Section):
         description="What may differ from the data of the checkpoint that is resumed, by the names that its refusal tells.",
     )
     shuffle: bool = Field(True, description="Shuffle documents and samples, anew in every epoch.")
+    packing: Literal["concat", "best_fit"] = Field(
+        "concat",
+        description="concat: samples are cut from the documents laid end to end. best_fit: no document that fits into a "
+        "sample is cut, samples may end in padding, and no document's first token is a label.",
+    )
     mask_document_starts: bool = Field(
         False, description="The first token of a document is not a label: it cannot be known from the document before."
     )

@@ -21,7 +21,12 @@ NO_SAMPLE = -1  # a sample index that stands for nothing but padding
 
 
 class PackedSamples:
-    """The samples of a token file. Holds no token itself: the file is memory-mapped."""
+    """The samples of a token file. Holds no token itself: the file is memory-mapped.
+
+    num_samples, num_labels: of an epoch; num_labels counts those that are to be learned.
+    """
+
+    packing = PACKING
 
     def __init__(self, file: TokenFile, seq_len: int, *, mask_document_starts: bool) -> None:
         if file.meta.num_tokens < 2:
@@ -29,9 +34,11 @@ class PackedSamples:
                 f"the text of {file.folder} has {file.meta.num_tokens} token: expected 2 or more, an input and a label"
             )
         self.file, self.seq_len, self.mask_document_starts = file, seq_len, mask_document_starts
-        self.num_labels = file.meta.num_tokens - 1  # of an epoch, those that are ignored among them
-        self.num_samples = -(-self.num_labels // seq_len)
-        self._num_full = self.num_labels // seq_len
+        num_labels = file.meta.num_tokens - 1
+        self.num_samples = -(-num_labels // seq_len)
+        # The text's very first token is no label anyway.
+        self.num_labels = num_labels - (file.meta.num_documents - 1 if mask_document_starts else 0)
+        self._num_full = num_labels // seq_len
         self._full = sample_rows(file.tokens, seq_len, self._num_full)
 
     def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:

@@ -13,12 +13,13 @@ from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 
 from .batches import TrainBatches
+from .best_fit import pack
 from .errors import DataError
 from .formats.documents import find_corpus
 from .formats.tokenizer import Tokenizer
 from .mixture import MIXTURE_VERSION, PATTERN, JoinedSamples, SampleOrder, Supply
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
-from .packing import PACKING, PackedSamples
+from .packing import PackedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source
@@ -59,14 +60,7 @@ def build_train_batches(
     )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    parts = [
-        PackedSamples(
-            _tokens(one, data, tokenizer, dump_folder, with_positions),
-            training.seq_len,
-            mask_document_starts=data.mask_document_starts,
-        )
-        for one in named
-    ]
+    parts = [_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions) for one in named]
     global_batch_size = num_accumulation * dp_size * training.local_batch_size
     changes = _weight_changes(named)
     order = SampleOrder(
@@ -139,8 +133,7 @@ def build_validation_sets(
     )
     sets = {}
     for one in named:
-        file = _tokens(one, data, tokenizer, dump_folder, with_positions)
-        samples = PackedSamples(file, validation.seq_len, mask_document_starts=data.mask_document_starts)
+        samples = _samples(one, validation.seq_len, data, tokenizer, dump_folder, with_positions)
         _announce("validation", one, samples)
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
@@ -179,12 +172,18 @@ def resolve_sources(
     return [NamedSource(dataset, DataSource(path=str(entry.file)))]
 
 
+def _samples(
+    named: NamedSource, seq_len: int, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool
+) -> PackedSamples:
+    return pack(_tokens(named, data, tokenizer, dump_folder, with_positions), seq_len, data, dump_folder)
+
+
 def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
     if named.source.format == "tokens":
         return open_token_source(
             named.source,
             tokenizer,
-            with_documents=data.mask_document_starts or with_positions,
+            with_documents=with_positions or data.mask_document_starts or data.packing == "best_fit",
             cache_folder=data.cache_folder,
             dump_folder=dump_folder,
         )
@@ -250,9 +249,9 @@ def _fingerprint(
         fingerprint["weight_from"] = [[step, weights] for step, weights in changes]
     return fingerprint | {
         "tokenizer": tokenizer.fingerprint,
-        "packing": PACKING,
+        "packing": parts[0].packing,
         "seq_len": parts[0].seq_len,
-        "mask_document_starts": data.mask_document_starts,
+        "mask_document_starts": parts[0].mask_document_starts,
         "order": order if data.shuffle else "as in the files",
         "seed": seed if data.shuffle else None,
     }

@@ -147,18 +147,18 @@ def _writable(folder: Path) -> bool:
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:
-        logger.info(f"no token cache is built in {folder}: {error}")
+        logger.info(f"nothing is cached in {folder}: {error}")
         return False
 
 
 @contextmanager
-def _locked(lock: Path, folder: Path) -> Iterator[None]:
+def _locked(lock: Path, entry: Path) -> Iterator[None]:
     """Hold ``lock``; says so when it has to wait. The system frees it when its holder ends, however it ends."""
     with lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info(f"waiting for another process to build the token cache {folder}")
+            logger.info(f"waiting for another process to build {entry}")
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(

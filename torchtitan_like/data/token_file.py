@@ -166,13 +166,13 @@ class Staging:
         """Make the token file visible, complete, as ``folder``."""
         content = {"meta": dataclasses.asdict(self.meta), "dtype": self._dtype.str, "key": key}
         (self._folder / META).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        _sync(self._folder / META)
+        sync(self._folder / META)
         self.close()
         for name in (_JOURNAL, _OWNER):
             (self._folder / name).unlink()
-        _sync(self._folder)
+        sync(self._folder)
         self._folder.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
 
     def discard(self) -> None:
         """Remove all that was written."""
@@ -237,7 +237,7 @@ def _write(stream: FileIO, array: NDArray[Any]) -> None:
         rest = rest[stream.write(rest) :]
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

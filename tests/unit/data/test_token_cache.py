@@ -341,7 +341,7 @@ def test_one_builds_and_the_others_wait_for_it(corpus: Path, repo_root: Path) ->
         wait_for(first, "paused")  # it holds the lock
         others = [stack.enter_context(builder(corpus, repo_root, commits=2, piece_bytes=whole)) for _ in range(2)]
         for other in others:
-            wait_for(other, "waiting for another process to build the token cache")
+            wait_for(other, "waiting for another process to build")
         printed = [process.communicate("go on\n", timeout=60)[0] for process in (first, *others)]
     (name,) = visible(corpus / "token_cache")
     assert all(text.splitlines()[-1].endswith(name) for text in printed)
