@@ -1,11 +1,12 @@
 """The Hugging Face export against the floor and against torch's own writer, on the same shards of the same weights.
 
-    python benchmarks/hf_export.py [--rounds 5] [--gigabytes 2] [--ranks 2] [--folder /tmp] [--cases ...]
+    python benchmarks/hf_export.py [--rounds 5] [--gigabytes 2] [--ranks 2] [--tp 1] [--folder /tmp] [--cases ...]
 
-The weights have the shapes of a Llama of dim 1536 in float32, sharded as FSDP2 does. Every round writes them in all ways
-one after the other, each time into a new folder after a `sync`, so that a noisy disk disturbs all alike; the table gives
-medians over rounds of the seconds, and of the ratio to the floor within a round. All but torch's consolidated files end
-on disk (fsync). The floor: each rank writes its own shard with `safetensors.torch.save_file`, one file a rank.
+The weights have the shapes of a Llama of dim 1536 in float32, sharded as FSDP2 does, or as FSDP2 over tensor
+parallelism. Every round writes them in all ways one after the other, each time into a new folder after a `sync`, so that
+a noisy disk disturbs all alike; the table gives medians over rounds of the seconds, and of the ratio to the floor within
+a round. All but torch's consolidated files end on disk (fsync). The floor: each rank writes its own shard with
+`safetensors.torch.save_file`, one file a rank.
 """
 
 from __future__ import annotations
@@ -90,21 +91,36 @@ def ways(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -> dict[str
     return found
 
 
+def sharded(arguments: argparse.Namespace) -> dict[str, Tensor]:
+    """Random weights as DTensors over a mesh of (ranks / tp, tp)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    tp, dp = arguments.tp, arguments.ranks // arguments.tp
+    mesh = init_device_mesh("cpu", (dp, tp))
+    column, row = [_StridedShard(0, split_factor=tp), Shard(0)], [Shard(0), Shard(1)]
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes(arguments.gigabytes).items():
+        placements = row if name.endswith(("o_proj.weight", "down_proj.weight")) else column
+        cuts = (dp, tp) if placements is row else (dp * tp, 1)
+        if len(shape) == 1:
+            placements, cuts = [Shard(0), Replicate()], (dp,)
+        local = torch.randn([size // cut for size, cut in zip(shape, cuts, strict=True)])
+        stride = torch.empty(shape, device="meta").stride()
+        tensors[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    return tensors
+
+
 def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     """One rank: every way once a round; rank 0 prints."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", arguments.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
     group = HostGroup(list(range(arguments.ranks)), timedelta(minutes=5))
-    mesh = init_device_mesh("cpu", (arguments.ranks,))
-    tensors = {}
-    for name, shape in shapes(arguments.gigabytes).items():
-        rows = torch.empty(shape[0], device="meta").chunk(arguments.ranks)[rank].numel()
-        local = torch.randn(rows, *shape[1:])
-        tensors[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    tensors = sharded(arguments)
     chosen = {n: w for n, w in ways(tensors, group, rank).items() if n == "floor" or n in arguments.cases.split(";")}
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     cpu: dict[str, list[float]] = {name: [] for name in chosen}
@@ -146,12 +162,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, after one that is not counted")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of float32 weights")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks among them")
     parser.add_argument("--folder", help="on the disk to measure; default: the system's temporary folder")
     every = ";".join(f"{way}, {files}" for files in (1, 4) for way in ("direct", "consolidate", "torch"))
     parser.add_argument("--cases", default=every, help=f"separated by semicolons: {every}")
     arguments = parser.parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python "
-          f"{platform.python_version()}, {arguments.ranks} ranks, {arguments.rounds} rounds")  # fmt: skip
+          f"{platform.python_version()}, {arguments.ranks} ranks (tp {arguments.tp}), {arguments.rounds} rounds")  # fmt: skip
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         mp.spawn(measure, (arguments, folder), nprocs=arguments.ranks)
