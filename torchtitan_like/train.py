@@ -6,6 +6,7 @@ process. What happens in a step is `Trainer.train_step`; in what order steps, sa
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import time
@@ -26,7 +27,7 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batch import Batch, chain, count_valid
+from torchtitan_like.data.batch import Batch, chain, count_bytes, count_valid
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
@@ -133,8 +134,10 @@ class Trainer:
         training, model = config.training, config.model
         self.spec = get_spec(model.name)
         self.args = resolve_args(self.spec, model.flavor, model.args)
+        tokenizer = load_tokenizer(config.model.tokenizer_folder)
+        self.bytes_of_token = torch.tensor(tokenizer.num_bytes())
         shared: dict[str, Any] = {
-            "tokenizer": load_tokenizer(config.model.tokenizer_folder),
+            "tokenizer": tokenizer,
             "dump_folder": config.job.dump_folder,
             "dp_rank": dims.dp_coordinate(self.world.rank),
             "dp_size": dims.dp,
@@ -378,14 +381,16 @@ class Trainer:
             evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
             for name, batches in self.validation_sets.items():
                 begin = time.perf_counter()
-                sums = torch.zeros(2, dtype=torch.float64)
+                sums = torch.zeros(3, dtype=torch.float64)
                 for batch in batches:
                     local = self._local(batch)
                     loss = evaluate(*self._to_device(local, 0))
-                    sums += torch.tensor([loss.item(), count_valid(local[1])], dtype=torch.float64)
-                loss_sum, num_tokens = self.world.gather_losses(sums).sum(0).tolist()
+                    counts = count_valid(local[1]), count_bytes(local[1], self.bytes_of_token)
+                    sums += torch.tensor([loss.item(), *counts], dtype=torch.float64)
+                loss_sum, num_tokens, num_bytes = self.world.gather_losses(sums).sum(0).tolist()
                 mean, seconds = loss_sum / max(1.0, num_tokens), time.perf_counter() - begin
-                self.metrics.validation(step, mean, None, int(num_tokens), seconds, name)
+                bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
+                self.metrics.validation(step, mean, bits_per_byte, int(num_tokens), seconds, name)
             self.parts.train()
 
     def save(self, saves: Sequence[Save]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def arguments(folder, run, local_batch, **overrides):
     sources = {f"data.sources.{name}.path": folder / f"{name}.jsonl" for name in SIZES}
     weights = {f"data.sources.{name}.weight": weight for name, weight in zip(SIZES, (5, 3, 2), strict=True)}
     held_out = {f"validation.sources.{name}.path": folder / f"{name}.jsonl" for name in ("plays", "verse")}
-    validation = {"validation.enable": "true", "validation.freq": 3, "validation.steps": 3, "validation.seq_len": 32}
+    validation = {"validation.enable": "true", "validation.freq": 3, "validation.steps": -1, "validation.seq_len": 32}
     settings = {
         **sources, **weights, **held_out, **validation,
         "training.local_batch_size": local_batch,
@@ -71,7 +72,7 @@ def digests(folder, run):
 
 
 def validated(folder, run):
-    return [(row["step"], row["set"], row["loss"]) for row in read_rows(folder / run / "validation.jsonl")]
+    return [(row["step"], row["set"], row["loss"], row) for row in read_rows(folder / run / "validation.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +83,11 @@ def reference(folder):
 
 def test_every_layout_feeds_the_same_samples_and_validates_the_same(folder, reference):
     expected, losses = digests(folder, "one"), validated(folder, "one")
-    assert [(step, name) for step, name, _ in losses] == [
-        (step, name) for step in (1, 3, 6) for name in ("plays", "verse")
-    ]
+    assert [row[:2] for row in losses] == [(step, name) for step in (1, 3, 6) for name in ("plays", "verse")]
+    for _, name, loss, row in losses:
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        num_bytes = sum(len(json.loads(line)["text"].encode()) for line in lines)
+        assert row["bits_per_byte"] == pytest.approx(loss * row["num_tokens"] / math.log(2) / num_bytes, rel=1e-12)
     for name, (ranks, local_batch) in list(LAYOUTS.items())[1:]:
         fed = run_ranks(train, ranks, arguments(folder, name, local_batch))
         for step, whole in enumerate(reference):
@@ -92,6 +95,7 @@ def test_every_layout_feeds_the_same_samples_and_validates_the_same(folder, refe
         assert digests(folder, name) == expected
         for ours, theirs in zip(validated(folder, name), losses, strict=True):
             assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-5)
+            assert ours[3]["bits_per_byte"] == pytest.approx(theirs[3]["bits_per_byte"], rel=1e-5)
 
 
 def test_restarts_on_other_layouts_read_on(folder, reference):

@@ -54,6 +54,11 @@ def count_valid(labels: torch.Tensor) -> int:
     return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
 
 
+def count_bytes(labels: torch.Tensor, bytes_of_token: torch.Tensor) -> int:
+    """UTF-8 bytes of some labels on the host that are to be learned; bytes_of_token: (vocab_size,)."""
+    return int(bytes_of_token[labels[labels != IGNORED_LABEL]].sum())
+
+
 def chain(previous: int, digest: int) -> int:
     """The digest of all steps so far, from that of the steps before (0 at the start) and this step's; in [0, 2**64)."""
     return int(xxhash.xxh3_64_intdigest(previous.to_bytes(8, "little") + digest.to_bytes(8, "little")))

@@ -53,6 +53,7 @@ def test_shipped_tokenizer_has_2048_tokens_with_bos_and_eos_last(tokenizer: Toke
     for one in (tokenizer, tiktoken_one):
         assert (one.vocab_size, one.bos_id, one.eos_id) == (2048, 2046, 2047)
         assert one.decode([2046, 2047]) == "<|begin_of_text|><|end_of_text|>"
+        assert len(one.num_bytes()) == 2048 and one.num_bytes()[2046:] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["shakespeare", "shakespeare_validation"])
@@ -65,6 +66,9 @@ def test_both_files_give_the_same_ids_on_the_shipped_text_and_back(
         assert tiktoken_one.encode(text) == ids
         assert tokenizer.decode(ids) == tiktoken_one.decode(ids) == text
         assert max(ids) < 2046
+        for one in (tokenizer, tiktoken_one):
+            counts = one.num_bytes()
+            assert sum(counts[token_id] for token_id in ids) == len(text.encode())
 
 
 @given(

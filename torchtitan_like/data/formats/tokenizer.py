@@ -78,6 +78,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens by their names; bytes that are no UTF-8 become U+FFFD."""
 
+    def num_bytes(self) -> list[int]:
+        """UTF-8 bytes that each token stands for, (vocab_size,): 0 for special ones, and for all where that is not known."""
+        return [0] * self.vocab_size
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text."""
         return [self.encode(text) for text in texts]
@@ -136,6 +140,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
 
+        self._is_byte_level = '"ByteLevel"' in json.dumps(content.get("decoder"))
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id, self.eos_id = _bos_and_eos(file.parent, vocabulary)
@@ -171,13 +176,22 @@ class _HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
+    def num_bytes(self) -> list[int]:
+        counts = super().num_bytes()
+        if self._is_byte_level:  # each character of a token is a byte
+            for token, token_id in self._inner.get_vocab(with_added_tokens=False).items():
+                counts[token_id] = len(token)
+            for token_id, added in self._inner.get_added_tokens_decoder().items():
+                counts[token_id] = 0 if added.special else len(added.content.encode())
+        return counts
+
 
 class _TiktokenTokenizer(Tokenizer):
     def __init__(self, file: Path) -> None:
         import tiktoken
 
         self.path = str(file)
-        ranks = _read_ranks(file)
+        self._ranks = ranks = _read_ranks(file)
         specials = _special_tokens(file, ranks)
         self._inner = tiktoken.Encoding(
             name=file.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
@@ -195,6 +209,12 @@ class _TiktokenTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids))
+
+    def num_bytes(self) -> list[int]:
+        counts = super().num_bytes()
+        for token, token_id in self._ranks.items():
+            counts[token_id] = len(token)
+        return counts
 
 
 def _vocabulary_file(folder: Path) -> Path:
