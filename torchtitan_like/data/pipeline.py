@@ -62,11 +62,12 @@ def build_train_batches(
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
     parts = [_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions) for one in named]
     global_batch_size = num_accumulation * dp_size * training.local_batch_size
+    skipped = skipped_positions(training.skip_steps, global_batch_size)
     changes = _weight_changes(named)
     order = SampleOrder(
         [_supply(one, part) for one, part in zip(named, parts, strict=True)],
         seed=seed if data.shuffle else None,
-        changes=[((step - 1) * global_batch_size, weights) for step, weights in changes],
+        changes=[(_first_position(step, training.skip_steps, global_batch_size), new) for step, new in changes],
     )
     batches = TrainBatches(
         JoinedSamples(parts),
@@ -76,7 +77,7 @@ def build_train_batches(
         num_accumulation=num_accumulation,
         sharing=(dp_rank, dp_size),
         with_positions=with_positions,
-        skipped=skipped_positions(training.skip_steps, global_batch_size),
+        skipped=skipped,
         allow_change=data.allow_change,
         dataloader=training.dataloader,
     )
@@ -85,13 +86,11 @@ def build_train_batches(
     if len(named) > 1:
         for start, shares in order.segments():
             told = ", ".join(f"{key} {share:.2%}" for key, share in shares.items())
-            logger.info(
-                f"Mixture from step {start // global_batch_size + 1:,} (sample {start:,}): {told} of the samples"
-            )
+            step = _read_before(start, skipped) // global_batch_size + 1
+            logger.info(f"Mixture from step {step:,} (sample {start:,}): {told} of the samples")
     if order.end is not None:
-        logger.info(
-            f"The training text ends in step {-(-order.end // global_batch_size):,}, after {order.end:,} samples"
-        )
+        num_steps = -(-_read_before(order.end, skipped) // global_batch_size)
+        logger.info(f"The training text ends in step {num_steps:,}, with sample {order.end:,}")
     return batches
 
 
@@ -103,6 +102,18 @@ def skipped_positions(skip_steps: Sequence[Sequence[int]], global_batch_size: in
         num_skipped += last - first + 1
         ranges.append(range(start * global_batch_size, (first - 1 + num_skipped) * global_batch_size))
     return ranges
+
+
+def _first_position(step: int, skip_steps: Sequence[Sequence[int]], global_batch_size: int) -> int:
+    """Where ``step`` begins to read."""
+    return (step - 1 + sum(last - first + 1 for first, last in skip_steps if first <= step)) * global_batch_size
+
+
+def _read_before(position: int, skipped: Sequence[range]) -> int:
+    """Samples before ``position`` that are not left out."""
+    return position - sum(
+        min(position, left_out.stop) - left_out.start for left_out in skipped if left_out.start < position
+    )
 
 
 def build_validation_sets(
@@ -194,6 +205,11 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
 
 
 def _supply(named: NamedSource, samples: PackedSamples) -> Supply:
+    if not samples.num_labels:
+        raise DataError(
+            f"the text {named.name} has nothing to be learnt: each of its {samples.file.meta.num_documents:,} documents has "
+            "one token, and the first of a document is no label (data.mask_document_starts)"
+        )
     return Supply(
         named.key,
         samples.num_samples,

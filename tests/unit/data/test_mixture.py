@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -283,6 +284,42 @@ def test_weights_change_at_their_step(tokenizer: Tokenizer, texts: dict[str, Pat
 
     steps = [next(batches) for _ in range(20)]
     assert all(has(batch, "plays") for batch in steps[:10]) and all(has(batch, "verse") for batch in steps[10:])
+
+
+def test_weights_change_at_their_step_whatever_is_left_out(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+    weights = {"plays": {"weight": 1.0, "weight_from": [[11, 0]]}, "verse": {"weight": 0.0, "weight_from": [[11, 1.0]]}}
+    batches = mixed(tokenizer, texts, weights, skip_steps=[(3, 5), (11, 12)])
+    word = tokenizer.encode("hamlet")
+    assert len(word) > 1
+    has = [
+        any(tuple(word) == row[i : i + len(word)] for row in rows(next(batches)) for i in range(16)) for _ in range(14)
+    ]
+    assert has == [True] * 10 + [False] * 4
+
+
+def test_the_log_tells_the_steps(
+    tokenizer: Tokenizer, texts: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    weights = {"plays": {"weight": 1.0, "max_epochs": 1}, "verse": {"weight": 1.0, "max_epochs": 1}}
+    batches = mixed(tokenizer, texts, weights, skip_steps=[(2, 4)])
+    told = [line for line in caplog.messages if line.startswith(("Mixture from step", "The training text ends"))]
+    steps = list(batches)
+    last = steps[-1]
+    # A text's last sample is shorter: shares of samples are not exactly those of tokens.
+    assert re.fullmatch(r"Mixture from step 1 \(sample 0\): plays 50\.0\d%, verse 49\.9\d% of the samples", told[0])
+    assert told[1].endswith("plays 100.00% of the samples")
+    assert told[2] == f"The training text ends in step {len(steps)}, with sample {last.position}"
+    (number,) = re.findall(r"from step (\d+)", told[1])
+    sonnets = [any(tokenizer.encode("sonnet")[0] in row for row in rows(batch)) for batch in steps]
+    assert sonnets.index(False) in (int(number), int(number) - 1)
+
+
+def test_a_text_without_a_label_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    texts = {"empty": write_jsonl(tmp_path / "a.jsonl", ["a", "b"])}
+    settings_ = {"mask_document_starts": True, "add_bos": False, "add_eos": False}
+    with pytest.raises(DataError, match="empty has nothing to be learnt: each of its 2 documents has one token"):
+        mixed(tokenizer, texts, {"empty": {}}, **settings_)
 
 
 @pytest.mark.parametrize(
