@@ -357,7 +357,9 @@ def test_tensorboard_shows_the_log_steps(default: RunResult) -> None:
     validation = read_rows(default.dump_folder / "validation.jsonl")
     assert tags.pop("validation_metrics/loss") == [(row["step"], pytest.approx(row["loss"])) for row in validation]
     memory = {"memory/rss(GiB)", "memory/rss(%)"}
-    assert tags.keys() == memory | {f"validation_metrics/{tag}" for tag in (*memory, "throughput(tps)")}
+    assert tags.keys() == memory | {
+        f"validation_metrics/{tag}" for tag in (*memory, "bits_per_byte", "throughput(tps)")
+    }
 
 
 def test_the_step_line(default: RunResult) -> None:
