@@ -10,8 +10,8 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from .mixture import JoinedSamples
 from .order import mix64
+from .packing import JoinedSamples
 
 IGNORED_LABEL = -100
 

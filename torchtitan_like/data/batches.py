@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from .batch import Batch, Plan
 from .errors import DataMismatch
-from .loading import PlannedBatches, Plans, load
-from .mixture import JoinedSamples, Origin, SampleOrder
-from .packing import NO_SAMPLE
+from .loading import PlannedBatches, reader
+from .mixture import Origin, SampleOrder
+from .packing import NO_SAMPLE, JoinedSamples
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
@@ -68,7 +68,7 @@ class TrainBatches:
 
     @property
     def position(self) -> int:
-        """Samples handed out so far, over all ranks."""
+        """Where the stream is, behind all samples handed out so far over all ranks and those left out before them."""
         return self._position
 
     def __iter__(self) -> TrainBatches:
@@ -76,7 +76,7 @@ class TrainBatches:
 
     def __next__(self) -> Batch:
         if self._reader is None:
-            self._reader = iter(load(self._batches, Plans(self._plans), self._dataloader))
+            self._reader = reader(self._batches, self._plans, self._dataloader)()
         batch = next(self._reader)
         self._position = batch.position
         return batch

@@ -16,23 +16,13 @@ import torch
 from torch.utils.data import Dataset
 
 from .batch import Batch, Plan, assemble
-from .mixture import JoinedSamples
+from .packing import JoinedSamples
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
 
 # What a terminal or a batch system sends to every process: the main process decides, and its workers end with it.
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Plans:
-    """What is to be read, anew in each iteration."""
-
-    def __init__(self, make: Callable[[], Iterator[Plan]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[Plan]:
-        return self._make()
 
 
 class PlannedBatches(Dataset[Batch]):
@@ -45,17 +35,21 @@ class PlannedBatches(Dataset[Batch]):
         return assemble(self._samples, plan, self._shape, with_positions=self._with_positions)
 
 
-def load(batches: PlannedBatches, plans: Plans, section: DataLoader) -> Iterable[Batch]:
-    """The batches of ``plans``, prepared in this process or by ``section.num_workers`` others ahead of time."""
+def reader(
+    batches: PlannedBatches, make_plans: Callable[[], Iterator[Plan]], section: DataLoader
+) -> Callable[[], Iterator[Batch]]:
+    """What reads the batches of ``make_plans()`` from their beginning: in this process, or with ``section.num_workers`` others
+    that are ahead of it.
+    """
     if section.num_workers == 0:
-        return _InThisProcess(batches, plans)
+        return lambda: map(batches.__getitem__, make_plans())
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
         loader: Iterable[Batch] = StatefulDataLoader(
             batches,
-            sampler=plans,
+            sampler=_Plans(make_plans),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=section.num_workers,
@@ -67,15 +61,17 @@ def load(batches: PlannedBatches, plans: Plans, section: DataLoader) -> Iterable
             multiprocessing_context="fork",
             snapshot_every_n_steps=2**31,
         )
-    return loader
+    return lambda: iter(loader)
 
 
-class _InThisProcess:
-    def __init__(self, batches: PlannedBatches, plans: Plans) -> None:
-        self._batches, self._plans = batches, plans
+class _Plans:
+    """What is to be read, anew in each iteration: how the loader wants it."""
 
-    def __iter__(self) -> Iterator[Batch]:
-        return map(self._batches.__getitem__, self._plans)
+    def __init__(self, make: Callable[[], Iterator[Plan]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Plan]:
+        return self._make()
 
 
 def _as_it_is(batch: Batch) -> Batch:

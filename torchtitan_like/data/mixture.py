@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,59 +23,13 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .order import shuffled
-from .packing import NO_SAMPLE, PackedSamples
+from .packing import NO_SAMPLE
 
 # Changes whenever any position would get another source. Saved with the data position.
 MIXTURE_VERSION = 1
 PATTERN = 2**16
 
 Indices = NDArray[np.int64]
-
-
-class JoinedSamples:
-    """The samples of several sources, numbered on end: those of the first source, then those of the second, ..."""
-
-    def __init__(self, parts: Sequence[PackedSamples]) -> None:
-        self.parts = tuple(parts)
-        self.seq_len = parts[0].seq_len
-        self.starts: Indices = np.cumsum([0, *(part.num_samples for part in parts)])
-        self._dtype = np.result_type(*(part.file.tokens.dtype for part in parts))
-
-    def sources_of(self, samples: Indices) -> Indices:
-        """Number of the source of each of ``samples``; of NO_SAMPLE that of the first."""
-        return np.maximum(np.searchsorted(self.starts, samples, side="right") - 1, 0)
-
-    def read(self, samples: Indices) -> tuple[NDArray[Any], Indices]:
-        """As `PackedSamples.read`."""
-        if len(self.parts) == 1:
-            return self.parts[0].read(samples)
-        rows = np.empty((len(samples), self.seq_len + 1), self._dtype)
-        lengths = np.empty(len(samples), np.int64)
-        for part, mine, own in self._by_part(samples):
-            rows[mine], lengths[mine] = part.read(own)
-        return rows, lengths
-
-    def ignored_labels(self, samples: Indices) -> tuple[Indices, Indices]:
-        """As `PackedSamples.ignored_labels`."""
-        found = [(mine, *part.ignored_labels(own)) for part, mine, own in self._by_part(samples)]
-        return np.concatenate([mine[row] for mine, row, _ in found]), np.concatenate([column for *_, column in found])
-
-    def positions(self, samples: Indices) -> Indices:
-        """As `PackedSamples.positions`."""
-        positions = np.empty((len(samples), self.seq_len), np.int64)
-        for part, mine, own in self._by_part(samples):
-            positions[mine] = part.positions(own)
-        return positions
-
-    def _by_part(self, samples: Indices) -> list[tuple[PackedSamples, Indices, Indices]]:
-        """Each source that is there: the rows of its samples, and their numbers in the source."""
-        source = self.sources_of(samples)
-        found = []
-        for index in np.unique(source):
-            mine = np.flatnonzero(source == index)
-            own = np.where(samples[mine] == NO_SAMPLE, NO_SAMPLE, samples[mine] - self.starts[index])
-            found.append((self.parts[index], mine, own))
-        return found
 
 
 @dataclass(frozen=True)

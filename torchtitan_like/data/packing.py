@@ -7,6 +7,7 @@ label exactly once. The last sample may be shorter: it is padded, and padding is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,3 +91,49 @@ class PackedSamples:
         counts = high - low
         row = np.repeat(np.arange(len(first)), counts)
         return row, np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+
+
+class JoinedSamples:
+    """The samples of several sources, numbered on end: those of the first source, then those of the second, ..."""
+
+    def __init__(self, parts: Sequence[PackedSamples]) -> None:
+        self.parts = tuple(parts)
+        self.seq_len = parts[0].seq_len
+        self.starts: NDArray[np.int64] = np.cumsum([0, *(part.num_samples for part in parts)])
+        self._dtype = np.result_type(*(part.file.tokens.dtype for part in parts))
+
+    def sources_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of the source of each of ``samples``; of NO_SAMPLE that of the first."""
+        return np.maximum(np.searchsorted(self.starts, samples, side="right") - 1, 0)
+
+    def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """As `PackedSamples.read`."""
+        if len(self.parts) == 1:
+            return self.parts[0].read(samples)
+        rows = np.empty((len(samples), self.seq_len + 1), self._dtype)
+        lengths = np.empty(len(samples), np.int64)
+        for part, mine, own in self._by_part(samples):
+            rows[mine], lengths[mine] = part.read(own)
+        return rows, lengths
+
+    def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `PackedSamples.ignored_labels`."""
+        found = [(mine, *part.ignored_labels(own)) for part, mine, own in self._by_part(samples)]
+        return np.concatenate([mine[row] for mine, row, _ in found]), np.concatenate([column for *_, column in found])
+
+    def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `PackedSamples.positions`."""
+        positions = np.empty((len(samples), self.seq_len), np.int64)
+        for part, mine, own in self._by_part(samples):
+            positions[mine] = part.positions(own)
+        return positions
+
+    def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[PackedSamples, NDArray[np.int64], NDArray[np.int64]]]:
+        """Each source that is there: the rows of its samples, and their numbers in the source."""
+        source = self.sources_of(samples)
+        found = []
+        for index in np.unique(source):
+            mine = np.flatnonzero(source == index)
+            own = np.where(samples[mine] == NO_SAMPLE, NO_SAMPLE, samples[mine] - self.starts[index])
+            found.append((self.parts[index], mine, own))
+        return found

@@ -17,9 +17,9 @@ from .best_fit import pack
 from .errors import DataError
 from .formats.documents import find_corpus
 from .formats.tokenizer import Tokenizer
-from .mixture import MIXTURE_VERSION, PATTERN, JoinedSamples, SampleOrder, Supply
+from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
-from .packing import PackedSamples
+from .packing import JoinedSamples, PackedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source

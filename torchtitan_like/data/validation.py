@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .batch import Batch, Plan
-from .loading import PlannedBatches, Plans, load
-from .mixture import JoinedSamples
-from .packing import NO_SAMPLE, PackedSamples
+from .loading import PlannedBatches, reader
+from .packing import NO_SAMPLE, JoinedSamples, PackedSamples
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
@@ -45,13 +44,13 @@ class ValidationBatches:
         self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)
         self.num_samples = min(samples.num_samples, self.num_batches * local_batch_size)
         batches = PlannedBatches(JoinedSamples([samples]), (1, local_batch_size), with_positions=with_positions)
-        self._loader = load(batches, Plans(self._plans), dataloader)
+        self._read = reader(batches, self._plans, dataloader)
 
     def __len__(self) -> int:
         return math.ceil(self.num_batches / self._dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+        return self._read()
 
     def _plans(self) -> Iterator[Plan]:
         size = self._local_batch_size

@@ -27,8 +27,7 @@ from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.best_fit import BestFitSamples, Plan, make_plan, open_plan, pack, plan_name
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.mixture import JoinedSamples
-from torchtitan_like.data.packing import NO_SAMPLE, PackedSamples
+from torchtitan_like.data.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 from torchtitan_like.data.pipeline import build_validation_sets
 from torchtitan_like.data.token_file import TokenFile, TokenMeta
 
@@ -78,11 +77,19 @@ def batch_of(samples: PackedSamples, numbers: list[int]) -> Batch:
     return assemble(JoinedSamples([samples]), plan, shape, with_positions=True)
 
 
-corpora = st.integers(1, 40).flatmap(
-    lambda seq_len: st.tuples(
-        st.just(seq_len),
-        st.lists(st.one_of(st.integers(1, seq_len + 2), st.integers(1, 4 * seq_len + 3)), min_size=1, max_size=60),
+def packed(folder: Path, lengths: list[int], seq_len: int) -> BestFitSamples:
+    return BestFitSamples(token_file(folder, lengths), seq_len, cache_folder=None, dump_folder="unused")
+
+
+corpora = (
+    st.integers(1, 40)
+    .flatmap(
+        lambda seq_len: st.tuples(
+            st.just(seq_len),
+            st.lists(st.one_of(st.integers(1, seq_len + 2), st.integers(1, 4 * seq_len + 3)), min_size=1, max_size=60),
+        )
     )
+    .filter(lambda corpus: max(corpus[1]) > 1)
 )
 
 
@@ -93,10 +100,7 @@ def test_samples_are_those_of_a_plain_loop(
     tmp_path_factory: pytest.TempPathFactory, corpus: tuple[int, list[int]]
 ) -> None:
     seq_len, lengths = corpus
-    if max(lengths) == 1:
-        return
-    file = token_file(tmp_path_factory.mktemp("plan"), lengths)
-    samples = BestFitSamples(file, seq_len, cache_folder=None, dump_folder="unused")
+    samples = packed(tmp_path_factory.mktemp("plan"), lengths, seq_len)
     expected = packed_by_a_plain_loop(lengths, seq_len)
     assert samples.num_samples == len(expected)
     numbers = [*range(len(expected)), NO_SAMPLE, 0]
@@ -121,21 +125,18 @@ def test_every_token_but_a_documents_first_is_a_label_once_and_no_document_is_cu
     tmp_path_factory: pytest.TempPathFactory, corpus: tuple[int, list[int]]
 ) -> None:
     seq_len, lengths = corpus
-    if max(lengths) == 1:
-        return
-    file = token_file(tmp_path_factory.mktemp("plan"), lengths)
-    samples = BestFitSamples(file, seq_len, cache_folder=None, dump_folder="unused")
+    samples = packed(tmp_path_factory.mktemp("plan"), lengths, seq_len)
     batch = batch_of(samples, [*range(samples.num_samples), NO_SAMPLE])
     learned = batch.labels != -100
     # The ids count the tokens from 1: a label is to follow the token that stands before it in the text.
     assert torch.equal(batch.tokens[learned] + 1, batch.labels[learned])
-    firsts = {int(first) + 1 for first in file.offsets[:-1]}
-    expected = [label for label in range(1, file.meta.num_tokens + 1) if label not in firsts]
+    firsts = {int(first) + 1 for first in samples.file.offsets[:-1]}
+    expected = [label for label in range(1, samples.file.meta.num_tokens + 1) if label not in firsts]
     assert sorted(batch.labels[learned].tolist()) == expected
     assert batch.num_valid_tokens == len(expected) == samples.num_labels
 
     rows_of = {first: set(torch.where(batch.tokens == first)[1].tolist()) for first in firsts}
-    for begin, length in zip(file.offsets[:-1].tolist(), lengths, strict=True):
+    for begin, length in zip(samples.file.offsets[:-1].tolist(), lengths, strict=True):
         if length == 1:
             assert rows_of[begin + 1] == set()
         elif length <= seq_len + 1:
@@ -348,7 +349,7 @@ def test_the_other_policy_is_refused_by_name(build: Build, corpus_file: Path) ->
     assert len([line for line in str(caught.value).splitlines() if line.startswith("  ")]) == 1
 
 
-def test_validation_reads_what_is_packed(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_validation_reads_what_is_packed(build: Build, corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     source: Any = {"own": DataSource(path=str(corpus_file))}
     batches = build_validation_sets(
         Validation(enable=True, seq_len=16, local_batch_size=3, sources=source),
@@ -358,7 +359,7 @@ def test_validation_reads_what_is_packed(corpus_file: Path, tokenizer: Tokenizer
         dp_rank=0,
         dp_size=1,
     )[""]
-    (part,) = batches._loader._batches._samples.parts
+    (part,) = build(corpus_file, data=BEST_FIT)._batches._samples.parts
     meta = part.file.meta
     assert sum(batch.num_valid_tokens for batch in batches) == meta.num_tokens - meta.num_documents
 
