@@ -7,6 +7,8 @@ is ahead of it; so the loader's own state is never asked for.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +63,25 @@ def reader(
             multiprocessing_context="fork",
             snapshot_every_n_steps=2**31,
         )
-    return lambda: iter(loader)
+    return lambda: _start(loader)
+
+
+def _start(loader: Iterable[Batch]) -> Iterator[Batch]:
+    batches = iter(loader)
+    # Registered anew, so that it runs before what the loader has registered for its workers: that waits.
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)
+    return batches
+
+
+def _kill_workers() -> None:
+    """At the end of this process: an iteration that an error has left behind holds workers that ignore SIGTERM, and Python
+    would wait for them for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 class _Plans:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,29 @@ def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Buil
     batches._reader = None
     _, alive = psutil.wait_procs(mine, timeout=20)
     assert not alive
+
+
+LEFT_BEHIND = """
+import builtins, sys
+from torchtitan_like.config.sections_training import DataLoader
+from torchtitan_like.data.loading import PlannedBatches, reader
+
+def plans():
+    yield from range(1000)
+
+PlannedBatches.__getitem__ = lambda self, plan: plan
+batches = reader(PlannedBatches(None, (1, 1), with_positions=False), plans, DataLoader(num_workers=3))()
+builtins.kept = batches  # as the traceback of an error keeps it
+assert next(batches) == 0
+raise ValueError("the error that ends the run")
+"""
+
+
+def test_an_error_ends_a_process_whose_workers_are_reading() -> None:
+    """They ignore SIGTERM, and what Python and torch do at the end of a process waits for them."""
+    ended = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("ValueError: the error that ends the run")
 
 
 def test_a_fault_in_a_worker_is_that_of_the_main_process(read_by: Build, monkeypatch: pytest.MonkeyPatch) -> None:
