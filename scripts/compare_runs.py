@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.monitor.jsonl import read_rows
 
 DATA = ("n_tokens_seen", "num_valid_tokens", "data_digest", "data_digest_chain")
-NUMBERS = ("lr", "skipped", "loss", "max_loss", "grad_norm")
+NUMBERS = ("lr", "skipped", "loss", "max_loss", "grad_norm", "sources")
 MEASURED = ("loss", "max_loss", "grad_norm")
 Row = dict[str, Any]
 
@@ -34,8 +34,8 @@ def rows_by_step(run: Path) -> dict[int, Row]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal to the last bit; NaN equals NaN."""
-    return bool(a == b or (a != a and b != b))
+    """Equal to the last bit, which a number's text tells; NaN equals NaN."""
+    return repr(a) == repr(b)
 
 
 def largest_difference(pairs: list[tuple[float, float]]) -> float:

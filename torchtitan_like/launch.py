@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +74,12 @@ def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
     )
 
 
-def build_model(config: JobConfig, world: World, spec: ModelSpec, args: Any, num_samples: int) -> Built:
-    """This rank's parts of the model, cut over the mesh, without values. num_samples: see `build_parts`."""
+def build_model(
+    config: JobConfig, world: World, spec: ModelSpec, args: Any, num_samples: int, by_source: torch.Tensor
+) -> Built:
+    """This rank's parts of the model, cut over the mesh, without values. num_samples: see `build_parts`; by_source: see
+    `chunked_cross_entropy`.
+    """
     sections = Sections(
         config.training,
         config.parallelism,
@@ -91,11 +95,14 @@ def build_model(config: JobConfig, world: World, spec: ModelSpec, args: Any, num
         compile_backend=sections.loss_backend,
         shards=shards,
         gathers_logits=config.parallelism.disable_loss_parallel,
+        by_source=by_source if len(by_source) else None,
     )
     return build_parts(spec, fit_positions(args, longest), world, sections, loss=loss, num_samples=num_samples)
 
 
-def build_metrics(config: JobConfig, world: World, folder: RunDirectory, flops_per_token: float) -> Metrics:
+def build_metrics(
+    config: JobConfig, world: World, folder: RunDirectory, flops_per_token: float, sources: Sequence[str]
+) -> Metrics:
     """The metrics of a run; says what the hardware can do."""
     memory = build_memory_monitor(world.device)
     peak = announce_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
@@ -110,6 +117,7 @@ def build_metrics(config: JobConfig, world: World, folder: RunDirectory, flops_p
         world_size=world.size,
         memory_monitor=memory,
         total_steps=config.training.steps,
+        sources=sources,
         rank=world.rank,
         num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
         run_config=config.model_dump() if config.metrics.enable_wandb else None,

@@ -6,7 +6,6 @@ process. What happens in a step is `Trainer.train_step`; in what order steps, sa
 
 from __future__ import annotations
 
-import math
 import secrets
 import sys
 import time
@@ -27,7 +26,7 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batch import Batch, chain, count_bytes, count_valid
+from torchtitan_like.data.batch import Batch, chain, count_valid, count_valid_by_source
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
@@ -36,6 +35,7 @@ from torchtitan_like.distributed.determinism import derive_seed, seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World
+from torchtitan_like.feed import Feed, losses_of_texts
 from torchtitan_like.launch import build_checkpointer, build_metrics, build_model, join, launch
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
@@ -51,9 +51,6 @@ from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.host_copy import HostCopy
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.switches import read_switches
-
-# Tokens, labels and positions in their documents, where those are asked for.
-Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
@@ -158,7 +155,11 @@ class Trainer:
         logger.info(f"Building {name} with {args}")
         logger.info(f"Model {name} size: {spec.num_params(args):,} total parameters")
         num_samples = self.num_micro_batches * config.training.local_batch_size
-        self.parts, self.pipeline, self.context, lines = build_model(config, world, spec, args, num_samples)
+        # The sums of this step's token losses, where labels tell their source.
+        self.loss_by_source = torch.zeros(len(self.batches.sources), dtype=torch.float64, device=world.device)
+        built = build_model(config, world, spec, args, num_samples, self.loss_by_source)
+        self.parts, self.pipeline, context, lines = built
+        self.feed = Feed(world, context)
         for line in lines:
             logger.info(line)
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
@@ -190,7 +191,8 @@ class Trainer:
 
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
-        self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token)
+        names = self.batches.sources
+        self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
         self.requests = Requests()
         self.numeric = numeric_fingerprint(
             world.device, world.dims.mesh_shape(), config.training, config.optimizer, config.loss, config.compile
@@ -288,16 +290,17 @@ class Trainer:
         self.optimizer.zero_grad()
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.wait_staged()
-        local = self._local(batch)
+        self.loss_by_source.zero_()  # validation adds to it as well
+        local = self.feed.local(batch)
         if self.pipeline is not None:
             torch.manual_seed(derive_seed(self.seed, batch.first_samples[0]))
-            loss = self.pipeline.step(*self._to_device(local, slice(None)), max(1, num_valid))
+            loss = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
         else:
             loss = torch.zeros((), device=self.world.device)
             for micro in range(self.num_micro_batches):
                 self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
                 torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
-                share = self.parts[0](*self._to_device(local, micro)) / max(1, num_valid)
+                share = self.parts[0](*self.feed.to_device(local, micro)) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.
                 share.backward(torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype))
                 loss = loss + share.detach()
@@ -321,7 +324,9 @@ class Trainer:
             num_tokens=num_tokens,
             num_valid_tokens=num_valid,
             local_valid_tokens=count_valid(local[1]),
+            local_valid_by_source=count_valid_by_source(local[1], len(self.loss_by_source)),
             loss_share=loss,
+            loss_by_source=self.loss_by_source.clone(),
             grad_norm=grad_norm,
             skipped=self.halted,
             lr=lr,
@@ -356,41 +361,20 @@ class Trainer:
             counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
         return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
 
-    def _local(self, batch: Batch) -> Tokens:
-        """A batch (num_micro, local_batch, seq); with context parallelism this rank's piece of every sequence."""
-        whole = batch.tokens, batch.labels, batch.positions
-        return whole if self.context is None else self.context.shard(*whole)
-
-    def _to_device(self, local: Tokens, micro: int | slice) -> Tokens:
-        """One micro-batch, or all as one batch for the pipeline to cut: (rows, seq)."""
-        tokens, labels, positions = (None if x is None else x[micro].view(-1, x.shape[-1]) for x in local)
-        assert tokens is not None and labels is not None
-        to_device = self.world.to_device
-        return to_device(tokens), to_device(labels), None if positions is None else to_device(positions)
-
     def bad_step(self) -> int | None:
         """The first of the recent steps whose numbers were not finite. Waits for the device."""
         return next((progress.step for progress, halted in self.recent if halted.read()), None)
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
-        """The exact mean loss per token over each validation text's fixed samples, the same on every topology."""
+        """The loss of each validation text's fixed samples."""
         self.metrics.flush(step)
         with self.metrics.pause():
             self.parts.eval()
             evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
-            for name, batches in self.validation_sets.items():
-                begin = time.perf_counter()
-                sums = torch.zeros(3, dtype=torch.float64)
-                for batch in batches:
-                    local = self._local(batch)
-                    loss = evaluate(*self._to_device(local, 0))
-                    counts = count_valid(local[1]), count_bytes(local[1], self.bytes_of_token)
-                    sums += torch.tensor([loss.item(), *counts], dtype=torch.float64)
-                loss_sum, num_tokens, num_bytes = self.world.gather_losses(sums).sum(0).tolist()
-                mean, seconds = loss_sum / max(1.0, num_tokens), time.perf_counter() - begin
-                bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
-                self.metrics.validation(step, mean, bits_per_byte, int(num_tokens), seconds, name)
+            gather = self.world.gather_losses
+            for name, found in losses_of_texts(self.validation_sets, evaluate, self.feed, self.bytes_of_token, gather):
+                self.metrics.validation(step, *found, name)
             self.parts.train()
 
     def save(self, saves: Sequence[Save]) -> None:

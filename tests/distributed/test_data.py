@@ -16,11 +16,14 @@ from torchtitan_like.monitor.jsonl import read_rows
 STEPS = 6
 SIZES = {"plays": 120, "verse": 90, "prose": 60}
 WORDS = {"plays": "hamlet", "verse": "sonnet", "prose": "letters"}
-LAYOUTS = {  # name: (ranks, local batch); the global batch is 8 samples
-    "one": (1, 8),
-    "accumulated": (1, 2),
-    "fsdp-2": (2, 2),
-    "fsdp-4": (4, 2),
+LAYOUTS = {  # name: (ranks, local batch, degree that is 2); the global batch is 8 samples
+    "one": (1, 8, None),
+    "accumulated": (1, 2, None),
+    "fsdp-2": (2, 2, None),
+    "fsdp-4": (4, 2, None),
+    "tp-2": (2, 4, "tensor"),
+    "cp-2": (2, 8, "context"),
+    "pp-2": (2, 8, "pipeline"),
 }
 
 
@@ -67,6 +70,17 @@ def train(argv):
     return fed
 
 
+def losses_by_source(folder, run):
+    """Of each step: the loss, its mean over the sources, and the loss and labels of each."""
+    for row in read_rows(folder / run / "metrics.jsonl"):
+        found = row["sources"]
+        counts = [found[name]["num_valid_tokens"] for name in SIZES]
+        losses = [found[name]["loss"] for name in SIZES]
+        assert sum(counts) == row["num_valid_tokens"]
+        mean = sum((loss or 0) * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        yield row["loss"], mean, losses, counts
+
+
 def digests(folder, run):
     return [row["data_digest_chain"] for row in read_rows(folder / run / "metrics.jsonl")]
 
@@ -88,14 +102,27 @@ def test_every_layout_feeds_the_same_samples_and_validates_the_same(folder, refe
         lines = (folder / f"{name}.jsonl").read_text().splitlines()
         num_bytes = sum(len(json.loads(line)["text"].encode()) for line in lines)
         assert row["bits_per_byte"] == pytest.approx(loss * row["num_tokens"] / math.log(2) / num_bytes, rel=1e-12)
-    for name, (ranks, local_batch) in list(LAYOUTS.items())[1:]:
-        fed = run_ranks(train, ranks, arguments(folder, name, local_batch))
+    for name, (ranks, local_batch, degree) in list(LAYOUTS.items())[1:]:
+        cut = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
+        fed = run_ranks(train, ranks, arguments(folder, name, local_batch, **cut))
+        fed = fed[:1] if degree else fed  # both ranks are fed the same
         for step, whole in enumerate(reference):
             assert sorted(row for rank in fed for row in rank[step]) == sorted(whole), name
+        for ours, theirs in zip(losses_by_source(folder, name), losses_by_source(folder, "one"), strict=True):
+            assert ours[3] == theirs[3], name
+            assert ours[2] == pytest.approx(theirs[2], rel=1e-5), name
         assert digests(folder, name) == expected
         for ours, theirs in zip(validated(folder, name), losses, strict=True):
             assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-5)
             assert ours[3]["bits_per_byte"] == pytest.approx(theirs[3]["bits_per_byte"], rel=1e-5)
+
+
+def test_a_loss_is_the_mean_of_its_sources(folder, reference):
+    seen = list(losses_by_source(folder, "one"))
+    assert len(seen) == STEPS
+    for loss, mean, losses, _ in seen:
+        assert loss == pytest.approx(mean, rel=1e-6)
+        assert len(set(losses)) == len(SIZES)
 
 
 def test_restarts_on_other_layouts_read_on(folder, reference):

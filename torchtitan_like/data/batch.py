@@ -14,13 +14,16 @@ from .order import mix64
 from .packing import JoinedSamples
 
 IGNORED_LABEL = -100
+# With several sources a label tells in its upper bits which of them it comes from: label + (source << SOURCE_SHIFT).
+SOURCE_SHIFT = 32
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of one step.
 
-    tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned.
+    tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned, and tell
+    their source where there are several (`SOURCE_SHIFT`).
     num_valid_tokens: labels that count, in this share. digest: this share's part of the step's digest; the parts of
     all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: where the
     stream is when the step is done. num_samples: those of the step over all ranks, without what fills it up. positions:
@@ -54,6 +57,12 @@ def count_valid(labels: torch.Tensor) -> int:
     return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
 
 
+def count_valid_by_source(labels: torch.Tensor, num_sources: int) -> list[int]:
+    """As `count_valid`, of each source."""
+    valid = labels.numpy()[labels.numpy() != IGNORED_LABEL]
+    return list(np.bincount(valid >> SOURCE_SHIFT, minlength=num_sources)[:num_sources])
+
+
 def count_bytes(labels: torch.Tensor, bytes_of_token: torch.Tensor) -> int:
     """UTF-8 bytes of some labels on the host that are to be learned; bytes_of_token: (vocab_size,)."""
     return int(bytes_of_token[labels[labels != IGNORED_LABEL]].sum())
@@ -80,6 +89,8 @@ def assemble(packed: JoinedSamples, plan: Plan, shape: tuple[int, int], *, with_
         labels[row, num_valid[row] :] = IGNORED_LABEL
     ignored = packed.ignored_labels(samples)
     labels[ignored] = IGNORED_LABEL
+    if len(packed.parts) > 1:
+        np.add(labels, packed.sources_of(samples)[:, None] << SOURCE_SHIFT, out=labels, where=labels != IGNORED_LABEL)
     first_samples: list[int] = positions[:: shape[1]].tolist()
     num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
     digest = _digest(rows, lengths, positions)

@@ -71,6 +71,12 @@ class TrainBatches:
         """Where the stream is, behind all samples handed out so far over all ranks and those left out before them."""
         return self._position
 
+    @property
+    def sources(self) -> list[str]:
+        """The names of those that labels tell apart, by their number there; none where there is only one."""
+        names = [supply.key for supply in self.order.supplies]
+        return names if len(names) > 1 else []
+
     def __iter__(self) -> TrainBatches:
         return self
 

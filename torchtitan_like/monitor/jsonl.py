@@ -16,8 +16,13 @@ def encode(row: Mapping[str, object]) -> bytes:
     """One line of valid JSON. Floats are written by ``repr``, so they come back bit for bit; JSON has no word for a
     number that is not finite, so these become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float()`` reads.
     """
-    safe = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-    return json.dumps(safe, allow_nan=False).encode() + b"\n"
+    return json.dumps(_in_words(row), allow_nan=False).encode() + b"\n"
+
+
+def _in_words(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _in_words(v) for key, v in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -25,8 +30,11 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not Path(path).exists():
         return []
     words = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-    rows = (json.loads(line) for line in Path(path).read_bytes().splitlines())
-    return [{key: words.get(v, v) if isinstance(v, str) else v for key, v in row.items()} for row in rows]
+
+    def in_numbers(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: words.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
+
+    return [json.loads(line, object_hook=in_numbers) for line in Path(path).read_bytes().splitlines()]
 
 
 class JsonlFile:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Metrics", "StepRecord", "announce_hardware"]
 
 Row = dict[str, Any]
-# Takes this rank's (num_steps, 2) float64 CPU tensor, returns all data ranks': (data_ranks, num_steps, 2).
+# Takes this rank's (num_steps, columns) float64 CPU tensor, returns all data ranks': (data_ranks, num_steps, columns).
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -39,6 +39,8 @@ class StepRecord:
 
     num_tokens, num_valid_tokens: tokens fed in this step over all ranks, and those of them with a label.
     local_valid_tokens: labels of this data rank. loss_share: the sum of its token losses / num_valid_tokens.
+    local_valid_by_source, loss_by_source: its labels, and the sums of its token losses (sources,), of each source; empty
+    where sources are not told apart.
     grad_norm, skipped: of the whole model, equal on all ranks; skipped is 1 when the update was left out.
     data_digest, data_digest_chain: of the tokens fed, unsigned 64 bit. data_loading_s: seconds waited for the batch.
     """
@@ -54,6 +56,8 @@ class StepRecord:
     data_digest: int
     data_digest_chain: int
     data_loading_s: float
+    local_valid_by_source: Sequence[int] = ()
+    loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Metrics:
     files; with ``metrics.save_for_all_ranks`` every rank has TensorBoard files or W&B runs of its own, told apart by
     ``rank``. ``flops_per_token`` counts forward and backward; ``num_passes`` is 3, or 4 with full recomputation (for
     HFU). ``peak_flops`` is that of one device, None when unknown. ``total_steps`` is the last step of the run.
+    ``sources``: the names of those that the records tell apart.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Metrics:
         memory_monitor: MemoryMonitor,
         total_steps: int,
         n_tokens_seen: int = 0,
+        sources: Sequence[str] = (),
         rank: int = 0,
         num_passes: float = 3.0,
         run_config: Mapping[str, object] | None = None,
@@ -115,7 +121,7 @@ class Metrics:
         self._folder, self._attempt, self._writer = folder, attempt, writer
         self._gather = gather
         self._flops_per_token, self._peak_flops, self._num_passes = flops_per_token, peak_flops, num_passes
-        self._world_size, self._total_steps = world_size, total_steps
+        self._world_size, self._total_steps, self._sources = world_size, total_steps, sources
         self._memory = memory_monitor
         self._clock, self._wall_clock = clock, wall_clock
         self._colors = use_colors(section.disable_color_printing)
@@ -278,13 +284,15 @@ class Metrics:
             return []
         records = [record for record, _, _ in pending]
         columns = [[r.loss_share for r in records], [r.grad_norm for r in records], [r.skipped for r in records]]
+        columns += [list(losses) for losses in zip(*(r.loss_by_source for r in records), strict=True)]
         device = records[0].loss_share.device  # the norm may be elsewhere, where parameters are offloaded
         stacked = torch.stack([torch.stack(column).to(device, torch.float64) for column in columns])
-        shares, norms, skipped = stacked.cpu().tolist()
+        shares, norms, skipped, *by_source = stacked.cpu().tolist()
+        num_by_source = zip(*(r.local_valid_by_source for r in records), strict=True)
         means = [_local_mean(record, share) for record, share in zip(records, shares, strict=True)]
         # Exact copies are gathered and added on the host: an all-reduce would round differently with another number of
         # steps in the buffer, and log_freq would show in the last bits of the loss.
-        local = torch.tensor([shares, means], dtype=torch.float64).T.contiguous()
+        local = torch.tensor([shares, means, *by_source, *num_by_source], dtype=torch.float64).T.contiguous()
         gathered: list[list[list[float]]] = self._gather(local).tolist()
         rows = []
         for i, (record, n_tokens_seen, wall_time) in enumerate(pending):
@@ -299,12 +307,23 @@ class Metrics:
                 "data_digest": f"{record.data_digest:016x}",
                 "data_digest_chain": f"{record.data_digest_chain:016x}",
                 "skipped": int(skipped[i]),
+                **self._by_source([rank[i][2:] for rank in gathered]),
                 "time": wall_time,
                 "data_loading_s": record.data_loading_s,
             })  # fmt: skip
         self.skipped_steps += [row["step"] for row in rows if row["skipped"]]
         self._last_row = rows[-1]
         return rows
+
+    def _by_source(self, ranks: list[list[float]]) -> Row:
+        """Mean loss and labels of each source; ranks: of each data rank the sums of losses, then the numbers of labels."""
+        sums = [_exact_sum(list(values)) for values in zip(*ranks, strict=True)]
+        half = len(self._sources)
+        found = {
+            name: {"loss": total / num if num else None, "num_valid_tokens": int(num)}
+            for name, total, num in zip(self._sources, sums[:half], sums[half:], strict=True)
+        }
+        return {"sources": found} if found else {}
 
     def _measure(self, memory: MemoryReading) -> Row:
         """Means over the interval that ends now; ``tps`` and what follows from it are per device."""
@@ -344,7 +363,12 @@ class Metrics:
             "n_tokens_seen": "n_tokens_seen",
             "lr": "lr",
         }
-        return {name: float(row[key]) for key, name in names.items() if key in row} | memory.scalars
+        of_sources = {
+            f"loss_metrics/{name}/avg_loss": float(found["loss"])
+            for name, found in row.get("sources", {}).items()
+            if found["loss"] is not None
+        }
+        return {name: float(row[key]) for key, name in names.items() if key in row} | of_sources | memory.scalars
 
     def _line(self, row: Row, memory: MemoryReading) -> str:
         mfu = row.get("mfu")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
+# A label may tell in its upper bits which text it comes from: label + (source << SOURCE_SHIFT).
+SOURCE_SHIFT = 32
 # On CPU the softmax walks through a chunk in pieces of this many logits, which stay in a core's cache.
 TILE = 131_072
 
@@ -53,6 +55,7 @@ def chunked_cross_entropy(
     shards: VocabShards | None = None,
     *,
     gathers_logits: bool = False,
+    by_source: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A loss (hidden (tokens, dim), weight (vocab, dim), labels (tokens,)) -> 0-dim sum over labels other than -100.
 
@@ -64,6 +67,9 @@ def chunked_cross_entropy(
     With `shards` the weight is this rank's part of the vocabulary; hidden and labels are those of all ranks, and so is
     the loss. The gradient of `hidden` is this rank's part of a sum. Logits stay where they are, and two numbers per token
     are summed over the ranks and one is maximised; or, with `gathers_logits`, every rank computes the loss of all logits.
+
+    With `by_source` (sources,), float64 on the device, labels tell their source (`SOURCE_SHIFT`), and the token losses of
+    each are added to its entry.
     """
     body: SoftmaxBody = _softmax_in_tiles
     if compile_backend is not None:
@@ -83,7 +89,7 @@ def chunked_cross_entropy(
         chunk = _tokens_per_chunk(hidden.shape[0], widest or weight.shape[0], chunk_mib)
         if not torch.is_grad_enabled():  # no gradient is wanted then, whatever the tensors say
             hidden, weight = hidden.detach(), weight.detach()
-        total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body)
+        total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body, by_source)
         return total
 
     return loss
@@ -200,16 +206,32 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Forward computes the gradients of the sum too; backward only scales them by what comes from above."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, body: SoftmaxBody) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        body: SoftmaxBody,
+        by_source: Tensor | None,
+    ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight) if wants_weight and len(hidden) == 0 else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        valid = labels != IGNORED
+        if by_source is not None:
+            sources = labels >> SOURCE_SHIFT
+            labels = labels & ((1 << SOURCE_SHIFT) - 1)
+            numbers = torch.arange(len(by_source), device=labels.device).unsqueeze(-1)
         for start in range(0, len(hidden), chunk):
             some = slice(start, start + chunk)
-            counts = labels[some] != IGNORED
+            counts = valid[some]
             losses, d_logits = body(hidden[some] @ weight.t(), labels[some].where(counts, 0))
-            total += losses.where(counts, 0).sum()
+            losses = losses.where(counts, 0)
+            total += losses.sum()
+            if by_source is not None:
+                by_source += losses.where(sources[some] == numbers, 0).sum(-1, dtype=by_source.dtype)
             # Ignored tokens get no gradient by way of the narrow factors: (tokens, dim) is much less than (tokens, vocab).
             mask = counts.to(hidden.dtype).unsqueeze(-1)
             if d_hidden is not None:
@@ -223,13 +245,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         if d_hidden is not None:
             d_hidden = d_hidden * grad
         if d_weight is not None:
             d_weight = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 def _add(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:

@@ -38,12 +38,15 @@ def test_secrets_are_masked_by_name_or_look(name: str, value: str, shown: str) -
     assert mask_value(name, value) == shown
 
 
+SECRET = "/".join("xyzzy")  # not in one piece here, for the environment holds the difference to the last commit
+
+
 def test_files_of_an_environment(tmp_path: Path) -> None:
     folder = tmp_path / "environment"
     write_environment(
         folder,
-        variables={"Z": "last", "HF_TOKEN": "hidden", "A": "first"},
-        argv=["train.py", "--job.config_file", "a.toml", "--wandb.api_key", "hidden", "--x.secret=hidden", "--y=1"],
+        variables={"Z": "last", "HF_TOKEN": SECRET, "A": "first"},
+        argv=["train.py", "--job.config_file", "a.toml", "--wandb.api_key", SECRET, f"--x.secret={SECRET}", "--y=1"],
     )
     assert (folder / "variables.txt").read_text() == f"A=first\nHF_TOKEN={MASKED}\nZ=last\n"
     facts = json.loads((folder / "facts.json").read_text())
@@ -56,7 +59,7 @@ def test_files_of_an_environment(tmp_path: Path) -> None:
     assert {"host", "system", "python", "cpu", "num_cpus", "host_memory_bytes"} <= set(facts)
     listed = (folder / "packages.txt").read_text().splitlines()
     assert f"torch=={torch.__version__}" in listed and listed == sorted(listed)
-    assert "hidden" not in "".join(path.read_text() for path in folder.iterdir())
+    assert SECRET not in "".join(path.read_text() for path in folder.iterdir())
 
 
 def test_packages_first_on_the_path_hides_and_editables_are_found(tmp_path: Path) -> None:

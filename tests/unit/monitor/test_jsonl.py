@@ -28,6 +28,14 @@ def test_floats_round_trip_bit_for_bit(tmp_path: Path) -> None:
     assert [row["loss"].hex() for row in read_rows(file.path)] == [value.hex() for value in finite]
 
 
+def test_numbers_within_a_row_may_be_nan(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    row = {"step": 1, "sources": {"a": {"loss": math.nan, "n": 3}, "b": {"loss": -math.inf, "n": 0}}}
+    file.write_bytes(encode(row))
+    (found,) = read_rows(file)
+    assert repr(found) == repr(row)
+
+
 @pytest.mark.parametrize(("value", "text"), [(math.nan, '"nan"'), (math.inf, '"inf"'), (-math.inf, '"-inf"')])
 def test_numbers_that_are_not_finite_are_strings_in_valid_json(value: float, text: str, tmp_path: Path) -> None:
     line = encode({"step": 1, "loss": value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_like.config.sections_run import Metrics as MetricsSection
+from tests.unit.monitor.conftest import Clock
 from torchtitan_like.monitor.jsonl import read_rows
-from torchtitan_like.monitor.memory import GIB, HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics, StepRecord
 
 EXACT_KEYS = [
@@ -23,14 +22,6 @@ EXACT_KEYS = [
     "grad_norm", "lr", "data_digest", "data_digest_chain", "skipped",
 ]  # fmt: skip
 TOKENS = 1000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Scalars:
@@ -44,42 +35,6 @@ class Scalars:
 
     def close(self) -> None:
         self.written["closed"] = {}  # type: ignore[index]
-
-
-def alone(local: torch.Tensor) -> torch.Tensor:
-    return local.unsqueeze(0)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
-    made: list[Metrics] = []
-
-    def make(log_freq: int = 10, alarm: float = 0.25, **changes: Any) -> Metrics:
-        arguments: dict[str, Any] = {
-            "folder": tmp_path,
-            "attempt": 1,
-            "writer": True,
-            "gather": alone,
-            "flops_per_token": 2e9,
-            "peak_flops": None,
-            "world_size": 1,
-            "memory_monitor": HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
-            "total_steps": 100,
-            "clock": clock,
-            "wall_clock": lambda: 1.7e9 + clock.now,
-        } | changes
-        section = MetricsSection(log_freq=log_freq, data_loading_alarm=alarm)
-        made.append(Metrics(section, **arguments))
-        return made[-1]
-
-    yield make
-    for metrics in made:
-        metrics.close()
 
 
 def record(step: int, share: float = 0.0, *, local: int = 900, valid: int = 900, **changes: Any) -> StepRecord:
@@ -120,6 +75,22 @@ def test_one_row_per_step_whatever_is_logged(build: Callable[..., Metrics], cloc
         assert ("tps" in row) == (row["step"] in (1, 4, 8, 10))
     assert [row["n_tokens_seen"] for row in rows] == [TOKENS * step for step in range(1, 11)]
     assert rows[0]["data_digest"] == "9e3779b97f4a7c15" and rows[0]["data_digest_chain"] == "0000000000000001"
+
+
+def test_loss_and_labels_of_each_source(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    """Of two ranks, the second with twice as much; a source without labels in a step has no loss there."""
+    sink = Scalars()
+    metrics = build(gather=lambda local: torch.stack([local, local * 2]), sources=["a", "b"], total_steps=2)
+    metrics._sinks = [sink]
+    for step, counts in ((1, [3, 1]), (2, [4, 0])):
+        losses = torch.tensor([6.0, float(counts[1])], dtype=torch.float64)
+        run(metrics, clock, range(step, step + 1), local_valid_by_source=counts, loss_by_source=losses)
+    first, second = (row["sources"] for row in read_rows(tmp_path / "metrics.jsonl"))
+    assert first == {"a": {"loss": 2.0, "num_valid_tokens": 9}, "b": {"loss": 1.0, "num_valid_tokens": 3}}
+    assert second == {"a": {"loss": 1.5, "num_valid_tokens": 12}, "b": {"loss": None, "num_valid_tokens": 0}}
+    shown = {step: sorted(name for name in found if "avg_loss" in name) for step, found in sink.written.items()}
+    of_both = ["loss_metrics/a/avg_loss", "loss_metrics/b/avg_loss", "loss_metrics/global_avg_loss"]
+    assert shown == {1: of_both, 2: [of_both[0], of_both[2]]}
 
 
 def test_exact_values_do_not_depend_on_buffering(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:

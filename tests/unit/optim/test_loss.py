@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_like.data import batch
 from torchtitan_like.models.layers.head import cross_entropy_sum
-from torchtitan_like.optim.loss import _softmax_in_tiles, chunked_cross_entropy
+from torchtitan_like.optim.loss import IGNORED, SOURCE_SHIFT, _softmax_in_tiles, chunked_cross_entropy
 
 VOCAB, DIM = 4096, 32  # 1 MiB of fp32 logits is 64 tokens
 
@@ -72,6 +73,28 @@ def test_value_and_gradients_are_those_of_plain_cross_entropy(chunk_mib, tokens,
     for mine, reference in zip(ours, plain, strict=True):
         assert mine.dtype == reference.dtype and mine.shape == reference.shape
         assert relative(mine, reference) <= tolerance
+
+
+@pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
+@pytest.mark.parametrize("chunk_mib", [1, 0])
+def test_labels_that_tell_their_source_change_nothing_but_the_sums_by_source(chunk_mib, compile_backend):
+    hidden, weight, labels = problem(700, torch.float64)
+    sources = torch.arange(700) % 3 // 2 * 2  # 0, 0, 2, ...: none of the source 1
+    told = labels.where(labels == -100, labels + (sources << SOURCE_SHIFT))
+    by_source = torch.zeros(4, dtype=torch.float64)
+    apart = chunked_cross_entropy(chunk_mib, compile_backend, by_source=by_source)
+    ours = value_and_gradients(apart, hidden, weight, told)
+    plain = value_and_gradients(chunked_cross_entropy(chunk_mib, compile_backend), hidden, weight, labels)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
+    expected = torch.zeros(4, dtype=torch.float64)
+    for k in (0, 2):
+        logits, own = (hidden @ weight.T).detach()[sources == k], labels[sources == k]
+        expected[k] = F.cross_entropy(logits, own, reduction="sum")
+    torch.testing.assert_close(by_source, expected, rtol=1e-12, atol=0)
+
+
+def test_data_and_loss_agree_on_what_labels_carry():
+    assert (batch.SOURCE_SHIFT, batch.IGNORED_LABEL) == (SOURCE_SHIFT, IGNORED)
 
 
 @pytest.mark.parametrize("vocab", [2048, 32000, 128256])
