@@ -33,8 +33,8 @@ WIDTH = 100  # characters of a sample that are shown
 
 
 def build(config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer) -> TrainBatches:
-    """The run's batches, each whole: as one rank with one micro-batch reads them."""
-    training = config.training.model_copy(update={"local_batch_size": manifest["global_batch_size"]})
+    """The run's batches, each whole: as one rank reads them, sample by sample."""
+    training = config.training.model_copy(update={"local_batch_size": 1})
     return build_train_batches(
         training,
         config.data,
@@ -43,7 +43,7 @@ def build(config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer) -> 
         seed=manifest["seed"],
         dp_rank=0,
         dp_size=1,
-        num_accumulation=1,
+        num_accumulation=manifest["global_batch_size"],
     )
 
 
@@ -76,7 +76,7 @@ def lines_of(
             continue
         supply = batches.order.supplies[source[row]]
         number = samples[row] - batches.order.starts[source[row]]
-        text = tokenizer.decode(batch.tokens[0, row].tolist())
+        text = tokenizer.decode(batch.tokens[row, 0].tolist())
         shown = text if whole else json.dumps(text[:WIDTH], ensure_ascii=False)
         where = f"{supply.key or 'text'} epoch {count[row] // supply.num_samples} sample {number:,}"
         lines.append(f"{position:>12,}  {where}: {shown}")

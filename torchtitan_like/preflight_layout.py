@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan_like.config.layout_rules import COMPILE, DEGREES, IMPL, PIPELINE_KEYS, Layout, broken_rules, text_of
+from torchtitan_like.config.layout import Layout
+from torchtitan_like.config.layout_rules import COMPILE, DEGREES, IMPL, PIPELINE_KEYS, broken_rules, text_of
 from torchtitan_like.distributed.dims import resolve_degrees
 
 if TYPE_CHECKING:

@@ -297,8 +297,8 @@ class Trainer:
             loss = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
         else:
             loss = torch.zeros((), device=self.world.device)
-            for micro in range(self.num_micro_batches):
-                self.gradient_sync.prepare(is_last=micro == self.num_micro_batches - 1)
+            for micro in range(len(batch.first_samples)):
+                self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
                 torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
                 share = self.parts[0](*self.feed.to_device(local, micro)) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.

@@ -138,6 +138,28 @@ def test_restarts_on_other_layouts_read_on(folder, reference):
     assert digests(folder, "restarted") == digests(folder, "one")
 
 
+RAMP = {"training.batch_ramp": "2,2,12", "training.global_batch_size": 8, "training.seq_len": 32}
+
+
+def test_a_growing_batch_reads_on_from_where_it_was(folder):
+    """2, 2, 4, 6, 8 and 8 samples, on any layout, also where a run goes on in the middle of the ramp."""
+    runs = {"one": (1, 2, None), "two": (2, 1, None), "stages": (2, 2, "pipeline")}
+    for name, (ranks, local_batch, degree) in runs.items():
+        cut = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
+        run_ranks(train, ranks, arguments(folder, f"ramp-{name}", local_batch, **RAMP, **cut))
+    for (ranks, local_batch), steps in zip([(2, 1), (1, 1)], (4, STEPS), strict=True):
+        stopped = {"training.steps": steps, "lr_scheduler.total_steps": STEPS}
+        run_ranks(train, ranks, arguments(folder, "ramp-resumed", local_batch, **RAMP, **stopped))
+    one, *others = ([*read_rows(folder / f"ramp-{name}" / "metrics.jsonl")] for name in (*runs, "resumed"))
+    assert [row["n_tokens_seen"] for row in one] == [32 * n for n in (2, 4, 8, 14, 22, 30)]
+    for rows in others:
+        for ours, theirs in zip(rows, one, strict=True):
+            assert [ours[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")] == [
+                theirs[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")
+            ]
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
 def test_another_mixture_is_refused_before_a_model_is_built(folder, reference):
     argv = arguments(folder, "one", 8, **{"data.sources.verse.weight": 4, "training.steps": 9})
     (message,) = run_ranks(refusal, 1, argv)

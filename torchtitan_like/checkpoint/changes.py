@@ -33,6 +33,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("debug.matmul_precision", "numerics"),
     ("debug.moe_force_load_balance", "numerics"),
     ("training.global_batch_size", "train_state"),
+    ("training.batch_ramp", "train_state"),
     ("debug.seed", "train_state"),
     ("debug.*", ""),
     ("training.*", ""),

@@ -103,7 +103,7 @@ def _convert(texts: list[str], setting: Setting | None, path: Path) -> Any:
             return [[_toml_value(item) for item in _split(group)] for group in texts]
         return [_split(group) for group in texts]
     if get_origin(setting.kind) is list:
-        return _split(text)
+        return list(map(_toml_value, _split(text))) if get_args(setting.kind) == (int,) else _split(text)
     if setting.kind is bool:
         return _BOOLEANS.get(text.lower(), text)
     if setting.kind in (int, float):

@@ -5,119 +5,11 @@ The same table answers a user before a run starts and tells the matrix of layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from torchtitan_like.config.availability import is_used, value_of
-
-if TYPE_CHECKING:
-    from torchtitan_like.config.schema import JobConfig
-    from torchtitan_like.config.sections_scale import Parallelism
-
-
-@dataclass(frozen=True)
-class Layout:
-    """All that a rule may look at: a valid configuration, the ranks it runs on, the model's sizes, the hardware.
-
-    world_size: None while the number of ranks is unknown; then dp_shard = -1 counts as 1, and `is_resolved` is False.
-    limits: what the model demands of a layout (`ModelSpec.constraints`). args: its sizes; None where there is none.
-    local_world_size: ranks of one machine, where that is known. device_type: None where it is not.
-    """
-
-    config: JobConfig
-    world_size: int | None = None
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    is_resolved: bool = False
-    limits: Mapping[str, int] | None = None
-    args: Any = None
-    is_tied: bool = False
-    device_type: Literal["cpu", "cuda"] | None = None
-    local_world_size: int | None = None
-
-    @property
-    def parallelism(self) -> Parallelism:
-        return self.config.parallelism
-
-    @property
-    def dp(self) -> int:
-        """Ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    def size(self, name: str) -> int:
-        """A size of the model; 0 where it is unknown."""
-        return (self.limits or {}).get(name, 0)
-
-    @property
-    def compiles_model(self) -> bool:
-        return self.config.compile.enable and "model" in self.config.compile.components
-
-    @property
-    def has_own_graph(self) -> bool:
-        """True when all collectives of data parallelism are in a compiled graph that can be changed."""
-        can_be_changed = self.config.compile.backend in ("inductor", "aot_eager")
-        return self.parallelism.data_parallel_impl == "simple_fsdp" and self.compiles_model and can_be_changed
-
-    @property
-    def splits_backward(self) -> bool:
-        """True when a pipeline computes the gradients of inputs first and those of weights later."""
-        return self.pp > 1 and self.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
-
-    @property
-    def unit(self) -> int:
-        """Samples of one forward pass on all data-parallel ranks."""
-        return self.config.training.local_batch_size * self.dp
-
-    @property
-    def num_accumulated(self) -> int:
-        """Forward passes per step; 1 where the batch sizes do not say."""
-        total = self.config.training.global_batch_size
-        return total // self.unit if total > 0 and self.is_resolved and total % self.unit == 0 else 1
-
-    @property
-    def num_micro_batches(self) -> int:
-        """What a pipeline gets in a step."""
-        local = self.config.training.local_batch_size * self.num_accumulated
-        return local // self.parallelism.pipeline_parallel_microbatch_size
-
-    @property
-    def method(self) -> str:
-        """How attention sees the whole of a cut sequence."""
-        return self.parallelism.context_parallel_rotate_method if self.cp > 1 else ""
-
-    @property
-    def has_documents(self) -> bool:
-        """True when attention ends at document borders."""
-        return getattr(self.args, "attn_mask_type", "causal") != "causal"
-
-    @property
-    def cuts_twice(self) -> bool:
-        """True when each rank takes a piece of a sequence's head and one of its tail."""
-        return self.method in ("allgather", "alltoall") and self.parallelism.context_parallel_load_balancer is not None
-
-    @property
-    def pieces(self) -> int:
-        """What a sequence is cut into."""
-        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
-        return tp * self.cp * (2 if self.cuts_twice else 1)
-
-    @property
-    def pieces_text(self) -> str:
-        """`pieces` as the product of what makes it."""
-        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
-        halves = " x 2 (head and tail)" if self.cuts_twice else ""
-        return f"tensor_parallel_degree x context_parallel_degree = {tp} x {self.cp}{halves} = {self.pieces}"
-
-    @property
-    def ranks_of_a_node(self) -> int:
-        """Where a launcher has not told: 8, as in most machines made for training."""
-        return self.local_world_size or 8
-
+from torchtitan_like.config.layout import Layout
 
 Text = str | Callable[[Layout], str]
 
@@ -169,8 +61,6 @@ IMPL, BUCKETING, RESHARD, SP, ASYNC_TP, ROTATE, BALANCER = _of(
     "context_parallel_load_balancer",
 )
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
-# torch.distributed.pipelining refuses compiled modules under these (`_check_torch_compile_compatibility`).
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 COMPILE = ("compile.enable", "compile.components")
 BATCH = ("training.global_batch_size", "training.local_batch_size")
 EARLY = "optimizer.early_step_in_backward"
@@ -254,6 +144,14 @@ BATCH_RULES = (
             "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
         ),
         _nearest_batches,
+        ("training.local_batch_size", *DEGREES),
+    ),
+    LayoutRule(
+        "uneven-ramp",
+        lambda at: any(size % at.unit for size in at.config.training.batch_ramp[:2]),
+        "training.batch_ramp",
+        lambda at: f"start and increment in multiples of local_batch_size x data-parallel ranks = {at.unit}",
+        lambda at: f"set both to multiples of {at.unit}, or change training.local_batch_size",
         ("training.local_batch_size", *DEGREES),
     ),
     LayoutRule(

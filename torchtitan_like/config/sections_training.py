@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, MinusOneOrPositive, Section, StepRanges, StepWeights
+from torchtitan_like.config.base import BatchRamp, Conflict, MinusOneOrPositive, Section, StepRanges, StepWeights
 
 
 class Model(Section):
@@ -119,6 +119,11 @@ class Training(Section):
         description="Samples per step over all ranks = local_batch_size x data-parallel ranks x accumulation. "
         "-1: without accumulation.",
     )
+    batch_ramp: BatchRamp = Field(
+        [],
+        description="[start, increment, samples]: the first steps read `start` samples, and `increment` more after every equal "
+        "part of `samples`, until it is global_batch_size. []: all steps read as many.",
+    )
     seq_len: int = Field(2048, gt=0, description="Tokens per sample.")
     max_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this total L2 norm.")
     steps: int = Field(10000, gt=0, description="Steps to train, counted from the beginning of the first run.")
@@ -146,14 +151,42 @@ class Training(Section):
     dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the training data.")
 
     def conflicts(self) -> list[Conflict]:
+        found = []
         is_pair = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in self.skip_steps)
-        if is_pair and sorted(self.skip_steps, key=lambda pair: pair[0]) == self.skip_steps:
-            return []
-        return [
-            Conflict(
-                "skip_steps", "pairs of steps, 1 <= first <= last, in order", "write [[100, 110], [500, 500]], say"
+        if not is_pair or sorted(self.skip_steps, key=lambda pair: pair[0]) != self.skip_steps:
+            told = "pairs of steps, 1 <= first <= last, in order", "write [[100, 110], [500, 500]], say"
+            found.append(Conflict("skip_steps", *told))
+        if self.batch_ramp and not self._is_ramp():
+            told = (
+                "[start, increment, samples], all > 0, with which start + a multiple of increment is global_batch_size",
+                "write [16, 16, 1000000] with global_batch_size = 64, say",
             )
-        ]
+            found.append(Conflict("batch_ramp", *told, ("global_batch_size",)))
+        return found
+
+    def _is_ramp(self) -> bool:
+        if len(self.batch_ramp) != 3 or min(self.batch_ramp) < 1:
+            return False
+        grows_by = self.global_batch_size - self.batch_ramp[0]
+        return grows_by > 0 and grows_by % self.batch_ramp[1] == 0
+
+    def batch_sizes(self, last: int) -> list[tuple[int, int]]:
+        """(first step, samples per step) for every batch size of the run, the last of which is ``last``.
+
+        As Megatron-LM's ``--rampup-batch-size``: each size holds until its part of the ramp's samples has been read.
+        """
+        if not self.batch_ramp:
+            return [(1, last)]
+        start, increment, samples = self.batch_ramp
+        step, num_read, sizes = 1, 0, []
+        num_increments = (last - start) // increment
+        for i in range(num_increments):
+            size, end = start + i * increment, -(-(i + 1) * samples // num_increments)
+            num_steps = -((num_read - end) // size)
+            if num_steps > 0:
+                sizes.append((step, size))
+                step, num_read = step + num_steps, num_read + num_steps * size
+        return [*sizes, (step, last)]
 
 
 class DataSource(Section):

@@ -73,14 +73,15 @@ def chain(previous: int, digest: int) -> int:
     return int(xxhash.xxh3_64_intdigest(previous.to_bytes(8, "little") + digest.to_bytes(8, "little")))
 
 
-def assemble(packed: JoinedSamples, plan: Plan, shape: tuple[int, int], *, with_positions: bool) -> Batch:
-    """Read what is planned. shape: (num_micro, local_batch), with num_micro * local_batch = rows. with_positions: tell also
-    where each token stands in its document.
+def assemble(packed: JoinedSamples, plan: Plan, local_batch_size: int, *, with_positions: bool) -> Batch:
+    """Read what is planned, a multiple of ``local_batch_size`` samples. with_positions: tell also where each token stands in
+    its document.
     """
     samples, positions = plan.samples, plan.positions
     rows, lengths = packed.read(samples)
     # One allocation for both: they go to the device together.
-    both = torch.empty((2, *shape, packed.seq_len), dtype=torch.int64)
+    shape = len(samples) // local_batch_size, local_batch_size, packed.seq_len
+    both = torch.empty((2, *shape), dtype=torch.int64)
     tokens, labels = both.numpy().reshape(2, len(samples), packed.seq_len)
     tokens[:] = rows[:, :-1]
     labels[:] = rows[:, 1:]
@@ -91,7 +92,7 @@ def assemble(packed: JoinedSamples, plan: Plan, shape: tuple[int, int], *, with_
     labels[ignored] = IGNORED_LABEL
     if len(packed.parts) > 1:
         np.add(labels, packed.sources_of(samples)[:, None] << SOURCE_SHIFT, out=labels, where=labels != IGNORED_LABEL)
-    first_samples: list[int] = positions[:: shape[1]].tolist()
+    first_samples: list[int] = positions[::local_batch_size].tolist()
     num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
     digest = _digest(rows, lengths, positions)
     in_documents = torch.from_numpy(packed.positions(samples)).view(both[0].shape) if with_positions else None

@@ -1,8 +1,8 @@
 """Training batches: the next samples of one global stream, whose only state is a position in it.
 
-Which sample stands at a position is a formula (`mixture.SampleOrder`). The batch of a step is the next
-``num_accumulation * dp_size * local_batch_size`` positions. How they are shared out follows from the layout and never
-enters the state, so another number of ranks reads the same samples at each step of the same size.
+Which sample stands at a position is a formula (`mixture.SampleOrder`), and so is which positions a step reads
+(`steps.StepPositions`). How they are shared out follows from the layout and never enters the state, so another number of
+ranks reads the same samples at each step of the same size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .errors import DataMismatch
 from .loading import PlannedBatches, reader
 from .mixture import Origin, SampleOrder
 from .packing import NO_SAMPLE, JoinedSamples
+from .steps import StepPositions
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
@@ -35,36 +36,33 @@ class TrainBatches:
     """Iterator of `Batch`. All ranks see StopIteration at the same step: at the end of ``order``, if it has one.
 
     The step in which the stream ends is filled up with samples that are masked wholly: no token is lost, and its
-    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size). ``skipped`` are ranges of positions that are left
-    out. ``allow_change`` are patterns of what may differ between a saved fingerprint and this one. ``dataloader``: workers.
+    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size); a step's samples are a multiple of
+    ``local_batch_size`` for each. ``allow_change`` are patterns of what may differ between a saved fingerprint and this one.
+    ``dataloader``: workers.
     """
 
     def __init__(
         self,
         samples: JoinedSamples,
         order: SampleOrder,
+        steps: StepPositions,
         *,
         fingerprint: Mapping[str, Any],
         local_batch_size: int,
-        num_accumulation: int,
         sharing: tuple[int, int],
         with_positions: bool,
         dataloader: DataLoader,
-        skipped: Sequence[range] = (),
         allow_change: Sequence[str] = (),
     ) -> None:
         self.fingerprint = dict(fingerprint)
-        self.order = order
+        self.order, self.steps = order, steps
         self.changes: list[str] = []  # what differs from the data of the checkpoint, where that is allowed
-        self._skipped, self._allow_change, self._dataloader = skipped, allow_change, dataloader
+        self._allow_change, self._dataloader = allow_change, dataloader
         self._reader: Iterator[Batch] | None = None
         self._position = 0
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
-        dp_rank, dp_size = sharing
-        self._batches = PlannedBatches(samples, (num_accumulation, local_batch_size), with_positions=with_positions)
-        self._global_batch_size = num_accumulation * dp_size * local_batch_size
-        first_of_micro = (np.arange(num_accumulation) * dp_size + dp_rank) * local_batch_size
-        self._local = (first_of_micro[:, None] + np.arange(local_batch_size)).ravel()
+        self._batches = PlannedBatches(samples, local_batch_size, with_positions=with_positions)
+        self._sharing, self._local_batch_size = sharing, local_batch_size
 
     @property
     def position(self) -> int:
@@ -91,14 +89,17 @@ class TrainBatches:
         """What this rank reads in the steps from here on."""
         position, end = self._position, self.order.end
         while True:
-            whole = self._next_positions(position)
+            whole = self.steps.next_from(position)
             if end is not None and whole[0] >= end:
                 return
             position = int(whole[-1]) + 1
             position = position if end is None else min(position, end)
             samples = self._samples_at(whole)
             num_samples = int(np.count_nonzero(samples != NO_SAMPLE))
-            yield Plan(samples[self._local], whole[self._local], position, num_samples)
+            local = (
+                np.arange(len(whole)).reshape(-1, self._sharing[1], self._local_batch_size)[:, self._sharing[0]].ravel()
+            )
+            yield Plan(samples[local], whole[local], position, num_samples)
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
         """State of a run that has consumed ``position`` samples: the `position` of the last batch that was trained
@@ -158,30 +159,16 @@ class TrainBatches:
         """Go on by so many steps without reading them."""
         position = self._position
         for _ in range(num_steps):
-            position = int(self._next_positions(position)[-1]) + 1
+            position = int(self.steps.next_from(position)[-1]) + 1
         self._go_to(position)
 
     def next_positions(self) -> NDArray[np.int64]:
-        """The positions that the next step reads, on all ranks: (global batch size,)."""
-        return self._next_positions(self._position)
+        """The positions that the next step reads, on all ranks: (samples,)."""
+        return self.steps.next_from(self._position)
 
     def _go_to(self, position: int) -> None:
         self._position, self._reader = position, None
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
-
-    def _next_positions(self, position: int) -> NDArray[np.int64]:
-        """Those of a step that begins at a position: what is left out is passed over."""
-        pieces, missing = [], self._global_batch_size
-        while missing:
-            for left_out in self._skipped:
-                if position in left_out:
-                    position = left_out.stop
-            stop = min(
-                [position + missing, *(left_out.start for left_out in self._skipped if left_out.start > position)]
-            )
-            pieces.append(np.arange(position, stop))
-            position, missing = stop, missing - (stop - position)
-        return np.concatenate(pieces)
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample number at each of the positions of a step, NO_SAMPLE beyond the end."""

@@ -28,13 +28,13 @@ _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signa
 
 
 class PlannedBatches(Dataset[Batch]):
-    """From a plan to its batch, of shape (num_micro, local_batch); ``with_positions`` as in `assemble`."""
+    """From a plan to its batch; ``with_positions`` as in `assemble`."""
 
-    def __init__(self, samples: JoinedSamples, shape: tuple[int, int], *, with_positions: bool) -> None:
-        self._samples, self._shape, self._with_positions = samples, shape, with_positions
+    def __init__(self, samples: JoinedSamples, local_batch_size: int, *, with_positions: bool) -> None:
+        self._samples, self._local_batch_size, self._with_positions = samples, local_batch_size, with_positions
 
     def __getitem__(self, plan: Plan) -> Batch:
-        return assemble(self._samples, plan, self._shape, with_positions=self._with_positions)
+        return assemble(self._samples, plan, self._local_batch_size, with_positions=self._with_positions)
 
 
 def reader(

@@ -20,6 +20,7 @@ from .formats.tokenizer import Tokenizer
 from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
+from .steps import StepPositions
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source
@@ -52,7 +53,8 @@ def build_train_batches(
     """This rank's share of the training batches, at position 0. Builds the token caches if need be: call it on all
     ranks.
 
-    ``seed`` keys the order of samples. ``with_positions``: tell where each token stands in its document. Raises DataError
+    ``seed`` keys the order of samples. ``num_accumulation``: micro-batches of a step, once it has its full size.
+    ``with_positions``: tell where each token stands in its document. Raises DataError
     for what is wrong with the texts or their configuration.
     """
     named = resolve_sources(
@@ -61,59 +63,36 @@ def build_train_batches(
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
     parts = [_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions) for one in named]
-    global_batch_size = num_accumulation * dp_size * training.local_batch_size
-    skipped = skipped_positions(training.skip_steps, global_batch_size)
+    sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
+    steps = StepPositions(sizes, training.skip_steps)
     changes = _weight_changes(named)
     order = SampleOrder(
         [_supply(one, part) for one, part in zip(named, parts, strict=True)],
         seed=seed if data.shuffle else None,
-        changes=[(_first_position(step, training.skip_steps, global_batch_size), new) for step, new in changes],
+        changes=[(steps.first_of(step), new) for step, new in changes],
     )
     batches = TrainBatches(
         JoinedSamples(parts),
         order,
+        steps,
         fingerprint=_fingerprint(named, data, tokenizer, parts, seed, changes),
         local_batch_size=training.local_batch_size,
-        num_accumulation=num_accumulation,
         sharing=(dp_rank, dp_size),
         with_positions=with_positions,
-        skipped=skipped,
         allow_change=data.allow_change,
         dataloader=training.dataloader,
     )
     for one, part in zip(named, parts, strict=True):
         _announce("training", one, part)
+    if len(sizes) > 1:
+        logger.info("Samples per step: " + ", ".join(f"{size:,} from step {first:,}" for first, size in sizes))
     if len(named) > 1:
         for start, shares in order.segments():
             told = ", ".join(f"{key} {share:.2%}" for key, share in shares.items())
-            step = _read_before(start, skipped) // global_batch_size + 1
-            logger.info(f"Mixture from step {step:,} (sample {start:,}): {told} of the samples")
+            logger.info(f"Mixture from step {steps.num_begun(start) + 1:,} (sample {start:,}): {told} of the samples")
     if order.end is not None:
-        num_steps = -(-_read_before(order.end, skipped) // global_batch_size)
-        logger.info(f"The training text ends in step {num_steps:,}, with sample {order.end:,}")
+        logger.info(f"The training text ends in step {steps.num_begun(order.end):,}, with sample {order.end:,}")
     return batches
-
-
-def skipped_positions(skip_steps: Sequence[Sequence[int]], global_batch_size: int) -> list[range]:
-    """The positions of the samples that ``training.skip_steps`` leaves out."""
-    ranges, num_skipped = [], 0
-    for first, last in skip_steps:
-        start = first - 1 + num_skipped
-        num_skipped += last - first + 1
-        ranges.append(range(start * global_batch_size, (first - 1 + num_skipped) * global_batch_size))
-    return ranges
-
-
-def _first_position(step: int, skip_steps: Sequence[Sequence[int]], global_batch_size: int) -> int:
-    """Where ``step`` begins to read."""
-    return (step - 1 + sum(last - first + 1 for first, last in skip_steps if first <= step)) * global_batch_size
-
-
-def _read_before(position: int, skipped: Sequence[range]) -> int:
-    """Samples before ``position`` that are not left out."""
-    return position - sum(
-        min(position, left_out.stop) - left_out.start for left_out in skipped if left_out.start < position
-    )
 
 
 def build_validation_sets(

@@ -43,7 +43,7 @@ class ValidationBatches:
         in_text = -(-samples.num_samples // local_batch_size)
         self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)
         self.num_samples = min(samples.num_samples, self.num_batches * local_batch_size)
-        batches = PlannedBatches(JoinedSamples([samples]), (1, local_batch_size), with_positions=with_positions)
+        batches = PlannedBatches(JoinedSamples([samples]), local_batch_size, with_positions=with_positions)
         self._read = reader(batches, self._plans, dataloader)
 
     def __len__(self) -> int:

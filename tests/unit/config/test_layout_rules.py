@@ -15,7 +15,8 @@ from torchtitan_like import preflight
 from torchtitan_like.config import load_config
 from torchtitan_like.config.__main__ import main
 from torchtitan_like.config.fields import find
-from torchtitan_like.config.layout_rules import LAYOUT_RULES, Layout, broken_rules, text_of
+from torchtitan_like.config.layout import Layout
+from torchtitan_like.config.layout_rules import LAYOUT_RULES, broken_rules, text_of
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.preflight_layout import layout_of
 
@@ -43,6 +44,7 @@ SHORT = {
     "early": "optimizer.early_step_in_backward",
     "local": "training.local_batch_size",
     "global": "training.global_batch_size",
+    "ramp": "training.batch_ramp",
     "seq": "training.seq_len",
     "compile": "compile.enable",
     "converters": "model.converters",
@@ -80,6 +82,8 @@ ILLEGAL = [
     Illegal("replicate=3", 4, "parallelism", "dp_replicate 3 x dp_shard 1"),
     Illegal("tp=2 cp=2 pp=2", 4, "parallelism", "= 8, but the world has 4 ranks"),
     Illegal("local=4 global=12", 2, "training.global_batch_size", "set it to 8 or 16", "uneven-batch"),
+    Illegal("local=4 global=32 ramp=8,12,100", 2, "training.batch_ramp", "in multiples of local_batch_size x data-parallel "
+            "ranks = 8", "uneven-ramp"),
     Illegal("global=32 early=true", 2, "optimizer.early_step_in_backward", "it is 4 here", "accumulated-early-step"),
     Illegal("impl=ddp", 2, "parallelism.data_parallel_impl", "set data_parallel_shard_degree = 1 and "
             "data_parallel_replicate_degree = 2", "sharded-ddp"),

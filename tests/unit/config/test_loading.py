@@ -41,6 +41,7 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--training.dataset_path x --training.dataset_path None", "training.dataset_path", None),
     ("--parallelism.context_parallel_load_balancer None", "parallelism.context_parallel_load_balancer", None),
     ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
+    ("--training.batch_ramp 8,4,100 --training.global_batch_size 16", "training.batch_ramp", [8, 4, 100]),
     ("--training.skip_steps 11,15 20,20", "training.skip_steps", [[11, 15], [20, 20]]),
     ("--data.sources.a.path x --data.sources.a.weight-from 10,0.5 20,3", "data.sources.a.weight_from", [[10, 0.5], [20, 3]]),
     ("--data.sources.my-wiki.path x", "data.sources.my-wiki.path", "x"),
@@ -132,6 +133,7 @@ def _values(setting: Setting) -> st.SearchStrategy[Any]:
         str: st.just("op") if setting.path[-1] == "selective_ac_option" else text,
         list[str]: st.lists(text, max_size=3),
         list[list[str]]: st.lists(st.lists(text, max_size=3), max_size=2),
+        list[int]: st.just([2, 2, 9]),
         list[list[int]]: st.just([[3, 4], [9, 9]]),
         list[list[int | float]]: st.just([[3, 0.5], [9, 2]]),
     }

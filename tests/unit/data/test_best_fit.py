@@ -72,9 +72,8 @@ def packed_by_a_plain_loop(lengths: list[int], seq_len: int) -> list[list[range]
 
 
 def batch_of(samples: PackedSamples, numbers: list[int]) -> Batch:
-    shape = (1, len(numbers))
     plan = ReadingPlan(np.array(numbers), np.arange(len(numbers)), 0, len(numbers))
-    return assemble(JoinedSamples([samples]), plan, shape, with_positions=True)
+    return assemble(JoinedSamples([samples]), plan, len(numbers), with_positions=True)
 
 
 def packed(folder: Path, lengths: list[int], seq_len: int) -> BestFitSamples:

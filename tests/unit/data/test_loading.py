@@ -49,7 +49,8 @@ def read_by(tokenizer: Tokenizer, corpus_file: Path) -> Iterator[Build]:
         return made[-1]
 
     yield build
-    made.clear()  # ends the workers
+    for batches in made:
+        batches._reader = None  # ends the workers, now
 
 
 def contents(batch: Batch) -> tuple[Any, ...]:
@@ -114,7 +115,7 @@ def plans():
     yield from range(1000)
 
 PlannedBatches.__getitem__ = lambda self, plan: plan
-batches = reader(PlannedBatches(None, (1, 1), with_positions=False), plans, DataLoader(num_workers=3))()
+batches = reader(PlannedBatches(None, 1, with_positions=False), plans, DataLoader(num_workers=3))()
 builtins.kept = batches  # as the traceback of an error keeps it
 assert next(batches) == 0
 raise ValueError("the error that ends the run")

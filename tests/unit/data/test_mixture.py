@@ -23,7 +23,7 @@ from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.mixture import Origin, SampleOrder, Supply
-from torchtitan_like.data.pipeline import build_train_batches, skipped_positions
+from torchtitan_like.data.pipeline import build_train_batches
 
 Build = Callable[..., TrainBatches]
 PATTERN = 64  # in the tests of formulas: small, so that they meet many
@@ -406,13 +406,9 @@ def test_a_step_that_meets_skipped_samples_in_its_middle_goes_on_behind_them(
     tokenizer: Tokenizer, texts: dict[str, Path]
 ) -> None:
     batches = mixed(tokenizer, texts, WEIGHTS)
-    batches._skipped = [range(4, 10), range(13, 1000)]
+    batches.steps._skipped = [range(4, 10), range(13, 1000)]
     order = batches.order.samples_at(np.array([0, 1, 2, 3, 10, 11, 12, 1000]))
     batch = next(batches)
     assert batch.num_samples == 8
     wanted, _ = batches._batches._samples.read(order)
     assert rows(batch) == [tuple(row) for row in wanted[:, :-1].tolist()] and batch.position == 1001
-
-
-def test_positions_of_skipped_steps() -> None:
-    assert skipped_positions([[3, 4], [3, 3], [10, 11]], 8) == [range(16, 32), range(32, 40), range(96, 112)]

@@ -1,0 +1,77 @@
+"""Which samples a step reads, with batches that grow and steps that are left out, against a loop over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_like.config.sections_training import Training
+from torchtitan_like.data.steps import StepPositions
+
+SIZES = [(1, 2), (4, 3), (6, 8)]
+
+
+def plain(sizes: Sequence[tuple[int, int]], num_steps: int) -> list[list[int]]:
+    """The positions of the first steps of a run that leaves nothing out."""
+    steps, position = [], 0
+    for step in range(1, num_steps + 1):
+        size = [size for first, size in sizes if first <= step][-1]
+        steps.append(list(range(position, position + size)))
+        position += size
+    return steps
+
+
+def walked(positions: StepPositions, num_steps: int, start: int = 0) -> list[list[int]]:
+    steps = []
+    for _ in range(num_steps):
+        steps.append(positions.next_from(start).tolist())
+        start = steps[-1][-1] + 1
+    return steps
+
+
+growing = st.lists(st.integers(1, 4), max_size=3).flatmap(
+    lambda gaps: st.lists(st.integers(1, 9), min_size=len(gaps) + 1, max_size=len(gaps) + 1).map(
+        lambda sizes: [(1 + sum(gaps[:i]), size) for i, size in enumerate(sizes)]
+    )
+)
+pairs = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3).map(
+    lambda found: sorted([first, first + more] for first, more in found)
+)
+
+
+@given(sizes=growing, skipped=pairs)
+def test_a_step_reads_what_a_run_without_the_left_out_steps_reads(
+    sizes: list[tuple[int, int]], skipped: list[list[int]]
+) -> None:
+    kept = plain(sizes, 60)
+    for first, last in skipped:  # each pair counts the steps of a run with the pairs before it
+        del kept[first - 1 : last]
+    positions = StepPositions(sizes, skipped)
+    assert walked(positions, 20) == kept[:20]
+    for step, read in enumerate(kept[:20], start=1):
+        assert positions.num_begun(read[0]) == step - 1 and positions.num_begun(read[-1] + 1) == step
+        assert positions.first_of(step) == read[0]
+
+
+def test_a_position_between_two_steps_is_read_on_from() -> None:
+    assert walked(StepPositions(SIZES), 4, start=3) == [[3, 4], [5, 6], [7, 8, 9], [10, 11, 12]]
+    assert walked(StepPositions([(1, 4)], [[2, 3]]), 2, start=2) == [[2, 3, 12, 13], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "last"), [([8, 8, 100], 32), ([2, 3, 50], 20), ([4, 4, 1], 64), ([1, 1, 7], 2), ([16, 16, 10_000], 48)]
+)
+def test_a_ramp_grows_as_megatrons(ramp: list[int], last: int) -> None:
+    """Counted sample by sample: a step has start + increment x (parts of the ramp that have been read), at most all."""
+    start, increment, samples = ramp
+    num_increments = (last - start) // increment
+    sizes = Training(batch_ramp=ramp, global_batch_size=last).batch_sizes(last)
+    num_read = 0
+    for step, read in enumerate(plain(sizes, 2000), start=1):
+        num_grown = min(num_read * num_increments // samples, num_increments)
+        assert len(read) == start + increment * num_grown, f"step {step}"
+        num_read += len(read)
+    assert sizes[-1][1] == last and Training().batch_sizes(last) == [(1, last)]
