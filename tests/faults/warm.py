@@ -10,6 +10,7 @@ Protocol, one JSON object a line: {"argv", "num_ranks", "log"} in, {"pids"} out 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ def serve() -> None:
     """Fork runs as they are asked for, until stdin ends."""
     for module in MODULES:
         importlib.import_module(module)
+    gc.freeze()  # so that no collection of a rank walks the modules
     sys.modules["torch"].set_num_threads(1)  # a forked child cannot use its parent's thread pool
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
