@@ -52,8 +52,8 @@ from torchtitan_like.config import ConfigError, dump_toml, load_config
 from torchtitan_like.config.layers import parse_toml
 
 if TYPE_CHECKING:
+    from scripts.checkpoint_contents import Contents
     from torchtitan_like.checkpoint.loading import Identity
-    from torchtitan_like.checkpoint.tools import Contents
 
 FORMATS = ("native", "hf", "dcp", "pt")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -161,7 +161,7 @@ class Meter:
 
 def show(arguments: argparse.Namespace) -> int:
     """The manifest in short, and every tensor."""
-    from torchtitan_like.checkpoint import tools
+    from scripts import checkpoint_contents as tools
 
     contents = tools.open_contents(arguments.step)
     files = file_records(contents.manifest)
@@ -182,7 +182,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """What differs between two checkpoints: settings, names, shapes, types, numbers, and what is no tensor."""
-    from torchtitan_like.checkpoint import tools
+    from scripts import checkpoint_contents as tools
 
     pair = [tools.open_contents(arguments.a), tools.open_contents(arguments.b)]
     lines = _differing_settings(*pair)
@@ -216,7 +216,7 @@ def convert(arguments: argparse.Namespace) -> int:
     """From any format to another, with all names translated where the two have names of their own."""
     import torch
 
-    from torchtitan_like.checkpoint import tools
+    from scripts import checkpoint_contents as tools
 
     source = tools.open_contents(arguments.src)
     identity, config = None, source.manifest.get("config")

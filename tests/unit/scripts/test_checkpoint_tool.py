@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from scripts.checkpoint import Meter, in_bytes, in_time, main
+from scripts.checkpoint_contents import open_contents
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.extents import ExtentSink
 from torchtitan_like.checkpoint.step_folders import write_manifest
-from torchtitan_like.checkpoint.tools import open_contents
 from torchtitan_like.config import dump_toml, load_config
 from torchtitan_like.launch import identify
 
