@@ -21,7 +21,6 @@ import xxhash
 
 from tests.faults.trainer import Ended, Run, Starter, Torchrun, Warm, kill
 from tests.harness.runner import ROOT
-from tests.harness.tell_batches import batches_told
 from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
 from tests.unit.data.test_documents import write_table
@@ -29,6 +28,7 @@ from tests.unit.data.token_writers import write_flat, write_npy
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.order import shuffled
+from torchtitan_like.data.token_cache import num_cores
 from torchtitan_like.monitor.jsonl import read_rows
 
 ASSETS = ROOT / "tests/assets/tokenizer"
@@ -166,6 +166,14 @@ def whole_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.open() if line.endswith("\n")] if path.exists() else []
 
 
+def batches_told(output: str) -> Iterator[dict[str, Any]]:
+    """What `tests/harness/tell_batches.py` has printed; a line that a kill has cut off is left out."""
+    for line in output.splitlines():
+        _, mark, content = line.partition("fed ")
+        if mark and content.endswith("]]}"):
+            yield json.loads(content)
+
+
 def run_to_the_end(
     starter: Starter, corpus: Mapping[str, Path], folder: Path, parts: Sequence[tuple[Layout, int]]
 ) -> Iterator[Ended]:
@@ -239,6 +247,8 @@ def test_a_run_killed_twice_and_resumed_on_other_layouts_is_fed_the_same(
     folder = tmp_path / "outputs"
     runs = list(run_to_the_end(warm, corpus, folder, KILLED))
     assert [run.says("resume from") for run in runs] == [False, True, True]
+    crowded = [run.says(f"ranks x (workers + 1) + 4 = {wanted}") for run, wanted in zip(runs, (10, 9, 8), strict=True)]
+    assert crowded == [num_cores() < 10, num_cores() < 9, False], "the last one has no workers"
     check(folder, runs, expected)
 
 

@@ -88,7 +88,7 @@ def cached_tokens(
     return find_or_build(
         f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}",
         lambda folder: open_token_file(folder, key),
-        lambda folder: _build(corpus, policy, folder, key, num_workers or _num_cores()),
+        lambda folder: _build(corpus, policy, folder, key, num_workers or num_cores()),
         beside=corpus.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
@@ -266,7 +266,8 @@ def _encode_all(corpus: Corpus, pieces: list[Piece], policy: TokenPolicy, num_wo
                 future.cancel()
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
