@@ -27,13 +27,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import ENDINGS, Corpus, find_corpus
+from torchtitan_like.data.formats.documents import ENDINGS, Corpus, OnBadRecord, find_corpus
 from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.token_cache import TokenPolicy, cache_key, cached_tokens
 from torchtitan_like.data.token_file import META, TokenFile, open_token_file
 
 
-def find_inputs(paths: list[str], format_name: str, text_field: str) -> Corpus:
+def find_inputs(paths: list[str], format_name: str, text_field: str, on_bad_record: OnBadRecord = "error") -> Corpus:
     """The files that all ``paths`` mean, as one corpus. Raises DataError for mixed formats and for a file given twice."""
     found = [find_corpus(path, format_name, text_field) for path in paths]
     formats = {corpus.format: path for corpus, path in zip(found, paths, strict=True)}
@@ -47,7 +47,7 @@ def find_inputs(paths: list[str], format_name: str, text_field: str) -> Corpus:
     if twice:
         raise DataError(f"{twice[0]} is given twice: expected every file once (a run sets how often it reads a source)")
     folder = Path(os.path.commonpath([corpus.folder for corpus in found]))
-    return Corpus(folder, tuple(files), found[0].format, text_field)
+    return Corpus(folder, tuple(files), found[0].format, text_field, on_bad_record)
 
 
 def policy_of(tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> TokenPolicy:
@@ -111,8 +111,9 @@ def _alone(building: Path, output: Path) -> Iterator[None]:
 def summary(file: TokenFile, seconds: float) -> str:
     """What was made, how long it took, and the lines of a config that read it."""
     meta, name = file.meta, re.sub(r"[^A-Za-z0-9_-]+", "-", file.folder.name)
+    bad = f"{meta.num_bad:,} bad records left out, " if meta.num_bad else ""
     return (
-        f"{file.folder} is complete: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, "
+        f"{file.folder} is complete: {meta.num_documents:,} documents, {bad}{meta.num_tokens:,} tokens, "
         f"{meta.text_bytes / 2**20:,.1f} MiB of text; {seconds:,.1f} s\n\n"
         f'[data.sources.{name}]\npath = {json.dumps(str(file.folder), ensure_ascii=False)}\nformat = "tokens"'
     )
@@ -125,6 +126,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the folder to make")
     parser.add_argument("--text-field", default="text", help="field or column with the text (default: text)")
     parser.add_argument("--format", choices=["auto", *ENDINGS], default="auto", help="default: by the files' endings")
+    parser.add_argument(
+        "--on-bad-record",
+        choices=["error", "skip"],
+        default="error",
+        help="a line or row without readable text: end with its place (default), or leave it out and count it",
+    )
     parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for each core)")
     parser.add_argument("--no-bos", action="store_true", help="no BOS before each document")
     parser.add_argument("--no-eos", action="store_true", help="no EOS behind each document")
@@ -138,7 +145,7 @@ def main(argv: list[str]) -> int:
         policy = policy_of(
             load_tokenizer(arguments.tokenizer), add_bos=not arguments.no_bos, add_eos=not arguments.no_eos
         )
-        corpus = find_inputs(arguments.input, arguments.format, arguments.text_field)
+        corpus = find_inputs(arguments.input, arguments.format, arguments.text_field, arguments.on_bad_record)
         file = tokenize(corpus, policy, arguments.output.absolute(), arguments.workers)
     except (DataError, OSError) as error:
         print(error, file=sys.stderr)

@@ -15,6 +15,8 @@ from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.loading import few_cores
+from torchtitan_like.data.token_cache import num_cores
 from torchtitan_like.distributed.data_parallel import needs_wrapping
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees
@@ -43,6 +45,9 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
     )
     for warning in warnings:
         logger.warning(str(warning))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if crowded := few_cores(config.training.dataloader.num_workers, num_ranks, num_cores()):
+        logger.warning(crowded)
     return config
 
 

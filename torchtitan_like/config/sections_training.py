@@ -260,6 +260,10 @@ class Data(Section):
         True, description="Put the beginning-of-text token before each document (not of token files)."
     )
     add_eos: bool = Field(True, description="Put the end-of-text token after each document (not of token files).")
+    on_bad_record: Literal["error", "skip"] = Field(
+        "error",
+        description="What a line or row without readable text does: end the run with its place, or be left out and counted.",
+    )
 
     def conflicts(self) -> list[Conflict]:
         if not self.sources or any(source.weight for source in self.sources.values()):

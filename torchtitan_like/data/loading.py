@@ -66,6 +66,18 @@ def reader(
     return lambda: _start(loader)
 
 
+def few_cores(num_workers: int, num_ranks: int, num_cores: int) -> str | None:
+    """What to warn of before a machine starts ``num_ranks`` ranks, each with so many workers; None: nothing."""
+    wanted = num_ranks * (num_workers + 1) + 4
+    if num_workers == 0 or num_cores >= wanted:
+        return None
+    return (
+        f"training.dataloader.num_workers = {num_workers}: {num_ranks} ranks on this machine and their workers have "
+        f"{num_cores} cores, expected ranks x (workers + 1) + 4 = {wanted} or more, or they wait for one another; ask for more "
+        "cores, or set fewer workers (0 is enough for files on a local disk)"
+    )
+
+
 def _start(loader: Iterable[Batch]) -> Iterator[Batch]:
     batches = iter(loader)
     # Registered anew, so that it runs before what the loader has registered for its workers: that waits.

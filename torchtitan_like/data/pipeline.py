@@ -177,7 +177,7 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
             cache_folder=data.cache_folder,
             dump_folder=dump_folder,
         )
-    corpus = find_corpus(named.source.path, named.source.format, named.source.text_field)
+    corpus = find_corpus(named.source.path, named.source.format, named.source.text_field, data.on_bad_record)
     policy = _policy(named.source, data, tokenizer)
     name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
     return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)

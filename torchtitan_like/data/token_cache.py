@@ -35,7 +35,16 @@ import numpy as np
 import xxhash
 
 from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME, Corpus, Piece, piece_size, plan_pieces, read_piece
+from .formats.documents import (
+    CACHE_FOLDER_NAME,
+    PIECES_VERSION,
+    BadRecord,
+    Corpus,
+    Piece,
+    piece_size,
+    plan_pieces,
+    read_piece,
+)
 from .formats.tokenizer import Tokenizer, load_tokenizer
 from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
 
@@ -79,7 +88,7 @@ def cached_tokens(
     return find_or_build(
         f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}",
         lambda folder: open_token_file(folder, key),
-        lambda folder: _build(corpus, policy, folder, key, num_workers or _num_cores()),
+        lambda folder: _build(corpus, policy, folder, key, num_workers or num_cores()),
         beside=corpus.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
@@ -120,7 +129,7 @@ def find_or_build(
 
 def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
     """All that the token file of ``corpus`` depends on, as it stands in its meta.json."""
-    return {
+    key = {
         "format_version": FORMAT_VERSION,
         "files": _file_identities(corpus),
         "text_format": corpus.format,
@@ -129,6 +138,8 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
         "bos": policy.bos_id,
         "eos": policy.eos_id,
     }
+    # Only where it is not the default: caches of before there was a choice are still found.
+    return key | ({"on_bad_record": corpus.on_bad_record} if corpus.on_bad_record != "error" else {})
 
 
 def _file_identities(corpus: Corpus) -> dict[str, Any]:
@@ -170,7 +181,8 @@ def _locked(lock: Path, entry: Path) -> Iterator[None]:
 
 def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any], num_workers: int) -> TokenFile:
     """Tokenise the corpus, going on after the last committed piece of a build that was killed."""
-    staging = Staging(folder.with_name(f".{folder.name}.building"), token_type(policy.tokenizer.vocab_size))
+    unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
+    staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
     try:
         _fill(staging, corpus, policy, folder, num_workers)
         _check(staging, corpus, policy, key)
@@ -200,12 +212,18 @@ def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path, n
     logger.info(
         f"tokenising {corpus.folder}: {len(corpus.files)} files, {total / 2**20:,.1f} MiB, into {folder}{again}"
     )
+    first_bad = ""
     for piece, encoded in zip(rest, _encode_all(corpus, rest, policy, num_workers), strict=True):
         staging.append(encoded)
+        first_bad = first_bad or encoded.first_bad
         line = progress.line(piece_size(piece), staging.meta.num_tokens)
         if line:
             logger.info(f"tokenising {corpus.folder}: {line}")
     meta = staging.meta
+    if meta.num_bad:
+        logger.warning(
+            f"{corpus.folder}: {meta.num_bad:,} bad records left out{first_bad and f', the first of them: {first_bad}'}"
+        )
     empty = f" ({meta.num_empty:,} empty ones left out)" if meta.num_empty else ""
     rates = progress.rates(meta.num_tokens)
     logger.info(f"tokenised: {meta.num_documents:,} documents{empty}, {meta.num_tokens:,} tokens, {rates}")
@@ -248,7 +266,8 @@ def _encode_all(corpus: Corpus, pieces: list[Piece], policy: TokenPolicy, num_wo
                 future.cancel()
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -278,8 +297,11 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
     """Read and tokenise one piece. A document without any token is left out, and counted."""
     before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
     tokens = array("I")
-    lengths, hashes, num_empty, text_bytes = [], [], 0, 0
+    lengths, hashes, num_empty, text_bytes, bad = [], [], 0, 0, []
     for text in read_piece(corpus, piece):
+        if isinstance(text, BadRecord):
+            bad.append(text)
+            continue
         ids = policy.tokenizer.encode(text)
         if not ids:
             num_empty += 1
@@ -296,6 +318,8 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
         np.array(hashes, np.uint64),
         num_empty,
         text_bytes,
+        len(bad),
+        str(bad[0]) if bad else "",
     )
 
 

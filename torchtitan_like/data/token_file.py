@@ -37,7 +37,7 @@ class TokenMeta:
 
     text_digest: identifies the documents, whatever files they came from and whatever the tokenizer: the sum over
     documents of a hash of (number, text) mod 2**64. num_empty: documents that gave no token and were left out.
-    text_bytes: UTF-8.
+    text_bytes: UTF-8. num_bad: records that are no text and were left out (data.on_bad_record).
     """
 
     num_tokens: int = 0
@@ -46,6 +46,7 @@ class TokenMeta:
     text_bytes: int = 0
     max_id: int = 0
     text_digest: int = 0
+    num_bad: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class EncodedPiece:
     """Documents as tokens.
 
     tokens: (num_tokens,); lengths: (num_documents,), tokens of each; hashes: (num_documents,), uint64, of the texts.
+    first_bad: the first of ``num_bad`` records that are no text.
     """
 
     tokens: NDArray[Any]
@@ -60,6 +62,8 @@ class EncodedPiece:
     hashes: NDArray[np.uint64]
     num_empty: int
     text_bytes: int
+    num_bad: int = 0
+    first_bad: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,7 @@ def _extended(meta: TokenMeta, piece: EncodedPiece) -> TokenMeta:
         text_bytes=meta.text_bytes + piece.text_bytes,
         max_id=max(meta.max_id, int(piece.tokens.max(initial=0))),
         text_digest=(meta.text_digest + digest) % 2**64,
+        num_bad=meta.num_bad + piece.num_bad,
     )
 
 

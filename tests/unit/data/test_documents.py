@@ -20,7 +20,9 @@ from .conftest import TEXTS, write_jsonl
 
 def read(path: Path | str, format_name: str = "auto", text_field: str = "text") -> list[str]:
     corpus = find_corpus(str(path), format_name, text_field)
-    return [text for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
+    texts = [text for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
+    assert all(isinstance(text, str) for text in texts)
+    return texts  # type: ignore[return-value]
 
 
 def write_table(file: Path, texts: list[str | None], *, rows: int = 3, kind: str = "string") -> Path:
@@ -164,6 +166,7 @@ BAD_LINES = {
     "UTF-8 cut": (b'{"text": "\xe2\x82"}\n', "is not UTF-8"),
     "half a surrogate pair": (b'{"text": "x\\ud83d"}\n', "half of a surrogate pair at character 2"),
     "NUL bytes": (b"\0\0\0\0\n", "malformed JSON"),
+    "endless number": (b'{"id": ' + b"9" * 5000 + b"}\n", "JSON that cannot be read"),
 }
 
 
@@ -175,6 +178,44 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, case: str, num_bef
     file.write_bytes(GOOD * num_before + b"\n" + line)
     found = fault(file)
     assert found.startswith(f"{file}, line {num_before + 2}: ") and message in found
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_lines_are_left_out_when_that_is_asked_for(tmp_path: Path, case: str, piece_bytes: int) -> None:
+    line, message = BAD_LINES[case]
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(GOOD + b"\n" + line.rstrip(b"\n") + b"\n" + GOOD * 2)
+    good, bad = read_skipping(file)
+    assert good == ["good"] * 3
+    assert len(bad) == 1 and bad[0].startswith(f"{file}, byte {len(GOOD) + 1}: ") and message in bad[0]
+
+
+def read_skipping(path: Path) -> tuple[list[str], list[str]]:
+    """The texts, and what is said of the bad records between them."""
+    corpus = find_corpus(str(path), on_bad_record="skip")
+    found = [one for piece in plan_pieces(corpus) for one in read_piece(corpus, piece)]
+    return [one for one in found if isinstance(one, str)], [str(one) for one in found if not isinstance(one, str)]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+@pytest.mark.parametrize("kind", ["string", "large", "dictionary"])
+def test_bad_rows_are_named_or_left_out(tmp_path: Path, name: str, kind: str) -> None:
+    file = write_table(tmp_path / name, ["a", "QQQQ", None, "d", "e"], rows=2, kind=kind)
+    file.write_bytes(file.read_bytes().replace(b"QQQQ", b"Q\xffQQ"))
+    good, bad = read_skipping(file)
+    assert good == ["a", "d", "e"]
+    assert bad == [
+        f"{file}, row 2: the text is not UTF-8 (invalid start byte)",
+        f'{file}, row 3: "text" is null, expected text',
+    ]
+    assert fault(file).startswith(bad[0])
+
+
+def test_a_text_file_that_is_not_utf8_is_left_out_when_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
+    (tmp_path / "b.txt").write_bytes(b"b")
+    good, bad = read_skipping(tmp_path)
+    assert good == ["b"] and bad[0].startswith(f"{tmp_path}/a.txt, byte 6: byte 0xe9 at 6 is not UTF-8")
 
 
 def test_a_line_that_would_exhaust_the_stack_is_named(tmp_path: Path) -> None:
@@ -191,7 +232,7 @@ def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
 def test_bad_tables_are_named(tmp_path: Path, name: str) -> None:
     file = write_table(tmp_path / name, ["a", "b", "c", "d", None, "f"])
-    assert fault(file) == f'{file}, row 5: "text" is null, expected text'
+    assert fault(file).startswith(f'{file}, row 5: "text" is null, expected text')
     assert 'has no column "body" but id, text' in fault(file, text_field="body")
     assert 'column "text" is int64, expected string' in fault(write_table(tmp_path / name, ["a"], kind="int"))
     content = write_table(tmp_path / name, ["abc" * 100] * 50).read_bytes()

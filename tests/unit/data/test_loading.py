@@ -20,7 +20,7 @@ from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.loading import PlannedBatches
+from torchtitan_like.data.loading import PlannedBatches, few_cores
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
 
 Build = Callable[..., TrainBatches]
@@ -158,3 +158,18 @@ def test_validation_reads_the_same_every_time(
     for _ in range(3):
         assert [contents(batch) for batch in with_workers] == expected
     assert len(expected) == 5 and np.unique([digest for *_, digest, _, _, _, _ in expected]).size == 5
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_ranks", "num_cores", "wanted"),
+    [(2, 8, 27, 28), (2, 8, 28, None), (1, 1, 5, 6), (1, 1, 6, None), (0, 8, 1, None)],
+)
+def test_too_few_cores_for_ranks_and_workers_are_told(
+    num_workers: int, num_ranks: int, num_cores: int, wanted: int | None
+) -> None:
+    told = few_cores(num_workers, num_ranks, num_cores)
+    if wanted is None:
+        assert told is None
+    else:
+        assert told is not None and f"num_workers = {num_workers}: {num_ranks} ranks" in told
+        assert f"{num_cores} cores, expected ranks x (workers + 1) + 4 = {wanted} or more" in told

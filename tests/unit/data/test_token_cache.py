@@ -22,7 +22,7 @@ import pytest
 from torchtitan_like.data import token_cache, token_file
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats import documents
-from torchtitan_like.data.formats.documents import find_corpus
+from torchtitan_like.data.formats.documents import OnBadRecord, find_corpus
 from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.token_cache import Progress, TokenPolicy, cached_tokens
 from torchtitan_like.data.token_file import TokenFile
@@ -41,11 +41,13 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def cache(path: Path, tokenizer: Tokenizer | None = None, **options: Any) -> TokenFile:
+def cache(
+    path: Path, tokenizer: Tokenizer | None = None, on_bad_record: OnBadRecord = "error", **options: Any
+) -> TokenFile:
     tokenizer = tokenizer or load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     places = {"cache_folder": None, "dump_folder": str(path.parent / "run"), **options}
-    return cached_tokens(find_corpus(str(path)), policy, name="own", **places)
+    return cached_tokens(find_corpus(str(path), on_bad_record=on_bad_record), policy, name="own", **places)
 
 
 def contents(file: TokenFile) -> dict[str, bytes]:
@@ -172,6 +174,24 @@ def test_a_faulty_text_leaves_nothing_and_builds_when_mended(corpus: Path, monke
     assert [path.suffix for path in (corpus / "token_cache").iterdir()] == [".lock"]
     (corpus / "2.jsonl").write_text(lines)
     assert cache(corpus).meta.num_documents == 60
+
+
+def test_bad_records_are_left_out_and_counted_once_when_that_is_asked_for(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    as_they_were = cache(corpus)
+    lines = (corpus / "1.jsonl").read_text().splitlines(keepends=True)
+    (corpus / "1.jsonl").write_text("{oops\n" + "".join(lines[:9]) + '{"text": 5}\n' + "".join(lines[9:]))
+    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)  # by workers
+    found = cache(corpus, on_bad_record="skip")
+    assert (found.meta.num_bad, found.meta.num_documents) == (2, 60)
+    assert found.meta.text_digest == as_they_were.meta.text_digest
+    assert np.array_equal(found.tokens, as_they_were.tokens)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1 and "2 bad records left out, the first of them: " in told[0]
+    assert f"{corpus / '1.jsonl'}, byte 0: malformed JSON" in told[0]
+    with pytest.raises(DataError, match="1.jsonl, line 1: malformed JSON"):  # that cache is of another policy
+        cache(corpus)
 
 
 def test_files_that_change_while_they_are_read_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,21 @@ def test_several_inputs_are_read_in_the_order_given(corpus: Path, tmp_path: Path
     assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
 
 
+def test_bad_records_are_left_out_as_a_run_would(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (corpus / "1.jsonl").open("a") as file:
+        file.write("{oops\n")
+    assert tokenize(corpus, tmp_path / "out") == 2
+    assert "1.jsonl, line 21: malformed JSON" in capsys.readouterr().err
+    assert tokenize(corpus, tmp_path / "out", "--on-bad-record", "skip") == 0
+    assert "60 documents, 1 bad records left out" in capsys.readouterr().out
+    tokenizer, found = load_tokenizer(ASSETS), find_corpus(str(corpus), on_bad_record="skip")
+    policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
+    cached = cached_tokens(found, policy, name="own", cache_folder=None, dump_folder="unused")
+    assert contents(tmp_path / "out") == contents(cached.folder)
+
+
 FAULTS = {
     "no data": (["{tmp}/nowhere"], "no data at"),
     "no tokenizer": (["{tmp}/corpus", "--tokenizer", "{tmp}"], "no tokenizer at"),

@@ -5,7 +5,8 @@ are numbered by file in the order of names, then by their place in the file; pie
 
 Formats: *text*, a file is one document; *jsonl*, a line is a JSON object with the text in one field, blank lines
 are skipped; *parquet* and *arrow* (also a Hugging Face data set saved to disk), a row is a document and a column
-holds the text. Text is UTF-8. Anything else raises DataError with file and line (or row).
+holds the text. Text is UTF-8. Anything else is a bad record, which raises DataError with file and line (or row), or is
+left out where that is asked for. A file that cannot be read as its format is always an error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import glob
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Format = Literal["text", "jsonl", "parquet", "arrow"]
+OnBadRecord = Literal["error", "skip"]
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "text": (".txt", ".text"),
@@ -34,8 +37,9 @@ ENDINGS: dict[str, tuple[str, ...]] = {
 CACHE_FOLDER_NAME = "token_cache"  # never taken for data
 
 # Work is cut into pieces of about this size: one is read, tokenised and committed as a whole. A half-built token cache
-# counts pieces, so cutting them differently needs another token_cache.FORMAT_VERSION.
+# counts pieces, so cutting them differently needs another version.
 PIECE_BYTES = 8 * 2**20
+PIECES_VERSION = 2
 _READ_BYTES = 2**20
 _DATASET_MARKS = ("dataset_info.json", "state.json")
 
@@ -48,6 +52,7 @@ class Corpus:
     files: tuple[Path, ...]
     format: Format
     text_field: str
+    on_bad_record: OnBadRecord = "error"
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,29 @@ class Span:
 Piece = tuple[Span, ...]
 
 
-def find_corpus(path: str, format_name: str = "auto", text_field: str = "text") -> Corpus:
+@dataclass(frozen=True)
+class BadRecord:
+    """What stands where a document should. place: the byte at fault (text) or its line's first (jsonl), counted from 0, or
+    the row, counted from 1.
+    """
+
+    file: Path
+    unit: Literal["byte", "row"]
+    place: int
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.place:,}: {self.found}"
+
+    def error(self) -> DataError:
+        """The same with the line in place of the byte, for which the file is read up to there."""
+        row = f"row {self.place}" if self.unit == "row" else f"line {_line_number(self.file, self.place)}"
+        return DataError(f'{self.file}, {row}: {self.found} (data.on_bad_record = "skip" leaves such records out)')
+
+
+def find_corpus(
+    path: str, format_name: str = "auto", text_field: str = "text", on_bad_record: OnBadRecord = "error"
+) -> Corpus:
     """The files that ``path`` (a file, a glob, or a folder with all below it) means.
 
     Raises DataError where there is none, or where the format cannot be told.
@@ -87,7 +114,8 @@ def find_corpus(path: str, format_name: str = "auto", text_field: str = "text") 
     files = [file.absolute() for file in files]
     found_format = _format_of(files) if format_name == "auto" else format_name
     folder = Path(os.path.commonpath([file.parent for file in files]))
-    return Corpus(folder, tuple(files), found_format, text_field)  # type: ignore[arg-type]  # checked by the schema
+    name: Any = found_format  # one of Format: checked by the schema
+    return Corpus(folder, tuple(files), name, text_field, on_bad_record)
 
 
 def plan_pieces(corpus: Corpus) -> list[Piece]:
@@ -112,15 +140,24 @@ def piece_size(piece: Iterable[Span]) -> int:
     return sum(span.size for span in piece)
 
 
-def read_piece(corpus: Corpus, piece: Piece) -> Iterator[str]:
-    """The documents of ``piece`` in order. Raises DataError, with file and line (or row), for anything else."""
+def read_piece(corpus: Corpus, piece: Piece) -> Iterator[str | BadRecord]:
+    """The documents of ``piece`` in order, and bad records in their places where ``on_bad_record`` is "skip".
+
+    Raises DataError, with file and line (or row), for a bad record otherwise, and for a file that is not of the format.
+    """
     for span in piece:
-        if corpus.format == "text":
-            yield _decode(span.file, span.file.read_bytes(), 0)
-        elif corpus.format == "jsonl":
-            yield from _read_lines(span, corpus.text_field)
-        else:
-            yield from _read_table(span, corpus.format, corpus.text_field)
+        for document in _documents(corpus, span):
+            if isinstance(document, BadRecord) and corpus.on_bad_record == "error":
+                raise document.error()
+            yield document
+
+
+def _documents(corpus: Corpus, span: Span) -> Iterator[str | BadRecord]:
+    if corpus.format == "text":
+        return iter([_read_text(span.file)])
+    if corpus.format == "jsonl":
+        return _read_lines(span, corpus.text_field)
+    return _read_table(span, corpus.format, corpus.text_field)
 
 
 def _files_below(folder: Path, format_name: str) -> list[Path]:
@@ -179,16 +216,26 @@ def _spans(corpus: Corpus, file: Path) -> Iterator[Span]:
             yield Span(file, index, index + 1, size)
 
 
-def _decode(file: Path, raw: bytes, start: int) -> str:
-    """Text of ``raw``, which starts at byte ``start`` of ``file``."""
+def _read_text(file: Path) -> str | BadRecord:
+    try:
+        return _decode(file.read_bytes(), 0)
+    except _NotUtf8 as fault:
+        return BadRecord(file, "byte", fault.byte, str(fault))
+
+
+class _NotUtf8(Exception):
+    def __init__(self, raw: bytes, start: int, error: UnicodeDecodeError) -> None:
+        self.byte = start + len(raw) - len(error.object) + error.start  # a mark at the begin is no part of the object
+        found = f"byte 0x{error.object[error.start]:02x} at {self.byte:,} is not UTF-8 ({error.reason})"
+        super().__init__(f"{found}: convert the file to UTF-8")
+
+
+def _decode(raw: bytes, start: int) -> str:
+    """Text of ``raw``, which starts at byte ``start`` of its file. Raises _NotUtf8."""
     try:
         return raw.decode("utf-8-sig" if start == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        line = _line_number(file, start + error.start)
-        raise DataError(
-            f"{file}, line {line}: byte 0x{raw[error.start]:02x} at {start + error.start:,} is not UTF-8 "
-            f"({error.reason}): convert the file to UTF-8"
-        ) from error
+        raise _NotUtf8(raw, start, error) from error
 
 
 def _line_number(file: Path, position: int) -> int:
@@ -201,7 +248,7 @@ def _line_number(file: Path, position: int) -> int:
     return newlines + 1
 
 
-def _read_lines(span: Span, field: str) -> Iterator[str]:
+def _read_lines(span: Span, field: str) -> Iterator[str | BadRecord]:
     """Documents of the lines that begin in the byte range of ``span``."""
     with span.file.open("rb") as stream:
         if span.start > 0:  # the line across the border belongs to the range before
@@ -211,30 +258,34 @@ def _read_lines(span: Span, field: str) -> Iterator[str]:
         while (start := stream.tell()) < span.stop:
             line = stream.readline()
             if line.strip():
-                yield _parse_line(span.file, line, start, field)
+                try:
+                    yield _parse_line(line, start, field)
+                except (_NotUtf8, _NoText) as fault:
+                    yield BadRecord(span.file, "byte", start, str(fault))
 
 
-def _parse_line(file: Path, line: bytes, start: int, field: str) -> str:
-    def fault(found: str) -> DataError:
-        return DataError(
-            f'{file}, line {_line_number(file, start)}: {found}; expected a JSON object with text in "{field}"'
-        )
+class _NoText(Exception):
+    """A line without the text that is wanted; says what is there."""
+
+
+def _parse_line(line: bytes, start: int, field: str) -> str:
+    def fault(found: str) -> _NoText:
+        return _NoText(f'{found}; expected a JSON object with text in "{field}"')
 
     try:
-        document = json.loads(_decode(file, line, start))
+        document = json.loads(_decode(line, start))
     except json.JSONDecodeError as error:
         raise fault(f"malformed JSON ({error.msg} at character {error.colno})") from error
-    except RecursionError as error:
-        raise fault("JSON nested too deeply") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested without end
+        raise fault(f"JSON that cannot be read ({error})") from error
     if not isinstance(document, dict):
         raise fault(f"found a JSON {type(document).__name__}")
     if field not in document:
-        raise fault(
-            f'no field "{field}" among {", ".join(map(repr, document)) or "none"} (set the source\'s `text_field`)'
-        )
+        names = ", ".join(map(repr, document)) or "none"
+        raise fault(f'no field "{field}" among {_short(names)} (set the source\'s `text_field`)')
     text = document[field]
     if not isinstance(text, str):
-        raise fault(f'"{field}" is {json.dumps(text)[:40]}')
+        raise fault(f'"{field}" is {_short(json.dumps(text), 40)}')
     if b"\\u" in line:
         try:
             text.encode()
@@ -243,18 +294,21 @@ def _parse_line(file: Path, line: bytes, start: int, field: str) -> str:
     return text
 
 
-def _read_table(span: Span, format_name: str, field: str) -> Iterator[str]:
+def _short(text: str, limit: int = 400) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _read_table(span: Span, format_name: str, field: str) -> Iterator[str | BadRecord]:
     with _Table(span.file, format_name, field) as table:
         for index in range(span.start, span.stop):
-            row = 0
-            try:
-                for text in table.column(index):
-                    row += 1
-                    if text is None:
-                        raise DataError(f'{table.where(index, row)}: "{field}" is null, expected text')
-                    yield text
-            except UnicodeDecodeError as error:
-                raise DataError(f"{table.where(index, row + 1)}: the text is not UTF-8 ({error.reason})") from error
+            for row, raw in enumerate(table.column(index), start=table.rows_before(index) + 1):
+                if raw is None:
+                    yield BadRecord(span.file, "row", row, f'"{field}" is null, expected text')
+                    continue
+                try:
+                    yield raw.decode()
+                except UnicodeDecodeError as error:
+                    yield BadRecord(span.file, "row", row, f"the text is not UTF-8 ({error.reason})")
 
 
 class _Table:
@@ -270,15 +324,14 @@ class _Table:
         self._arrow = pyarrow
         self._parquet: Any = None
         self._batches: list[Any] = []
-        try:
+        with self._refusing(f"is not a readable {format_name} file"):
             if format_name == "parquet":
                 self._parquet = pyarrow.parquet.ParquetFile(str(file))
                 schema = self._parquet.schema_arrow
             else:
                 self._batches, schema = self._open_arrow(file)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{file} is not a readable {format_name} file: {error}") from error
-        self._check_column(schema)
+            names = schema.names
+        self._check_column(schema, names)
 
     def __enter__(self) -> _Table:
         return self
@@ -287,34 +340,62 @@ class _Table:
         if self._parquet is not None:
             self._parquet.close()
 
-    def sizes(self) -> list[int]:
-        """About the bytes of text of each chunk."""
-        if self._parquet is None:
-            return [batch.column(self._field).nbytes for batch in self._batches]
-        metadata = self._parquet.metadata
-        groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
-        column = metadata.schema.names.index(self._field)
-        return [group.column(column).total_uncompressed_size for group in groups]
-
-    def column(self, index: int) -> Iterable[str | None]:
-        """The texts of one chunk."""
-        if self._parquet is None:
-            batches: Iterable[Any] = [self._batches[index]]
-        else:
-            batches = self._parquet.iter_batches(batch_size=1024, row_groups=[index], columns=[self._field])
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """What pyarrow raises for damaged files is of many kinds."""
         try:
-            for batch in batches:
-                yield from (value.as_py() for value in batch.column(self._field))
-        except (self._arrow.ArrowException, OSError) as error:
-            raise DataError(f"{self._file} is damaged: {error}") from error
+            yield
+        except Exception as error:
+            raise DataError(f"{self._file} {what}: {error}") from error
 
-    def where(self, index: int, row: int) -> str:
-        """File and row, counted from 1 over the whole file, of the ``row``-th row of a chunk."""
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk; more than its text where a parquet file has other columns."""
+        with self._refusing("is damaged"):
+            if self._parquet is None:
+                return [self._strings(batch).nbytes for batch in self._batches]
+            # Of all columns: to ask for one of a damaged file ends the process (pyarrow 26).
+            metadata = self._parquet.metadata
+            return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
+
+    def column(self, index: int) -> Iterator[bytes | None]:
+        """The texts of one chunk, not yet decoded."""
+        with self._refusing("is damaged"):
+            if self._parquet is None:
+                batches: Iterable[Any] = [self._batches[index]]
+            else:
+                batches = self._parquet.iter_batches(batch_size=1024, row_groups=[index], columns=[self._field])
+            for batch in batches:
+                yield from self._raw(self._strings(batch))
+
+    def rows_before(self, index: int) -> int:
+        """Rows of all chunks before this one."""
         if self._parquet is None:
-            before = sum(batch.num_rows for batch in self._batches[:index])
+            return sum(batch.num_rows for batch in self._batches[:index])
+        return sum(self._parquet.metadata.row_group(earlier).num_rows for earlier in range(index))
+
+    def _strings(self, batch: pyarrow.RecordBatch) -> Any:
+        column = batch.column(self._field)
+        column.validate()  # that its buffers are as long as it says: what is mapped into memory has not been looked at
+        return column
+
+    def _raw(self, column: Any) -> Iterator[bytes | None]:
+        """The bytes of each string, whose places are checked first: wrong ones would end the process."""
+        if self._arrow.types.is_dictionary(column.type):
+            places, strings = column.indices, self._bytes(column.dictionary)
+            places.validate(full=True)
+            for place in places:
+                number = place.as_py()
+                if number is not None and not 0 <= number < len(strings):
+                    raise ValueError(f"entry {number} of a dictionary of {len(strings)}")
+                yield None if number is None else strings[number].as_py()
         else:
-            before = sum(self._parquet.metadata.row_group(earlier).num_rows for earlier in range(index))
-        return f"{self._file}, row {before + row}"
+            yield from (value.as_py() for value in self._bytes(column))
+
+    def _bytes(self, strings: Any) -> Any:
+        is_large = self._arrow.types.is_large_string(strings.type)
+        raw = strings.view(self._arrow.large_binary() if is_large else self._arrow.binary())
+        raw.validate(full=True)
+        return raw
 
     def _open_arrow(self, file: Path) -> tuple[list[pyarrow.RecordBatch], pyarrow.Schema]:
         """Record batches (not loaded: memory-mapped) of an Arrow stream, as `datasets` writes it, or of an Arrow
@@ -328,10 +409,10 @@ class _Table:
         stream = self._arrow.ipc.open_stream(source)
         return list(stream), stream.schema
 
-    def _check_column(self, schema: pyarrow.Schema) -> None:
-        if self._field not in schema.names:
+    def _check_column(self, schema: pyarrow.Schema, names: list[str]) -> None:
+        if self._field not in names:
             raise DataError(
-                f'{self._file} has no column "{self._field}" but {", ".join(schema.names)}: set '
+                f'{self._file} has no column "{self._field}" but {_short(", ".join(names))}: set '
                 "the source's `text_field`"
             )
         kind = schema.field(self._field).type

@@ -93,7 +93,7 @@ def _open_cache(folder: Path, tokenizer: Tokenizer) -> TokenPart:
 def _open_npy(file: Path) -> TokenPart:
     try:
         tokens = np.lib.format.open_memmap(file, mode="r")
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # the header is read as Python: a damaged one raises what Python's parser raises
         raise _fault(
             file, f"is no complete .npy file ({error})", "one array", "write it again with numpy.save"
         ) from error

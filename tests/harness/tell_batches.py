@@ -1,0 +1,32 @@
+"""For `experimental.custom_import`: every rank of a run prints what its training loop is fed, one line a step.
+
+    fed {"position": behind the step, "samples": [[position, tokens, labels], ...]}
+
+One write call each, so that the lines of several ranks do not mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.batches import TrainBatches
+
+
+def _telling(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], Batch]:
+    def next_batch(self: TrainBatches) -> Batch:
+        batch = read(self)
+        rows = [
+            [first + place, tokens, labels]
+            for first, *micro in zip(batch.first_samples, batch.tokens.tolist(), batch.labels.tolist(), strict=True)
+            for place, (tokens, labels) in enumerate(zip(*micro, strict=True))
+        ]
+        os.write(1, f"fed {json.dumps({'position': batch.position, 'samples': rows})}\n".encode())
+        return batch
+
+    return next_batch
+
+
+TrainBatches.__next__ = _telling(TrainBatches.__next__)  # type: ignore[assignment, method-assign]

@@ -1,0 +1,268 @@
+"""A mixture of three kinds of files, through the train command: what its ranks are fed is what a plain loop reads.
+
+`python -m tests.integration.test_fed_samples FOLDER` does the same under torchrun for every layout below, in half an hour.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.faults.trainer import Ended, Run, Starter, Torchrun, Warm, kill
+from tests.harness.runner import ROOT
+from tests.unit.data.conftest import write_jsonl
+from tests.unit.data.reference import digest_of
+from tests.unit.data.test_documents import write_table
+from tests.unit.data.token_writers import write_flat, write_npy
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.order import shuffled
+from torchtitan_like.data.token_cache import num_cores
+from torchtitan_like.monitor.jsonl import read_rows
+
+ASSETS = ROOT / "tests/assets/tokenizer"
+SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 32, 40, 50
+NUM_SAMPLES = GLOBAL_BATCH * STEPS
+WEIGHTS = {"web": 5.0, "books": 3.0, "code": 2.0}
+
+
+class Layout(NamedTuple):
+    ranks: int
+    workers: int
+    accumulation: int
+
+
+ALL = [Layout(*layout) for layout in itertools.product((1, 2, 4), (0, 2, 4), (1, 2))]
+SOME = [Layout(2, 4, 2)]  # and those of KILLED
+# Killed at a step, and gone on with another layout.
+KILLED = [(Layout(2, 2, 1), 8), (Layout(1, 4, 2), 19), (Layout(4, 0, 2), STEPS)]
+
+
+class Sample(NamedTuple):
+    source: str
+    epoch: int
+    tokens: tuple[int, ...]  # SEQ_LEN + 1, fewer at the end of a text
+
+
+def lines_of_text() -> list[str]:
+    documents = DATASETS["shakespeare"].file.read_text(encoding="utf-8").splitlines()
+    lines = "\n".join(json.loads(document)["text"] for document in documents[:30]).split("\n")
+    return [f"{number}: {line}" for number, line in enumerate(lines)]
+
+
+def write_corpus(folder: Path) -> dict[str, Path]:
+    """Sources of about 800, 400 and 250 samples: 2,000 pass the ends of all three."""
+    lines, tokenizer = lines_of_text(), load_tokenizer(ASSETS)
+    web, books, code = lines[:1500], lines[1500:2300], lines[2300:2800]
+    for part in range(3):
+        write_jsonl(folder / "web" / f"{part}.jsonl", web[500 * part : 500 * (part + 1)])
+    (folder / "books").mkdir()
+    for part in range(2):
+        write_table(folder / "books" / f"{part}.parquet", books[400 * part : 400 * (part + 1)], rows=50)
+    encoded = [[*tokenizer.encode(line), tokenizer.eos_id] for line in code]
+    write_flat(folder / "code" / "0.bin", itertools.chain(*encoded[:300]))
+    write_npy(folder / "code" / "1.npy", list(itertools.chain(*encoded[300:])))
+    return {name: folder / name for name in WEIGHTS}
+
+
+def plain_loop(corpus: Mapping[str, Path]) -> list[Sample]:
+    """What stands at each position, read file by file and dealt out one by one."""
+    import pyarrow.parquet
+
+    tokenizer = load_tokenizer(ASSETS)
+    texts = {
+        "web": [json.loads(line)["text"] for file in sorted(corpus["web"].glob("*.jsonl")) for line in file.open()],
+        "books": [
+            text
+            for file in sorted(corpus["books"].glob("*.parquet"))
+            for text in pyarrow.parquet.read_table(file)["text"].to_pylist()
+        ],
+    }
+    tokens = {
+        name: [token for text in found for token in (tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id)]
+        for name, found in texts.items()
+    }
+    flat = [np.fromfile(corpus["code"] / "0.bin", "<u2"), np.load(corpus["code"] / "1.npy")]
+    tokens["code"] = np.concatenate(flat).tolist()
+    cuts = {
+        name: [tuple(found[first : first + SEQ_LEN + 1]) for first in range(0, len(found) - 1, SEQ_LEN)]
+        for name, found in tokens.items()
+    }
+    # The shares are of tokens: a source whose last sample is short needs a little more of its samples.
+    exact = {name: WEIGHTS[name] * len(cuts[name]) / (len(tokens[name]) - 1) for name in WEIGHTS}
+    exact = {name: 2**16 * share / sum(exact.values()) for name, share in exact.items()}
+    numbers = {name: int(share) for name, share in exact.items()}
+    for name in sorted(exact, key=lambda name: numbers[name] - exact[name])[: 2**16 - sum(numbers.values())]:
+        numbers[name] += 1
+    places = sorted(
+        ((rank + 0.5) / count, order, name)
+        for order, (name, count) in enumerate(numbers.items())
+        for rank in range(count)
+    )
+    read, stream = Counter[str](), []
+    for _, _, name in places[:NUM_SAMPLES]:
+        epoch, within = divmod(read[name], len(cuts[name]))
+        key = xxhash.xxh3_64_intdigest(name.encode(), SEED)
+        sample = int(shuffled(np.array([within]), len(cuts[name]), key, epoch)[0])
+        stream.append(Sample(name, epoch, cuts[name][sample]))
+        read[name] += 1
+    for name, found in cuts.items():  # and by nothing but the files: an epoch is each sample once
+        assert len(set(found)) == len(found) < read[name]
+        assert sorted(s.tokens for s in stream if s.source == name and s.epoch == 0) == sorted(found)
+    return stream
+
+
+def arguments(corpus: Mapping[str, Path], folder: Path, layout: Layout) -> list[str]:
+    values: dict[str, Any] = {
+        "job.config_file": ROOT / "train_configs/debug_model.toml",
+        "job.dump_folder": folder,
+        "experimental.custom_import": "tests.harness.tell_batches",
+        "model.hf_assets_path": ASSETS,
+        "model.args.dim": 16,
+        "model.args.n_layers": 1,
+        "model.args.n_heads": 2,
+        "model.args.multiple_of": 16,
+        "model.args.max_seq_len": SEQ_LEN,
+        "training.seq_len": SEQ_LEN,
+        "training.global_batch_size": GLOBAL_BATCH,
+        "training.local_batch_size": GLOBAL_BATCH // (layout.ranks * layout.accumulation),
+        "training.dataloader.num_workers": layout.workers,
+        "training.steps": STEPS,
+        "lr_scheduler.warmup_steps": 3,
+        "data.cache_folder": folder.parent.parent / "tokens",
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 5,
+        "metrics.log_freq": 1,
+        "metrics.enable_tensorboard": "false",
+        "validation.enable": "false",
+        "debug.seed": SEED,
+    }
+    for name, path in corpus.items():
+        values |= {f"data.sources.{name}.path": path, f"data.sources.{name}.weight": WEIGHTS[name]}
+    values["data.sources.code.format"] = "tokens"
+    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+
+
+def wait_for_step(run: Run, folder: Path, step: int) -> None:
+    give_up = time.monotonic() + 120
+    while not (rows := whole_rows(folder)) or rows[-1]["step"] < step:
+        assert not run.is_over() and time.monotonic() < give_up, f"step {step} was not reached: {run.wait().tail}"
+        time.sleep(0.01)
+
+
+def whole_rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.open() if line.endswith("\n")] if path.exists() else []
+
+
+def batches_told(output: str) -> Iterator[dict[str, Any]]:
+    """What `tests/harness/tell_batches.py` has printed; a line that a kill has cut off is left out."""
+    for line in output.splitlines():
+        _, mark, content = line.partition("fed ")
+        if mark and content.endswith("]]}"):
+            yield json.loads(content)
+
+
+def run_to_the_end(
+    starter: Starter, corpus: Mapping[str, Path], folder: Path, parts: Sequence[tuple[Layout, int]]
+) -> Iterator[Ended]:
+    """Runs in one folder, each killed behind its step; the last one ends by itself."""
+    for layout, step in parts:
+        run = starter.start(arguments(corpus, folder, layout), layout.ranks, folder)
+        if step < STEPS:
+            wait_for_step(run, folder, step)
+            kill(list(run.pids().values()))
+        ended = run.wait(180)
+        assert step < STEPS or set(ended.codes) == {0}, ended.tail
+        yield ended
+
+
+def check(folder: Path, runs: Sequence[Ended], expected: Sequence[Sample]) -> str:
+    """What the ranks were fed and what the metrics say of it are those of the plain loop. Returns the shares, in words."""
+    fed: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for run in runs:
+        of_this_run = Counter[int]()
+        for batch in batches_told(run.output):
+            for position, tokens, labels in batch["samples"]:
+                assert all(label in (after, -100) for after, label in zip(tokens[1:], labels, strict=False))
+                num_labels = sum(label != -100 for label in labels)
+                fed[position].append((*tokens[:num_labels], labels[num_labels - 1]))
+                of_this_run[position] += 1
+        assert set(of_this_run.values()) == {1}, "one rank, once"
+    assert sorted(fed) == list(range(NUM_SAMPLES))
+    assert all(set(found) == {sample.tokens} for (_, found), sample in zip(sorted(fed.items()), expected, strict=True))
+
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    digests = [digest_of(list(sample.tokens), position) for position, sample in enumerate(expected)]
+    for row, first in zip(rows, range(0, NUM_SAMPLES, GLOBAL_BATCH), strict=True):
+        assert row["data_digest"] == f"{sum(digests[first : first + GLOBAL_BATCH]) % 2**64:016x}", row["step"]
+    taught = Counter[str]()
+    for sample in expected:
+        taught[sample.source] += len(sample.tokens) - 1
+    shares = {name: count / taught.total() for name, count in taught.items()}
+    assert all(abs(shares[name] - weight / 10) < 0.005 for name, weight in WEIGHTS.items()), shares
+    return f"shares {shares}, {len(runs)} runs, digest of all {rows[-1]['data_digest_chain']}"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def expected(corpus: Mapping[str, Path]) -> list[Sample]:
+    return plain_loop(corpus)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Starter]:
+    starter = Warm({})
+    yield starter
+    starter.close()
+
+
+@pytest.mark.parametrize("layout", SOME, ids=str)
+def test_ranks_are_fed_what_a_plain_loop_reads(
+    warm: Starter, corpus: Mapping[str, Path], expected: Sequence[Sample], layout: Layout, tmp_path: Path
+) -> None:
+    folder = tmp_path / "outputs"
+    check(folder, list(run_to_the_end(warm, corpus, folder, [(layout, STEPS)])), expected)
+
+
+def test_a_run_killed_twice_and_resumed_on_other_layouts_is_fed_the_same(
+    warm: Starter, corpus: Mapping[str, Path], expected: Sequence[Sample], tmp_path: Path
+) -> None:
+    folder = tmp_path / "outputs"
+    runs = list(run_to_the_end(warm, corpus, folder, KILLED))
+    assert [run.says("resume from") for run in runs] == [False, True, True]
+    crowded = [run.says(f"ranks x (workers + 1) + 4 = {wanted}") for run, wanted in zip(runs, (10, 9, 8), strict=True)]
+    assert crowded == [num_cores() < 10, num_cores() < 9, False], "the last one has no workers"
+    check(folder, runs, expected)
+
+
+def main(folder: Path) -> None:
+    (folder / "corpus").mkdir(parents=True)
+    corpus, starter = write_corpus(folder / "corpus"), Torchrun(os.environ)
+    expected = plain_loop(corpus)
+    for number, parts in enumerate([*([(layout, STEPS)] for layout in ALL), KILLED]):
+        place, begin = folder / f"run-{number}" / "outputs", time.monotonic()
+        told = check(place, list(run_to_the_end(starter, corpus, place, parts)), expected)
+        print(
+            f"{' then '.join(str(layout) for layout, _ in parts)}: {told}, {time.monotonic() - begin:.0f} s", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
