@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults), to which the
-# arguments go.
+# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm), to
+# which the arguments go.
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
@@ -30,7 +30,7 @@ check() {
 
 PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 check "$PYTHON" -m ruff check .
-check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/*.sh
+check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/*.sh scripts/slurm/*.sh scripts/slurm/*.slurm
 check "$PYTHON" -m mypy
 static=$((SECONDS - started))
 

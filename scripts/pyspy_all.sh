@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Where does every rank on this machine stand? The Python stacks of all training processes, one file for each.
+#
+#   scripts/pyspy_all.sh [FOLDER] [py-spy's options, as --native or --locals]
+#
+#   FOLDER      for the files stack-<host>-rank<rank>-<pid>.txt (default: .)
+#   PATTERN     what the command line of a training process holds (default: -m torchtitan_like.train)
+#   DRY_RUN=1   print the commands
+#
+# Needs py-spy (pip install py-spy) and the right to look at the processes: your own, where ptrace is allowed, or root's.
+# Prints the files' names; the last line tells how many ranks stand in the same place. Returns 1 when there is no process,
+# or one could not be read.
+set -uo pipefail
+
+case "${1:-}" in
+  -h | --help) sed -n '2,/^set /{/^# \{0,1\}/s///p}' "$0"; exit ;;
+esac
+folder=.
+if [ $# -gt 0 ] && [[ "$1" != -* ]]; then
+  folder=$1
+  shift
+fi
+[ -n "${DRY_RUN:-}" ] || command -v py-spy >/dev/null || { echo "py-spy is not there: pip install py-spy" >&2; exit 1; }
+host=$(hostname -s 2>/dev/null || hostname)
+mkdir -p "$folder"
+code=1
+tops=
+for folder_of in /proc/[0-9]*; do
+  pid=${folder_of#/proc/}
+  words=$(tr '\0' ' ' <"$folder_of/cmdline" 2>/dev/null) || continue
+  [[ "$words" == *python* && "$words" == *"${PATTERN:--m torchtitan_like.train}"* ]] || continue
+  [[ "$words" != *torch.distributed.run* && "$words" != *bash* && "$pid" != "$$" ]] || continue
+  rank=$(tr '\0' '\n' <"$folder_of/environ" 2>/dev/null | sed -n 's/^RANK=//p')
+  file="$folder/stack-$host-rank${rank:-0}-$pid.txt"
+  if [ -n "${DRY_RUN:-}" ]; then
+    echo "py-spy dump --pid $pid $* >$file"
+    code=0
+  elif py-spy dump --pid "$pid" "$@" >"$file" 2>&1; then
+    echo "$file"
+    tops+=$(sed -n '/MainThread/{n;s/^ *//;p;q}' "$file")$'\n'
+    [ "$code" -eq 2 ] || code=0
+  else
+    echo "$file: $(head -n 1 "$file")" >&2
+    code=2
+  fi
+done
+[ -z "$tops" ] || printf '%s' "$tops" | sort | uniq -c | sort -rn
+[ "$code" -ne 2 ] || exit 1
+exit "$code"

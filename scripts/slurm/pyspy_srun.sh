@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Where does every rank of a Slurm job stand? scripts/pyspy_all.sh on each of its nodes, beside the run.
+#
+#   scripts/slurm/pyspy_srun.sh JOB [FOLDER] [py-spy's options]
+#
+#   FOLDER      for the stacks, one file for each rank (default: stacks-JOB); all nodes must see it
+#   DRY_RUN=1   print the command
+set -euo pipefail
+
+case "${1:-}" in
+  -h | --help) sed -n '2,/^set /{/^# \{0,1\}/s///p}' "$0"; exit ;;
+esac
+job=${1:?the id of a running job}
+shift
+folder=stacks-$job
+if [ $# -gt 0 ] && [[ "$1" != -* ]]; then
+  folder=$1
+  shift
+fi
+nodes=$(squeue --noheader --jobs "$job" --states=RUNNING --format %D)
+[ -n "$nodes" ] || { echo "Job $job does not run" >&2; exit 1; }
+# Beside the run: on the cores that it has, and without its GPUs.
+command=(srun --jobid="$job" --overlap --gres=none --nodes="${nodes// /}" --ntasks="${nodes// /}" --ntasks-per-node=1 --label
+  "$(cd "$(dirname "$0")/.." && pwd)/pyspy_all.sh" "$folder" "$@")
+if [ -n "${DRY_RUN:-}" ]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit
+fi
+exec "${command[@]}"

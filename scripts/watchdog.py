@@ -1,0 +1,215 @@
+"""Look after a run from outside, from a batch job or cron: one look, then an exit code.
+
+    python scripts/watchdog.py job NAME                                 # is a job of this name running or queued?
+    python scripts/watchdog.py log outputs/metrics.jsonl --max-silence 60     # has the file grown in the last hour?
+    python scripts/watchdog.py disk outputs /data --min-free-gib 500 --min-free-inodes 100000 --min-saves 5
+
+`disk` also takes what no file system tells: `--free-command CMD` prints the free bytes, and after them the free inodes if it
+knows them (a site's quota tool); `--quota-gib N` is compared with what the folders hold. `--min-saves` counts in checkpoints
+of the size of the newest one below the folder, and tells how long that many take. Many file systems slow down or refuse to
+write from 80 % on, and what they say of themselves may be half an hour old: leave room.
+
+Every look is a line on standard output, with --log also appended to a file. Exit code 0: all is well; 1: an alert; 2: it
+cannot be told. --notify COMMAND gets an alert on its standard input, for example `mail -s training me@example.org`, or with
+--json-text, which makes it {"text": ...}, and the address in the environment, `curl --silent --json @- "$WEBHOOK"`. --dry-run
+prints the command instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen, and whether somebody should know."""
+
+    said: str
+    is_alert: bool
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is left on a disk. num_inodes: None where nobody counts them."""
+
+    num_bytes: int
+    num_inodes: int | None
+
+
+@dataclass(frozen=True)
+class Save:
+    """The newest checkpoint of a run. seconds: from the one before to it; None when it is the only one."""
+
+    num_bytes: int
+    num_files: int
+    seconds: float | None
+
+
+# ---- job
+
+
+def look_at_job(name: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> Look:
+    """Does Slurm run or queue a job called ``name`` of this user? OSError when it cannot be asked."""
+    command = ["squeue", "--noheader", "--me", f"--name={name}", "--format=%i %T"]
+    done = run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{shlex.join(command)}: {done.stderr.strip()}")
+    jobs = [line.split() for line in done.stdout.splitlines() if line.strip()]
+    alive = [f"{job} {state.lower()}" for job, state in jobs if state not in ("COMPLETING", "COMPLETED")]
+    return Look(f"job {name}: {', '.join(alive) or 'neither running nor queued'}", not alive)
+
+
+# ---- log
+
+
+def look_at_log(file: Path, max_silence: float, now: float) -> Look:
+    """Was ``file`` written to in the last ``max_silence`` minutes?"""
+    try:
+        silence = (now - file.stat().st_mtime) / 60
+    except FileNotFoundError:
+        return Look(f"log {file}: it is not there", True)
+    return Look(f"log {file}: written {silence:.0f} min ago (at most {max_silence:g})", silence > max_silence)
+
+
+# ---- disk
+
+
+def space(path: Path) -> Space:
+    """What this user may still write at ``path``."""
+    told = os.statvfs(path)
+    return Space(told.f_bavail * told.f_frsize, told.f_favail if told.f_files else None)
+
+
+def told_by(command: str) -> Space:
+    """Free bytes, and inodes if there is a second number, as ``command`` prints them. ValueError when it does not."""
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    numbers = done.stdout.split()
+    if done.returncode != 0 or not 1 <= len(numbers) <= 2 or not all(word.isdecimal() for word in numbers):
+        raise ValueError(f"{command}: expected the free bytes [and free inodes], got {done.stdout + done.stderr!r}")
+    return Space(int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None)
+
+
+def held(folder: Path) -> tuple[int, int]:
+    """Bytes on disk and number of files below a folder, as du counts. Files that vanish meanwhile do not count."""
+    num_bytes = num_files = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                num_bytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue
+            num_files += 1
+    return num_bytes, num_files
+
+
+def newest_save(folder: Path) -> Save | None:
+    """Of a run's folder: its newest checkpoint, whatever its folder of checkpoints is called."""
+    steps = sorted(manifest.stat().st_mtime for manifest in folder.glob("*/step-*/manifest.json"))
+    newest = max(folder.glob("*/step-*/manifest.json"), key=lambda manifest: manifest.stat().st_mtime, default=None)
+    if newest is None:
+        return None
+    return Save(*held(newest.parent), seconds=steps[-1] - steps[-2] if len(steps) > 1 else None)
+
+
+def saves_left(left: Space, save: Save) -> int:
+    """Checkpoints that still fit."""
+    by_bytes = left.num_bytes // max(1, save.num_bytes)
+    return by_bytes if left.num_inodes is None else min(by_bytes, left.num_inodes // max(1, save.num_files))
+
+
+def look_at_disk(path: Path, options: argparse.Namespace) -> Look:
+    """Are there bytes, inodes and room for checkpoints left at ``path``?"""
+    left = told_by(options.free_command) if options.free_command else space(path)
+    if options.quota_gib is not None:
+        left = Space(min(left.num_bytes, int(options.quota_gib * GIB) - held(path)[0]), left.num_inodes)
+    said = [f"{left.num_bytes / GIB:,.1f} GiB free (at least {options.min_free_gib:g})"]
+    alerts = [left.num_bytes < options.min_free_gib * GIB]
+    if left.num_inodes is not None:
+        said.append(f"{left.num_inodes:,} inodes free (at least {options.min_free_inodes:,})")
+        alerts.append(left.num_inodes < options.min_free_inodes)
+    save = newest_save(path)
+    if save is not None:
+        saves = saves_left(left, save)
+        lasts = f" = {saves * save.seconds / 86400:.1f} days of saves" if save.seconds else ""
+        said.append(f"{saves:,} checkpoints left{lasts} (at least {options.min_saves})")
+        alerts.append(saves < options.min_saves)
+    return Look(f"disk {path}: {', '.join(said)}", any(alerts))
+
+
+# ---- the command
+
+
+def notify(command: str, text: str, *, as_json: bool, dry_run: bool) -> None:
+    """Hand an alert on. OSError when the command fails."""
+    if dry_run:
+        print(f"would run: {command}")
+        return
+    message = json.dumps({"text": text}) if as_json else text
+    done = subprocess.run(command, shell=True, input=message, text=True)
+    if done.returncode != 0:
+        raise OSError(f"the alert could not be sent: {command} returned {done.returncode}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--log", type=Path, metavar="FILE", help="append every look to it, as the run's own log")
+    common.add_argument("--notify", metavar="COMMAND", help="what gets an alert on its standard input")
+    common.add_argument("--json-text", action="store_true", help='hand the alert on as {"text": ...}')
+    common.add_argument("--dry-run", action="store_true", help="print the command that would be notified")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    job = kinds.add_parser("job", parents=[common])
+    job.add_argument("name", help="the job's name (sbatch --job-name)")
+    log = kinds.add_parser("log", parents=[common])
+    log.add_argument("file", type=Path)
+    log.add_argument("--max-silence", type=float, default=30, metavar="MINUTES")
+    disk = kinds.add_parser("disk", parents=[common])
+    disk.add_argument("path", type=Path, nargs="+", help="a run's folder, or any on the disk")
+    disk.add_argument("--min-free-gib", type=float, default=0, metavar="N")
+    disk.add_argument("--min-free-inodes", type=int, default=0, metavar="N")
+    disk.add_argument("--min-saves", type=int, default=0, metavar="N", help="checkpoints that must still fit")
+    disk.add_argument("--free-command", metavar="COMMAND", help="prints the free bytes [and free inodes]")
+    disk.add_argument("--quota-gib", type=float, metavar="N", help="what each path may hold; it is counted")
+    return parser.parse_args(arguments)
+
+
+def look(options: argparse.Namespace) -> list[Look]:
+    if options.kind == "job":
+        return [look_at_job(options.name)]
+    if options.kind == "log":
+        return [look_at_log(options.file, options.max_silence, time.time())]
+    return [look_at_disk(path, options) for path in options.path]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(arguments)
+    try:
+        looks = look(options)
+        lines = [f"{'ALERT ' if seen.is_alert else ''}{seen.said}" for seen in looks]
+        print("\n".join(lines))
+        if options.log is not None:
+            with open(options.log, "a", encoding="utf-8") as log:
+                log.writelines(f"{time.strftime('%F %T')} watchdog {line}\n" for line in lines)
+        alerts = [seen.said for seen in looks if seen.is_alert]
+        if alerts and options.notify:
+            notify(options.notify, "\n".join(alerts), as_json=options.json_text, dry_run=options.dry_run)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 1 if alerts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

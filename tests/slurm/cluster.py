@@ -1,0 +1,179 @@
+"""A Slurm of two nodes that are both this machine: munged, slurmctld and two slurmds, from the distribution's packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+CPUS = 16  # of each node, whatever this machine has
+
+# A requeued job waits until its credential has expired (120 s by default, 5 s at least); a time limit is looked at each 30 s.
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+KillWait=20
+NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs={cpus}
+NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[2]} CPUs={cpus}
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=YES
+"""
+
+
+def why_missing() -> str | None:
+    """None when the programs are here; otherwise what to do about it."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"{', '.join(missing)} not found: apt-get install {' '.join(PACKAGES)}" if missing else None
+
+
+def could_be_installed() -> bool:
+    """Can this user install the packages here?"""
+    if os.geteuid() != 0 or shutil.which("apt-cache") is None:
+        return False
+    known = subprocess.run(["apt-cache", "policy", PACKAGES[0]], capture_output=True, text=True).stdout
+    return "Candidate:" in known and "Candidate: (none)" not in known
+
+
+@dataclass
+class Cluster:
+    """A running Slurm. Every command of its own is run with its configuration."""
+
+    folder: Path
+    daemons: list[subprocess.Popen[bytes]]
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+        """The output of a command; AssertionError with what it has said when it fails."""
+        done = subprocess.run(
+            command, env={**os.environ, **(env or {}), **self.env}, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}{done.stdout}"
+        return done.stdout
+
+    def state(self, job: str) -> dict[str, str]:
+        """What scontrol knows of a job or of a task of an array."""
+        text = self.run("scontrol", "--oneliner", "show", "job", job)
+        return dict(word.partition("=")[::2] for word in text.splitlines()[0].split() if "=" in word)
+
+    def wait(self, *jobs: str, timeout: float = 100) -> list[dict[str, str]]:
+        """Wait until all jobs are over; AssertionError with the log of Slurm when they are not in time."""
+        give_up = time.monotonic() + timeout
+        while True:
+            states = [self.state(job) for job in jobs]
+            if all(s["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") for s in states):
+                return states
+            if time.monotonic() > give_up:
+                logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+                raise AssertionError(f"not over after {timeout:g} s: {states}\n{logs}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons."""
+        subprocess.run(["scancel", "--signal=KILL", "--full", "--user=root"], env={**os.environ, **self.env})
+        subprocess.run(["scancel", "--user=root"], env={**os.environ, **self.env})
+        give_up = time.monotonic() + 10
+        while self.run("squeue", "--noheader").strip() and time.monotonic() < give_up:
+            time.sleep(0.1)
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in self.daemons:
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def start(folder: Path) -> Cluster:
+    """Start the daemons with all that they write below ``folder``, and wait until both nodes take jobs."""
+    folder.chmod(0o755)  # munged refuses a socket that others could not reach
+    for name in ("munge", "state"):
+        (folder / name).mkdir(mode=0o755)
+    key = folder / "munge/key"
+    key.touch(mode=0o400)
+    key.chmod(0o600)
+    key.write_bytes(os.urandom(128))
+    host = socket.gethostname().partition(".")[0]
+    config = CONFIG.format(folder=folder, host=host, ports=free_ports(3), cpus=CPUS)
+    (folder / "slurm.conf").write_text(config)
+    munge = {name: f"--{name}={folder}/munge/{name.removesuffix('-file')}" for name in MUNGE_FILES}
+    commands = [["munged", "--foreground", "--force", *munge.values()], ["slurmctld", "-D"]]
+    commands += [["slurmd", "-D", "-N", name] for name in ("n1", "n2")]
+    cluster = Cluster(folder, [])
+    for command in commands:
+        cluster.daemons.append(start_daemon(command, cluster.env, folder))
+        if command[0] == "munged":
+            await_true(lambda: (folder / "munge/socket").exists(), "munged has no socket", folder)
+    await_true(lambda: cluster_answers(cluster), "the nodes take no jobs", folder)
+    return cluster
+
+
+MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
+
+
+def start_daemon(command: list[str], env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    with open(folder / f"{command[0]}.output", "ab") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def cluster_answers(cluster: Cluster) -> bool:
+    command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    done = subprocess.run(command, env={**os.environ, **cluster.env}, capture_output=True, text=True)
+    return done.stdout.split() == ["idle", "idle"]
+
+
+def await_true(condition, complaint: str, folder: Path, timeout: float = 20) -> None:
+    give_up = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > give_up:
+            said = "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in folder.glob("*.output"))
+            raise AssertionError(f"{complaint} after {timeout:g} s\n{said}")
+        time.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

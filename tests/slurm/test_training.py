@@ -1,0 +1,184 @@
+"""The batch scripts on a real Slurm: runs that are stopped, killed and queued again end as the run that never was."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.trainer import arguments, exact_rows
+from tests.harness.runner import ROOT, run_trainer
+from tests.slurm import cluster as slurm
+from tests.slurm.cluster import Cluster
+
+STEPS, HOLD_AT = 20, 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A test that did not run although it could have is a failure: nobody reads what was skipped."""
+    missing = slurm.why_missing()
+    if missing:
+        if slurm.could_be_installed():
+            pytest.fail(missing)
+        pytest.skip(f"no Slurm: {missing}")
+    if os.geteuid() != 0:
+        pytest.skip("no Slurm: its daemons are started as root here")
+    started = slurm.start(tmp_path_factory.mktemp("slurm"))
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+@dataclass
+class Run:
+    """A run folder and the jobs that train in it."""
+
+    cluster: Cluster
+    folder: Path  # of the test; the run's is outputs/ in it
+    root: Path = ROOT
+
+    @property
+    def outputs(self) -> Path:
+        return self.folder / "outputs"
+
+    def submit(self, *command: str, **overrides: object) -> list[str]:
+        """Add the options that all jobs share, and the run's; the ids that the command prints."""
+        self.folder.mkdir(exist_ok=True)
+        env = {
+            "PYTHON": sys.executable,
+            "ROOT": str(self.root),
+            "HOLD_AT": str(HOLD_AT),
+            "NGPU": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "MASTER_ADDR": "127.0.0.1",  # the nodes' names are known to Slurm alone
+            "PET_LOCAL_ADDR": "127.0.0.1",
+        }
+        options = ["--cpus-per-task=2", "--output=%x-%j.out", "--time=10", "--signal=B:USR1@120"]
+        run = train(self.outputs, experimental__custom_import="tests.slurm.pace", **overrides)
+        at = next(i for i, word in enumerate(command) if word.endswith(".slurm"))
+        printed = self.cluster.run(*command[:at], *options, *command[at:], *run, env=env, cwd=self.folder)
+        return printed.split()
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
+
+    def await_output(self, words: str, times: int = 1, timeout: float = 100) -> None:
+        give_up = time.monotonic() + timeout
+        while self.output().count(words) < times:
+            assert time.monotonic() < give_up, f"no {words!r} after {timeout:g} s:\n{self.output()[-6000:]}"
+            time.sleep(0.1)
+
+
+def train(folder: Path, **overrides: object) -> list[str]:
+    return arguments(
+        folder, training__steps=STEPS, lr_scheduler__total_steps=STEPS, checkpoint__interval=HOLD_AT - 1, **overrides
+    )
+
+
+SLURM = ROOT / "scripts/slurm"
+SBATCH = ("sbatch", "--parsable")
+STUB = """#!/usr/bin/env bash
+trap 'echo "{{\\"code\\": 75}}" >{outputs}/exit.json; exit 75' TERM
+mkdir -p {outputs}
+echo "The stub runs on $NNODES nodes"
+for ((i = 0; i < 600; i++)); do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def stub(cluster: Cluster, tmp_path: Path) -> Run:
+    """Jobs whose run_train.sh only waits for a signal: what they do with Slurm needs no trainer."""
+    house = tmp_path / "house"
+    shutil.copytree(ROOT / "scripts", house / "scripts")
+    for name in ("torchtitan_like", "tests", "pyproject.toml"):
+        (house / name).symlink_to(ROOT / name)
+    (house / "run_train.sh").write_text(STUB.format(outputs=tmp_path / "job/outputs"))
+    (house / "run_train.sh").chmod(0o755)
+    return Run(cluster, tmp_path / "job", house)
+
+
+@pytest.fixture(scope="module")
+def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
+    """Three tasks on two nodes; started before the other tests, as most of its time is spent waiting."""
+    run = Run(cluster, tmp_path_factory.mktemp("jobs") / "array")
+    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(SLURM / "train-array.slurm"))
+    return run, job
+
+
+def test_a_killed_worker_brings_the_job_back(array: tuple[Run, str], cluster: Cluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path / "job")
+    [job] = run.submit(*SBATCH, str(SLURM / "train.slurm"))
+    run.await_output(f"Holding at step {HOLD_AT}")
+    [victim] = [process for process in psutil.process_iter() if is_rank(process, run.outputs)]
+    victim.send_signal(signal.SIGKILL)
+    run.await_output(
+        "without an exit.json (srun returned 137), its newest checkpoint is of step 9; the job is queued again"
+    )
+    near_its_limit(*array)
+    [state] = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), run.output()[-6000:]
+    assert re.findall(r"Training starts at step (\d+)", run.output()) == ["1", str(HOLD_AT)]
+    assert [row[0] for row in exact_rows(run.outputs)] == list(range(1, STEPS + 1))
+
+
+def near_its_limit(run: Run, job: str) -> None:
+    """Once the first task is in the middle of its run: Slurm, which looks at the limits each 30 s, sends USR1 then."""
+    run.await_output(f"Holding at step {HOLD_AT}", times=2)
+    run.cluster.run("scontrol", "update", f"JobId={job}_1", "EndTime=now+2minutes")
+
+
+def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> None:
+    jobs = stub.submit(str(SLURM / "submit_chain.sh"), "4", str(SLURM / "train.slurm"))
+    stub.await_output("The stub runs")
+    stub.cluster.run("scancel", "--signal=USR1", "--batch", jobs[0])
+    stub.await_output("The stub runs", times=2)
+    switch = stub.outputs / "KILL"
+    switch.touch()
+    states = stub.cluster.wait(*jobs)
+    assert [state["ExitCode"] for state in states] == ["75:0", "75:0", "0:0", "0:0"], stub.output()
+    assert stub.output().count("the job ends: REQUEUE=0") == 1
+    assert stub.output().count(f"the job ends: {switch} is there") == 1
+    assert stub.output().count(f"Nothing is started: {switch} is there") == 2
+    assert switch.exists() and stub.output().count("The stub runs") == 2
+
+
+def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
+    [job] = stub.submit(*SBATCH, "--nodes=2", str(SLURM / "train.slurm"))
+    stub.await_output("The stub runs on 2 nodes", times=2)
+    stub.cluster.run("scancel", job)
+    [state] = stub.cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), stub.output()
+    assert (stub.outputs / "exit.json").exists(), "it had time to save all the same"
+
+
+def test_an_array_trains_across_a_time_limit_on_two_nodes(array: tuple[Run, str], tmp_path: Path) -> None:
+    """One task is stopped before its limit, one ends the run, one has nothing to do."""
+    run, job = array
+    done = run_trainer(train(tmp_path / "outputs"), 2, tmp_path / "outputs")
+    assert done.returncode == 0, done.tail
+    states = run.cluster.wait(*(f"{job}_{task}" for task in (1, 2, 3)))
+    assert [state["ExitCode"] for state in states] == ["75:0", "0:0", "0:0"], run.output()[-9000:]
+    assert "USR1: the run is asked to save and to end." in run.output()
+    assert f"Nothing to do: step {STEPS} of {STEPS} is done already" in run.output()
+    assert run.output().count("Building llama3") == 2 * 2, "two tasks, on two nodes"
+    assert exact_rows(run.outputs) == exact_rows(tmp_path / "outputs")
+
+
+def is_rank(process: psutil.Process, outputs: Path) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return "torchtitan_like.train" in words and "torch.distributed.run" not in words and str(outputs) in words

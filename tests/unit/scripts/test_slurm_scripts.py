@@ -1,0 +1,280 @@
+"""The batch scripts with a Slurm that only notes what it is asked; what a real one does with them is tested in tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.slurm import job
+from tests.harness.runner import ROOT
+
+SCRIPTS = ROOT / "scripts/slurm"
+ALL = sorted(path for path in SCRIPTS.iterdir() if path.suffix in (".sh", ".slurm"))
+# What stands in for Slurm's commands: they note their words; what they print is told by the test.
+FAKE = """#!/bin/sh
+printf '%s' "${0##*/}" >>"$CALLS"; printf ' %s' "$@" >>"$CALLS"; echo >>"$CALLS"
+eval "$FAKE_OUTPUT"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which the calls stand."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "scontrol", "squeue", "srun", "scancel"):
+        (tmp_path / "bin" / name).write_text(FAKE)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("FAKE_OUTPUT", "")
+    monkeypatch.setenv("ROOT", str(ROOT))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("NNODES", "MASTER_ADDR")]:
+        monkeypatch.delenv(name)
+    return tmp_path / "calls"
+
+
+def bash(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPTS / script), *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
+def test_every_script_explains_itself_and_does_nothing_else(slurm: Path, script: Path) -> None:
+    told = bash(script.name, "--help")
+    assert told.returncode == 0, told.stderr
+    assert len(told.stdout.splitlines()) > 3 and "SBATCH" not in told.stdout and "set -" not in told.stdout
+    assert slurm.read_text() == ""
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
+def test_nothing_of_a_site_is_in_a_script(script: Path) -> None:
+    options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    site = ("--partition", "--account", "--qos", "--constraint", "--gres", "--gpus", "--exclude", "--mail", "--mem")
+    assert not [line for line in options if any(word in line for word in site)]
+
+
+def test_a_dry_run_shows_the_meeting_point_and_the_cores(slurm: Path, tmp_path: Path) -> None:
+    done = bash(
+        "train.slurm", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "out"),
+        DRY_RUN="1", SLURM_JOB_ID="4711", SLURM_NNODES="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_CPUS_ON_NODE="96",
+        FAKE_OUTPUT="echo n1; echo n2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("+ NNODES")]
+    assert line.startswith("+ NNODES=2 MASTER_ADDR=n1 MASTER_PORT=24711 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert "--cpus-per-task=96 --kill-on-bad-exit=1" in line and "scripts/slurm/node.sh --job.config_file" in line
+    assert slurm.read_text() == "scontrol show hostnames n[1-2]\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "said"),
+    [
+        (
+            {"NNODES": "4", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1"},
+            1,
+            "Misconfigured script: NNODES=4 != SLURM_NNODES=2",
+        ),
+        ({"ROOT": "/nowhere", "SLURM_JOB_ID": "1"}, 78, "There is no run_train.sh in /nowhere"),
+        ({}, 78, "This is a batch script: sbatch"),
+        ({"SLURM_JOB_ID": "1"}, 1, "--job.config_file must name the config"),
+    ],
+)
+def test_what_cannot_work_starts_nothing(slurm: Path, env: dict[str, str], code: int, said: str) -> None:
+    done = bash("train.slurm", **env)
+    assert done.returncode == code and said in done.stderr
+    assert slurm.read_text() == ""
+
+
+def test_a_config_that_cannot_work_starts_nothing(slurm: Path) -> None:
+    config = ["--job.config_file", "train_configs/debug_model.toml", "--training.stesp", "3"]
+    done = bash("train.slurm", *config, SLURM_JOB_ID="1")
+    assert done.returncode == 78 and "training.stesp" in done.stderr
+    assert slurm.read_text() == ""
+
+
+def test_a_chain_hangs_together(slurm: Path, tmp_path: Path) -> None:
+    counts = f"n=$(wc -l <{tmp_path}/calls); echo $((100 + n))';cluster'"
+    done = bash("submit_chain.sh", "3", "--after", "77", "--nodes=2", "train.slurm", "a b", FAKE_OUTPUT=counts)
+    assert done.stdout.split() == ["101", "102", "103"], done.stderr
+    before = [line.split()[3] for line in slurm.read_text().splitlines()]
+    assert before == [f"--dependency=afterany:{number}" for number in (77, 101, 102)]
+    slurm.write_text("")
+    shown = bash("submit_chain.sh", "2", "train.slurm", DRY_RUN="1")
+    assert shown.stdout.splitlines()[0] == "REQUEUE=0 sbatch --parsable --no-requeue train.slurm"
+    assert slurm.read_text() == ""
+    assert bash("submit_chain.sh", "x", "train.slurm").returncode == 78
+
+
+def test_jobs_that_submit_themselves_do_that_first(slurm: Path, tmp_path: Path) -> None:
+    jobs = tmp_path / "cron.daily"
+    jobs.mkdir()
+    (jobs / "a.slurm").touch()
+    (jobs / "b.off").touch()
+    done = bash("cron.slurm", "1day", str(jobs), SLURM_JOB_NAME="cron-daily")
+    assert done.returncode == 0, done.stderr
+    itself, other = slurm.read_text().splitlines()
+    options = "--begin=now+1day --dependency=singleton --job-name=cron-daily"
+    assert itself == f"sbatch {options} {SCRIPTS}/cron.slurm 1day {jobs}"
+    assert other == f"sbatch {jobs}/a.slurm"
+
+
+def test_the_watchdog_looks_at_job_log_and_disk(slurm: Path, tmp_path: Path) -> None:
+    run = tmp_path / "outputs"
+    run.mkdir()
+    done = bash("watchdog.slurm", str(run), "train", NOTIFY=f"cat >>{tmp_path}/told", EVERY="2hours")
+    assert done.returncode == 1
+    first = slurm.read_text().splitlines()[0]
+    assert first == f"sbatch --begin=now+2hours --dependency=singleton {SCRIPTS}/watchdog.slurm {run} train"
+    assert (tmp_path / "told").read_text() == (
+        f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it is not there"
+    ), "and not of the disk"
+
+
+def test_old_logs_go(slurm: Path, tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in ("old.out", "new.out", "old.txt"))
+    for file, days in ((old, 9), (new, 2), (other, 9)):
+        file.touch()
+        os.utime(file, (file.stat().st_mtime - days * 86400,) * 2)
+    assert bash("clean_logs.slurm", str(tmp_path), DRY_RUN="1").stdout == f"{old}\n"
+    assert old.exists()
+    assert bash("clean_logs.slurm", str(tmp_path)).stdout == f"{old}\n"
+    assert not old.exists() and new.exists() and other.exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("node-[42,49-51]", "node-42 node-49 node-50 node-51"),
+        ("a[08-10]x,b", "a08x a09x a10x b"),
+        ("r[1-2]n[1,3]", "r1n1 r1n3 r2n1 r2n3"),
+    ],
+)
+def test_host_lists_are_expanded(slurm: Path, hosts: str, expected: str) -> None:
+    assert bash("hosts.sh", hosts, FAKE_OUTPUT="exit 1").stdout.split() == expected.split()
+    hostfile = bash("hosts.sh", "--hostfile", FAKE_OUTPUT="exit 1", SLURM_JOB_NODELIST=hosts, SLOTS="4").stdout
+    assert hostfile.splitlines() == [f"{host} slots=4" for host in expected.split()]
+
+
+def test_py_spy_runs_beside_a_job_without_its_gpus(slurm: Path, tmp_path: Path) -> None:
+    done = bash("pyspy_srun.sh", "7", str(tmp_path / "stacks"), "--native", FAKE_OUTPUT="echo ' 4'")
+    assert done.returncode == 0, done.stderr
+    srun = slurm.read_text().splitlines()[1]
+    assert srun.startswith("srun --jobid=7 --overlap --gres=none --nodes=4 --ntasks=4 --ntasks-per-node=1 --label ")
+    assert srun.endswith(f"scripts/pyspy_all.sh {tmp_path / 'stacks'} --native")
+    assert bash("pyspy_srun.sh", "7").returncode == 1, "it does not run"
+
+
+def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
+    """Each rank is a process that says the words and waits."""
+    sleeps = [sys.executable, "-c", "print(flush=True); input()", "-m", "torchtitan_like.train"]
+    commands = {"3": sleeps, "": [*sleeps, "torch.distributed.run"]}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    started = [
+        subprocess.Popen([*command, str(tmp_path)], env={**os.environ, "RANK": rank}, text=True, **pipes)
+        for rank, command in commands.items()
+    ]
+    try:
+        for process in started:
+            process.stdout.readline()
+        script = [str(ROOT / "scripts/pyspy_all.sh"), str(tmp_path), "--native"]
+        env = {**os.environ, "DRY_RUN": "1", "PATTERN": f"-m torchtitan_like.train {tmp_path}"}
+        done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
+    finally:
+        for process in started:
+            process.communicate("\n")
+    [line] = done.stdout.splitlines()
+    assert f"py-spy dump --pid {started[0].pid} --native >{tmp_path}/stack-" in line and "-rank3-" in line
+
+
+# ---- what a job decides
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    for name in ("SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "KILL_SWITCH", "DRY_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    return {
+        "job": {"dump_folder": str(tmp_path / "outputs")},
+        "checkpoint": {"enable": True, "folder": "checkpoint"},
+        "training": {"steps": 10},
+    }
+
+
+def publish(config: dict, step: int) -> None:
+    folder = Path(config["job"]["dump_folder"]) / f"checkpoint/step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "kind": "full", "step": step}))
+
+
+def ended(config: dict, code: int) -> None:
+    folder = Path(config["job"]["dump_folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "exit.json").write_text(json.dumps({"reason": "x", "code": code, "step": 1}))
+
+
+@pytest.mark.parametrize(("step", "expected"), [(None, "0"), (4, "4"), (10, "none"), (12, "none")])
+def test_a_finished_run_is_not_started(config, capsys, step: int | None, expected: str) -> None:
+    ended(config, 0)
+    if step is not None:
+        publish(config, step)
+    assert job.before(config) == 0
+    assert capsys.readouterr().out.splitlines()[1] == expected
+    assert (Path(config["job"]["dump_folder"]) / "exit.json").exists() == (expected == "none")
+
+
+def test_the_kill_switch_starts_nothing(config, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KILL_SWITCH", str(tmp_path / "stop"))
+    (tmp_path / "stop").touch()
+    job.before(config)
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "stop"), "none"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "srun_code", "code", "again"),
+    [
+        (0, 0, 0, False),
+        (75, 0, 75, True),
+        (75, 143, 75, True),  # exit.json knows better
+        (74, 0, 74, True),
+        (65, 0, 65, False),
+        (70, 0, 70, False),
+        (130, 0, 130, False),
+        (None, 137, 1, True),
+        (None, 0, 1, True),
+        (None, 78, 78, False),
+    ],
+)
+def test_what_is_worth_another_start(config, capsys, exit_code, srun_code, code, again) -> None:
+    if exit_code is not None:
+        ended(config, exit_code)
+    assert job.after(config, 0, srun_code) == (75 if again else 0)
+    assert capsys.readouterr().out == f"{code}\n"
+
+
+@pytest.mark.parametrize("variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_IN_VAIN", "1")])
+def test_what_keeps_a_job_from_being_queued_again(config, monkeypatch, variable) -> None:
+    ended(config, 75)
+    monkeypatch.setenv(*variable)
+    assert job.after(config, 0, 0) == 0
+
+
+def test_starts_without_progress_are_bounded_and_progress_counts_anew(config, monkeypatch) -> None:
+    assert [job.after(config, 0, 1) for _ in range(3)] == [75, 75, 0]
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    assert [job.after(config, 0, 1) for _ in range(2)] == [75, 75], "a person has submitted it anew"
+    publish(config, 4)
+    assert [job.after(config, first, 1) for first in (0, 4, 4, 4)] == [75, 75, 75, 0]
