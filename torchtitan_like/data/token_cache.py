@@ -22,7 +22,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -55,6 +55,7 @@ FORMAT_VERSION = 1
 # Starting worker processes takes seconds: fewer pieces than this are tokenised without.
 MIN_PIECES_FOR_WORKERS = 4
 PROGRESS_SECONDS = 10.0
+GROUP_CHARACTERS = 1 << 16  # that are tokenised in one call
 
 Found = TypeVar("Found")
 
@@ -298,11 +299,10 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
     before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
     tokens = array("I")
     lengths, hashes, num_empty, text_bytes, bad = [], [], 0, 0, []
-    for text in read_piece(corpus, piece):
+    for text, ids in _encode_documents(read_piece(corpus, piece), policy.tokenizer):
         if isinstance(text, BadRecord):
             bad.append(text)
             continue
-        ids = policy.tokenizer.encode(text)
         if not ids:
             num_empty += 1
             continue
@@ -321,6 +321,27 @@ def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPi
         len(bad),
         str(bad[0]) if bad else "",
     )
+
+
+def _encode_documents(
+    records: Iterable[str | BadRecord], tokenizer: Tokenizer
+) -> Iterator[tuple[str | BadRecord, list[int]]]:
+    """Each record with its token ids; a bad one has none."""
+    for group in _groups(records):
+        encoded = iter(tokenizer.encode_batch([record for record in group if isinstance(record, str)]))
+        yield from ((record, next(encoded) if isinstance(record, str) else []) for record in group)
+
+
+def _groups(records: Iterable[str | BadRecord]) -> Iterator[list[str | BadRecord]]:
+    """Some records at a time: what a tokenizer makes of a text takes many times its memory."""
+    group, num_characters = list[str | BadRecord](), 0
+    for record in records:
+        group.append(record)
+        num_characters += len(record) if isinstance(record, str) else 0
+        if num_characters >= GROUP_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+    yield group
 
 
 @dataclass
