@@ -113,7 +113,7 @@ def stub(cluster: Cluster, tmp_path: Path) -> Run:
 def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
     """Three tasks on two nodes; started before the other tests, as most of its time is spent waiting."""
     run = Run(cluster, tmp_path_factory.mktemp("jobs") / "array")
-    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(SLURM / "train-array.slurm"))
+    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(SLURM / "train_array.slurm"))
     return run, job
 
 
@@ -157,6 +157,9 @@ def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> No
 def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
     [job] = stub.submit(*SBATCH, "--nodes=2", str(SLURM / "train.slurm"))
     stub.await_output("The stub runs on 2 nodes", times=2)
+    beside = stub.cluster.run(str(SLURM / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
+    assert sorted(beside.splitlines()) == ["0: n1", "1: n2"]
+    assert stub.cluster.run(str(SLURM / "hosts.sh"), "n[1-2]").split() == ["n1", "n2"]
     stub.cluster.run("scancel", job)
     [state] = stub.cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), stub.output()
