@@ -166,6 +166,22 @@ def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
     assert (stub.outputs / "exit.json").exists(), "it had time to save all the same"
 
 
+def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/hello.slurm").write_text("#!/bin/bash\n#SBATCH --output=%x.out\necho done\n")
+    cron = ("--job-name=cron-test", str(SLURM / "cron.slurm"), "1hour", "jobs")
+    job = cluster.run(*SBATCH, *cron, env={"ROOT": str(ROOT)}, cwd=tmp_path).strip()
+    [state] = cluster.wait(job)
+    assert state["JobState"] == "COMPLETED", (tmp_path / "cron-test.out").read_text()
+    queued = cluster.run("squeue", "--noheader", "--name=cron-test", "--format=%i %T %P").split()
+    assert queued[1:] == ["PENDING", "all"]
+    cluster.run("scancel", queued[0])
+    ids = re.findall(r"Submitted batch job (\d+)", (tmp_path / "cron-test.out").read_text())
+    assert ids[0] == queued[0]
+    [state] = cluster.wait(ids[1])
+    assert (tmp_path / "hello.slurm.out").read_text() == "done\n"
+
+
 def test_an_array_trains_across_a_time_limit_on_two_nodes(array: tuple[Run, str], tmp_path: Path) -> None:
     """One task is stopped before its limit, one ends the run, one has nothing to do."""
     run, job = array
