@@ -161,6 +161,13 @@ def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselve
 
 
 SHOWN = {
+    "sbatch ": lambda words: check_job(words),
+    "salloc ": lambda words: check_job(words),
+    "scripts/slurm/": lambda words: check_job(words),
+    "torchrun --nproc_per_node=8 scripts/": lambda words: check_job(words),
+    "python scripts/node_check.py ": lambda words: check_job(words),
+    "python scripts/watch.py ": lambda words: check_job(words),
+    "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
     "python scripts/download_assets.py ": lambda words: download_assets.parse(words[2:]),
     "python -m torchtitan_like.config ": lambda words: check(words[3:]),
     "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),
@@ -173,6 +180,18 @@ def check(arguments: list[str]) -> None:
     done = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
     assert done.returncode == 0, done.stderr
     assert "no effect" not in done.stderr, done.stderr
+
+
+def check_job(words: list[str]) -> None:
+    """The scripts are there and explain themselves; a run's settings are accepted. tests/slurm runs what is submitted."""
+    scripts = [word for word in words if word.startswith("scripts/")]
+    for script in scripts:
+        python = [sys.executable] if script.endswith(".py") else []
+        done = shell(shlex.join([*python, script, "--help"]), ROOT)
+        assert done.returncode == 0 and len(done.stdout) > 100, done.stderr
+    settings = words[words.index(scripts[-1]) + 1 :]
+    if settings[:1] == ["--job.config_file"]:
+        check(["--world-size", "64", *settings])
 
 
 @pytest.mark.parametrize("start", SHOWN)

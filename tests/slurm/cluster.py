@@ -14,6 +14,7 @@ from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+os.environ["PATH"] += ":/usr/sbin:/sbin"  # where daemons are, which some users' shells leave out
 CPUS = 16  # of each node, whatever this machine has
 
 # A requeued job waits until its credential has expired (120 s by default, 5 s at least); a time limit is looked at each 30 s.

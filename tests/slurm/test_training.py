@@ -113,7 +113,7 @@ def stub(cluster: Cluster, tmp_path: Path) -> Run:
 def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
     """Three tasks on two nodes; started before the other tests, as most of its time is spent waiting."""
     run = Run(cluster, tmp_path_factory.mktemp("jobs") / "array")
-    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(SLURM / "train-array.slurm"))
+    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(SLURM / "train_array.slurm"))
     return run, job
 
 
@@ -157,10 +157,29 @@ def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> No
 def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
     [job] = stub.submit(*SBATCH, "--nodes=2", str(SLURM / "train.slurm"))
     stub.await_output("The stub runs on 2 nodes", times=2)
+    beside = stub.cluster.run(str(SLURM / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
+    assert sorted(beside.splitlines()) == ["0: n1", "1: n2"]
+    assert stub.cluster.run(str(SLURM / "hosts.sh"), "n[1-2]").split() == ["n1", "n2"]
     stub.cluster.run("scancel", job)
     [state] = stub.cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), stub.output()
     assert (stub.outputs / "exit.json").exists(), "it had time to save all the same"
+
+
+def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/hello.slurm").write_text("#!/bin/bash\n#SBATCH --output=%x.out\necho done\n")
+    cron = ("--job-name=cron-test", str(SLURM / "cron.slurm"), "1hour", "jobs")
+    job = cluster.run(*SBATCH, *cron, env={"ROOT": str(ROOT)}, cwd=tmp_path).strip()
+    [state] = cluster.wait(job)
+    assert state["JobState"] == "COMPLETED", (tmp_path / "cron-test.out").read_text()
+    queued = cluster.run("squeue", "--noheader", "--name=cron-test", "--format=%i %T %P").split()
+    assert queued[1:] == ["PENDING", "all"]
+    cluster.run("scancel", queued[0])
+    ids = re.findall(r"Submitted batch job (\d+)", (tmp_path / "cron-test.out").read_text())
+    assert ids[0] == queued[0]
+    [state] = cluster.wait(ids[1])
+    assert (tmp_path / "hello.slurm.out").read_text() == "done\n"
 
 
 def test_an_array_trains_across_a_time_limit_on_two_nodes(array: tuple[Run, str], tmp_path: Path) -> None:

@@ -123,10 +123,10 @@ def test_jobs_that_submit_themselves_do_that_first(slurm: Path, tmp_path: Path) 
     jobs.mkdir()
     (jobs / "a.slurm").touch()
     (jobs / "b.off").touch()
-    done = bash("cron.slurm", "1day", str(jobs), SLURM_JOB_NAME="cron-daily")
+    done = bash("cron.slurm", "1day", str(jobs), SLURM_JOB_NAME="cron-daily", SLURM_JOB_PARTITION="cpu")
     assert done.returncode == 0, done.stderr
     itself, other = slurm.read_text().splitlines()
-    options = "--begin=now+1day --dependency=singleton --job-name=cron-daily"
+    options = "--begin=now+1day --dependency=singleton --job-name=cron-daily --partition=cpu"
     assert itself == f"sbatch {options} {SCRIPTS}/cron.slurm 1day {jobs}"
     assert other == f"sbatch {jobs}/a.slurm"
 
@@ -137,7 +137,10 @@ def test_the_watchdog_looks_at_job_log_and_disk(slurm: Path, tmp_path: Path) -> 
     done = bash("watchdog.slurm", str(run), "train", NOTIFY=f"cat >>{tmp_path}/told", EVERY="2hours")
     assert done.returncode == 1
     first = slurm.read_text().splitlines()[0]
-    assert first == f"sbatch --begin=now+2hours --dependency=singleton {SCRIPTS}/watchdog.slurm {run} train"
+    assert (
+        first
+        == f"sbatch --begin=now+2hours --dependency=singleton --job-name=watchdog {SCRIPTS}/watchdog.slurm {run} train"
+    )
     assert (tmp_path / "told").read_text() == (
         f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it is not there"
     ), "and not of the disk"
