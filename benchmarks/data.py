@@ -1,6 +1,7 @@
 """Reading batches and tokenising text, against the least that either can cost.
 
     python benchmarks/data.py [--rounds 9] [--copies 6] [--folder DIR]
+    python benchmarks/data.py --documents 10_000_000
 
 One process, one thread. Every round times each side once, in turn, so that a noisy machine disturbs all alike. Tokens per
 second of CPU time; the table gives medians over rounds, and of the ratio within a round.
@@ -10,6 +11,9 @@ second of CPU time; the table gives medians over rounds, and of the ratio within
 - tokenising: a token cache built from JSON lines, written to disk, against the tokenizer's own call for a batch of texts
   that are in memory (one thread), and against a loop over its call for one text, whose ids are dropped. The text: the
   shipped Shakespeare several times, in documents of three sizes.
+
+With ``--documents``, instead: what so many documents cost a rank in memory, and the time to the first batch at the start and
+far behind it. The corpus is one of tokens (Megatron's, of 64 a document); each measurement is a process of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import os
 import platform
 import shutil
 import statistics
+import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.config.sections_training import Data, DataSource, Training
 from torchtitan_like.data.formats.documents import find_corpus
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches
@@ -118,6 +124,62 @@ def write_documents(file: Path, characters: int, copies: int) -> list[str]:
     return texts
 
 
+def write_pair(prefix: Path, num_documents: int, length: int = 64) -> None:
+    """Megatron's two files: documents of one sequence each, of ``length`` tokens."""
+    tokens = np.random.default_rng(1).integers(0, 2048, 2**20, "u2")
+    with prefix.with_suffix(".bin").open("wb") as file:
+        for first in range(0, num_documents * length, len(tokens)):
+            file.write(tokens[: num_documents * length - first].tobytes())
+    with prefix.with_suffix(".idx").open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, num_documents, num_documents + 1))
+        file.write(np.full(num_documents, length, "<i4").tobytes())
+        file.write((np.arange(num_documents, dtype="<i8") * 2 * length).tobytes())
+        file.write(np.arange(num_documents + 1, dtype="<i8").tobytes())
+
+
+def first_batch(folder: str, position: str, packing: str) -> None:
+    """In a process of its own: print seconds from opening to the first batch behind ``position``, and MiB (see `scale`)."""
+    tokenizer = load_tokenizer(ASSETS)
+    tokenizer.encode("as any run does")
+    before, begin = memory_mib(), time.perf_counter()
+    batches = build_train_batches(
+        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+        Data(sources={"own": DataSource(path=folder, format="tokens")}, packing=packing, mask_document_starts=True),  # type: ignore[arg-type]
+        tokenizer=tokenizer, dump_folder=folder, seed=1, dp_rank=0, dp_size=1, num_accumulation=1, with_positions=True,
+    )  # fmt: skip
+    if int(position):
+        counts = batches.order.counts_at(int(position))
+        batches.load_state_dict({**batches.state_dict(0), "position": int(position), "counts": counts})
+    next(batches)
+    seconds = time.perf_counter() - begin
+    for _ in range(NUM_BATCHES):
+        next(batches)
+    print(json.dumps({"seconds": seconds, **{name: size - before[name] for name, size in memory_mib().items()}}))
+
+
+def memory_mib() -> dict[str, float]:
+    """MiB of this process: its own, and pages of files, which the ranks of a machine share and the system takes back."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {"own": status["RssAnon"], "files": status["RssFile"]}
+    return {name: int(size.split()[0]) / 2**10 for name, size in sizes.items()}
+
+
+def scale(folder: Path, num_documents: int) -> None:
+    """Time to the first batch and memory over that of a process with tokenizer and torch, at two positions."""
+    write_pair(folder / "a", num_documents)
+    print(f"\n| {num_documents:,} documents | position | first batch, s | own memory, MiB | pages of files, MiB |")
+    print("|---|---|---|---|---|")
+    for packing in ("concat", "best_fit"):
+        for position in (0, 0, 10**7, 10**7):  # the first one plans
+            code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import data; data.first_batch(*"
+            command = [sys.executable, "-c", f"{code}sys.argv[1:])", str(folder), str(position), packing]
+            found = json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+            )
+            cells = [f"{found['seconds']:.3f}", f"{found['own']:.1f}", f"{found['files']:.1f}"]
+            print("| " + " | ".join([packing, f"{position:,}", *cells]) + " |", flush=True)
+
+
 def row(label: str, found: dict[str, list[float]], others: tuple[str, ...]) -> str:
     ratios = [spread([ours / other for ours, other in zip(found["ours"], found[name], strict=True)]) for name in others]
     rates = [f"{statistics.median(found[name]) / 1e6:.2f}" for name in ("ours", *others)]
@@ -129,10 +191,30 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
+def rates(folder: Path, arguments: argparse.Namespace) -> None:
+    """Both tables of tokens per second."""
+    write_documents(folder / "text.jsonl", 3000, arguments.copies)
+    found = measure(reading(folder / "text.jsonl", folder / "cache"), arguments.rounds)
+    print("| reading | ours | bare loop | ratio |\n|---|---|---|---|")
+    print(row(f"{BATCH} x {SEQ_LEN:,} tokens", found, ("bare",)))
+    print("\n| tokenising | ours | batch | loop | ours / batch | ours / loop |\n|---|---|---|---|---|---|")
+    for engine, file in (("tokenizer.json", "tokenizer.json"), ("tiktoken file", "tokenizer.model"),
+                         ("tokenizer.json, `tokenizers` library", "tokenizer.json")):  # fmt: skip
+        for size, characters in DOCUMENTS.items():
+            tokenizer: Any = load_tokenizer(ASSETS / file)
+            if "library" in engine:
+                tokenizer._fast = None
+            copies = max(1, arguments.copies // 6) if "library" in engine else arguments.copies
+            texts = write_documents(folder / "text.jsonl", characters, copies)
+            sides = tokenising(folder / "text.jsonl", texts, tokenizer, folder / "built")
+            print(row(f"{engine}, {size}", measure(sides, arguments.rounds), ("batch", "loop")), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds, after one that is not counted")
     parser.add_argument("--copies", type=int, default=6, help="of the text, which has 2.4 MB")
+    parser.add_argument("--documents", type=int, help="measure memory and starts with so many instead")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -141,21 +223,10 @@ def main() -> None:
           f"{platform.python_version()}, medians of {arguments.rounds} rounds; M tokens per second of CPU time\n")  # fmt: skip
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        write_documents(folder / "text.jsonl", 3000, arguments.copies)
-        found = measure(reading(folder / "text.jsonl", folder / "cache"), arguments.rounds)
-        print("| reading | ours | bare loop | ratio |\n|---|---|---|---|")
-        print(row(f"{BATCH} x {SEQ_LEN:,} tokens", found, ("bare",)))
-        print("\n| tokenising | ours | batch | loop | ours / batch | ours / loop |\n|---|---|---|---|---|---|")
-        for engine, file in (("tokenizer.json", "tokenizer.json"), ("tiktoken file", "tokenizer.model"),
-                             ("tokenizer.json, `tokenizers` library", "tokenizer.json")):  # fmt: skip
-            for size, characters in DOCUMENTS.items():
-                tokenizer: Any = load_tokenizer(ASSETS / file)
-                if "library" in engine:
-                    tokenizer._fast = None
-                copies = max(1, arguments.copies // 6) if "library" in engine else arguments.copies
-                texts = write_documents(folder / "text.jsonl", characters, copies)
-                sides = tokenising(folder / "text.jsonl", texts, tokenizer, folder / "built")
-                print(row(f"{engine}, {size}", measure(sides, arguments.rounds), ("batch", "loop")), flush=True)
+        if arguments.documents:
+            scale(folder, arguments.documents)
+        else:
+            rates(folder, arguments)
 
 
 if __name__ == "__main__":

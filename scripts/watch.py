@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from watchdog import GIB, newest_save, saves_left, space
+from scripts.watchdog import GIB, newest_save, saves_left, space
 
 RECENT = 1000  # rows from which the time of a step is taken
 SILENT = 60.0  # seconds without a heartbeat that are pointed out

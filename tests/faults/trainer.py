@@ -147,15 +147,18 @@ class _TorchrunRun:
         return self.process.poll() is not None
 
     def pids(self) -> dict[int, int]:
-        """The trainers among torchrun's descendants, by the RANK in their environment."""
+        """The trainers among torchrun and its descendants, by the RANK in their environment; without their loader workers."""
         import psutil
 
-        found = {}
+        found: dict[int, int] = {}
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            top = psutil.Process(self.process.pid)
+            for one in [top, *top.children(recursive=True)]:  # parents before their children
                 with contextlib.suppress(psutil.Error):
-                    if "torchtitan_like.train" in child.cmdline():
-                        found[int(child.environ()["RANK"])] = child.pid
+                    command = one.cmdline()
+                    is_trainer = "torchtitan_like.train" in command and "torch.distributed.run" not in command
+                    if is_trainer and one.ppid() not in found.values():
+                        found[int(one.environ().get("RANK", 0))] = one.pid
         return found
 
     def wait(self, timeout: float = 90) -> Ended:
