@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import LaunchedAs, World
     from torchtitan_like.resilience.exit_codes import ExitCode
+    from torchtitan_like.resilience.requests import Requests
 
 WORKER = "--worker"
 MIB = 2**20
@@ -125,7 +126,7 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
     return result, rows_of(log)
 
 
-def work(config: JobConfig, launched: LaunchedAs) -> ExitCode:
+def work(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
     """One rank: two steps as train.py makes them; rank 0 writes what all ranks counted in the second."""
     from torchtitan_like.launch import build_checkpointer, join
     from torchtitan_like.train import Trainer
@@ -133,7 +134,7 @@ def work(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     world = join(config, launched)
     found: list[Row] = []
     with closing(build_checkpointer(config, world)) as checkpointer:
-        trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps))
+        trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), requests)
         train_step = trainer.train_step
 
         def counted(step: int, *rest: Any) -> Any:

@@ -49,7 +49,8 @@ def report(config: dict[str, Any], command: str, typed_in: Path) -> int:
     if code == ExitCode.DONE:
         print("\n".join(last_words(config, folder, command, typed_in, step)))
     else:
-        print(f"Stopped at step {step}: {reason} (code {code}); logs: {folder}/attempts", file=sys.stderr)
+        where = "before the first step" if step is None else f"at step {step}"
+        print(f"Stopped {where}: {reason} (code {code}); logs: {folder}/attempts", file=sys.stderr)
     return code
 
 

@@ -27,10 +27,11 @@ from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
-from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
+from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
@@ -145,9 +146,23 @@ def identify(model: Model) -> Identity:
     return Identity(spec, args, Path(model.hf_assets_path), Path(model.tokenizer_folder), special_tokens)
 
 
-def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs], ExitCode]) -> int:
-    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code."""
+def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], ExitCode]) -> int:
+    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code.
+
+    Signals are heard from here on until the exit code is written: a stop that nobody has to agree to ends the process.
+    """
     init_logger()
+    requests = Requests()
+    with requests.listening():
+        try:
+            return _launch(argv, lambda config, launched: run(config, launched, requests))
+        except Stopped as stopped:
+            code = EXIT_CODES[stopped.request]
+            logger.info(f"Training stopped: {code.reason}, before the first step")
+            return int(code)
+
+
+def _launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs], ExitCode]) -> int:
     launched = launched_as()
     try:
         config = read_config(argv, launched.world_size)
@@ -159,14 +174,20 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs], ExitCode]) ->
         print(dump_toml(config))
     if config.job.save_config_file and launched.rank == 0:
         write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return int(run(config, launched))
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        run(config, launched)
+        code = run(config, launched)
+    except Stopped as stopped:
+        if launched.rank == 0:
+            code = EXIT_CODES[stopped.request]
+            write_exit(config.job.dump_folder, code.reason, int(code), step=None)
+        raise
     except Exception as error:
+        if not is_under_torchrun:
+            raise
         # torchrun shows what the first failing rank records here, with host and rank, as its last words.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
         raise
-    return 0
+    return 0 if is_under_torchrun else int(code)

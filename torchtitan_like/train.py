@@ -65,8 +65,11 @@ class Fetched:
 class Trainer:
     """Builds a run from a config; `train` then makes its steps. Order matters and is the order of the lines below."""
 
-    def __init__(self, config: JobConfig, world: World, checkpointer: Checkpointer, starts: list[Start]) -> None:
+    def __init__(
+        self, config: JobConfig, world: World, checkpointer: Checkpointer, starts: list[Start], requests: Requests
+    ) -> None:
         self.config = config
+        self.requests = requests
         self.world = world
         self.checkpointer = checkpointer
         self.starts = starts  # to be tried in this order
@@ -193,7 +196,6 @@ class Trainer:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
-        self.requests = Requests()
         self.numeric = numeric_fingerprint(
             world.device, world.dims.mesh_shape(), config.training, config.optimizer, config.loss, config.compile
         )
@@ -246,34 +248,33 @@ class Trainer:
             self.progress.step,
             self.world.step_group.barrier,
         )
-        # Listening ends when the last save is published: a second signal must not cut it short.
-        with self.requests.listening():
-            with profiling as profiler:
-                fetched = self._fetch(first_step)
-                while True:
-                    sums = fetched.agreement.wait()
-                    asked = agreed(sums[3:])
-                    reason = stop_among(asked)
-                    if reason is not None or self.is_finished:
-                        break
-                    step = self.progress.step + 1
-                    self.garbage.run(step)
-                    current, fetched = fetched, self._fetch(step + 1)
-                    self.metrics.record(self.train_step(step, current, sums))
-                    if self.metrics.due(step):
-                        self.metrics.log(step)
-                    profiler.step()
-                    if step == first_step:
-                        self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
-                    saves = self.checkpointer.due(
-                        step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
-                    )
-                    if saves and self.bad_step() is None:
-                        self.save(saves)
-                    is_first_or_last = step in (1, config.training.steps)
-                    if self.validation_sets and (is_first_or_last or step % config.validation.freq == 0):
-                        self.validate(step)
-            return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
+        self.requests.reach_the_wire = True
+        with profiling as profiler:
+            fetched = self._fetch(first_step)
+            while True:
+                sums = fetched.agreement.wait()
+                asked = agreed(sums[3:])
+                reason = stop_among(asked)
+                if reason is not None or self.is_finished:
+                    break
+                step = self.progress.step + 1
+                self.garbage.run(step)
+                current, fetched = fetched, self._fetch(step + 1)
+                self.metrics.record(self.train_step(step, current, sums))
+                if self.metrics.due(step):
+                    self.metrics.log(step)
+                profiler.step()
+                if step == first_step:
+                    self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
+                saves = self.checkpointer.due(
+                    step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
+                )
+                if saves and self.bad_step() is None:
+                    self.save(saves)
+                is_first_or_last = step in (1, config.training.steps)
+                if self.validation_sets and (is_first_or_last or step % config.validation.freq == 0):
+                    self.validate(step)
+        return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
 
     def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
         """Forward and backward of every micro-batch, one clipped and gated update. Nothing here waits for the device.
@@ -443,7 +444,7 @@ class Trainer:
 CODES = {ChangedError: ExitCode.BAD_CONFIG, CheckpointError: ExitCode.STORAGE, DataError: ExitCode.BAD_DATA}
 
 
-def run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
+def run(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
     """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
     logger.info(f"Starting job: {config.job.description}")
     world = join(config, launched)
@@ -455,7 +456,7 @@ def run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
             if step >= config.training.steps:
                 logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
             else:
-                trainer = Trainer(config, world, checkpointer, starts)
+                trainer = Trainer(config, world, checkpointer, starts, requests)
                 try:
                     code = trainer.train()
                 finally:

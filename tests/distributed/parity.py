@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import build_checkpointer, join, read_config
+from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,7 @@ def build(argv: list[str]) -> Trainer:
     world = join(config, LaunchedAs(rank, rank, world_size))
     checkpointer = build_checkpointer(config, world)
     try:
-        return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps))
+        return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), Requests())
     except BaseException:
         checkpointer.close()
         raise

@@ -14,6 +14,7 @@ from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import read_config
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import run as run_trainer
 
 SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
@@ -160,7 +161,7 @@ def start_with_a_blind_rank(argv):
 
 
 def run_one_rank(argv):
-    return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1))
+    return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests())
 
 
 def run_and_look_for_exit_file(argv):
@@ -213,7 +214,8 @@ def train_with_signals(argv):
         return write(*args)
 
     trainer.metrics.record, writer._write_native = traced, write_slowly
-    code = trainer.train()
+    with trainer.requests.listening():
+        code = trainer.train()
     step = trainer.progress.step
     release(trainer)
     return code, step

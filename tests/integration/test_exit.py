@@ -1,12 +1,17 @@
-"""After the last line of a run nothing is left that could bring the process down while Python shuts down."""
+"""How processes end: with the code of what ended them, and with nothing left that could bring them down afterwards."""
 
+import json
+import signal
 import subprocess
 import sys
 
-from tests.harness.runner import ROOT, trainer_environment
+import pytest
+
+from tests.harness.runner import ROOT, listen_to_signals, trainer_command, trainer_environment
 from tests.integration.test_resume import arguments
 from tests.integration.test_resume import text as text  # a fixture
 
+REASONS = {75: "requeue", 130: "interrupted"}
 # Threads are counted by the name that torch gives those which run a gloo group's work: two for each group.
 PROGRAM = """
 import pathlib, sys
@@ -32,3 +37,27 @@ def test_the_host_groups_end_before_the_process_does(text, tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     assert [line for line in result.stdout.splitlines() if "gloo threads" in line] == ["gloo threads: 2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("ngpu", "signum", "code"), [(1, signal.SIGINT, 130), (1, signal.SIGTERM, 75), (2, signal.SIGTERM, 75)]
+)
+def test_a_signal_during_the_start_ends_it_with_its_code(text, tmp_path, ngpu, signum, code):
+    """Nothing has been learnt yet: no rank waits for an agreement, and nothing is saved."""
+    folder = tmp_path / "outputs"
+    process = subprocess.Popen(
+        trainer_command(arguments(text, folder, **{"training.steps": 100_000}), ngpu, folder),
+        cwd=ROOT, env=trainer_environment(), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=listen_to_signals,
+    )  # fmt: skip
+    assert process.stdout is not None
+    output = ""
+    while "Building llama3" not in output:  # of all ranks: the first of them
+        output += process.stdout.readline()
+    process.send_signal(signum)
+    output += process.communicate(timeout=60)[0]
+    assert json.loads((folder / "exit.json").read_text()) == {"reason": REASONS[code], "code": code, "step": None}, (
+        output
+    )
+    assert process.returncode == (code if ngpu == 1 else 1) and "before the first step" in output, output
+    assert not list(folder.glob("checkpoint/step-*"))

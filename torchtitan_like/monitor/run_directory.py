@@ -87,8 +87,8 @@ class RunDirectory:
                 number += 1
 
 
-def write_exit(dump_folder: str | os.PathLike[str], reason: str, code: int, step: int) -> None:
-    """exit.json: how the run ended, with the code that launchers return. Also for runs that never began."""
+def write_exit(dump_folder: str | os.PathLike[str], reason: str, code: int, step: int | None) -> None:
+    """exit.json: how the run ended, with the code that launchers return; step: None where it never began."""
     folder = Path(dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "exit.json", json.dumps({"reason": reason, "code": code, "step": step}) + "\n")

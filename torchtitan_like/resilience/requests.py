@@ -38,11 +38,20 @@ EXIT_CODES = {
 SIGNALS = {signal.SIGINT: Request.INTERRUPT, signal.SIGTERM: Request.TERMINATE}
 
 
+class Stopped(BaseException):
+    """A signal before the first step: nothing is lost, and no peer waits for an agreement."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(f"stopped before the first step ({request.name})")
+        self.request = request
+
+
 class Requests:
     """The requests this rank has noted since the last time they were put on the wire."""
 
     def __init__(self) -> None:
         self._noted: set[Request] = set()
+        self.reach_the_wire = False  # from the first step on
 
     def note(self, request: Request) -> None:
         self._noted.add(request)
@@ -54,10 +63,15 @@ class Requests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into requests in here; afterwards the former handlers are back."""
+        """Turn SIGINT and SIGTERM into requests in here, or raise `Stopped` as long as none reaches the wire; afterwards the
+        former handlers are back.
+        """
 
         def handler(signum: int, _frame: FrameType | None) -> None:
-            self.note(SIGNALS[signal.Signals(signum)])
+            request = SIGNALS[signal.Signals(signum)]
+            if not self.reach_the_wire:
+                raise Stopped(request)
+            self.note(request)
 
         former = {signum: signal.signal(signum, handler) for signum in SIGNALS}
         try:

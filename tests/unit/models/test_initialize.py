@@ -136,7 +136,8 @@ def test_narrow_dtypes_start_from_the_fp32_weights_rounded():
 def test_a_tied_weight_is_drawn_once():
     model = llama({"enable_weight_tying": True})
     assert model.output.weight is model.tok_embeddings.weight
-    assert torch.equal(model.output.weight, llama().tok_embeddings.weight)
+    largest = 3 * llama().output.weight.shape[1] ** -0.5
+    assert 0.9 * largest < model.output.weight.abs().max() <= largest, "as an output, not as an embedding"
 
 
 def test_a_parameter_without_a_rule_is_named():

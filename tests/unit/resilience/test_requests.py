@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from torchtitan_like.resilience.exit_codes import ExitCode
-from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
+from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, Stopped, agreed, stop_among
 
 
 def test_a_request_is_sent_once():
@@ -39,6 +39,10 @@ def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
     former = signal.getsignal(signum)
     requests = Requests()
     with requests.listening():
+        with pytest.raises(Stopped) as stopped:  # nobody has made a step yet
+            os.kill(os.getpid(), signum)
+        assert stopped.value.request is request_ and not any(requests.take())
+        requests.reach_the_wire = True
         os.kill(os.getpid(), signum)
     assert requests.take()[request_] == 1
     assert signal.getsignal(signum) is former

@@ -129,8 +129,13 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
 
 
 def init_table(args: LlamaArgs) -> tuple[tuple[str, InitRule], ...]:
-    """TorchTitan's initial weights, for each parameter name the rule that matches first."""
-    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", InitRule("normal", std=1.0))]
+    """TorchTitan's initial weights, for each parameter name the rule that matches first.
+
+    A tied embedding starts as an output does: at a standard deviation of 1 the first logits would be of order sqrt(dim).
+    """
+    output = InitRule("trunc_normal", std=args.dim**-0.5, cut=3.0)
+    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
+    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
     for layer in range(args.n_layers):
         depth = layer + 1 if args.depth_init else args.n_layers
         into_residual = almost_normal(args.linear_std / math.sqrt(2 * depth))
@@ -138,5 +143,5 @@ def init_table(args: LlamaArgs) -> tuple[tuple[str, InitRule], ...]:
                  for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
     plain = almost_normal(args.linear_std)
     rows += [("layers.*.attention.w[qkv].weight", plain), ("layers.*.feed_forward.w1.weight", plain)]
-    rows += [("output.weight", InitRule("trunc_normal", std=args.dim**-0.5, cut=3.0))]
+    rows += [("output.weight", output)]
     return tuple(rows)
