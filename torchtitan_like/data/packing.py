@@ -8,7 +8,7 @@ label exactly once. The last sample may be shorter: it is padded, and padding is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from .token_stream import sample_rows
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding
+
+Samples: TypeAlias = "PackedSamples | JoinedSamples"
 
 
 class PackedSamples:
@@ -35,6 +37,7 @@ class PackedSamples:
                 f"the text of {file.folder} has {file.meta.num_tokens} token: expected 2 or more, an input and a label"
             )
         self.file, self.seq_len, self.mask_document_starts = file, seq_len, mask_document_starts
+        self.dtype = file.tokens.dtype
         num_labels = file.meta.num_tokens - 1
         self.num_samples = -(-num_labels // seq_len)
         # The text's very first token is no label anyway.
@@ -96,11 +99,16 @@ class PackedSamples:
 class JoinedSamples:
     """The samples of several sources, numbered on end: those of the first source, then those of the second, ..."""
 
-    def __init__(self, parts: Sequence[PackedSamples]) -> None:
+    seq_len: int
+    num_samples: int
+    dtype: np.dtype[Any]
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = tuple(parts)
         self.seq_len = parts[0].seq_len
         self.starts: NDArray[np.int64] = np.cumsum([0, *(part.num_samples for part in parts)])
-        self._dtype = np.result_type(*(part.file.tokens.dtype for part in parts))
+        self.num_samples = int(self.starts[-1])
+        self.dtype = np.result_type(*(part.dtype for part in parts))
 
     def sources_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of the source of each of ``samples``; of NO_SAMPLE that of the first."""
@@ -110,25 +118,29 @@ class JoinedSamples:
         """As `PackedSamples.read`."""
         if len(self.parts) == 1:
             return self.parts[0].read(samples)
-        rows = np.empty((len(samples), self.seq_len + 1), self._dtype)
-        lengths = np.empty(len(samples), np.int64)
+        rows = np.zeros((len(samples), self.seq_len + 1), self.dtype)
+        lengths = np.zeros(len(samples), np.int64)
         for part, mine, own in self._by_part(samples):
             rows[mine], lengths[mine] = part.read(own)
         return rows, lengths
 
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """As `PackedSamples.ignored_labels`."""
-        found = [(mine, *part.ignored_labels(own)) for part, mine, own in self._by_part(samples)]
-        return np.concatenate([mine[row] for mine, row, _ in found]), np.concatenate([column for *_, column in found])
+        rows, columns = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for part, mine, own in self._by_part(samples):
+            row, column = part.ignored_labels(own)
+            rows.append(mine[row])
+            columns.append(column)
+        return np.concatenate(rows), np.concatenate(columns)
 
     def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `PackedSamples.positions`."""
-        positions = np.empty((len(samples), self.seq_len), np.int64)
+        positions = np.zeros((len(samples), self.seq_len), np.int64)
         for part, mine, own in self._by_part(samples):
             positions[mine] = part.positions(own)
         return positions
 
-    def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[PackedSamples, NDArray[np.int64], NDArray[np.int64]]]:
+    def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[Samples, NDArray[np.int64], NDArray[np.int64]]]:
         """Each source that is there: the rows of its samples, and their numbers in the source."""
         source = self.sources_of(samples)
         found = []

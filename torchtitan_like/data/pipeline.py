@@ -17,9 +17,10 @@ from .best_fit import pack
 from .errors import DataError
 from .formats.documents import find_corpus
 from .formats.tokenizer import Tokenizer
-from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply
+from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply, seed_of
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
+from .streaming import StreamedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source
@@ -60,7 +61,9 @@ def build_train_batches(
     )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    parts = [_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions) for one in named]
+    parts = [
+        _training_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions, seed) for one in named
+    ]
     global_batch_size = num_accumulation * dp_size * training.local_batch_size
     skipped = skipped_positions(training.skip_steps, global_batch_size)
     changes = _weight_changes(named)
@@ -189,6 +192,29 @@ def _samples(
     return pack(_tokens(named, data, tokenizer, dump_folder, with_positions), seq_len, data, dump_folder)
 
 
+def _training_samples(
+    named: NamedSource,
+    seq_len: int,
+    data: Data,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    with_positions: bool,
+    seed: int,
+) -> PackedSamples | StreamedSamples:
+    source = named.source
+    if not source.streaming:
+        return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
+    return StreamedSamples(
+        find_corpus(source.path, source.format, source.text_field),
+        _policy(source, data, tokenizer),
+        seq_len,
+        data,
+        dump_folder=dump_folder,
+        seed=seed_of(named.key, seed) if data.shuffle else None,
+        max_epochs=source.max_epochs,
+    )
+
+
 def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
     if named.source.format == "tokens":
         return open_token_source(
@@ -204,7 +230,9 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
     return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)
 
 
-def _supply(named: NamedSource, samples: PackedSamples) -> Supply:
+def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
+    if isinstance(samples, StreamedSamples):
+        return Supply(named.key, samples.num_samples, samples.seq_len, named.source.weight)
     if not samples.num_labels:
         raise DataError(
             f"the text {named.name} has nothing to be learnt: each of its {samples.file.meta.num_documents:,} documents has "
@@ -239,7 +267,7 @@ def _fingerprint(
     named: Sequence[NamedSource],
     data: Data,
     tokenizer: Tokenizer,
-    parts: Sequence[PackedSamples],
+    parts: Sequence[PackedSamples | StreamedSamples],
     seed: int,
     changes: Sequence[tuple[int, dict[str, float]]],
 ) -> dict[str, Any]:
@@ -247,12 +275,9 @@ def _fingerprint(
     order = f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, version {PERMUTATION_VERSION}"
     fingerprint: dict[str, Any] = {}
     for one, samples in zip(named, parts, strict=True):
-        prefix, meta = f"sources.{one.key}" if one.key else "source", samples.file.meta
+        prefix = f"sources.{one.key}" if one.key else "source"
         policy = _policy(one.source, data, tokenizer)
-        fingerprint |= {
-            f"{prefix}.text": f"{meta.text_digest:016x}",
-            f"{prefix}.num_documents": meta.num_documents,
-            f"{prefix}.num_tokens": meta.num_tokens,
+        fingerprint |= {f"{prefix}.{name}": value for name, value in _identity(samples).items()} | {
             f"{prefix}.text_field": one.source.text_field,
             f"{prefix}.bos" if one.key else "bos": policy.bos_id,
             f"{prefix}.eos" if one.key else "eos": policy.eos_id,
@@ -273,7 +298,22 @@ def _fingerprint(
     }
 
 
-def _announce(what: str, named: NamedSource, samples: PackedSamples) -> None:
+def _identity(samples: PackedSamples | StreamedSamples) -> dict[str, Any]:
+    """What a text is known by."""
+    if isinstance(samples, StreamedSamples):
+        return {"files": samples.files, "order": samples.order}
+    meta = samples.file.meta
+    return {
+        "text": f"{meta.text_digest:016x}",
+        "num_documents": meta.num_documents,
+        "num_tokens": meta.num_tokens,
+    }
+
+
+def _announce(what: str, named: NamedSource, samples: PackedSamples | StreamedSamples) -> None:
+    if isinstance(samples, StreamedSamples):
+        logger.info(f"{what} text {named.name} ({samples.corpus.folder}): streamed, {samples.files}, {samples.order}")
+        return
     meta = samples.file.meta
     logger.info(
         f"{what} text {named.name} ({samples.file.folder}): {meta.num_documents:,} documents, {meta.num_tokens:,} "

@@ -36,6 +36,8 @@ CACHE_FOLDER_NAME = "token_cache"  # never taken for data
 # Work is cut into pieces of about this size: one is read, tokenised and committed as a whole. A half-built token cache
 # counts pieces, so cutting them differently needs another token_cache.FORMAT_VERSION.
 PIECE_BYTES = 8 * 2**20
+# Lines are streamed in blocks of this size. Another one is another order: streaming.WINDOW_VERSION.
+BLOCK_BYTES = 2 * 2**20
 _READ_BYTES = 2**20
 _DATASET_MARKS = ("dataset_info.json", "state.json")
 
@@ -105,6 +107,28 @@ def plan_pieces(corpus: Corpus) -> list[Piece]:
                 span = Span(file, current[-1].start, span.stop, current.pop().size + span.size)
             current.append(span)
     return [*pieces, tuple(current)] if current else pieces
+
+
+def count_blocks(corpus: Corpus) -> list[tuple[int, int]]:
+    """Of each file the number of its blocks (ranges of lines, whole files of text, row groups, record batches), and about
+    the bytes of text in it. Reads no text.
+    """
+    counts = []
+    for file in corpus.files:
+        if corpus.format in ("parquet", "arrow"):
+            with _Table(file, corpus.format, corpus.text_field) as table:
+                sizes = table.sizes()
+            counts.append((len(sizes), sum(sizes)))
+        else:
+            size = file.stat().st_size
+            counts.append((-(-size // (BLOCK_BYTES if corpus.format == "jsonl" else max(size, 1))), size))
+    return counts
+
+
+def block(corpus: Corpus, file: int, index: int) -> Span:
+    """A block of a file, both counted from 0. Its size is not told."""
+    size = {"jsonl": BLOCK_BYTES}.get(corpus.format, 1)
+    return Span(corpus.files[file], index * size, (index + 1) * size, 0)
 
 
 def piece_size(piece: Iterable[Span]) -> int:
@@ -208,8 +232,7 @@ def _read_lines(span: Span, field: str) -> Iterator[str]:
             stream.seek(span.start - 1)
             while stream.tell() < span.stop and (part := stream.readline(_READ_BYTES)) and not part.endswith(b"\n"):
                 continue
-        while (start := stream.tell()) < span.stop:
-            line = stream.readline()
+        while (start := stream.tell()) < span.stop and (line := stream.readline()):
             if line.strip():
                 yield _parse_line(span.file, line, start, field)
 
