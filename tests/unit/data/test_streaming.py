@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import xxhash
@@ -19,15 +23,18 @@ from hypothesis import strategies as st
 from tests.unit.data.conftest import TEXTS, write_jsonl
 from tests.unit.data.reference import Row, samples_of
 from tests.unit.data.test_batches import check_step, rows_of
-from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training
+from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
 from torchtitan_like.data import streaming
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.formats import documents
 from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.order import shuffled
 from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.token_file import TokenFile
 
+ROOT = Path(__file__).parents[3]
 Build = Callable[..., TrainBatches]
 SEQ_LEN, SEED, BLOCK, WINDOW = 16, 7, 1000, 2000
 # (data-parallel size, accumulation, local batch): all read 8 samples a step
@@ -240,3 +247,160 @@ def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
     longer = build(layout, 0, own(corpus, max_epochs=num_epochs + 1), packing=pack)
     longer.load_state_dict(ranks[0].state_dict())
     assert next(longer).num_samples == 8
+
+
+def test_a_far_position_costs_one_window(build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "NUM_AHEAD", 0)
+    batches = build((1, 1, 8), 0, own(corpus))
+    (part,) = batches._streams.values()
+    made, make = [], part._make
+
+    def count(folder: Path, key: dict[str, Any]) -> TokenFile:
+        made.append(key["window"])
+        return make(folder, key)
+
+    monkeypatch.setattr(part, "_make", count)
+    state = batches.state_dict(10**7) | {"cursors": {"own": [2_000_001, 10**7 - 5]}}
+    batches.load_state_dict(state)
+    batch = next(batches)
+    assert batch.first_samples == [10**7] and batch.num_valid_tokens == 8 * SEQ_LEN
+    assert made == [2_000_001]
+
+
+def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_made_again(build: Build, corpus: Path) -> None:
+    batches, steps = build((1, 1, 8), 0, own(corpus)), []
+    (part,) = batches._streams.values()
+    for _ in range(60):
+        steps.append(next(batches))
+        kept = [folder for folder in part._folder.glob("window-*") if not folder.name.startswith(".")]
+        assert len(kept) <= streaming.NUM_AHEAD + 3 and len(part._open) <= streaming.NUM_AHEAD + 1
+    assert part._ahead is not None
+    part._ahead.join()
+    assert len(list(part._folder.glob(".*"))) <= streaming.NUM_AHEAD + 4  # locks
+    again = build((1, 1, 8), 0, own(corpus))
+    assert [next(again).digest for _ in range(60)] == [batch.digest for batch in steps]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 8), (4, 1, 2)], ids=str)
+def test_streams_and_cached_texts_are_mixed(build: Build, corpus: Path, layout: tuple[int, int, int]) -> None:
+    """Each source is read as if it were alone, sample after sample, through a restart."""
+    sources: dict[str, Any] = {
+        "own": {"path": str(corpus), "streaming": True, "weight": 5},
+        "other": {"path": str(corpus / "c.jsonl"), "streaming": True, "weight": 2},
+        "small": {"path": str(corpus / "c.jsonl"), "weight": 1, "weight_from": [[10, 3]]},
+    }
+    alone = {
+        name: (row for batch in build((1, 1, 1), 0, {name: source}) for row in rows_of([batch]))
+        for name, source in ((name, {**source, "weight": 1, "weight_from": []}) for name, source in sources.items())
+    }
+    read: Counter[str] = Counter()
+    state = None
+    for _ in range(3):
+        ranks = ranks_of(build, layout, sources)
+        for rank in ranks if state else []:
+            rank.load_state_dict(state)
+        for _ in range(8):
+            number, _ = ranks[0].order.locate(ranks[0].next_positions())
+            names = [ranks[0].order.supplies[index].key for index in number.tolist()]
+            assert rows_of([next(rank) for rank in ranks]) == [next(alone[name]) for name in names]
+            read.update(names)
+        state = json.loads(json.dumps(ranks[-1].state_dict()))
+    assert state["counts"] == read and min(read.values()) > 10
+
+
+def test_skipped_steps_are_passed_over(build: Build, corpus: Path) -> None:
+    plain = build((1, 1, 8), 0, own(corpus, max_epochs=1))
+    expected = [contents(batch) for number, batch in enumerate(plain, start=1) if not 3 <= number <= 12]
+    skipping = build((1, 1, 8), 0, own(corpus, max_epochs=1), skip_steps=[[3, 12]])
+    assert [contents(batch) for batch in skipping] == expected
+
+
+def test_other_files_are_another_stream(build: Build, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = build((1, 1, 8), 0, own(corpus))
+    for _ in range(30):
+        next(first)
+    write_jsonl(corpus / "z.jsonl", ["one more"] * 99)
+    here = build((1, 1, 8), 0, own(corpus))
+    with pytest.raises(
+        DataMismatch, match=r"(?s)sources.own.files: saved '4 files, .*now '5 files, .*sources.own.order"
+    ):
+        here.load_state_dict(first.state_dict())
+    allowing = build((1, 1, 8), 0, own(corpus), allow_change=["sources.own.*"])
+    allowing.load_state_dict(first.state_dict())
+    assert next(allowing).position == first.position + 8
+    (old,), (new,) = first._streams.values(), allowing._streams.values()
+    assert new._first == old.cursor(first.position)[0]  # goes on with the window after those that were read
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "text"])
+def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
+    texts = [f"{number} {text}" for number in range(8) for text in TEXTS if text.strip()]
+    folder = tmp_path / kind
+    folder.mkdir()
+    table = pyarrow.table({"text": texts})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=5)
+    elif kind == "arrow":
+        with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as out:
+            out.write_table(table, max_chunksize=5)
+    else:
+        for number, text in enumerate(texts):
+            (folder / f"{number}.txt").write_text(text)
+    cached = {"own": {"path": str(folder), "max_epochs": 1}}
+    read, expected = (
+        Counter(label for batch in build((1, 1, 8), 0, sources) for label in batch.labels.flatten().tolist())
+        for sources in (own(folder, max_epochs=1), cached)
+    )
+    batches = build((1, 1, 8), 0, own(folder))
+    (part,) = batches._streams.values()
+    assert part.num_blocks == (-(-len(texts) // 5) if kind != "text" else len(texts)) and part.windows_per_epoch > 1
+    del read[-100], expected[-100]
+    missing = expected - read  # the first token of a window, where no text stands before it, is no label
+    assert not read - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}
+
+
+def test_what_is_wrong_with_the_text_is_told(build: Build, corpus: Path) -> None:
+    (corpus / "d.jsonl").write_text('{"text": "good"}\n{"text": 7}\n')
+    with pytest.raises(DataError, match=r'd.jsonl, line 2: "text" is 7'):
+        list(build((1, 1, 8), 0, own(corpus, max_epochs=1)))
+    write_jsonl(corpus / "nothing" / "a.jsonl", [""] * 300)
+    with pytest.raises(DataError, match="nothing to be learnt in the 1 files of .*nothing"):
+        next(build((1, 1, 8), 0, own(corpus / "nothing")))
+
+
+def test_what_cannot_be_streamed_is_refused_with_the_configuration() -> None:
+    stream = {"path": "a", "streaming": True}
+    for section, source, expected in (
+        (Data, {**stream, "max_epochs": 2}, "in a mixture .*not available yet"),
+        (Data, {**stream, "format": "tokens"}, 'false with format = "tokens"'),
+        (Validation, stream, "texts that are not streamed"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            section(sources={"one": DataSource(**source), "two": DataSource(path="b")})
+
+
+def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> None:
+    """What is made ahead is left as it is, without an error and at once."""
+    code = """if 1:
+        import sys, time, threading
+        from torchtitan_like.config.sections_training import Data, Training
+        from torchtitan_like.data import pipeline, streaming
+        from torchtitan_like.data.formats import documents, tokenizer
+        documents.BLOCK_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 1000, 5000, 1
+        encode = streaming.encode_piece
+        def slow(*given):
+            if threading.current_thread() is not threading.main_thread():
+                print("making", flush=True)
+                time.sleep(1)
+            return encode(*given)
+        streaming.encode_piece = slow
+        batches = pipeline.build_train_batches(
+            Training(seq_len=16), Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
+            tokenizer=tokenizer.load_tokenizer("tests/assets/tokenizer"), dump_folder=sys.argv[2], seed=1,
+            dp_rank=0, dp_size=1, num_accumulation=1)
+        next(batches)
+        time.sleep(0.2)
+    """
+    command = [sys.executable, "-c", code, str(corpus), str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "making\n", "")
