@@ -62,11 +62,8 @@ class TrainBatches:
         self._reader: Iterator[Batch] | None = None
         self._position = 0
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
-        self._streams = {
-            supply.key: part
-            for supply, part in zip(order.supplies, samples.parts, strict=True)
-            if isinstance(part, StreamedSamples)
-        }
+        by_key = zip(order.supplies, samples.parts, strict=True)
+        self._streams = {supply.key: part for supply, part in by_key if isinstance(part, StreamedSamples)}
         dp_rank, dp_size = sharing
         self._batches = PlannedBatches(samples, (num_accumulation, local_batch_size), with_positions=with_positions)
         self._global_batch_size = num_accumulation * dp_size * local_batch_size
@@ -124,13 +121,12 @@ class TrainBatches:
         """
         position = self._position if position is None else position
         origin, counts = self.order.origin, self.order.counts_at(position)
-        cursors = {key: stream.cursor(counts[key]) for key, stream in self._streams.items()}
         return {
             "position": position,
             "counts": counts,
             "origin": {"position": origin.position, "counts": dict(origin.counts)},
             "fingerprint": dict(self.fingerprint),
-            **({"cursors": {key: list(cursor) for key, cursor in cursors.items()}} if cursors else {}),
+            "cursors": {key: stream.cursor(counts[key]) for key, stream in self._streams.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

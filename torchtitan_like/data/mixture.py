@@ -89,10 +89,7 @@ class SampleOrder:
         self.supplies = tuple(supplies)
         self._sizes = np.array([supply.num_samples for supply in supplies])
         self.starts = np.cumsum([0, *self._sizes])
-        self._seeds = [
-            None if seed is None or supply.num_samples == UNKNOWN_SIZE else seed_of(supply.key, seed)
-            for supply in supplies
-        ]
+        self._seeds = None if seed is None else [seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
         self.start_at(origin or Origin(0, {}))
 
@@ -115,10 +112,10 @@ class SampleOrder:
         for index, (size, first) in enumerate(zip(self._sizes.tolist(), self.starts.tolist(), strict=False)):
             mine = np.flatnonzero(source == index)
             epochs, within = np.divmod(count[mine], size)
-            if (seed := self._seeds[index]) is not None:
+            if self._seeds is not None and size != UNKNOWN_SIZE:
                 for epoch in np.unique(epochs):
                     chosen = epochs == epoch
-                    within[chosen] = shuffled(within[chosen], size, seed, int(epoch))
+                    within[chosen] = shuffled(within[chosen], size, self._seeds[index], int(epoch))
             samples[mine] = first + within
         return samples
 

@@ -20,6 +20,8 @@ from .token_stream import sample_rows
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding
 
+_NONE = np.empty(0, np.int64)
+
 Samples: TypeAlias = "PackedSamples | JoinedSamples"
 
 
@@ -66,7 +68,7 @@ class PackedSamples:
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The labels of ``samples`` (rows,) that begin a document, if those are masked: their rows and columns."""
         if not self.mask_document_starts:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+            return _NONE, _NONE
         first_label = np.maximum(samples, 0) * self.seq_len + 1
         row, document = self._starts_within(first_label)
         column = self.file.offsets[document].astype(np.int64) - first_label[row]
@@ -99,16 +101,12 @@ class PackedSamples:
 class JoinedSamples:
     """The samples of several sources, numbered on end: those of the first source, then those of the second, ..."""
 
-    seq_len: int
-    num_samples: int
-    dtype: np.dtype[Any]
-
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = tuple(parts)
-        self.seq_len = parts[0].seq_len
+        self.seq_len: int = parts[0].seq_len
         self.starts: NDArray[np.int64] = np.cumsum([0, *(part.num_samples for part in parts)])
-        self.num_samples = int(self.starts[-1])
-        self.dtype = np.result_type(*(part.dtype for part in parts))
+        self.num_samples: int = int(self.starts[-1])
+        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in parts))
 
     def sources_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of the source of each of ``samples``; of NO_SAMPLE that of the first."""
@@ -126,12 +124,9 @@ class JoinedSamples:
 
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """As `PackedSamples.ignored_labels`."""
-        rows, columns = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for part, mine, own in self._by_part(samples):
-            row, column = part.ignored_labels(own)
-            rows.append(mine[row])
-            columns.append(column)
-        return np.concatenate(rows), np.concatenate(columns)
+        found = [(mine, *part.ignored_labels(own)) for part, mine, own in self._by_part(samples)]
+        rows, columns = [mine[row] for mine, row, _ in found], [column for *_, column in found]
+        return np.concatenate([_NONE, *rows]), np.concatenate([_NONE, *columns])
 
     def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `PackedSamples.positions`."""

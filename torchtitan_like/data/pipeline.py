@@ -204,15 +204,9 @@ def _training_samples(
     source = named.source
     if not source.streaming:
         return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
-    return StreamedSamples(
-        find_corpus(source.path, source.format, source.text_field),
-        _policy(source, data, tokenizer),
-        seq_len,
-        data,
-        dump_folder=dump_folder,
-        seed=seed_of(named.key, seed) if data.shuffle else None,
-        max_epochs=source.max_epochs,
-    )
+    corpus = find_corpus(source.path, source.format, source.text_field)
+    policy, key = _policy(source, data, tokenizer), seed_of(named.key, seed) if data.shuffle else None
+    return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
 
 
 def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
@@ -301,18 +295,16 @@ def _fingerprint(
 def _identity(samples: PackedSamples | StreamedSamples) -> dict[str, Any]:
     """What a text is known by."""
     if isinstance(samples, StreamedSamples):
-        return {"files": samples.files, "order": samples.order}
+        return samples.identity
     meta = samples.file.meta
-    return {
-        "text": f"{meta.text_digest:016x}",
-        "num_documents": meta.num_documents,
-        "num_tokens": meta.num_tokens,
-    }
+    return {"text": f"{meta.text_digest:016x}", "num_documents": meta.num_documents, "num_tokens": meta.num_tokens}
 
 
 def _announce(what: str, named: NamedSource, samples: PackedSamples | StreamedSamples) -> None:
     if isinstance(samples, StreamedSamples):
-        logger.info(f"{what} text {named.name} ({samples.corpus.folder}): streamed, {samples.files}, {samples.order}")
+        logger.info(
+            f"{what} text {named.name} ({samples.corpus.folder}): streamed, {', '.join(samples.identity.values())}"
+        )
         return
     meta = samples.file.meta
     logger.info(

@@ -20,8 +20,9 @@ import sys
 import threading
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from torchtitan_like.config.sections_training import Data
 
 from . import best_fit, packing
 from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME, Corpus, Span, block, count_blocks
+from .formats.documents import CACHE_FOLDER_NAME, Blocks, Corpus, Span
 from .mixture import UNKNOWN_SIZE, seed_of
 from .order import PERMUTATION_VERSION, shuffled
 from .packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
-from .token_cache import Found, TokenPolicy, cache_key, check_ids, encode_piece, find_or_build
+from .token_cache import TokenPolicy, cache_key, check_ids, encode_piece, find_or_build
 from .token_file import EncodedPiece, Staging, TokenFile, open_token_file, token_type
 
 # Changes whenever any window of any text would hold other samples. Saved with the data position.
@@ -62,7 +63,6 @@ class StreamedSamples(JoinedSamples):
         policy: TokenPolicy,
         seq_len: int,
         data: Data,
-        *,
         dump_folder: str,
         seed: int | None,
         max_epochs: int,
@@ -71,33 +71,24 @@ class StreamedSamples(JoinedSamples):
         is_best_fit = data.packing == "best_fit"
         self.packing = best_fit.BestFitSamples.packing if is_best_fit else packing.PACKING
         self.mask_document_starts = data.mask_document_starts or is_best_fit
-        self.corpus, self._policy, self._data, self._dump_folder = corpus, policy, data, dump_folder
+        self.corpus, self._policy, self._data = corpus, policy, data
         self._folder = Path(data.cache_folder or Path(dump_folder, CACHE_FOLDER_NAME)).expanduser().absolute()
-        self._key = cache_key(corpus, policy)
-        counts, sizes = self._cached("blocks", _open_counts, self._count_blocks, wait=True).T
-        self._block_ends, self.num_blocks = np.cumsum(counts), int(counts.sum())
-        if not self.num_blocks:
-            raise DataError(f"no text in the {len(corpus.files)} files of {corpus.folder}")
-        wanted = max(WINDOW_BYTES, 4 * MIN_SAMPLES * seq_len) * self.num_blocks
-        self.window_blocks = min(max(1, round(wanted / int(sizes.sum()))), self.num_blocks)
-        self.windows_per_epoch = -(-self.num_blocks // self.window_blocks)
+        self._places: Any = {"beside": corpus.folder, "cache_folder": str(self._folder), "dump_folder": dump_folder}
+        self._blocks = Blocks(corpus)
+        wanted = max(WINDOW_BYTES, 4 * MIN_SAMPLES * seq_len) * len(self._blocks) / max(1, self._blocks.num_bytes)
+        self._at_once = min(max(1, round(wanted)), len(self._blocks))
+        self.windows_per_epoch = -(-len(self._blocks) // self._at_once)
         self._num_windows = max_epochs * self.windows_per_epoch or UNKNOWN_SIZE
         self._seeds = None if seed is None else [seed_of(what, seed) for what in ("blocks", "documents", "samples")]
-        self._key |= {"order": self.order, "seeds": self._seeds}
+        order = (
+            f"windows of {self._at_once} of {len(self._blocks)} blocks, version {WINDOW_VERSION}.{PERMUTATION_VERSION}"
+        )
+        self.identity = {"files": self._blocks.identity, "order": order}
+        self._key = cache_key(corpus, policy) | {"order": order, "seeds": self._seeds}
+        self._digest = xxhash.xxh3_64_hexdigest(json.dumps(self._key, sort_keys=True).encode())
         self._ahead: threading.Thread | None = None
         self._ahead_from = -1
         self.go_to(0, 0)
-
-    @property
-    def order(self) -> str:
-        """What decides, beside seed and files, which documents a window holds."""
-        return f"windows of {self.window_blocks} of {self.num_blocks} blocks, version {WINDOW_VERSION}.{PERMUTATION_VERSION}"
-
-    @property
-    def files(self) -> str:
-        """Number, names and sizes of the files: their contents are not read to know them."""
-        names = [(str(file.relative_to(self.corpus.folder)), file.stat().st_size) for file in self.corpus.files]
-        return f"{len(names)} files, {xxhash.xxh3_64_hexdigest(json.dumps(names).encode())}"
 
     def go_to(self, window: int, start: int) -> None:
         """Begin with ``window``, before which lie ``start`` samples; nothing before it is asked for any more."""
@@ -121,7 +112,7 @@ class StreamedSamples(JoinedSamples):
     def delete_before(self, count: int) -> None:
         """Delete the windows that lie wholly in the first ``count`` samples. No process may need them any more."""
         while self._deleted < len(self._starts) - 1 and self._starts[self._deleted + 1] <= count:
-            folder = self._folder / self._name(f"window-{self._first + self._deleted}")
+            folder = self._folder / f"window-{self._first + self._deleted}-{self._digest}"
             self._open.pop(self._first + self._deleted, None)
             self._deleted += 1
             with suppress(OSError):  # another process was faster
@@ -131,7 +122,7 @@ class StreamedSamples(JoinedSamples):
     def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[Samples, NDArray[np.int64], NDArray[np.int64]]]:
         self.advance(int(samples.max(initial=NO_SAMPLE)) + 1)
         index = np.searchsorted(self._starts, samples, side="right") - 1
-        found: list[tuple[Samples, NDArray[np.int64], NDArray[np.int64]]] = []
+        found: list[Any] = []
         for window in np.unique(index[(samples != NO_SAMPLE) & (samples < self._starts[-1])]).tolist():
             part = self._window(self._first + window)
             assert part is not None
@@ -140,15 +131,11 @@ class StreamedSamples(JoinedSamples):
             if self._seeds is not None:
                 own = shuffled(own, part.num_samples, self._seeds[2], self._first + window)
             found.append((part, mine, own))
-        self._look_ahead(self._first + len(self._starts) - 1)
+        number = self._first + len(self._starts) - 1
+        if number != self._ahead_from and not (self._ahead and self._ahead.is_alive()):
+            self._ahead_from, self._ahead = number, threading.Thread(target=self._make_ahead, args=(number,))
+            self._ahead.start()
         return found
-
-    def _look_ahead(self, number: int) -> None:
-        """Make the windows from ``number`` on in a thread. It ends with the process: see `_make`."""
-        if number == self._ahead_from or (self._ahead and self._ahead.is_alive()):
-            return
-        self._ahead_from, self._ahead = number, threading.Thread(target=self._make_ahead, args=(number,))
-        self._ahead.start()
 
     def _make_ahead(self, number: int) -> None:
         for ahead in range(number, min(number + NUM_AHEAD, self._num_windows)):
@@ -164,99 +151,55 @@ class StreamedSamples(JoinedSamples):
             num_labels = file.meta.num_tokens - (file.meta.num_documents if self.mask_document_starts else 1)
             # A plan of best-fit packing lies in the window's own folder, and goes with it.
             beside = self._data.model_copy(update={"cache_folder": str(file.folder)})
-            self._open[number] = (
-                best_fit.pack(file, self.seq_len, beside, self._dump_folder) if num_labels > 0 else None
-            )
+            part = best_fit.pack(file, self.seq_len, beside, str(self._folder)) if num_labels > 0 else None
+            self._open[number] = part
         return self._open[number]
 
     def _file(self, number: int, *, wait: bool) -> TokenFile:
-        key = {**self._key, "window": number}
-        return self._cached(
-            f"window-{number}",
-            lambda folder: _open_window(folder, key),
-            lambda folder: self._make(folder, key),
-            wait,
-        )
+        key = self._key | {"window": number}
+        name = f"window-{number}-{self._digest}"
+        return find_or_build(name, lambda at: _find(at, key), lambda at: self._make(at, key), **self._places, wait=wait)
 
     def _make(self, folder: Path, key: dict[str, Any]) -> TokenFile:
-        pieces = []
-        for span in self._blocks(key["window"]):
-            if not threading.main_thread().is_alive():
-                sys.exit()  # out of the thread: the process, which waits for it, is to end
-            pieces.append(encode_piece(self.corpus, (span,), self._policy))
         # Under a name of its own: where locks do not reach across nodes, each makes it, and the first stays.
         building = folder.with_name(f".{uuid.uuid4().hex}")
+        piece = encode_piece(self.corpus, self._spans(key["window"]), self._policy)
         try:
             staging = Staging(building, self.dtype)
-            staging.append(self._mixed(pieces, key["window"]))
+            staging.append(self._permuted(piece, key["window"]))
             check_ids(staging, self._policy)
             staging.publish(folder, key)
         except OSError as error:
-            if open_token_file(folder, key) is None:
+            if _find(folder, key) is None:
                 raise DataError(f"the tokens {folder} of a streamed source were not written: {error}") from error
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        made = open_token_file(folder, key)
-        assert made is not None
-        return made
+        return _find(folder, key) or self._make(folder, key)
 
-    def _blocks(self, number: int) -> list[Span]:
+    def _spans(self, number: int) -> Iterator[Span]:
         """The text of a window, in the order of the files."""
         epoch, window = divmod(number, self.windows_per_epoch)
-        places = np.arange(self.num_blocks)[window * self.window_blocks :][: self.window_blocks]
+        places = np.arange(window * self._at_once, min((window + 1) * self._at_once, len(self._blocks)))
         if self._seeds is not None:
-            places = np.sort(shuffled(places, self.num_blocks, self._seeds[0], epoch))
-        files = np.searchsorted(self._block_ends, places, side="right").tolist()
-        starts = [0, *self._block_ends.tolist()]
-        return [
-            block(self.corpus, file, place - starts[file]) for file, place in zip(files, places.tolist(), strict=True)
-        ]
+            places = np.sort(shuffled(places, len(self._blocks), self._seeds[0], epoch))
+        for place in places.tolist():
+            if not threading.main_thread().is_alive():
+                sys.exit()  # out of this thread: the process is to end, and waits for it
+            yield self._blocks[place]
 
-    def _mixed(self, pieces: Sequence[EncodedPiece], number: int) -> EncodedPiece:
-        """The documents of a window, permuted."""
-        tokens, lengths, hashes = (
-            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens", "lengths", "hashes")
-        )
-        if self._seeds is not None and len(lengths):
-            order = shuffled(np.arange(len(lengths)), len(lengths), self._seeds[1], number)
-            documents = np.split(tokens, np.cumsum(lengths)[:-1].astype(np.int64))
-            tokens = np.concatenate([documents[index] for index in order.tolist()])
-            lengths, hashes = lengths[order], hashes[order]
-        num_empty, text_bytes = (sum(getattr(piece, name) for piece in pieces) for name in ("num_empty", "text_bytes"))
-        return EncodedPiece(tokens, lengths, hashes, num_empty, text_bytes)
-
-    def _count_blocks(self, file: Path) -> NDArray[np.int64]:
-        counts = np.array(count_blocks(self.corpus), np.int64)
-        unfinished = file.with_name(f".{uuid.uuid4().hex}.npy")
-        np.save(unfinished, counts)
-        unfinished.replace(file)
-        return counts
-
-    def _cached(
-        self, what: str, find: Callable[[Path], Found | None], build: Callable[[Path], Found], wait: bool
-    ) -> Found:
-        return find_or_build(
-            self._name(what),
-            find,
-            build,
-            beside=self.corpus.folder,
-            cache_folder=str(self._folder),
-            dump_folder=self._dump_folder,
-            wait=wait,
-        )
-
-    def _name(self, what: str) -> str:
-        return f"{what}-{xxhash.xxh3_64_hexdigest(json.dumps(self._key, sort_keys=True).encode())}"
+    def _permuted(self, piece: EncodedPiece, number: int) -> EncodedPiece:
+        if self._seeds is None or not len(piece.lengths):
+            return piece
+        order = shuffled(np.arange(len(piece.lengths)), len(piece.lengths), self._seeds[1], number)
+        documents = np.split(piece.tokens, np.cumsum(piece.lengths)[:-1].astype(np.int64))
+        tokens = np.concatenate([documents[index] for index in order.tolist()])
+        return replace(piece, tokens=tokens, lengths=piece.lengths[order], hashes=piece.hashes[order])
 
 
-def _open_counts(file: Path) -> NDArray[np.int64] | None:
-    return np.load(file) if file.exists() else None
-
-
-def _open_window(folder: Path, key: dict[str, Any]) -> TokenFile | None:
+def _find(folder: Path, key: dict[str, Any]) -> TokenFile | None:
     try:
         return open_token_file(folder, key)
     except (DataError, OSError):
         if folder.exists():
             raise
-        return None  # who reads further on deleted it just now
+        return None  # who reads further on has just deleted it

@@ -22,7 +22,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 
 from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME, Corpus, Piece, piece_size, plan_pieces, read_piece
+from .formats.documents import CACHE_FOLDER_NAME, Corpus, Piece, Span, piece_size, plan_pieces, read_piece
 from .formats.tokenizer import Tokenizer, load_tokenizer
 from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
 
@@ -284,7 +284,7 @@ def _encode_in_worker(piece: Piece) -> EncodedPiece:
     return encode_piece(corpus, piece, policy)
 
 
-def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPiece:
+def encode_piece(corpus: Corpus, piece: Iterable[Span], policy: TokenPolicy) -> EncodedPiece:
     """Read and tokenise one piece. A document without any token is left out, and counted."""
     before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
     tokens = array("I")

@@ -260,7 +260,7 @@ def test_a_far_position_costs_one_window(build: Build, corpus: Path, monkeypatch
         return make(folder, key)
 
     monkeypatch.setattr(part, "_make", count)
-    state = batches.state_dict(10**7) | {"cursors": {"own": [2_000_001, 10**7 - 5]}}
+    state = batches.state_dict(10**7) | {"cursors": {"own": (2_000_001, 10**7 - 5)}}
     batches.load_state_dict(state)
     batch = next(batches)
     assert batch.first_samples == [10**7] and batch.num_valid_tokens == 8 * SEQ_LEN
@@ -322,7 +322,7 @@ def test_other_files_are_another_stream(build: Build, corpus: Path, caplog: pyte
     write_jsonl(corpus / "z.jsonl", ["one more"] * 99)
     here = build((1, 1, 8), 0, own(corpus))
     with pytest.raises(
-        DataMismatch, match=r"(?s)sources.own.files: saved '4 files, .*now '5 files, .*sources.own.order"
+        DataMismatch, match=r"(?s)sources.own.files: saved '4 files, .*now '5 files, .*sources.own.order: "
     ):
         here.load_state_dict(first.state_dict())
     allowing = build((1, 1, 8), 0, own(corpus), allow_change=["sources.own.*"])
@@ -353,7 +353,7 @@ def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, t
     )
     batches = build((1, 1, 8), 0, own(folder))
     (part,) = batches._streams.values()
-    assert part.num_blocks == (-(-len(texts) // 5) if kind != "text" else len(texts)) and part.windows_per_epoch > 1
+    assert len(part._blocks) == (-(-len(texts) // 5) if kind != "text" else len(texts)) and part.windows_per_epoch > 1
     del read[-100], expected[-100]
     missing = expected - read  # the first token of a window, where no text stands before it, is no label
     assert not read - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}

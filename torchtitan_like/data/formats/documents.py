@@ -13,10 +13,15 @@ from __future__ import annotations
 import glob
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
 
 from ..errors import DataError
 
@@ -39,6 +44,7 @@ PIECE_BYTES = 8 * 2**20
 # Lines are streamed in blocks of this size. Another one is another order: streaming.WINDOW_VERSION.
 BLOCK_BYTES = 2 * 2**20
 _READ_BYTES = 2**20
+_READERS = 16  # files that are asked at once what is in them
 _DATASET_MARKS = ("dataset_info.json", "state.json")
 
 
@@ -109,26 +115,42 @@ def plan_pieces(corpus: Corpus) -> list[Piece]:
     return [*pieces, tuple(current)] if current else pieces
 
 
-def count_blocks(corpus: Corpus) -> list[tuple[int, int]]:
-    """Of each file the number of its blocks (ranges of lines, whole files of text, row groups, record batches), and about
-    the bytes of text in it. Reads no text.
+class Blocks:
+    """The corpus in blocks, numbered on end: ranges of lines, row groups, record batches, whole files of text.
+
+    num_bytes: about the bytes of text in all of them. identity: number of the files, and a hash of their names and sizes.
+    Reads no text; of tables, what each file says of itself.
     """
-    counts = []
-    for file in corpus.files:
-        if corpus.format in ("parquet", "arrow"):
-            with _Table(file, corpus.format, corpus.text_field) as table:
-                sizes = table.sizes()
-            counts.append((len(sizes), sum(sizes)))
-        else:
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._files = corpus.files
+        self._step = BLOCK_BYTES if corpus.format == "jsonl" else 1
+
+        def count(file: Path) -> tuple[int, int]:
+            if corpus.format in ("parquet", "arrow"):
+                with _Table(file, corpus.format, corpus.text_field) as table:
+                    sizes = table.sizes()
+                return len(sizes), sum(sizes)
             size = file.stat().st_size
-            counts.append((-(-size // (BLOCK_BYTES if corpus.format == "jsonl" else max(size, 1))), size))
-    return counts
+            return -(-size // (BLOCK_BYTES if corpus.format == "jsonl" else max(size, 1))), size
 
+        with ThreadPoolExecutor(_READERS) as pool:
+            counts = list(pool.map(count, corpus.files))
+        self._ends = list(accumulate(num_blocks for num_blocks, _ in counts))
+        self.num_bytes = sum(num_bytes for _, num_bytes in counts)
+        names = [(file.relative_to(corpus.folder).as_posix(), file.stat().st_size) for file in corpus.files]
+        self.identity = f"{len(names)} files, {xxhash.xxh3_64_hexdigest(json.dumps(names).encode())}"
+        if not self._ends[-1]:
+            raise DataError(f"no text in the {len(corpus.files)} files of {corpus.folder}")
 
-def block(corpus: Corpus, file: int, index: int) -> Span:
-    """A block of a file, both counted from 0. Its size is not told."""
-    size = {"jsonl": BLOCK_BYTES}.get(corpus.format, 1)
-    return Span(corpus.files[file], index * size, (index + 1) * size, 0)
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Span:
+        """Without its size."""
+        file = bisect_right(self._ends, number)
+        index = number - (self._ends[file - 1] if file else 0)
+        return Span(self._files[file], index * self._step, (index + 1) * self._step, 0)
 
 
 def piece_size(piece: Iterable[Span]) -> int:
@@ -136,7 +158,7 @@ def piece_size(piece: Iterable[Span]) -> int:
     return sum(span.size for span in piece)
 
 
-def read_piece(corpus: Corpus, piece: Piece) -> Iterator[str]:
+def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[str]:
     """The documents of ``piece`` in order. Raises DataError, with file and line (or row), for anything else."""
     for span in piece:
         if corpus.format == "text":
