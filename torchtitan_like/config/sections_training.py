@@ -203,6 +203,10 @@ class DataSource(Section):
         description="Type of the ids in flat .bin files (without .idx); auto is uint16 for a vocabulary of at most 65,536.",
     )
     text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
+    streaming: bool = Field(
+        False,
+        description="Tokenise the text while it is read and keep only the next part: for texts too large for a token cache.",
+    )
     weight: float = Field(
         1.0,
         ge=0,
@@ -224,6 +228,9 @@ class DataSource(Section):
         if self.format != "tokens" and self.token_dtype != "auto":
             remedy = 'set format = "tokens", or leave token_dtype out'
             found.append(Conflict("token_dtype", '"auto" unless format = "tokens"', remedy, ("format",)))
+        if self.format == "tokens" and self.streaming:
+            remedy = "leave it out: files of tokens are read where they lie"
+            found.append(Conflict("streaming", 'false with format = "tokens"', remedy, ("format",)))
         pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in self.weight_from)
         steps = [1, *(pair[0] for pair in self.weight_from)] if pairs else []
         if not pairs or steps != sorted(set(steps)):
@@ -266,9 +273,16 @@ class Data(Section):
     )
 
     def conflicts(self) -> list[Conflict]:
-        if not self.sources or any(source.weight for source in self.sources.values()):
-            return []
-        return [Conflict("sources", "a source with a weight > 0 for the first step", "give one of them a weight")]
+        found = []
+        if self.sources and not any(source.weight for source in self.sources.values()):
+            found.append(
+                Conflict("sources", "a source with a weight > 0 for the first step", "give one of them a weight")
+            )
+        ending = [name for name, source in self.sources.items() if source.streaming and source.max_epochs]
+        if ending and len(self.sources) > 1:
+            expected = f"streams without max_epochs in a mixture ({', '.join(ending)} has one): not available yet"
+            found.append(Conflict("sources", expected, "leave max_epochs out, or streaming"))
+        return found
 
 
 class Loss(Section):
@@ -300,3 +314,8 @@ class Validation(Section):
     )
     dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the validation data.")
     sources: dict[SourceName, DataSource] = Field({}, description="The validation texts, one table per name.")
+
+    def conflicts(self) -> list[Conflict]:
+        if not any(source.streaming for source in self.sources.values()):
+            return []
+        return [Conflict("sources", "texts that are not streamed: the same samples each time", "leave streaming out")]

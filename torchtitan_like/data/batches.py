@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from .loading import PlannedBatches, reader
 from .mixture import Origin, SampleOrder
 from .packing import NO_SAMPLE, JoinedSamples
 from .steps import StepPositions
+from .streaming import StreamedSamples
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
@@ -61,6 +63,8 @@ class TrainBatches:
         self._reader: Iterator[Batch] | None = None
         self._position = 0
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+        by_key = zip(order.supplies, samples.parts, strict=True)
+        self._streams = {supply.key: part for supply, part in by_key if isinstance(part, StreamedSamples)}
         self._batches = PlannedBatches(samples, local_batch_size, with_positions=with_positions)
         self._sharing, self._local_batch_size = sharing, local_batch_size
 
@@ -81,9 +85,26 @@ class TrainBatches:
     def __next__(self) -> Batch:
         if self._reader is None:
             self._reader = reader(self._batches, self._plans, self._dataloader)()
-        batch = next(self._reader)
+        batch = self._follow(next(self._reader)) if self._streams else next(self._reader)
         self._position = batch.position
         return batch
+
+    def _follow(self, batch: Batch) -> Batch:
+        """Let the streams go on to the end of a step; the batch as it is where the text ends in it. Raises StopIteration.
+
+        What lies before this step is not needed any more: no rank begins a step before all have read the one before it.
+        """
+        end = batch.position
+        before, behind = self.order.counts_at(self._position), self.order.counts_at(end)
+        for key, stream in self._streams.items():
+            end -= behind[key] - stream.advance(behind[key])  # only a stream that is alone has an end
+            stream.delete_before(before[key])
+        if end == batch.position:
+            return batch
+        num_samples = int(np.count_nonzero(self.next_positions() < end))
+        if not num_samples:
+            raise StopIteration
+        return replace(batch, position=end, num_samples=num_samples)
 
     def _plans(self) -> Iterator[Plan]:
         """What this rank reads in the steps from here on."""
@@ -106,12 +127,13 @@ class TrainBatches:
         on, which need not be the last handed out. Without it, of all handed out. The same on every rank.
         """
         position = self._position if position is None else position
-        origin = self.order.origin
+        origin, counts = self.order.origin, self.order.counts_at(position)
         return {
             "position": position,
-            "counts": self.order.counts_at(position),
+            "counts": counts,
             "origin": {"position": origin.position, "counts": dict(origin.counts)},
             "fingerprint": dict(self.fingerprint),
+            "cursors": {key: stream.cursor(counts[key]) for key, stream in self._streams.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,6 +151,8 @@ class TrainBatches:
             )
             self.order.start_at(Origin(position, counts))
         self.changes = differing
+        for key, stream in self._streams.items():
+            stream.go_to(*state.get("cursors", {}).get(key, (0, counts.get(key, 0))))
         self._go_to(position)
 
     def check_state(self, state: Mapping[str, Any]) -> list[str]:

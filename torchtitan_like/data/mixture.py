@@ -28,6 +28,8 @@ from .packing import NO_SAMPLE
 # Changes whenever any position would get another source. Saved with the data position.
 MIXTURE_VERSION = 1
 PATTERN = 2**16
+# Of a source that is read as it comes: its samples are numbered in the order in which they are read.
+UNKNOWN_SIZE = 2**48
 
 Indices = NDArray[np.int64]
 
@@ -37,7 +39,7 @@ class Supply:
     """What the order needs to know of a source.
 
     key: its name, "" where it has none. weight: its share of the tokens, relative to the other weights. labels_per_sample:
-    mean number of labels in a sample. max_epochs: 0 is without limit.
+    mean number of labels in a sample. max_epochs: 0 is without limit. num_samples: UNKNOWN_SIZE for a stream.
     """
 
     key: str
@@ -87,7 +89,7 @@ class SampleOrder:
         self.supplies = tuple(supplies)
         self._sizes = np.array([supply.num_samples for supply in supplies])
         self.starts = np.cumsum([0, *self._sizes])
-        self._seeds = None if seed is None else [_seed_of(supply.key, seed) for supply in supplies]
+        self._seeds = None if seed is None else [seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
         self.start_at(origin or Origin(0, {}))
 
@@ -110,7 +112,7 @@ class SampleOrder:
         for index, (size, first) in enumerate(zip(self._sizes.tolist(), self.starts.tolist(), strict=False)):
             mine = np.flatnonzero(source == index)
             epochs, within = np.divmod(count[mine], size)
-            if self._seeds is not None:
+            if self._seeds is not None and size != UNKNOWN_SIZE:
                 for epoch in np.unique(epochs):
                     chosen = epochs == epoch
                     within[chosen] = shuffled(within[chosen], size, self._seeds[index], int(epoch))
@@ -192,7 +194,7 @@ class SampleOrder:
         return counts + np.bincount(segment.source[:rest], minlength=len(counts))
 
 
-def _seed_of(key: str, seed: int) -> int:
+def seed_of(key: str, seed: int) -> int:
     """The key of a source's order: ``seed`` itself where the source has no name."""
     return xxhash.xxh3_64_intdigest(key.encode(), seed % 2**64) if key else seed
 

@@ -8,7 +8,7 @@ label exactly once. The last sample may be shorter: it is padded, and padding is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,10 @@ from .token_stream import sample_rows
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding
+
+_NONE = np.empty(0, np.int64)
+
+Samples: TypeAlias = "PackedSamples | JoinedSamples"
 
 
 class PackedSamples:
@@ -35,6 +39,7 @@ class PackedSamples:
                 f"the text of {file.folder} has {file.meta.num_tokens} token: expected 2 or more, an input and a label"
             )
         self.file, self.seq_len, self.mask_document_starts = file, seq_len, mask_document_starts
+        self.dtype = file.tokens.dtype
         num_labels = file.meta.num_tokens - 1
         self.num_samples = -(-num_labels // seq_len)
         # The text's very first token is no label anyway.
@@ -63,7 +68,7 @@ class PackedSamples:
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The labels of ``samples`` (rows,) that begin a document, if those are masked: their rows and columns."""
         if not self.mask_document_starts:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+            return _NONE, _NONE
         first_label = np.maximum(samples, 0) * self.seq_len + 1
         row, document = self._starts_within(first_label)
         column = self.file.offsets[document].astype(np.int64) - first_label[row]
@@ -96,11 +101,12 @@ class PackedSamples:
 class JoinedSamples:
     """The samples of several sources, numbered on end: those of the first source, then those of the second, ..."""
 
-    def __init__(self, parts: Sequence[PackedSamples]) -> None:
+    def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = tuple(parts)
-        self.seq_len = parts[0].seq_len
+        self.seq_len: int = parts[0].seq_len
         self.starts: NDArray[np.int64] = np.cumsum([0, *(part.num_samples for part in parts)])
-        self._dtype = np.result_type(*(part.file.tokens.dtype for part in parts))
+        self.num_samples: int = int(self.starts[-1])
+        self.dtype: np.dtype[Any] = np.result_type(*(part.dtype for part in parts))
 
     def sources_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of the source of each of ``samples``; of NO_SAMPLE that of the first."""
@@ -110,8 +116,8 @@ class JoinedSamples:
         """As `PackedSamples.read`."""
         if len(self.parts) == 1:
             return self.parts[0].read(samples)
-        rows = np.empty((len(samples), self.seq_len + 1), self._dtype)
-        lengths = np.empty(len(samples), np.int64)
+        rows = np.zeros((len(samples), self.seq_len + 1), self.dtype)
+        lengths = np.zeros(len(samples), np.int64)
         for part, mine, own in self._by_part(samples):
             rows[mine], lengths[mine] = part.read(own)
         return rows, lengths
@@ -119,16 +125,17 @@ class JoinedSamples:
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """As `PackedSamples.ignored_labels`."""
         found = [(mine, *part.ignored_labels(own)) for part, mine, own in self._by_part(samples)]
-        return np.concatenate([mine[row] for mine, row, _ in found]), np.concatenate([column for *_, column in found])
+        rows, columns = [mine[row] for mine, row, _ in found], [column for *_, column in found]
+        return np.concatenate([_NONE, *rows]), np.concatenate([_NONE, *columns])
 
     def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `PackedSamples.positions`."""
-        positions = np.empty((len(samples), self.seq_len), np.int64)
+        positions = np.zeros((len(samples), self.seq_len), np.int64)
         for part, mine, own in self._by_part(samples):
             positions[mine] = part.positions(own)
         return positions
 
-    def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[PackedSamples, NDArray[np.int64], NDArray[np.int64]]]:
+    def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[Samples, NDArray[np.int64], NDArray[np.int64]]]:
         """Each source that is there: the rows of its samples, and their numbers in the source."""
         source = self.sources_of(samples)
         found = []

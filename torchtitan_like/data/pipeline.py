@@ -17,10 +17,11 @@ from .best_fit import pack
 from .errors import DataError
 from .formats.documents import find_corpus
 from .formats.tokenizer import Tokenizer
-from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply
+from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply, seed_of
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
 from .steps import StepPositions
+from .streaming import StreamedSamples
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source
@@ -62,7 +63,9 @@ def build_train_batches(
     )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    parts = [_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions) for one in named]
+    parts = [
+        _training_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions, seed) for one in named
+    ]
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
     steps = StepPositions(sizes, training.skip_steps)
     changes = _weight_changes(named)
@@ -168,6 +171,23 @@ def _samples(
     return pack(_tokens(named, data, tokenizer, dump_folder, with_positions), seq_len, data, dump_folder)
 
 
+def _training_samples(
+    named: NamedSource,
+    seq_len: int,
+    data: Data,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    with_positions: bool,
+    seed: int,
+) -> PackedSamples | StreamedSamples:
+    source = named.source
+    if not source.streaming:
+        return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
+    corpus = find_corpus(source.path, source.format, source.text_field)
+    policy, key = _policy(source, data, tokenizer), seed_of(named.key, seed) if data.shuffle else None
+    return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
+
+
 def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
     if named.source.format == "tokens":
         return open_token_source(
@@ -183,7 +203,9 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
     return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)
 
 
-def _supply(named: NamedSource, samples: PackedSamples) -> Supply:
+def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
+    if isinstance(samples, StreamedSamples):
+        return Supply(named.key, samples.num_samples, samples.seq_len, named.source.weight)
     if not samples.num_labels:
         raise DataError(
             f"the text {named.name} has nothing to be learnt: each of its {samples.file.meta.num_documents:,} documents has "
@@ -218,7 +240,7 @@ def _fingerprint(
     named: Sequence[NamedSource],
     data: Data,
     tokenizer: Tokenizer,
-    parts: Sequence[PackedSamples],
+    parts: Sequence[PackedSamples | StreamedSamples],
     seed: int,
     changes: Sequence[tuple[int, dict[str, float]]],
 ) -> dict[str, Any]:
@@ -226,12 +248,9 @@ def _fingerprint(
     order = f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, version {PERMUTATION_VERSION}"
     fingerprint: dict[str, Any] = {}
     for one, samples in zip(named, parts, strict=True):
-        prefix, meta = f"sources.{one.key}" if one.key else "source", samples.file.meta
+        prefix = f"sources.{one.key}" if one.key else "source"
         policy = _policy(one.source, data, tokenizer)
-        fingerprint |= {
-            f"{prefix}.text": f"{meta.text_digest:016x}",
-            f"{prefix}.num_documents": meta.num_documents,
-            f"{prefix}.num_tokens": meta.num_tokens,
+        fingerprint |= {f"{prefix}.{name}": value for name, value in _identity(samples).items()} | {
             f"{prefix}.text_field": one.source.text_field,
             f"{prefix}.bos" if one.key else "bos": policy.bos_id,
             f"{prefix}.eos" if one.key else "eos": policy.eos_id,
@@ -252,7 +271,20 @@ def _fingerprint(
     }
 
 
-def _announce(what: str, named: NamedSource, samples: PackedSamples) -> None:
+def _identity(samples: PackedSamples | StreamedSamples) -> dict[str, Any]:
+    """What a text is known by."""
+    if isinstance(samples, StreamedSamples):
+        return samples.identity
+    meta = samples.file.meta
+    return {"text": f"{meta.text_digest:016x}", "num_documents": meta.num_documents, "num_tokens": meta.num_tokens}
+
+
+def _announce(what: str, named: NamedSource, samples: PackedSamples | StreamedSamples) -> None:
+    if isinstance(samples, StreamedSamples):
+        logger.info(
+            f"{what} text {named.name} ({samples.corpus.folder}): streamed, {', '.join(samples.identity.values())}"
+        )
+        return
     meta = samples.file.meta
     logger.info(
         f"{what} text {named.name} ({samples.file.folder}): {meta.num_documents:,} documents, {meta.num_tokens:,} "

@@ -41,6 +41,7 @@ from .formats.documents import (
     BadRecord,
     Corpus,
     Piece,
+    Span,
     piece_size,
     plan_pieces,
     read_piece,
@@ -104,10 +105,12 @@ def find_or_build(
     beside: Path,
     cache_folder: str | None,
     dump_folder: str,
+    wait: bool = True,
 ) -> Found:
     """What ``find`` finds at one of the places where an entry ``name`` of the cache may lie; else what ``build`` makes there.
 
-    ``beside``: where the data lie. Only one process builds at a time. Raises DataError where no place can be written.
+    ``beside``: where the data lie. Only one process builds at a time: the others wait, or raise BlockingIOError. Raises
+    DataError where no place can be written.
     """
     places = [beside / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME]
     candidates = [Path(cache_folder).expanduser().absolute()] if cache_folder else places
@@ -119,7 +122,7 @@ def find_or_build(
         if not _writable(candidate):
             continue
         entry = candidate / name
-        with _locked(candidate / f".{name}.lock", entry):
+        with _locked(candidate / f".{name}.lock", entry, wait):
             found = find(entry)  # another process may have built it while this one waited
             return build(entry) if found is None else found
     tried = " or ".join(str(candidate) for candidate in candidates)
@@ -164,12 +167,16 @@ def _writable(folder: Path) -> bool:
 
 
 @contextmanager
-def _locked(lock: Path, entry: Path) -> Iterator[None]:
-    """Hold ``lock``; says so when it has to wait. The system frees it when its holder ends, however it ends."""
+def _locked(lock: Path, entry: Path, wait: bool) -> Iterator[None]:
+    """Hold ``lock``; says so when it has to wait, or raises BlockingIOError. The system frees it when its holder ends,
+    however it ends.
+    """
     with lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not wait:
+                raise
             logger.info(f"waiting for another process to build {entry}")
             fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError as error:
@@ -232,15 +239,19 @@ def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path, n
 
 def _check(staging: Staging, corpus: Corpus, policy: TokenPolicy, key: dict[str, Any]) -> None:
     """Raise DataError where what was written must not be published."""
-    vocab_size = policy.tokenizer.vocab_size
     if cache_key(corpus, policy) != key:
         raise DataError(
             f"files in {corpus.folder} changed while they were tokenised: start again when they are complete"
         )
     if staging.meta.num_documents == 0:
         raise DataError(f"no text in the {len(corpus.files)} files of {corpus.folder}")
-    if staging.meta.max_id >= vocab_size:
-        found = staging.meta.max_id
+    check_ids(staging, policy)
+
+
+def check_ids(staging: Staging, policy: TokenPolicy) -> None:
+    """Raise DataError where a tokenizer gave ids that no model of its size can embed."""
+    found, vocab_size = staging.meta.max_id, policy.tokenizer.vocab_size
+    if found >= vocab_size:
         raise DataError(f"{policy.tokenizer.path} gave the id {found}, beyond its vocabulary of {vocab_size}")
 
 
@@ -294,7 +305,7 @@ def _encode_in_worker(piece: Piece) -> EncodedPiece:
     return encode_piece(corpus, piece, policy)
 
 
-def encode_piece(corpus: Corpus, piece: Piece, policy: TokenPolicy) -> EncodedPiece:
+def encode_piece(corpus: Corpus, piece: Iterable[Span], policy: TokenPolicy) -> EncodedPiece:
     """Read and tokenise one piece. A document without any token is left out, and counted."""
     before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
     tokens = array("I")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,11 @@ class Row:
     labels: list[int]
     digest: int
     positions: list[int]
+    real: list[int]
+
+    def at(self, position: int) -> Row:
+        """The same sample at another position of the stream."""
+        return replace(self, digest=digest_of(self.real, position))
 
 
 def digest_of(real: list[int], position: int) -> int:
@@ -58,5 +63,5 @@ def samples_of(tokens: list[int], starts: set[int], seq_len: int, key: int | Non
         positions = [0]
         for place in range(begin + 1, begin + seq_len):
             positions.append(0 if place in starts else positions[-1] + 1)
-        yield Row((real + [0] * padding)[:seq_len], labels + [-100] * padding, digest, positions)
+        yield Row((real + [0] * padding)[:seq_len], labels + [-100] * padding, digest, positions, real)
         position += 1

@@ -14,11 +14,16 @@ from __future__ import annotations
 import glob
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
 
 from ..errors import DataError
 
@@ -40,7 +45,10 @@ CACHE_FOLDER_NAME = "token_cache"  # never taken for data
 # counts pieces, so cutting them differently needs another version.
 PIECE_BYTES = 8 * 2**20
 PIECES_VERSION = 2
+# Lines are streamed in blocks of this size. Another one is another order: streaming.WINDOW_VERSION.
+BLOCK_BYTES = 2 * 2**20
 _READ_BYTES = 2**20
+_READERS = 16  # files that are asked at once what is in them
 _DATASET_MARKS = ("dataset_info.json", "state.json")
 
 
@@ -135,12 +143,50 @@ def plan_pieces(corpus: Corpus) -> list[Piece]:
     return [*pieces, tuple(current)] if current else pieces
 
 
+class Blocks:
+    """The corpus in blocks, numbered on end: ranges of lines, row groups, record batches, whole files of text.
+
+    num_bytes: about the bytes of text in all of them. identity: number of the files, and a hash of their names and sizes.
+    Reads no text; of tables, what each file says of itself.
+    """
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._files = corpus.files
+        self._step = BLOCK_BYTES if corpus.format == "jsonl" else 1
+
+        def count(file: Path) -> tuple[int, int]:
+            if corpus.format in ("parquet", "arrow"):
+                with _Table(file, corpus.format, corpus.text_field) as table:
+                    sizes = table.sizes()
+                return len(sizes), sum(sizes)
+            size = file.stat().st_size
+            return -(-size // (BLOCK_BYTES if corpus.format == "jsonl" else max(size, 1))), size
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            counts = list(pool.map(count, corpus.files))
+        self._ends = list(accumulate(num_blocks for num_blocks, _ in counts))
+        self.num_bytes = sum(num_bytes for _, num_bytes in counts)
+        names = [(file.relative_to(corpus.folder).as_posix(), file.stat().st_size) for file in corpus.files]
+        self.identity = f"{len(names)} files, {xxhash.xxh3_64_hexdigest(json.dumps(names).encode())}"
+        if not self._ends[-1]:
+            raise DataError(f"no text in the {len(corpus.files)} files of {corpus.folder}")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Span:
+        """Without its size."""
+        file = bisect_right(self._ends, number)
+        index = number - (self._ends[file - 1] if file else 0)
+        return Span(self._files[file], index * self._step, (index + 1) * self._step, 0)
+
+
 def piece_size(piece: Iterable[Span]) -> int:
     """About the bytes of text of a piece."""
     return sum(span.size for span in piece)
 
 
-def read_piece(corpus: Corpus, piece: Piece) -> Iterator[str | BadRecord]:
+def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[str | BadRecord]:
     """The documents of ``piece`` in order, and bad records in their places where ``on_bad_record`` is "skip".
 
     Raises DataError, with file and line (or row), for a bad record otherwise, and for a file that is not of the format.
@@ -255,8 +301,7 @@ def _read_lines(span: Span, field: str) -> Iterator[str | BadRecord]:
             stream.seek(span.start - 1)
             while stream.tell() < span.stop and (part := stream.readline(_READ_BYTES)) and not part.endswith(b"\n"):
                 continue
-        while (start := stream.tell()) < span.stop:
-            line = stream.readline()
+        while (start := stream.tell()) < span.stop and (line := stream.readline()):
             if line.strip():
                 try:
                     yield _parse_line(line, start, field)

@@ -1,0 +1,413 @@
+"""Streamed sources equal a plain loop over the text, on every layout, from every position, to the last token."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.data.conftest import TEXTS, write_jsonl
+from tests.unit.data.reference import Row, samples_of
+from tests.unit.data.test_batches import check_step, rows_of
+from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
+from torchtitan_like.data import streaming
+from torchtitan_like.data.batch import IGNORED_LABEL, SOURCE_SHIFT, Batch
+from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.formats import documents
+from torchtitan_like.data.formats.tokenizer import Tokenizer
+from torchtitan_like.data.order import shuffled
+from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.token_file import TokenFile
+
+ROOT = Path(__file__).parents[3]
+Build = Callable[..., TrainBatches]
+SEQ_LEN, SEED, BLOCK, WINDOW = 16, 7, 1000, 2000
+# (data-parallel size, accumulation, local batch): all read 8 samples a step
+LAYOUTS = [(1, 1, 8), (2, 2, 2), (4, 1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(streaming, "WINDOW_BYTES", WINDOW)
+    monkeypatch.setattr(streaming, "MIN_SAMPLES", 1)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Files of which one is empty and another has blocks without any token."""
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "a.jsonl", [f"{number} {text}" * bool(text) for number in range(4) for text in TEXTS])
+    write_jsonl(folder / "b.jsonl", [])
+    write_jsonl(folder / "d.jsonl", [""] * 160)
+    write_jsonl(folder / "c.jsonl", [f"verse {number}" * (number % 9) for number in range(90)])
+    return folder
+
+
+@pytest.fixture
+def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
+    """``build(layout, rank, {name: source}, ...)``."""
+    made: list[TrainBatches] = []
+
+    def build_batches(
+        layout: tuple[int, int, int], rank: int, sources: dict[str, Any], num_workers: int = 0, **given: Any
+    ) -> TrainBatches:
+        dp_size, num_accumulation, local = layout
+        skip = {"skip_steps": given.pop("skip_steps")} if "skip_steps" in given else {}
+        seq_len = given.pop("seq_len", SEQ_LEN)
+        loader = DataLoader(num_workers=num_workers)
+        made.append(
+            build_train_batches(
+                Training(seq_len=seq_len, local_batch_size=local, dataloader=loader, **skip),
+                Data(sources={name: DataSource(**source) for name, source in sources.items()}, **given),
+                tokenizer=tokenizer,
+                dump_folder=str(tmp_path / "run"),
+                seed=SEED,
+                dp_rank=rank,
+                dp_size=dp_size,
+                num_accumulation=num_accumulation,
+                with_positions=True,
+            )
+        )
+        return made[-1]
+
+    yield build_batches
+    made.clear()  # ends the workers
+
+
+def own(path: Path, **settings_: Any) -> dict[str, Any]:
+    return {"own": {"path": str(path), "streaming": True, **settings_}}
+
+
+def ranks_of(build: Build, layout: tuple[int, int, int], sources: dict[str, Any], **given: Any) -> list[TrainBatches]:
+    return [build(layout, rank, sources, **given) for rank in range(layout[0])]
+
+
+def key_of(what: str, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(what.encode(), seed)
+
+
+def windows_of(
+    folder: Path, tokenizer: Tokenizer, shuffle: bool, name: str = "own"
+) -> Iterator[tuple[list[int], set[int]]]:
+    """Tokens of endless windows, and where documents begin in them. A line is of the block in which it begins."""
+    blocks: list[list[list[int]]] = []
+    size = 0
+    for file in sorted(folder.glob("*.jsonl")):
+        raw = file.read_bytes()
+        size += len(raw)
+        own_blocks: list[list[list[int]]] = [[] for _ in range(-(-len(raw) // BLOCK))]
+        place = 0
+        for line in raw.splitlines(keepends=True):
+            ids = tokenizer.encode(json.loads(line)["text"])
+            if ids:
+                own_blocks[place // BLOCK].append([tokenizer.bos_id, *ids, tokenizer.eos_id])  # type: ignore[list-item]
+            place += len(line)
+        blocks += own_blocks
+    at_once = round(max(WINDOW, 4 * SEQ_LEN) * len(blocks) / size)
+    seed = key_of(name, SEED)
+    for epoch in itertools.count():
+        for window, first in enumerate(range(0, len(blocks), at_once)):
+            chosen = list(range(first, min(first + at_once, len(blocks))))
+            number = epoch * -(-len(blocks) // at_once) + window
+            if shuffle:
+                chosen = sorted(shuffled(np.array(chosen), len(blocks), key_of("blocks", seed), epoch).tolist())
+            found = [document for block in chosen for document in blocks[block]]
+            if shuffle and found:
+                order = shuffled(np.arange(len(found)), len(found), key_of("documents", seed), number)
+                found = [found[index] for index in order.tolist()]
+            tokens, starts = [], set()
+            for document in found:
+                starts.add(len(tokens))
+                tokens += document
+            yield tokens, starts
+
+
+def stream(folder: Path, tokenizer: Tokenizer, mask: bool = False, shuffle: bool = True) -> Iterator[Row]:
+    """The samples of endless epochs, one after the other."""
+    position = 0
+    for number, (tokens, starts) in enumerate(windows_of(folder, tokenizer, shuffle)):
+        num_samples = -(-(len(tokens) - 1) // SEQ_LEN)
+        key = key_of("samples", key_of("own", SEED))
+        order = np.arange(num_samples)
+        order = shuffled(order, num_samples, key, number) if shuffle and num_samples else order
+        in_file = list(itertools.islice(samples_of(tokens, starts, SEQ_LEN, None, mask), num_samples))
+        for index in order.tolist():
+            yield in_file[index].at(position)
+            position += 1
+
+
+@pytest.mark.parametrize(("layout", "mask"), [(LAYOUTS[0], True), (LAYOUTS[1], False), (LAYOUTS[2], True)], ids=str)
+def test_every_layout_reads_what_a_plain_loop_reads(
+    build: Build, corpus: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], mask: bool
+) -> None:
+    ranks = ranks_of(build, layout, own(corpus), mask_document_starts=mask)
+    expected = stream(corpus, tokenizer, mask)
+    for step in range(70):  # more than two epochs
+        shares, rows = [next(rank) for rank in ranks], list(itertools.islice(expected, 8))
+        check_step(shares, rows)
+        counted = torch.stack([share.positions for share in shares if share.positions is not None], 1).flatten(0, 2)
+        assert counted.tolist() == [row.positions for row in rows]
+        assert {(share.position, share.num_samples) for share in shares} == {(8 * step + 8, 8)}
+    (part,) = ranks[0]._streams.values()
+    assert part._first + len(part._starts) - 1 > 2 * part.windows_per_epoch > 6
+
+
+@given(
+    shuffle=st.booleans(),
+    legs=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 12)), min_size=2, max_size=5),
+)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_restarts_on_other_layouts_go_on_where_the_run_was(
+    build: Build, corpus: Path, tokenizer: Tokenizer, shuffle: bool, legs: list[tuple[tuple[int, int, int], int]]
+) -> None:
+    expected = stream(corpus, tokenizer, shuffle=shuffle)
+    state: dict[str, Any] | None = None
+    for layout, num_steps in legs:
+        ranks = ranks_of(build, layout, own(corpus), shuffle=shuffle)
+        for rank in ranks if state else []:
+            rank.load_state_dict(state)
+        for _ in range(num_steps):
+            check_step([next(rank) for rank in ranks], list(itertools.islice(expected, 8)))
+        states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
+        state = states[0]
+        assert all(other == state for other in states) and len(json.dumps(state)) < 2000
+
+
+def contents(batch: Batch) -> tuple[Any, ...]:
+    return (
+        *rows_of([batch]),
+        batch.digest,
+        batch.num_valid_tokens,
+        batch.first_samples,
+        batch.position,
+        batch.num_samples,
+    )
+
+
+def test_workers_change_nothing(build: Build, corpus: Path) -> None:
+    """To the end of the text; then a restart in the middle, of what was handed out and not of what was read ahead."""
+    layout, source = (2, 2, 2), own(corpus, max_epochs=1)
+    alone = [contents(batch) for batch in build(layout, 1, source)]
+    others = build(layout, 1, source, num_workers=4)
+    half = [next(others) for _ in range(len(alone) // 2)]
+    state = others.state_dict(half[-2].position)
+    assert [contents(batch) for batch in (*half, *others)] == alone
+    resumed = build(layout, 1, source, num_workers=1)
+    resumed.load_state_dict(state)
+    assert [contents(batch) for batch in resumed] == alone[len(half) - 1 :]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_epochs", "pack"),
+    [((1, 1, 8), 2, "concat"), ((4, 1, 2), 1, "concat"), ((2, 2, 2), 2, "best_fit")],
+    ids=str,
+)
+def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
+    build: Build, corpus: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], num_epochs: int, pack: str
+) -> None:
+    ranks = ranks_of(build, layout, own(corpus, max_epochs=num_epochs), packing=pack)
+    steps = [list(rank) for rank in ranks]
+    (length,) = {len(batches) for batches in steps}
+    (end,) = {rank.position for rank in ranks}
+    assert {batches[-1].position for batches in steps} == {end} and -(-end // 8) == length
+    assert sum(batch.num_samples for batch in steps[0]) == end
+
+    read = Counter(label for batches in steps for batch in batches for label in batch.labels.flatten().tolist())
+    in_text: Counter[int] = Counter()
+    (part,) = ranks[0]._streams.values()
+    for tokens, starts in itertools.islice(windows_of(corpus, tokenizer, True), num_epochs * part.windows_per_epoch):
+        left_out = starts if pack == "best_fit" else {0}
+        in_text.update(token for place, token in enumerate(tokens) if place not in left_out)
+    del read[-100]
+    assert read == in_text
+    for rank in ranks:
+        with pytest.raises(StopIteration):
+            next(rank)
+    resumed = ranks_of(build, layout, own(corpus, max_epochs=num_epochs), packing=pack)[-1]
+    resumed.load_state_dict(ranks[0].state_dict())
+    with pytest.raises(StopIteration):
+        next(resumed)
+    assert resumed.state_dict() == ranks[0].state_dict()
+    longer = build(layout, 0, own(corpus, max_epochs=num_epochs + 1), packing=pack)
+    longer.load_state_dict(ranks[0].state_dict())
+    assert next(longer).num_samples == 8
+
+
+def test_a_far_position_costs_one_window(build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "NUM_AHEAD", 0)
+    batches = build((1, 1, 8), 0, own(corpus))
+    (part,) = batches._streams.values()
+    made, make = [], part._make
+
+    def count(folder: Path, key: dict[str, Any]) -> TokenFile:
+        made.append(key["window"])
+        return make(folder, key)
+
+    monkeypatch.setattr(part, "_make", count)
+    state = batches.state_dict(10**7) | {"cursors": {"own": (2_000_001, 10**7 - 5)}}
+    batches.load_state_dict(state)
+    batch = next(batches)
+    assert batch.first_samples == [10**7] and batch.num_valid_tokens == 8 * SEQ_LEN
+    assert made == [2_000_001]
+
+
+def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_made_again(build: Build, corpus: Path) -> None:
+    batches, steps = build((1, 1, 8), 0, own(corpus)), []
+    (part,) = batches._streams.values()
+    for _ in range(60):
+        steps.append(next(batches))
+        kept = [folder for folder in part._folder.glob("window-*") if not folder.name.startswith(".")]
+        assert len(kept) <= streaming.NUM_AHEAD + 3 and len(part._open) <= streaming.NUM_AHEAD + 1
+    assert part._ahead is not None
+    part._ahead.join()
+    assert len(list(part._folder.glob(".*"))) <= streaming.NUM_AHEAD + 4  # locks
+    again = build((1, 1, 8), 0, own(corpus))
+    assert [next(again).digest for _ in range(60)] == [batch.digest for batch in steps]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 8), (4, 1, 2)], ids=str)
+def test_streams_and_cached_texts_are_mixed(build: Build, corpus: Path, layout: tuple[int, int, int]) -> None:
+    """Each source is read as if it were alone, sample after sample, through a restart."""
+    sources: dict[str, Any] = {
+        "own": {"path": str(corpus), "streaming": True, "weight": 5},
+        "other": {"path": str(corpus / "c.jsonl"), "streaming": True, "weight": 2},
+        "small": {"path": str(corpus / "c.jsonl"), "weight": 1, "weight_from": [[10, 3]]},
+    }
+    alone = {
+        name: (row for batch in build((1, 1, 1), 0, {name: source}) for row in rows_of([batch]))
+        for name, source in ((name, {**source, "weight": 1, "weight_from": []}) for name, source in sources.items())
+    }
+    read: Counter[str] = Counter()
+    state = None
+    for _ in range(3):
+        ranks = ranks_of(build, layout, sources)
+        for rank in ranks if state else []:
+            rank.load_state_dict(state)
+        for _ in range(8):
+            number, _ = ranks[0].order.locate(ranks[0].next_positions())
+            names = [ranks[0].order.supplies[index].key for index in number.tolist()]
+            expected = [telling(next(alone[name]), index) for name, index in zip(names, number.tolist(), strict=True)]
+            assert rows_of([next(rank) for rank in ranks]) == expected
+            read.update(names)
+        state = json.loads(json.dumps(ranks[-1].state_dict()))
+    assert state["counts"] == read and min(read.values()) > 10
+
+
+def telling(row: tuple[list[int], list[int]], source: int) -> tuple[list[int], list[int]]:
+    """A sample as it is in a mixture: its labels tell their source."""
+    tokens, labels = row
+    return tokens, [label if label == IGNORED_LABEL else label + (source << SOURCE_SHIFT) for label in labels]
+
+
+def test_skipped_steps_are_passed_over(build: Build, corpus: Path) -> None:
+    plain = build((1, 1, 8), 0, own(corpus, max_epochs=1))
+    expected = [contents(batch) for number, batch in enumerate(plain, start=1) if not 3 <= number <= 12]
+    skipping = build((1, 1, 8), 0, own(corpus, max_epochs=1), skip_steps=[[3, 12]])
+    assert [contents(batch) for batch in skipping] == expected
+
+
+def test_other_files_are_another_stream(build: Build, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = build((1, 1, 8), 0, own(corpus))
+    for _ in range(30):
+        next(first)
+    write_jsonl(corpus / "z.jsonl", ["one more"] * 99)
+    here = build((1, 1, 8), 0, own(corpus))
+    with pytest.raises(
+        DataMismatch, match=r"(?s)sources.own.files: saved '4 files, .*now '5 files, .*sources.own.order: "
+    ):
+        here.load_state_dict(first.state_dict())
+    allowing = build((1, 1, 8), 0, own(corpus), allow_change=["sources.own.*"])
+    allowing.load_state_dict(first.state_dict())
+    assert next(allowing).position == first.position + 8
+    (old,), (new,) = first._streams.values(), allowing._streams.values()
+    assert new._first == old.cursor(first.position)[0]  # goes on with the window after those that were read
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "text"])
+def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
+    texts = [f"{number} {text}" for number in range(8) for text in TEXTS if text.strip()]
+    folder = tmp_path / kind
+    folder.mkdir()
+    table = pyarrow.table({"text": texts})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=5)
+    elif kind == "arrow":
+        with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as out:
+            out.write_table(table, max_chunksize=5)
+    else:
+        for number, text in enumerate(texts):
+            (folder / f"{number}.txt").write_text(text)
+    cached = {"own": {"path": str(folder), "max_epochs": 1}}
+    read, expected = (
+        Counter(label for batch in build((1, 1, 8), 0, sources) for label in batch.labels.flatten().tolist())
+        for sources in (own(folder, max_epochs=1), cached)
+    )
+    batches = build((1, 1, 8), 0, own(folder))
+    (part,) = batches._streams.values()
+    assert len(part._blocks) == (-(-len(texts) // 5) if kind != "text" else len(texts)) and part.windows_per_epoch > 1
+    del read[-100], expected[-100]
+    missing = expected - read  # the first token of a window, where no text stands before it, is no label
+    assert not read - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}
+
+
+def test_what_is_wrong_with_the_text_is_told(build: Build, corpus: Path) -> None:
+    (corpus / "d.jsonl").write_text('{"text": "good"}\n{"text": 7}\n')
+    with pytest.raises(DataError, match=r'd.jsonl, line 2: "text" is 7'):
+        list(build((1, 1, 8), 0, own(corpus, max_epochs=1)))
+    write_jsonl(corpus / "nothing" / "a.jsonl", [""] * 300)
+    with pytest.raises(DataError, match="nothing to be learnt in the 1 files of .*nothing"):
+        next(build((1, 1, 8), 0, own(corpus / "nothing")))
+
+
+def test_what_cannot_be_streamed_is_refused_with_the_configuration() -> None:
+    stream = {"path": "a", "streaming": True}
+    for section, source, expected in (
+        (Data, {**stream, "max_epochs": 2}, "in a mixture .*not available yet"),
+        (Data, {**stream, "format": "tokens"}, 'false with format = "tokens"'),
+        (Validation, stream, "texts that are not streamed"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            section(sources={"one": DataSource(**source), "two": DataSource(path="b")})
+
+
+def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> None:
+    """What is made ahead is left as it is, without an error and at once."""
+    code = """if 1:
+        import sys, time, threading
+        from torchtitan_like.config.sections_training import Data, Training
+        from torchtitan_like.data import pipeline, streaming
+        from torchtitan_like.data.formats import documents, tokenizer
+        documents.BLOCK_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 1000, 5000, 1
+        encode = streaming.encode_piece
+        def slow(*given):
+            if threading.current_thread() is not threading.main_thread():
+                print("making", flush=True)
+                time.sleep(1)
+            return encode(*given)
+        streaming.encode_piece = slow
+        batches = pipeline.build_train_batches(
+            Training(seq_len=16), Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
+            tokenizer=tokenizer.load_tokenizer("tests/assets/tokenizer"), dump_folder=sys.argv[2], seed=1,
+            dp_rank=0, dp_size=1, num_accumulation=1)
+        next(batches)
+        time.sleep(0.2)
+    """
+    command = [sys.executable, "-c", code, str(corpus), str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "making\n", "")
