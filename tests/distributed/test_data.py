@@ -11,6 +11,8 @@ import pytest
 from scripts import show_batch
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.data import streaming
+from torchtitan_like.data.formats import documents
 from torchtitan_like.monitor.jsonl import read_rows
 
 STEPS = 6
@@ -158,6 +160,30 @@ def test_a_growing_batch_reads_on_from_where_it_was(folder):
                 theirs[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")
             ]
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def stream_arguments(folder, run, local_batch, **overrides):
+    """One source of the mixture is a stream."""
+    streamed = {"data.sources.plays.streaming": "true", "data.packing": "best_fit", "validation.enable": "false"}
+    return arguments(folder, run, local_batch, **streamed, **overrides)
+
+
+def train_in_small_windows(argv):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(documents, "BLOCK_BYTES", 200)
+        patched.setattr(streaming, "WINDOW_BYTES", 400)
+        patched.setattr(streaming, "MIN_SAMPLES", 1)
+        return train(argv)
+
+
+def test_a_stream_is_read_on_by_any_layout(folder):
+    run_ranks(train_in_small_windows, 1, stream_arguments(folder, "stream", 8))
+    for (ranks, local_batch), steps in zip([(2, 2), (4, 2)], (4, STEPS), strict=True):
+        later = {"training.steps": steps, "lr_scheduler.total_steps": STEPS}
+        run_ranks(train_in_small_windows, ranks, stream_arguments(folder, "stream-again", local_batch, **later))
+    assert digests(folder, "stream-again") == digests(folder, "stream")
+    manifest = json.loads((folder / "stream-again/checkpoint/step-6/manifest.json").read_text())
+    assert manifest["data"]["cursors"]["plays"][0] > 1 and manifest["data"]["counts"]["prose"] > 4
 
 
 def test_another_mixture_is_refused_before_a_model_is_built(folder, reference):

@@ -184,7 +184,10 @@ def _locked(lock: Path, entry: Path, wait: bool) -> Iterator[None]:
                 f"the file system of {lock.parent} has no file locks ({error}): set data.cache_folder to a folder on a "
                 "local disk"
             ) from error
-        yield
+        try:
+            yield
+        finally:  # a process that was forked meanwhile still has the file open
+            fcntl.flock(stream, fcntl.LOCK_UN)
 
 
 def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any], num_workers: int) -> TokenFile:

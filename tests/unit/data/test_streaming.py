@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -24,7 +26,7 @@ from tests.unit.data.conftest import TEXTS, write_jsonl
 from tests.unit.data.reference import Row, samples_of
 from tests.unit.data.test_batches import check_step, rows_of
 from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
-from torchtitan_like.data import streaming
+from torchtitan_like.data import streaming, token_cache
 from torchtitan_like.data.batch import IGNORED_LABEL, SOURCE_SHIFT, Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
@@ -384,6 +386,21 @@ def test_what_cannot_be_streamed_is_refused_with_the_configuration() -> None:
     ):
         with pytest.raises(ValueError, match=expected):
             section(sources={"one": DataSource(**source), "two": DataSource(path="b")})
+
+
+def test_a_fork_does_not_keep_what_another_thread_had_locked(tmp_path: Path) -> None:
+    """A loader's workers may be forked while a thread makes the next window."""
+    with token_cache._locked(tmp_path / "lock", tmp_path, wait=True):
+        worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+        worker.start()
+        with pytest.raises(BlockingIOError), token_cache._locked(tmp_path / "lock", tmp_path, wait=False):
+            pass
+    try:
+        with token_cache._locked(tmp_path / "lock", tmp_path, wait=False):
+            pass
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> None:
