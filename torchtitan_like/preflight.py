@@ -251,7 +251,7 @@ def _check_text(findings: Findings, section: str) -> None:
     for name, source in sources.items():
         key = f"{table}.{name}.path"
         pair = source.format == "tokens" and any(_matches(source.path + ending) for ending in (".bin", ".idx"))
-        if not pair and not _matches(source.path):
+        if not pair and not source.path.startswith("hf://") and not _matches(source.path):
             findings.missing_file(key, f"a file, folder or glob with files; {_where(Path(source.path))}")
     if sources:
         for key in (f"{section}.dataset", f"{section}.dataset_path"):

@@ -192,7 +192,11 @@ class Training(Section):
 class DataSource(Section):
     """One text: where it lies and how it is read."""
 
-    path: str = Field(min_length=1, description="File, folder or glob; relative to the current directory.")
+    path: str = Field(
+        min_length=1,
+        description="File, folder or glob, relative to the current directory; or on the Hub, "
+        "hf://datasets/OWNER/NAME@REVISION/PATTERN.",
+    )
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = Field(
         "auto",
         description="Format of the files; auto goes by the file's ending. tokens: token ids, read as they stand (Megatron "

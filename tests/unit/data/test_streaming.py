@@ -65,6 +65,7 @@ def corpus(tmp_path: Path) -> Path:
 def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
     """``build(layout, rank, {name: source}, ...)``."""
     made: list[TrainBatches] = []
+    before = multiprocessing.active_children()
 
     def build_batches(
         layout: tuple[int, int, int], rank: int, sources: dict[str, Any], num_workers: int = 0, **given: Any
@@ -89,7 +90,10 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
         return made[-1]
 
     yield build_batches
-    made.clear()  # ends the workers
+    # A loader that is dropped waits five seconds for each of its workers.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in set(multiprocessing.active_children()) - set(before):
+        worker.kill()
 
 
 def own(path: Path, **settings_: Any) -> dict[str, Any]:

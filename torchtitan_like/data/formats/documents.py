@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 from ..errors import DataError
+from .hub import local_path
 
 if TYPE_CHECKING:
     import pyarrow
@@ -102,10 +103,11 @@ class BadRecord:
 def find_corpus(
     path: str, format_name: str = "auto", text_field: str = "text", on_bad_record: OnBadRecord = "error"
 ) -> Corpus:
-    """The files that ``path`` (a file, a glob, or a folder with all below it) means.
+    """The files that ``path`` (a file, a glob, a folder with all below it, or what `hub` downloads) means.
 
     Raises DataError where there is none, or where the format cannot be told.
     """
+    path = local_path(path)
     given = Path(path).expanduser()
     if given.is_file():
         files = [given]

@@ -1,0 +1,102 @@
+"""Texts of the Hub: downloaded once, whole, of one state; faults of the network are waited out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from tests.unit.data.conftest import write_jsonl
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import hub
+from torchtitan_like.data.formats.documents import find_corpus
+
+PATH = "hf://datasets/own/tales@v1/en/*.jsonl"
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``downloads(faults)``: a Hub that fails in these ways first; returns a file with one line for each download."""
+
+    def make(*faults: Exception, listed: Sequence[str] = ("en/a.jsonl",)) -> Path:
+        log, left = tmp_path / "log", list(faults)
+        log.touch()
+
+        def download(repo: str, **given: Any) -> str:
+            assert (repo, given) == (
+                "own/tales", {"repo_type": "dataset", "revision": "c0ffee", "allow_patterns": ["en/*.jsonl"]},
+            )  # fmt: skip
+            if left:
+                raise left.pop(0)
+            time.sleep(0.1)
+            write_jsonl(tmp_path / "snapshot/en/a.jsonl", ["one", "two"])
+            with log.open("a") as out:
+                out.write("downloaded\n")
+            return str(tmp_path / "snapshot")
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        siblings = [SimpleNamespace(rfilename=name) for name in ("README.md", *listed)]
+        info = SimpleNamespace(sha="c0ffee", siblings=siblings)
+        api = SimpleNamespace(dataset_info=lambda repo, revision: info)
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+        monkeypatch.setattr(hub, "FIRST_PAUSE", 0.001)
+        return log
+
+    return make
+
+
+def test_one_process_downloads_and_the_others_wait(downloads: Callable[..., Path], tmp_path: Path) -> None:
+    log = downloads()
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=find_corpus, args=(PATH,)) for _ in range(3)]
+    for process in others:
+        process.start()
+    assert find_corpus(PATH).files == (tmp_path / "snapshot/en/a.jsonl",)
+    for process in others:
+        process.join()
+    assert [process.exitcode for process in others] == [0] * 3
+    assert log.read_text().splitlines() == ["downloaded"]
+
+
+def test_later_starts_need_no_network(downloads: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads()
+    first = find_corpus(PATH)
+    monkeypatch.delattr(huggingface_hub, "snapshot_download")
+    assert find_corpus(PATH) == first
+
+
+def test_faults_of_the_network_are_waited_out(downloads: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    downloads(*[ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1))
+    assert find_corpus(PATH).format == "jsonl"
+    assert caplog.text.count("reset by peer; trying again") == hub.ATTEMPTS - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "faults", "told"),
+    [
+        (PATH, [ConnectionError("no route")] * hub.ATTEMPTS, "not downloaded in 6 attempts: ConnectionError: no route"),
+        (PATH, [OfflineModeIsEnabled("offline")], "cannot be downloaded: offline.*HF_HUB_OFFLINE"),
+        ("hf://datasets/own/tales/en/*.jsonl", [], "expected hf://datasets/OWNER/NAME@REVISION/PATTERN"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_told(
+    downloads: Callable[..., Path], path: str, faults: list[Exception], told: str
+) -> None:
+    downloads(*faults)
+    with pytest.raises(DataError, match=told):
+        find_corpus(path)
+
+
+def test_a_part_of_the_text_is_not_taken_for_the_whole(downloads: Callable[..., Path]) -> None:
+    downloads(listed=("en/a.jsonl", "en/b.jsonl"))
+    with pytest.raises(DataError, match=r"1 of 2 files are missing, en/b.jsonl"):
+        find_corpus(PATH)
