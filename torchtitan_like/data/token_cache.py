@@ -321,7 +321,7 @@ def encode_piece(corpus: Corpus, piece: Iterable[Span], policy: TokenPolicy) -> 
             num_empty += 1
             continue
         raw = text.encode()
-        for part in (before, array("I", ids), after):
+        for part in (before, ids, after):
             tokens += part
         lengths.append(len(before) + len(ids) + len(after))
         hashes.append(xxhash.xxh3_64_intdigest(raw))
@@ -339,11 +339,11 @@ def encode_piece(corpus: Corpus, piece: Iterable[Span], policy: TokenPolicy) -> 
 
 def _encode_documents(
     records: Iterable[str | BadRecord], tokenizer: Tokenizer
-) -> Iterator[tuple[str | BadRecord, list[int]]]:
+) -> Iterator[tuple[str | BadRecord, array[int]]]:
     """Each record with its token ids; a bad one has none."""
     for group in _groups(records):
         encoded = iter(tokenizer.encode_batch([record for record in group if isinstance(record, str)]))
-        yield from ((record, next(encoded) if isinstance(record, str) else []) for record in group)
+        yield from ((record, next(encoded) if isinstance(record, str) else array("I")) for record in group)
 
 
 def _groups(records: Iterable[str | BadRecord]) -> Iterator[list[str | BadRecord]]:

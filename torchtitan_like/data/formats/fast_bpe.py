@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import re
+from array import array
 from itertools import pairwise
 from typing import Any
 
@@ -92,8 +93,12 @@ class FastBPE:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``."""
-        ranks = self._engine.encode_ordinary(text)
-        return ranks if self._id_of_rank is None else [self._id_of_rank[rank] for rank in ranks]
+        return self.encode_to_array(text).tolist()
+
+    def encode_to_array(self, text: str) -> array[int]:
+        """The same, as uint32."""
+        ranks = array("I", self._engine.encode_to_numpy(text, disallowed_special=()).tobytes())
+        return ranks if self._id_of_rank is None else array("I", [self._id_of_rank[rank] for rank in ranks])
 
 
 def _pattern(content: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +72,12 @@ class Tokenizer(ABC):
     fingerprint: str
 
     @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
+        """Token ids of each text, without BOS and EOS, as uint32."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without BOS and EOS."""
+        return self.encode_batch([text])[0].tolist()
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -81,10 +86,6 @@ class Tokenizer(ABC):
     def num_bytes(self) -> list[int]:
         """UTF-8 bytes that each token stands for, (vocab_size,): 0 for special ones, and for all where that is not known."""
         return [0] * self.vocab_size
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode`` of each text."""
-        return [self.encode(text) for text in texts]
 
     def __str__(self) -> str:
         return f"{self.path}: {self.vocab_size:,} tokens, BOS {self.bos_id}, EOS {self.eos_id}"
@@ -167,18 +168,22 @@ class _HuggingFaceTokenizer(Tokenizer):
             )
             return None
 
-    def encode(self, text: str) -> list[int]:
-        # A longer run would have to be cut for tiktoken, and this library cuts nothing.
-        if self._fast is not None and not _has_long_run(text) and self._fast.accepts(text):
-            return self._fast.encode(text)
-        return self._encode_all([text])[0]
+    def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
+        fast = self._fast
+        if fast is None:
+            return self._encode_by_library(texts)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encode_all(texts) if self._fast is None else super().encode_batch(texts)
+        def encode(text: str) -> array[int]:
+            # A longer run would have to be cut for tiktoken, and the library cuts nothing.
+            is_known = not _has_long_run(text) and fast.accepts(text)
+            return fast.encode_to_array(text) if is_known else self._encode_by_library([text])[0]
 
-    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """By the library: its call for many texts, without their offsets, is the quickest it has, also for one."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encode(text) for text in texts]
+
+    def _encode_by_library(self, texts: Sequence[str]) -> list[array[int]]:
+        """Its call for many texts, without their offsets, is the quickest it has, also for one."""
+        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [array("I", encoding.ids) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
@@ -209,10 +214,14 @@ class _TiktokenTokenizer(Tokenizer):
             "tiktoken", LLAMA3_PATTERN, repr(sorted(ranks.items(), key=lambda item: item[1]))
         )
 
-    def encode(self, text: str) -> list[int]:
-        if not _has_long_run(text):
-            return self._inner.encode_ordinary(text)
-        return [token_id for piece in _cut_long_runs(text) for token_id in self._inner.encode_ordinary(piece)]
+    def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
+        return list(map(self._encode_to_array, texts))
+
+    def _encode_to_array(self, text: str) -> array[int]:
+        ids = array("I")
+        for piece in _cut_long_runs(text) if _has_long_run(text) else (text,):
+            ids.frombytes(self._inner.encode_to_numpy(piece, disallowed_special=()).tobytes())
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids))
