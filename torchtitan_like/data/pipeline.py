@@ -55,8 +55,8 @@ def build_train_batches(
     ranks.
 
     ``seed`` keys the order of samples. ``num_accumulation``: micro-batches of a step, once it has its full size.
-    ``with_positions``: tell where each token stands in its document. Raises DataError
-    for what is wrong with the texts or their configuration.
+    ``with_positions``: tell where each token stands in its document. Raises DataError for what is wrong with the texts or
+    their configuration.
     """
     named = resolve_sources(
         training.dataset, training.dataset_path, data.sources, section="training", table="data.sources"
@@ -183,7 +183,7 @@ def _training_samples(
     source = named.source
     if not source.streaming:
         return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
-    corpus = find_corpus(source.path, source.format, source.text_field)
+    corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
     policy, key = _policy(source, data, tokenizer), seed_of(named.key, seed) if data.shuffle else None
     return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
 

@@ -432,3 +432,19 @@ def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> 
     command = [sys.executable, "-c", code, str(corpus), str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "making\n", "")
+
+
+def test_bad_records_end_a_stream_or_are_left_out_and_told(
+    build: Build, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = [contents(batch)[:2] for batch in build((1, 1, 8), 0, own(corpus / "c.jsonl", max_epochs=1), shuffle=False)]
+    with (corpus / "c.jsonl").open("a") as file:
+        file.write('{"text": 7}\n')
+    source = own(corpus / "c.jsonl", max_epochs=1)
+    with pytest.raises(
+        DataError, match=r'c.jsonl, line 91: .* \(data.on_bad_record = "skip" leaves such records out\)'
+    ):
+        list(build((1, 1, 8), 0, source, shuffle=False))
+    left = build((1, 1, 8), 0, source, shuffle=False, on_bad_record="skip")
+    assert [contents(batch)[:2] for batch in left] == whole
+    assert "1 bad records left out, such as" in caplog.text
