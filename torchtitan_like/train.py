@@ -48,6 +48,7 @@ from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.host_copy import HostCopy
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.switches import read_switches
@@ -100,6 +101,7 @@ class Trainer:
             made.remove_exit()
             made.capture_environment()
         add_file(self.run_directory.log_file(self.world.rank))
+        self.heartbeat = Heartbeat(self.run_directory.attempt_folder, self.world.rank)
 
     def _consider(self, start: Start) -> None:
         """Say what the run is about to start from; refuse it when settings that make the run have changed since."""
@@ -249,6 +251,7 @@ class Trainer:
             self.world.step_group.barrier,
         )
         self.requests.reach_the_wire = True
+        self.heartbeat.start(0.8 * config.comm.init_timeout_seconds)
         with profiling as profiler:
             fetched = self._fetch(first_step)
             while True:
@@ -266,6 +269,7 @@ class Trainer:
                 profiler.step()
                 if step == first_step:
                     self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
+                    self.heartbeat.limit = 0.8 * config.comm.train_timeout_seconds
                 saves = self.checkpointer.due(
                     step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
                 )
@@ -289,6 +293,7 @@ class Trainer:
         lr = self.optimizer.peak_lr * self.schedule.factor(step)
         self.optimizer.set_lr(lr)
         self.optimizer.zero_grad()
+        self.heartbeat.beat("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.wait_staged()
         self.loss_by_source.zero_()  # validation adds to it as well
@@ -300,6 +305,7 @@ class Trainer:
             loss = torch.zeros((), device=self.world.device)
             for micro in range(len(batch.first_samples)):
                 self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
+                self.heartbeat.beat("step", step, micro)
                 torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
                 share = self.parts[0](*self.feed.to_device(local, micro)) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.
@@ -370,6 +376,7 @@ class Trainer:
     def validate(self, step: int) -> None:
         """The loss of each validation text's fixed samples."""
         self.metrics.flush(step)
+        self.heartbeat.beat("validate", step)
         with self.metrics.pause():
             self.parts.eval()
             evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
@@ -383,6 +390,7 @@ class Trainer:
         if not saves:
             return
         step = self.progress.step
+        self.heartbeat.beat("save", step)
         self.metrics.flush(step)
         with self.metrics.pause():
             self.garbage.collect("GC collection before checkpoint saving")
@@ -432,6 +440,7 @@ class Trainer:
 
     def close(self) -> None:
         """Flush and release what the run holds."""
+        self.heartbeat.close()
         self.metrics.close()
         self.garbage.close()
         add_file(None)

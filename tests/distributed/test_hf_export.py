@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.harness.extents import verify_file
 from tests.harness.hf_weights import to_theirs
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import EXTENT, verify_file
+from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import direct
 from torchtitan_like.checkpoint.hf.consolidate import SHAPES, consolidate, write_shards
 from torchtitan_like.checkpoint.hf.direct import write_export

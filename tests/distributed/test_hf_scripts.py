@@ -15,9 +15,9 @@ import torch.distributed as dist
 from scripts import consolidate, export
 from tests.distributed.parity import build, options, release
 from tests.distributed.test_hf_export import ROWS, bytes_of, load, whole, write_torch_shards
+from tests.harness.extents import verify_file
 from tests.harness.rank_pool import run_ranks
 from tests.unit.scripts.test_checkpoint_tool import write_step
-from torchtitan_like.checkpoint.extents import verify_file
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.votes import Votes

@@ -35,7 +35,6 @@ CASES = {
     "gather_along 1": Case(lambda x, g: ours.gather_along(x, 1, g), lambda xs: [torch.cat(xs, 1)] * len(xs)),
     "scatter_sum_along 0": Case(lambda x, g: ours.scatter_sum_along(x, 0, g), lambda xs: sum(xs).chunk(len(xs))),
     "scatter_sum_along 1": Case(lambda x, g: ours.scatter_sum_along(x, 1, g), lambda xs: sum(xs).chunk(len(xs), 1)),
-    "split_along": Case(lambda x, g: ours.split_along(x, 1, g), lambda xs: xs[0].chunk(len(xs), 1), alike=True),
     "gather_whole": Case(lambda x, g: ours.gather_whole(x, 3, g), lambda xs: [torch.cat(xs, 3)] * len(xs), once=True),
     "all_to_all_heads_seq": Case(
         ours.all_to_all_heads_seq,
@@ -87,7 +86,7 @@ def chain_of_all(backend):
     def function(x):
         x = ours.copy_to(x * 2, group)
         x = ours.gather_along(ours.scatter_sum_along(x.sin(), 2, group).cos(), 2, group)
-        x = ours.gather_whole(ours.split_along(ours.reduce_from(x, group).sin(), 1, group).cos(), 1, group)
+        x = ours.gather_whole(ours.scatter_sum_along(ours.reduce_from(x, group).sin(), 1, group).cos(), 1, group)
         return ours.all_to_all_seq_heads(ours.all_to_all_heads_seq(x.sin(), group).cos(), group).sum()
 
     x = torch.linspace(0, 1, 384, dtype=torch.float64).view(SHAPE).requires_grad_()
@@ -139,7 +138,7 @@ def error_of_uneven(name):
         return str(error)
 
 
-@pytest.mark.parametrize("name", ["scatter_sum_along 1", "split_along", "all_to_all_heads_seq"])
+@pytest.mark.parametrize("name", ["scatter_sum_along 1", "all_to_all_heads_seq"])
 def test_ranks_share_equally_or_not_at_all(name):
     for message in run_ranks(error_of_uneven, 2, name):
         assert "2 ranks cannot share dimension 1 of a tensor (3, 3, 3, 3)" in (message or "")

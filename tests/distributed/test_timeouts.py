@@ -1,5 +1,8 @@
 """Groups wait long for the first step of a process, and short from then on; the checkpoint group always waits long."""
 
+import json
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ import torch.distributed as dist
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import GROUP_TIMEOUT, run_ranks
 from torchtitan_like.distributed.world import CHECKPOINT_TIMEOUT
+from torchtitan_like.resilience import heartbeat
 
 LONG, SHORT = 300, 17
 
@@ -62,3 +66,31 @@ def test_all_groups_are_tightened_after_the_first_step_of_each_process(tmp_path,
             assert seen[-2:] == [[SHORT], [SHORT]], "every group, from the second step on"
             assert LONG in seen[0] and seen[1] == seen[0], "none before the first step is over"
             assert checkpoint == CHECKPOINT_TIMEOUT.total_seconds()
+
+
+def stand_still(argv):
+    """Rank 1 stays two seconds in its third step."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(heartbeat, "INTERVAL", 0.05)
+        trainer = build(argv)
+        trainer.world.tighten_timeouts = lambda timeout: None  # the groups outlive the test
+        step_of = trainer.train_step
+
+        def a_step_that_hangs(step, *rest):
+            if step == 3 and trainer.world.rank == 1:
+                time.sleep(2)
+            return step_of(step, *rest)
+
+        trainer.train_step = a_step_that_hangs
+        trainer.train()
+        release(trainer)
+
+
+def test_a_rank_that_stands_still_leaves_the_stacks_of_all(tmp_path):
+    settings = {"comm.train_timeout_seconds": 1, "training.steps": 4, "training.local_batch_size": 4}
+    run_ranks(stand_still, 2, options(str(tmp_path / "run"), "float32", **settings))
+    folder = tmp_path / "run/attempts/1/heartbeat"
+    places = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [(place["phase"], place["step"]) for place in places] == [("step", 4)] * 2
+    stacks = [(folder / f"stacks-rank-{rank}.txt").read_text() for rank in range(2)]
+    assert "a_step_that_hangs" in stacks[1] and "in train" in stacks[0]

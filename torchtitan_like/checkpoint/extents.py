@@ -158,16 +158,6 @@ class ExtentSource:
         self._file.close()
 
 
-def record_file(path: Path) -> FileRecord:
-    """Hash what is on disk now: for files that were not written through an ExtentSink. Raises OSError."""
-    digests, size, buffer = [], 0, memoryview(bytearray(EXTENT))
-    with io.BufferedReader(io.FileIO(path), EXTENT) as file:
-        while count := file.readinto(buffer):
-            digests.append(hash_extent(buffer[:count]))
-            size += count
-    return FileRecord(size, tuple(digests))
-
-
 def check_sizes(folder: Path, records: Mapping[str, FileRecord]) -> None:
     """Every file is there and as long as recorded; reads no contents. Raises DamagedError for the first that is not."""
     for name, record in records.items():
@@ -178,12 +168,6 @@ def check_sizes(folder: Path, records: Mapping[str, FileRecord]) -> None:
             raise DamagedError(f"{path} is missing, of {record.size} bytes") from None
         if size != record.size:
             raise DamagedError(f"{path} holds {size} bytes, of {record.size} that were written")
-
-
-def verify_file(path: Path, record: FileRecord) -> None:
-    """Read a whole file. Raises DamagedError when its length or an extent is not what was written."""
-    for error in find_damage(path.parent, {path.name: record}):
-        raise error
 
 
 def find_damage(

@@ -49,12 +49,6 @@ def scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return y
 
 
-def split_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's slice along `dim` of an `x` that is equal on every rank; in backward the slices are gathered."""
-    y: Tensor = _SplitAlong.apply(x, dim, group)
-    return y
-
-
 def gather_whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """As `gather_along` for what every rank then does alike: the gradients are equal, each takes its slice, no sum."""
     y: Tensor = _GatherWhole.apply(x, dim, group)
@@ -110,17 +104,6 @@ class _ScatterSumAlong(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         return _scatter_sum(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _SplitAlong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _slice(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -38,11 +38,6 @@ class ParallelDims:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def non_data_parallel_size(self) -> int:
-        """Devices that share one stream of samples; throughput per device is divided by it."""
-        return self.cp * self.tp * self.pp
-
     def mesh_shape(self) -> dict[str, int]:
         """Dimensions larger than one, outermost first. One rank alone has a `dp_shard` of one."""
         shape = {name: getattr(self, name) for name in MESH_ORDER if getattr(self, name) > 1}

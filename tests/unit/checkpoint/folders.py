@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan_like.checkpoint.extents import record_file
+from tests.harness.extents import record_file
 from torchtitan_like.checkpoint.step_folders import MANIFEST, write_manifest
 
 CONFIG = '[job]\ndescription = "stored"\n'

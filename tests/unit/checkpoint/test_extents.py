@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests.harness.extents import record_file, verify_file
 from torchtitan_like.checkpoint.errors import DamagedError
 from torchtitan_like.checkpoint.extents import (
     EXTENT,
@@ -17,8 +18,6 @@ from torchtitan_like.checkpoint.extents import (
     FileRecord,
     check_sizes,
     find_damage,
-    record_file,
-    verify_file,
 )
 
 

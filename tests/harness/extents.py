@@ -1,0 +1,24 @@
+"""What a test wants to know of a file that was written in extents."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, find_damage, hash_extent
+
+
+def record_file(path: Path) -> FileRecord:
+    """Hash what is on disk now: for files that were not written through an ExtentSink. Raises OSError."""
+    digests, size, buffer = [], 0, memoryview(bytearray(EXTENT))
+    with io.BufferedReader(io.FileIO(path), EXTENT) as file:
+        while count := file.readinto(buffer):
+            digests.append(hash_extent(buffer[:count]))
+            size += count
+    return FileRecord(size, tuple(digests))
+
+
+def verify_file(path: Path, record: FileRecord) -> None:
+    """Read a whole file. Raises DamagedError when its length or an extent is not what was written."""
+    for error in find_damage(path.parent, {path.name: record}):
+        raise error

@@ -1,0 +1,92 @@
+"""A rank's place is in its file soon after it came there; one that stands still leaves its stacks, once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like.resilience import heartbeat
+from torchtitan_like.resilience.heartbeat import Heartbeat
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def place(folder: Path) -> dict[str, object]:
+    return dict(json.loads((folder / "heartbeat/rank-3.json").read_text()))
+
+
+def test_the_file_tells_the_newest_place_and_when_it_was_reached(tmp_path: Path) -> None:
+    clock = Clock()
+    one = Heartbeat(tmp_path, 3, clock)
+    one.look()
+    assert place(tmp_path) == {"phase": "start", "step": 0, "micro_batch": 0, "time": 1000.0}
+    clock.now = 1007.5
+    one.beat("step", 12, 3)
+    clock.now = 1100.0
+    one.look()
+    assert place(tmp_path) == {"phase": "step", "step": 12, "micro_batch": 3, "time": 1007.5}
+    assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank-3.json"]
+
+
+def test_who_stands_still_in_a_step_leaves_the_stacks_of_all_threads_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, here = Clock(), threading.Event()
+
+    def waits_for_a_peer_that_is_gone() -> None:
+        here.wait()
+
+    other = threading.Thread(target=waits_for_a_peer_that_is_gone)
+    other.start()
+    one, stacks = Heartbeat(tmp_path, 3, clock), tmp_path / "heartbeat/stacks-rank-3.txt"
+    one.limit = 80.0
+    for phase, age, expected in [
+        ("step", 79.0, False),
+        ("save", 1e4, False),
+        ("step", 81.0, True),
+        ("step", 200.0, False),
+    ]:
+        one.beat(phase, 7, 1) if age != 200.0 else None  # the last look finds it where the one before did
+        clock.now += age
+        stacks.unlink(missing_ok=True)
+        one.look()
+        assert stacks.exists() == expected, (phase, age)
+        if expected:
+            told = stacks.read_text()
+            assert "waits_for_a_peer_that_is_gone" in told and "test_who_stands_still" in told
+    here.set()
+    other.join()
+    assert caplog.text.count("Step 7, micro-batch 1, has taken 81 s so far") == 1
+
+
+def test_a_disk_that_is_full_fails_no_run_and_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "heartbeat").write_text("in the way")
+    one = Heartbeat(tmp_path, 3)
+    one.look()
+    one.look()
+    assert caplog.text.count("The heartbeat of rank 3 could not be written") == 1
+
+
+def test_the_thread_writes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
+    one = Heartbeat(tmp_path, 3)
+    one.close()  # of a run that never began
+    one = Heartbeat(tmp_path, 3)
+    one.start(60)
+    one.beat("step", 1)
+    give_up = time.monotonic() + 10
+    while not (tmp_path / "heartbeat/rank-3.json").exists() or place(tmp_path)["step"] != 1:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    one.beat("save", 1)
+    one.close()
+    assert place(tmp_path)["phase"] == "save" and not one._thread.is_alive()

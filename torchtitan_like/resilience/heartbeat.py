@@ -1,0 +1,88 @@
+"""Where each rank is, in a file of its own: for those who look from outside at a run that stands still."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+logger = logging.getLogger()
+
+INTERVAL = 5.0  # seconds between two looks
+
+
+class Beat(NamedTuple):
+    """The newest place of a rank: time is that of its arrival there, in seconds since 1970."""
+
+    phase: str
+    step: int
+    micro_batch: int
+    time: float
+
+
+class Heartbeat:
+    """Writes ``folder/heartbeat/rank-<r>.json`` from a thread, whenever the rank has come to another place.
+
+    A rank that stays in one place of a step for longer than ``limit`` seconds has the stacks of all its threads written beside
+    it (``stacks-rank-<r>.txt``), once for each place: before the time-out of a collective ends the process. Nothing here
+    fails a run: a file that cannot be written is told of once.
+    """
+
+    def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time) -> None:
+        self.limit: float | None = None
+        self._folder, self._rank, self._clock = folder / "heartbeat", rank, clock
+        self._beat = Beat("start", 0, 0, clock())
+        self._written: Beat | None = None
+        self._dumped: Beat | None = None
+        self._is_told_of = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def start(self, limit: float) -> None:
+        self.limit = limit
+        self._thread.start()
+
+    def beat(self, phase: str, step: int, micro_batch: int = 0) -> None:
+        """The rank is here now. Costs less than a microsecond."""
+        self._beat = Beat(phase, step, micro_batch, self._clock())
+
+    def look(self) -> None:
+        """Write what there is to write."""
+        beat = self._beat
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if beat != self._written:
+                temporary = self._folder / f".rank-{self._rank}"
+                temporary.write_text(json.dumps(beat._asdict()) + "\n", encoding="utf-8")
+                os.replace(temporary, self._folder / f"rank-{self._rank}.json")
+                self._written = beat
+            silent = self._clock() - beat.time
+            if self.limit is not None and beat.phase == "step" and silent > self.limit and beat != self._dumped:
+                self._dumped = beat
+                stacks = self._folder / f"stacks-rank-{self._rank}.txt"
+                with stacks.open("w", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file)
+                logger.error(
+                    f"Step {beat.step}, micro-batch {beat.micro_batch}, has taken {silent:.0f} s so far: {stacks}"
+                )
+        except OSError as error:
+            if not self._is_told_of:
+                logger.warning(f"The heartbeat of rank {self._rank} could not be written: {error}")
+            self._is_told_of = True
+
+    def close(self) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        self.look()
+        while not self._end.wait(INTERVAL):
+            self.look()
+        self.look()
