@@ -23,7 +23,6 @@ piece the token where it begins.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from . import token_cache
 from .errors import DataError
 from .formats.documents import CACHE_FOLDER_NAME
 from .packing import PackedSamples
-from .token_file import TokenFile, sync
+from .token_file import TokenFile, written_whole
 
 logger = logging.getLogger()
 
@@ -234,25 +233,16 @@ def _best_fit(counts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def _build(path: Path, file: TokenFile, seq_len: int) -> Plan:
-    """Make the plan and write it; what a kill leaves behind has another name, and is written over by the next build."""
+    """Make the plan and write it."""
     started = time.monotonic()
     logger.info(
         f"packing the {file.meta.num_documents:,} documents of {file.folder} into samples of {seq_len:,} tokens"
     )
     plan = make_plan(file.offsets, seq_len)
-    # The lock may not reach across the nodes of a shared file system: each node writes a file of its own.
-    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}.building")
-    try:
-        with unfinished.open("wb") as stream:
-            stream.write(np.array([*_key(file, seq_len), plan.num_samples, len(plan.starts)], _WORD).data)
-            stream.write(plan.first_pieces.astype(_WORD).data)
-            stream.write(plan.starts.astype(_WORD).data)
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise DataError(f"the packing plan {path} was not written: {error}") from error
+    with written_whole(path, "the packing plan") as stream:
+        stream.write(np.array([*_key(file, seq_len), plan.num_samples, len(plan.starts)], _WORD).data)
+        stream.write(plan.first_pieces.astype(_WORD).data)
+        stream.write(plan.starts.astype(_WORD).data)
     num_labels = file.meta.num_tokens - file.meta.num_documents
     padding = 1 - (num_labels + len(plan.starts)) / (plan.num_samples * (seq_len + 1))
     logger.info(

@@ -13,11 +13,14 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,6 +245,26 @@ def _write(stream: FileIO, array: NDArray[Any]) -> None:
     rest = array.view(np.uint8).data
     while len(rest):
         rest = rest[stream.write(rest) :]
+
+
+@contextmanager
+def written_whole(path: Path, what: str) -> Iterator[BinaryIO]:
+    """A file that is there whole or not at all; DataError, with ``what`` it is, where it cannot be written.
+
+    For one process of a node at a time; where locks do not reach across nodes, each writes a file of its own. What a kill
+    leaves behind is written over by the next one.
+    """
+    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}.building")
+    try:
+        with unfinished.open("wb") as stream:
+            yield stream
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        raise DataError(f"{what} {path} was not written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -11,7 +11,6 @@ import glob
 import json
 import logging
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from .formats.documents import files_below
 from .formats.token_formats import ENDINGS, is_cache, open_part
 from .formats.tokenizer import Tokenizer
 from .token_cache import Progress, find_or_build
-from .token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, map_file
+from .token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, map_file, written_whole
 from .token_stream import TokenPart, TokenStream
 
 logger = logging.getLogger()
@@ -152,25 +151,15 @@ def _write_offsets(file: Path, stream: TokenStream, eos_id: int | None) -> NDArr
     ends = "" if eos_id is None else f", which end with {eos_id} in files without an index"
     logger.info(f"looking for documents{ends}, in {num_bytes / 2**20:,.1f} MiB of tokens, into {file}")
     progress, num_documents, last = Progress(num_bytes, 0, 0), 0, -1
-    # Under a name of its own: where locks do not reach across nodes, each writes all of it.
-    building = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    try:
-        with building.open("wb") as out:
-            for starts, done in _starts(stream, eos_id):
-                # An empty document begins where the next one does: one of the two is left.
-                fresh = starts[np.diff(starts, prepend=last) > 0]
-                out.write(fresh.astype(OFFSET_TYPE).tobytes())
-                num_documents, last = num_documents + len(fresh), int(starts[-1]) if len(starts) else last
-                line = progress.line(done - progress.done, last)
-                if line:
-                    logger.info(f"looking for documents: {line}")
-            out.flush()
-            os.fsync(out.fileno())
-        building.rename(file)
-    except OSError as error:
-        raise DataError(f"the list of documents {file} was not written: {error}") from error
-    finally:
-        building.unlink(missing_ok=True)
+    with written_whole(file, "the list of documents") as out:
+        for starts, done in _starts(stream, eos_id):
+            # An empty document begins where the next one does: one of the two is left.
+            fresh = starts[np.diff(starts, prepend=last) > 0]
+            out.write(fresh.astype(OFFSET_TYPE).tobytes())
+            num_documents, last = num_documents + len(fresh), int(starts[-1]) if len(starts) else last
+            line = progress.line(done - progress.done, last)
+            if line:
+                logger.info(f"looking for documents: {line}")
     logger.info(f"found {num_documents - 1:,} documents, {progress.rates(len(stream))}")
     offsets = _open_offsets(file, len(stream))
     assert offsets is not None

@@ -239,7 +239,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     file = token_file(tmp_path, [3, 9, 2, 5])
     with monkeypatch.context() as full:
-        full.setattr(best_fit, "sync", full_disk)
+        full.setattr("torchtitan_like.data.token_file.sync", full_disk)
         with pytest.raises(DataError, match="was not written: .*No space left on device"):
             cached_plan(file, 4)
     assert [path.suffix for path in (tmp_path / "token_cache").iterdir()] == [".lock"]
@@ -251,15 +251,15 @@ PLANNER = """
 import logging, sys
 from pathlib import Path
 import numpy as np
-from torchtitan_like.data import best_fit
+from torchtitan_like.data import best_fit, token_file
 from torchtitan_like.data.token_file import TokenFile, TokenMeta
-sync = best_fit.sync
+sync = token_file.sync
 def sync_and_pause(path):
     if path.name.endswith(".building"):
         print("paused", flush=True)
         sys.stdin.readline()
     sync(path)
-best_fit.sync = sync_and_pause
+token_file.sync = sync_and_pause
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 file = TokenFile(Path({folder!r}), np.empty(0), np.array({offsets}, np.uint64), {meta})
 print(best_fit.cached_plan(file, 4, cache_folder=None, dump_folder="unused").starts.tolist(), flush=True)
