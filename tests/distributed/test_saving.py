@@ -100,7 +100,8 @@ def train_until_asked(argv, after):
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.metrics.record = traced
-    code, step = trainer.train(), trainer.progress.step
+    with trainer.requests.listening():
+        code, step = trainer.train(), trainer.progress.step
     release(trainer)
     return code, step
 
