@@ -26,6 +26,7 @@ from tests.unit.data.reference import digest_of
 from tests.unit.data.test_documents import write_table
 from tests.unit.data.token_writers import write_flat, write_npy
 from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.data.batch import IGNORED_LABEL, SOURCE_SHIFT
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.order import shuffled
 from torchtitan_like.data.token_cache import num_cores
@@ -190,18 +191,21 @@ def run_to_the_end(
 
 def check(folder: Path, runs: Sequence[Ended], expected: Sequence[Sample]) -> str:
     """What the ranks were fed and what the metrics say of it are those of the plain loop. Returns the shares, in words."""
-    fed: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    fed: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for run in runs:
         of_this_run = Counter[int]()
         for batch in batches_told(run.output):
-            for position, tokens, labels in batch["samples"]:
-                assert all(label in (after, -100) for after, label in zip(tokens[1:], labels, strict=False))
-                num_labels = sum(label != -100 for label in labels)
-                fed[position].append((*tokens[:num_labels], labels[num_labels - 1]))
+            for position, tokens, told in batch["samples"]:
+                (source,) = {label >> SOURCE_SHIFT for label in told if label != IGNORED_LABEL}
+                labels = [label & ((1 << SOURCE_SHIFT) - 1) for label in told if label != IGNORED_LABEL]
+                assert told[len(labels) :] == [IGNORED_LABEL] * (SEQ_LEN - len(labels))
+                assert labels[:-1] == tokens[1 : len(labels)]
+                fed[position].append((list(WEIGHTS)[source], (*tokens[: len(labels)], labels[-1])))
                 of_this_run[position] += 1
         assert set(of_this_run.values()) == {1}, "one rank, once"
     assert sorted(fed) == list(range(NUM_SAMPLES))
-    assert all(set(found) == {sample.tokens} for (_, found), sample in zip(sorted(fed.items()), expected, strict=True))
+    for (_, found), sample in zip(sorted(fed.items()), expected, strict=True):
+        assert set(found) == {(sample.source, sample.tokens)}
 
     rows = read_rows(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -211,6 +215,8 @@ def check(folder: Path, runs: Sequence[Ended], expected: Sequence[Sample]) -> st
     taught = Counter[str]()
     for sample in expected:
         taught[sample.source] += len(sample.tokens) - 1
+    for name, count in taught.items():
+        assert sum(row["sources"][name]["num_valid_tokens"] for row in rows) == count
     shares = {name: count / taught.total() for name, count in taught.items()}
     assert all(abs(shares[name] - weight / 10) < 0.005 for name, weight in WEIGHTS.items()), shares
     return f"shares {shares}, {len(runs)} runs, digest of all {rows[-1]['data_digest_chain']}"
