@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +151,13 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
 
     trainer.metrics.validation = traced_validation
     if mutation == "one micro-batch dropped":
-        trainer.num_micro_batches -= 1
+        whole_step = trainer.train_step
+
+        def short_step(step, fetched, sums):
+            fetched.batch = replace(fetched.batch, first_samples=fetched.batch.first_samples[:-1])
+            return whole_step(step, fetched, sums)
+
+        trainer.train_step = short_step
     if mutation == "ranks swapped":
         trainer.world.step_group.sum_async = _forgetting_rank_0(trainer)
     trainer.train()

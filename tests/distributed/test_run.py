@@ -8,11 +8,12 @@ from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import read_config
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import main, run
 
 
 def run_one_rank(argv):
-    return run(read_config(argv, 1), LaunchedAs(0, 0, 1))
+    return run(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests())
 
 
 def test_validates_after_the_first_step_every_few_and_at_the_end(tmp_path):
