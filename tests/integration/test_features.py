@@ -394,7 +394,7 @@ def test_the_run_folder_explains_itself(default: RunResult) -> None:
         "profile_traces",
     }  # fmt: skip
     attempt = default.dump_folder / "attempts/1"
-    assert {path.name for path in attempt.iterdir()} == {"config.toml", "environment", "logs"}
+    assert {path.name for path in attempt.iterdir()} == {"config.toml", "environment", "heartbeat", "logs"}
     assert {path.name for path in (attempt / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
