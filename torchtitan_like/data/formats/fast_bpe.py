@@ -67,6 +67,7 @@ class FastBPE:
     """
 
     def __init__(self, content: dict[str, Any], library: Any) -> None:
+        import numpy as np
         import tiktoken
 
         pattern = _pattern(content)
@@ -78,7 +79,7 @@ class FastBPE:
         ids = _ranked_ids(model, library)
         # tiktoken's ids are ranks: those of the file where they are in the order of the merges, else 0, 1, 2, ...
         in_order = all(first < second for first, second in pairwise(list(ids.values())[256:]))
-        self._id_of_rank = None if in_order else list(ids.values())
+        self._id_of_rank = None if in_order else np.array(list(ids.values()), np.uint32)
         ranks = ids if in_order else {token: rank for rank, token in enumerate(ids)}
         self._engine = tiktoken.Encoding(
             name="tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
@@ -97,8 +98,8 @@ class FastBPE:
 
     def encode_to_array(self, text: str) -> array[int]:
         """The same, as uint32."""
-        ranks = array("I", self._engine.encode_to_numpy(text, disallowed_special=()).tobytes())
-        return ranks if self._id_of_rank is None else array("I", [self._id_of_rank[rank] for rank in ranks])
+        ids = self._engine.encode_to_numpy(text, disallowed_special=())
+        return array("I", (ids if self._id_of_rank is None else self._id_of_rank[ids]).tobytes())
 
 
 def _pattern(content: dict[str, Any]) -> str:
