@@ -81,8 +81,10 @@ class FastBPE:
         in_order = all(first < second for first, second in pairwise(list(ids.values())[256:]))
         self._id_of_rank = None if in_order else np.array(list(ids.values()), np.uint32)
         ranks = ids if in_order else {token: rank for rank, token in enumerate(ids)}
+        # One special token, which is never allowed: among none the engine looks for the empty text, at each character.
+        special = {"<|special|>": max(ranks.values()) + 1}
         self._engine = tiktoken.Encoding(
-            name="tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+            name="tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
         for text in difficult_texts(sorted(library.get_vocab(with_added_tokens=True))):
             if self.accepts(text) and self.encode(text) != library.encode(text, add_special_tokens=False).ids:
