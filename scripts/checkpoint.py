@@ -161,9 +161,9 @@ class Meter:
 
 def show(arguments: argparse.Namespace) -> int:
     """The manifest in short, and every tensor."""
-    from scripts import checkpoint_contents as tools
+    from scripts import checkpoint_contents
 
-    contents = tools.open_contents(arguments.step)
+    contents = checkpoint_contents.open_contents(arguments.step)
     files = file_records(contents.manifest)
     manifest = {k: v for k, v in contents.manifest.items() if k not in ("files", "config", "extent_bytes", "hash")}
     for key, value in manifest.items():
@@ -171,7 +171,7 @@ def show(arguments: argparse.Namespace) -> int:
     for name, record in files.items():
         print(f"file {name}: {record.size:,} bytes")
     for name, (shape, dtype) in contents.forms.items():
-        print(f"{name}  {tools.short(dtype)}  {list(shape)}")
+        print(f"{name}  {checkpoint_contents.short(dtype)}  {list(shape)}")
     for name in contents.objects:
         print(f"{name}  (no tensor)")
     count = sum(math.prod(shape) for shape, _ in contents.forms.values())
@@ -182,22 +182,28 @@ def show(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """What differs between two checkpoints: settings, names, shapes, types, numbers, and what is no tensor."""
-    from scripts import checkpoint_contents as tools
+    from scripts import checkpoint_contents
 
-    pair = [tools.open_contents(arguments.a), tools.open_contents(arguments.b)]
+    pair = [checkpoint_contents.open_contents(arguments.a), checkpoint_contents.open_contents(arguments.b)]
     lines = _differing_settings(*pair)
     held: list[Any] = [{**contents.forms, **dict.fromkeys(contents.objects)} for contents in pair]
     reads: list[Callable[[str], Any]] = [contents.read for contents in pair]
     if pair[0].family != pair[1].family:  # both under our names
         identity, _ = _identify(next((c for c in pair if c.kind == "native"), pair[0]), arguments.config)
-        held = [tools.our_weights(contents, identity) for contents in pair]
+        held = [checkpoint_contents.our_weights(contents, identity) for contents in pair]
         reads = [weights.__getitem__ for weights in held]
     for here, there in ((0, 1), (1, 0)):
         lines += [f"{name}: only in {pair[here].path}" for name in held[here] if name not in held[there]]
     objects = {name for contents in pair for name in contents.objects}
     common = [name for name in held[0] if name in held[1]]
-    found = {name: tools.difference(reads[0](name), reads[1](name)) for name in common if name not in objects}
-    others = {name: tools.object_difference(reads[0](name), reads[1](name)) for name in common if name in objects}
+    found = {
+        name: checkpoint_contents.difference(reads[0](name), reads[1](name)) for name in common if name not in objects
+    }
+    others = {
+        name: checkpoint_contents.object_difference(reads[0](name), reads[1](name))
+        for name in common
+        if name in objects
+    }
     lines += [f"{name}: {text}" for name, text in (found | others).items() if text]
     equal = sum(text is None for text in found.values())
     print("\n".join([*lines, f"{equal} of {len(found)} common tensors are equal bit for bit"]))
@@ -216,15 +222,15 @@ def convert(arguments: argparse.Namespace) -> int:
     """From any format to another, with all names translated where the two have names of their own."""
     import torch
 
-    from scripts import checkpoint_contents as tools
+    from scripts import checkpoint_contents
 
-    source = tools.open_contents(arguments.src)
+    source = checkpoint_contents.open_contents(arguments.src)
     identity, config = None, source.manifest.get("config")
-    if source.family != tools.FAMILIES[arguments.to] or (arguments.to == "native" and config is None):
+    if source.family != checkpoint_contents.FAMILIES[arguments.to] or (arguments.to == "native" and config is None):
         identity, text = _identify(source, arguments.config)
         config = config or text
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    tools.convert(source, arguments.dst, arguments.to, dtype=dtype, identity=identity, config=config)
+    checkpoint_contents.convert(source, arguments.dst, arguments.to, dtype=dtype, identity=identity, config=config)
     print(f"{arguments.dst} is complete")
     return 0
 

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.watchdog import GIB, newest_save, saves_left, space
+from torchtitan_like.monitor.jsonl import decode
 
 RECENT = 1000  # rows from which the time of a step is taken
 SILENT = 60.0  # seconds without a heartbeat that are pointed out
@@ -30,7 +31,7 @@ def rows_of(file: Path) -> list[Row]:
         lines = file.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines[-RECENT:]]
+    return [decode(line) for line in lines[-RECENT:]]
 
 
 def json_of(file: Path) -> Row:

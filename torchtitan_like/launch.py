@@ -149,20 +149,9 @@ def identify(model: Model) -> Identity:
 def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], ExitCode]) -> int:
     """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code.
 
-    Signals are heard from here on until the exit code is written: a stop that nobody has to agree to ends the process.
+    In `run` signals are heard: a stop before the first step, to which nobody has to agree, ends the process with its code.
     """
     init_logger()
-    requests = Requests()
-    with requests.listening():
-        try:
-            return _launch(argv, lambda config, launched: run(config, launched, requests))
-        except Stopped as stopped:
-            code = EXIT_CODES[stopped.request]
-            logger.info(f"Training stopped: {code.reason}, before the first step")
-            return int(code)
-
-
-def _launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs], ExitCode]) -> int:
     launched = launched_as()
     try:
         config = read_config(argv, launched.world_size)
@@ -175,13 +164,16 @@ def _launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs], ExitCode]) -
     if config.job.save_config_file and launched.rank == 0:
         write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    requests = Requests()
     try:
-        code = run(config, launched)
+        with requests.listening():
+            code = run(config, launched, requests)
     except Stopped as stopped:
+        code = EXIT_CODES[stopped.request]
+        logger.info(f"Training stopped: {code.reason}, before the first step")
         if launched.rank == 0:
-            code = EXIT_CODES[stopped.request]
             write_exit(config.job.dump_folder, code.reason, int(code), step=None)
-        raise
+        return int(code)
     except Exception as error:
         if not is_under_torchrun:
             raise

@@ -25,10 +25,12 @@ STEPS, HOLD_AT = 20, 10
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A test that did not run although it could have is a failure: nobody reads what was skipped."""
+    """Where continuous integration installs Slurm (REQUIRE_SLURM), a test that did not run is a failure: nobody reads what was
+    skipped. On a user's machine nothing is installed unasked.
+    """
     missing = slurm.why_missing()
     if missing:
-        if slurm.could_be_installed():
+        if os.environ.get("REQUIRE_SLURM") and slurm.could_be_installed():
             pytest.fail(missing)
         pytest.skip(f"no Slurm: {missing}")
     if os.geteuid() != 0:

@@ -58,9 +58,11 @@ def count_valid(labels: torch.Tensor) -> int:
 
 
 def count_valid_by_source(labels: torch.Tensor, num_sources: int) -> list[int]:
-    """As `count_valid`, of each source."""
+    """As `count_valid`, of each source; [] where labels do not tell theirs."""
+    if not num_sources:
+        return []
     valid = labels.numpy()[labels.numpy() != IGNORED_LABEL]
-    return list(np.bincount(valid >> SOURCE_SHIFT, minlength=num_sources)[:num_sources])
+    return list(np.bincount(valid >> SOURCE_SHIFT, minlength=num_sources))
 
 
 def count_bytes(labels: torch.Tensor, bytes_of_token: torch.Tensor) -> int:

@@ -29,12 +29,17 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All rows of a file, with ``"nan"``, ``"inf"`` and ``"-inf"`` as floats again; [] when there is no file."""
     if not Path(path).exists():
         return []
+    return [decode(line) for line in Path(path).read_bytes().splitlines()]
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """What `encode` has written."""
+    return dict(json.loads(line, object_hook=_in_numbers))
+
+
+def _in_numbers(row: dict[str, Any]) -> dict[str, Any]:
     words = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-    def in_numbers(row: dict[str, Any]) -> dict[str, Any]:
-        return {key: words.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
-
-    return [json.loads(line, object_hook=in_numbers) for line in Path(path).read_bytes().splitlines()]
+    return {key: words.get(v, v) if isinstance(v, str) else v for key, v in row.items()}
 
 
 class JsonlFile:
