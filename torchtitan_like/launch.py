@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
+from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.loading import few_cores
 from torchtitan_like.data.token_cache import num_cores
@@ -25,13 +28,14 @@ from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
 from torchtitan_like.monitor.log import init_logger, logger
-from torchtitan_like.monitor.memory import build_memory_monitor
+from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
 from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
+from torchtitan_like.resilience.switches import Switches
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
@@ -144,6 +148,53 @@ def identify(model: Model) -> Identity:
 
     args = resolve_args(spec, model.flavor, model.args)
     return Identity(spec, args, Path(model.hf_assets_path), Path(model.tokenizer_folder), special_tokens)
+
+
+# What all ranks agree cannot work; the first that matches counts.
+CODES = {ChangedError: ExitCode.BAD_CONFIG, CheckpointError: ExitCode.STORAGE, DataError: ExitCode.BAD_DATA}
+
+
+def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
+    """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
+    logger.info(f"Starting job: {config.job.description}")
+    world = join(config, launched)
+    step, code = 0, ExitCode.DONE
+    with closing(build_checkpointer(config, world)) as checkpointer:
+        try:
+            starts = checkpointer.find_start(config.training.steps)
+            step = starts[0].step
+            if step >= config.training.steps:
+                logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
+            elif is_killed(config, world):
+                code = ExitCode.INTERRUPTED
+            else:
+                trainer = trainer_class(config, world, checkpointer, starts, requests)
+                try:
+                    code = trainer.train()
+                finally:
+                    step = trainer.progress.step
+                    trainer.close()
+        except tuple(CODES) as problem:
+            code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
+            logger.error(str(problem))
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                logger.error(oom_advice())
+            raise
+        if world.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
+            write_exit(config.job.dump_folder, code.reason, int(code), step)
+    world.leave()
+    logger.info("Process group destroyed")
+    return code
+
+
+def is_killed(config: JobConfig, world: World) -> bool:
+    """Is the kill switch there? Rank 0 looks for all."""
+    switch = Switches(Path(config.job.dump_folder), config.resilience).kill
+    found: bool = world.step_group.broadcast_object(world.rank == 0 and switch.exists())
+    if found:
+        logger.warning(f"Nothing is started: {switch} is there. Runs start again when you have removed it")
+    return found
 
 
 def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], ExitCode]) -> int:

@@ -9,49 +9,47 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batch import Batch, chain, count_valid, count_valid_by_source
-from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
-from torchtitan_like.distributed.world import LaunchedAs, PendingSum, World
+from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed, losses_of_texts
-from torchtitan_like.launch import build_checkpointer, build_metrics, build_model, join, launch
+from torchtitan_like.launch import build_metrics, build_model, launch, run_as
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
-from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.run_directory import RunDirectory, write_exit
+from torchtitan_like.monitor.run_directory import RunDirectory
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
-from torchtitan_like.resilience.host_copy import HostCopy
+from torchtitan_like.resilience.limits import Limits
+from torchtitan_like.resilience.numbers import BadNumbers
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
-from torchtitan_like.resilience.switches import read_switches
+from torchtitan_like.resilience.switches import Switches
 
 
 @dataclass
@@ -191,13 +189,13 @@ class Trainer:
         }
         float8 = self.config.quantize.linear.float8 if FLOAT8 in self.config.model.converters else None
         self.after_update = None if float8 is None else after_optimizer_step(self.parts, float8)
-        # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
-        self.halted = torch.zeros((), device=self.optimizer.parameters[0].device)
 
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
+        self.switches = Switches(self.run_directory.folder, config.resilience)
+        self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
         self.numeric = numeric_fingerprint(
             world.device, world.dims.mesh_shape(), config.training, config.optimizer, config.loss, config.compile
         )
@@ -220,8 +218,14 @@ class Trainer:
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         # Only now: a start that fails leaves the folder as it was.
         self.checkpointer.claim(self.start)
-        # Where the run was after each of the last steps, and whether that step's update was left out.
-        self.recent = deque([(self.progress, HostCopy(self.halted))], maxlen=4)
+        resilience, stored = self.config.resilience, self.start.manifest or {}
+        self.numbers = BadNumbers(
+            resilience.max_nonfinite_in_a_row if resilience.on_nonfinite == "skip" else 0,
+            # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
+            self.optimizer.parameters[0].device,
+            self.progress,
+            stored.get("nonfinite_in_a_row", 0) if self.start.kind == "resume" else 0,
+        )
         self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
         self.metrics.rewind(self.progress.step)
         training = self.config.training
@@ -273,7 +277,7 @@ class Trainer:
                 saves = self.checkpointer.due(
                     step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
                 )
-                if saves and self.bad_step() is None:
+                if saves and self.numbers.last_good() is None:
                     self.save(saves)
                 is_first_or_last = step in (1, config.training.steps)
                 if self.validation_sets and (is_first_or_last or step % config.validation.freq == 0):
@@ -313,10 +317,9 @@ class Trainer:
                 loss = loss + share.detach()
 
         grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
-        # Sticky: after a bad step no weight changes until the host has seen it and stops the run.
-        self.halted = torch.maximum(self.halted, grad_norm.isfinite().logical_not().float())
+        skip = self.numbers.gate(grad_norm)
         self.checkpointer.wait_staged()
-        self.optimizer.step(skip=self.halted)
+        self.optimizer.step(skip=skip)
         if self.after_update is not None:
             self.after_update()
 
@@ -325,7 +328,7 @@ class Trainer:
         self.progress = Progress(
             step, before.n_tokens_seen + num_tokens, batch.position, chain(before.digest_chain, digest)
         )
-        self.recent.append((self.progress, HostCopy(self.halted)))
+        self.numbers.passed(self.progress)
         return StepRecord(
             step=step,
             num_tokens=num_tokens,
@@ -335,7 +338,7 @@ class Trainer:
             loss_share=loss,
             loss_by_source=self.loss_by_source.clone(),
             grad_norm=grad_norm,
-            skipped=self.halted,
+            skipped=skip,
             lr=lr,
             data_digest=digest,
             data_digest_chain=self.progress.digest_chain,
@@ -354,12 +357,14 @@ class Trainer:
         seconds = time.perf_counter() - begin
         if wanted and batch is None:
             self.requests.note(Request.DATA_EXHAUSTED)
-        if len(self.recent) > 1 and self.recent[-2][1].read():  # two steps ago: the device is done with it
+        if self.numbers.have_halted():
             self.requests.note(Request.BAD_NUMBERS)
+        for request in self.limits.reached():
+            self.requests.note(request)
         if self.checkpointer.has_failed():
             self.requests.note(Request.SAVE_FAILED)
         if self.is_leader:
-            for request in read_switches(self.run_directory.folder):
+            for request in self.switches.read():
                 self.requests.note(request)
             if self.checkpointer.is_overdue():
                 self.requests.note(Request.SAVE)
@@ -367,10 +372,6 @@ class Trainer:
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):
             counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
         return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
-
-    def bad_step(self) -> int | None:
-        """The first of the recent steps whose numbers were not finite. Waits for the device."""
-        return next((progress.step for progress, halted in self.recent if halted.read()), None)
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
@@ -400,6 +401,7 @@ class Trainer:
                 "metrics_bytes": self.metrics.byte_offset(),
                 "numeric": self.numeric,
                 "data": self.batches.state_dict(self.progress.position),
+                "nonfinite_in_a_row": self.numbers.num_in_a_row(),
                 **asdict(self.progress),
             }
             self.checkpointer.save(
@@ -408,34 +410,39 @@ class Trainer:
                 self.states,
                 config_toml=dump_toml(self.config),
                 summary=summary,
-                on_published=lambda save, path, seconds: self.run_directory.event(
-                    "save", step=step, path=str(path), form=save.kind, seconds=seconds
-                ),
+                on_published=partial(self._published, step),
             )
             self.garbage.collect("GC collection after checkpoint saving")
+
+    def _published(self, step: int, save: Save, path: Path, seconds: float) -> None:
+        """On rank 0's checkpoint thread: note the save, and whether the scheduler's grace is enough for another one."""
+        self.run_directory.event("save", step=step, path=str(path), form=save.kind, seconds=seconds)
+        if save.kind == "full" and (warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)):
+            logger.warning(warning)
 
     # ---- close
 
     def _finish(self, reason: Request | None, export_asked: bool) -> ExitCode:
         """Leave on disk what the next start needs, and say why this one ended."""
         self.metrics.flush(self.progress.step)
-        bad_step = self.bad_step()
-        if bad_step is not None:
-            # No weight has changed since the step before: that is the point to save and to go back to.
+        good = self.numbers.last_good()
+        if good is not None:
+            # No weight has changed since: that is the point to save and to go back to.
             reason = Request.BAD_NUMBERS
-            self.progress = [progress for progress, halted in self.recent if not halted.read()][-1]
+            self.progress = good
             weights = f"the weights are those of step {self.progress.step}"
             if not self.optimizer.is_atomic:
                 weights = "some weights may have been updated before it showed, so nothing is saved"
-            logger.error(f"Step {bad_step} had a non-finite loss or gradient: {weights}, and the run stops")
+            logger.error(f"Step {good.step + 1} had a non-finite loss or gradient: {weights}, and the run stops")
         self.checkpointer.wait()  # a save under way may be of this very step
-        if bad_step is None or self.optimizer.is_atomic:
+        if good is None or self.optimizer.is_atomic:
             step, is_finished = self.progress.step, reason is None
             self.save(self.checkpointer.due_at_end(step, is_finished=is_finished, export_asked=export_asked))
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
+        cause = reason.name.lower() if reason is not None else "last_step"
         if self.is_leader:
-            self.run_directory.event("stop", reason=code.reason, code=int(code), step=self.progress.step)
-        logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason}")
+            self.run_directory.event("stop", reason=code.reason, cause=cause, code=int(code), step=self.progress.step)
+        logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason} ({cause})")
         return code
 
     def close(self) -> None:
@@ -449,40 +456,7 @@ class Trainer:
         self.progress = Progress(**state)
 
 
-# What all ranks agree cannot work; the first that matches counts.
-CODES = {ChangedError: ExitCode.BAD_CONFIG, CheckpointError: ExitCode.STORAGE, DataError: ExitCode.BAD_DATA}
-
-
-def run(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
-    """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
-    logger.info(f"Starting job: {config.job.description}")
-    world = join(config, launched)
-    step, code = 0, ExitCode.DONE
-    with closing(build_checkpointer(config, world)) as checkpointer:
-        try:
-            starts = checkpointer.find_start(config.training.steps)
-            step = starts[0].step
-            if step >= config.training.steps:
-                logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
-            else:
-                trainer = Trainer(config, world, checkpointer, starts, requests)
-                try:
-                    code = trainer.train()
-                finally:
-                    step = trainer.progress.step
-                    trainer.close()
-        except tuple(CODES) as problem:
-            code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
-            logger.error(str(problem))
-        except Exception as problem:
-            if is_out_of_memory(problem):
-                logger.error(oom_advice())
-            raise
-        if world.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
-            write_exit(config.job.dump_folder, code.reason, int(code), step)
-    world.leave()
-    logger.info("Process group destroyed")
-    return code
+run = partial(run_as, Trainer)
 
 
 def main(argv: list[str]) -> int:

@@ -1,13 +1,13 @@
 """What a Slurm job does before and after its run. The resolved config comes on standard input.
 
 python scripts/slurm/job.py before
-    prints two lines: the kill switch's path, and the step that the run would continue from (0: a new run), or "none" when
-    there is nothing to do. Removes the exit.json of an earlier attempt
+    prints the step that the run would continue from (0: a new run), or "none" when there is nothing to do. Removes the
+    exit.json of an earlier attempt
 python scripts/slurm/job.py after STEP CODE
     prints the code the job should end with: that of exit.json, or else CODE, srun's. Returns 0 when the job is over, and
     75 when it should be queued again. STEP is what `before` has printed
 
-Environment: KILL_SWITCH, REQUEUE, MAX_IN_VAIN (see train.slurm), SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.
+Environment: REQUEUE, MAX_IN_VAIN (see train.slurm), SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def before(config: dict[str, Any]) -> int:
     """Is there anything to do? Nothing is built to find out: the tasks of a queue end in seconds."""
     folder, switch, step = folder_of(config), kill_switch(config), newest_step(config)
     wanted = int(config["training"]["steps"])
-    print(switch)
     if switch.exists():
         print("none")
         print(f"Nothing is started: {switch} is there", file=sys.stderr)
@@ -94,7 +93,7 @@ def folder_of(config: dict[str, Any]) -> Path:
 
 
 def kill_switch(config: dict[str, Any]) -> Path:
-    return Path(os.environ.get("KILL_SWITCH") or folder_of(config) / "KILL").absolute()
+    return (folder_of(config) / config["resilience"]["kill_switch_path"]).absolute()
 
 
 def newest_step(config: dict[str, Any]) -> int:

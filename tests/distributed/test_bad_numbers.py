@@ -23,15 +23,15 @@ def spoil_gradient(hidden, loss):
     return loss
 
 
-def train_with_a_fault(argv, spoil):
-    """The last rank spoils one micro-batch of step 3. The weights after step 2 and at the end, and how it ended."""
+def train_with_a_fault(argv, spoil, bad_steps=(BAD_STEP,)):
+    """The last rank spoils one micro-batch of some steps. How it ended, and whether the weights are those before step 3."""
     trainer = build(argv)
     head, weights = trainer.parts[0].output, {}
     plain_loss, plain_step = head.loss, trainer.train_step
 
     def loss(hidden, weight, labels):
         value = plain_loss(hidden, weight, labels)
-        is_hit = trainer.progress.step == BAD_STEP - 1 and trainer.world.rank == trainer.world.size - 1
+        is_hit = trainer.progress.step + 1 in bad_steps and trainer.world.rank == trainer.world.size - 1
         return spoil(hidden, value) if is_hit and torch.is_grad_enabled() else value
 
     def train_step(step, *args):
@@ -88,3 +88,26 @@ def test_in_backward_half_an_update_is_never_saved(tmp_path, spoil, is_whole, la
     is_unchanged, saved = run(tmp_path, spoil, layout, implementation, **in_backward)
     assert is_unchanged == is_whole
     assert saved == []
+
+
+SKIP = {"resilience.on_nonfinite": "skip", "resilience.max_nonfinite_in_a_row": 2, "training.steps": 8,
+        "checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_bad_steps_are_skipped_and_the_run_goes_on(tmp_path, layout):
+    """As many in a row as are allowed, twice; the update of a skipped step is none at all, and the others are made."""
+    argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **SKIP)
+    endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (3, 4, 6, 7))
+    assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 8, [3, 4, 6, 7])] * 2
+    assert not endings[0][3], "step 5 has changed the weights"
+
+
+def test_more_bad_steps_in_a_row_than_are_allowed_end_the_run(tmp_path):
+    """Also across a restart: what was left out before the save counts."""
+    argv = options(str(tmp_path / "run"), "float32", **LAYOUTS["fsdp"], **SKIP)
+    endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (3, 4, 5, 6, 7))
+    assert endings == [(ExitCode.BAD_NUMBERS, 4, [3, 4, 5, 6, 7], True)] * 2
+    assert [s.step for s in published_steps(tmp_path / "run/checkpoint")] == [4]
+    endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (5,))
+    assert [ending[:3] for ending in endings] == [(ExitCode.BAD_NUMBERS, 4, [5, 6, 7])] * 2

@@ -1,19 +1,27 @@
 """One run in its run directory: what it counts, when it validates, what it writes."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from tests.distributed.parity import options, short_documents
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.distributed.world import LaunchedAs
+from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import read_config
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import Requests
-from torchtitan_like.train import main, run
+from torchtitan_like.train import Trainer, main, run
+
+TWO = {"training.local_batch_size": 4}  # on two ranks
 
 
 def run_one_rank(argv):
-    return run(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests())
+    """On this rank of a pool."""
+    launched = launched_as()
+    return run(read_config(argv, launched.world_size), launched, Requests())
 
 
 def test_validates_after_the_first_step_every_few_and_at_the_end(tmp_path):
@@ -41,3 +49,53 @@ def test_the_resolved_config_is_saved_where_asked(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **{"job.save_config_file": "saved/config.json"})
     assert run_ranks(main, 1, [*argv, "--training.steps", "1"]) == [0]
     assert json.loads((tmp_path / "run/saved/config.json").read_text())["training"]["steps"] == 1
+
+
+def test_the_kill_switch_keeps_a_run_from_starting(tmp_path):
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "KILL").touch()
+    argv = options(str(run_folder), "float32", **{"checkpoint.enable": "true", **TWO})
+    assert run_ranks(run_one_rank, 2, argv) == [ExitCode.INTERRUPTED] * 2
+    assert sorted(path.name for path in run_folder.iterdir()) == ["KILL", "checkpoint", "exit.json"], (
+        "nothing was built"
+    )
+    assert json.loads((run_folder / "exit.json").read_text()) == {"reason": "interrupted", "code": 130, "step": 0}
+
+
+STOPS = {
+    "kill switch": ({"resilience.save_switch_path": "KEEP"}, "kill", ExitCode.INTERRUPTED),
+    "deadline": ({"resilience.max_runtime_minutes": 1e-9}, "deadline", ExitCode.REQUEUE),
+    "host memory": ({"resilience.max_cpu_mem_percent": 1e-9}, "host_memory", ExitCode.REQUEUE),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_is_stopped_has_saved_and_says_why(tmp_path, name):
+    changes, cause, code = STOPS[name]
+    argv = options(
+        str(tmp_path / "run"), "float32", **changes, **TWO, **{"checkpoint.enable": "true", "training.steps": 50}
+    )
+    assert run_ranks(stopped_by, 2, argv, str(tmp_path / "run/KILL") if cause == "kill" else None) == [code] * 2
+    end = read_rows(tmp_path / "run/events.jsonl")[-1]
+    assert (end["event"], end["cause"], end["code"]) == ("stop", cause, int(code))
+    step = end["step"]
+    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == list(range(1, step + 1))
+    assert [s.step for s in published_steps(tmp_path / "run/checkpoint")] == ([step] if step else [])
+    assert step <= 5, "it is agreed on within two steps"
+
+
+def stopped_by(argv, switch):
+    """One rank's run; `switch` is touched in its third step."""
+    train_step = Trainer.train_step
+
+    def touching(trainer, step, *args):
+        if step == 3 and switch:
+            Path(switch).touch()
+        return train_step(trainer, step, *args)
+
+    Trainer.train_step = touching
+    try:
+        return run_one_rank(argv)
+    finally:
+        Trainer.train_step = train_step

@@ -92,16 +92,23 @@ def train(folder: Path, **overrides: object) -> list[str]:
 SLURM = ROOT / "scripts/slurm"
 SBATCH = ("sbatch", "--parsable")
 STUB = """#!/usr/bin/env bash
-trap 'echo "{{\\"code\\": 75}}" >{outputs}/exit.json; exit 75' TERM
+end() {{
+  echo "{{\\"code\\": $1}}" >{outputs}/exit.json
+  exit "$1"
+}}
+trap 'end 75' TERM
 mkdir -p {outputs}
 echo "The stub runs on $NNODES nodes"
-for ((i = 0; i < 600; i++)); do sleep 0.1; done
+for ((i = 0; i < 600; i++)); do
+  sleep 0.1
+  [ ! -e {outputs}/KILL ] || end 130
+done
 """
 
 
 @pytest.fixture
 def stub(cluster: Cluster, tmp_path: Path) -> Run:
-    """Jobs whose run_train.sh only waits for a signal: what they do with Slurm needs no trainer."""
+    """Jobs whose run_train.sh only waits for a signal or the kill switch: what they do with Slurm needs no trainer."""
     house = tmp_path / "house"
     shutil.copytree(ROOT / "scripts", house / "scripts")
     for name in ("torchtitan_like", "tests", "pyproject.toml"):
@@ -149,9 +156,9 @@ def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> No
     switch = stub.outputs / "KILL"
     switch.touch()
     states = stub.cluster.wait(*jobs)
-    assert [state["ExitCode"] for state in states] == ["75:0", "75:0", "0:0", "0:0"], stub.output()
+    assert [state["ExitCode"] for state in states] == ["75:0", "130:0", "0:0", "0:0"], stub.output()
     assert stub.output().count("the job ends: REQUEUE=0") == 1
-    assert stub.output().count(f"the job ends: {switch} is there") == 1
+    assert stub.output().count("code 130") == stub.output().count("the job ends: a retry would end the same way") == 1
     assert stub.output().count(f"Nothing is started: {switch} is there") == 2
     assert switch.exists() and stub.output().count("The stub runs") == 2
 

@@ -234,6 +234,12 @@ SWITCHES: tuple[Switch, ...] = (
         lambda config: only_tokens(config),
         'a source of text: with format = "tokens" nothing is put in',
     ),
+    Switch(
+        ("resilience.max_nonfinite_in_a_row",),
+        "resilience.on_nonfinite",
+        _is("resilience.on_nonfinite", "stop"),
+        'resilience.on_nonfinite = "skip"',
+    ),
     Switch(("training.gc_debug",), "training.gc_freq", _is("training.gc_freq", 0), "training.gc_freq > 0"),
     Switch(
         ("metrics.save_for_all_ranks", "metrics.save_tb_folder"),

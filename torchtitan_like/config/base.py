@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+import math
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ def _not_one(value: int) -> int:
     return value
 
 
+def _minutes_or_auto(value: object) -> float | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError("expected minutes or auto")
+    return float(value)
+
+
 MinusOneOrPositive = Annotated[
     int, AfterValidator(_minus_one_or_positive), Field(json_schema_extra={"expected": "-1 or an integer > 0"})
 ]
@@ -62,6 +71,11 @@ StepRanges = Annotated[
 ]
 StepWeights = Annotated[
     list[list[int | float]], Field(json_schema_extra={"expected": "a list of pairs, [[step, weight], ...]"})
+]
+Minutes = Annotated[
+    float | Literal["auto"],
+    PlainValidator(_minutes_or_auto),  # a union's own would report a wrong value twice
+    Field(json_schema_extra={"expected": 'a number of minutes >= 0, or "auto"'}),
 ]
 NthOrOp = Annotated[
     str,

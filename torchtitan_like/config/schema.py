@@ -27,6 +27,7 @@ class JobConfig(Section):
     compile: sections_scale.Compile = sections_scale.Compile()
     quantize: sections_scale.Quantize = sections_scale.Quantize()
     comm: sections_run.Comm = sections_run.Comm()
+    resilience: sections_run.Resilience = sections_run.Resilience()
     memory_estimation: sections_run.MemoryEstimation = sections_run.MemoryEstimation()
     fault_tolerance: sections_run.FaultTolerance = sections_run.FaultTolerance()
     experimental: sections_run.Experimental = sections_run.Experimental()

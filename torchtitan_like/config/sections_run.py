@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, Section
+from torchtitan_like.config.base import Conflict, Minutes, Section
 from torchtitan_like.config.checkpoint_rules import A_FOLDER, COPY_LATER, is_uri
 
 
@@ -110,6 +110,51 @@ class Comm(Section):
         "default",
         description="default: real communication. fake_backend: one process plays one of many, without exchange. "
         "local_tensor: one process computes all ranks.",
+    )
+
+
+class Resilience(Section):
+    """When a run stops by itself, and what becomes of bad numbers."""
+
+    kill_switch_path: str = Field(
+        "KILL",
+        min_length=1,
+        description="While this file is there no run starts, and one that runs saves and ends; only you remove it. Relative "
+        "to job.dump_folder.",
+    )
+    save_switch_path: str = Field(
+        "SAVE", min_length=1, description="`touch` this file to save once; it is removed. Relative to job.dump_folder."
+    )
+    max_runtime_minutes: Minutes = Field(
+        0.0,
+        description="Save and end with code 75 (start again to continue) so many minutes after the process has begun; "
+        '"auto": grace_seconds before the end of the Slurm job. 0: never.',
+    )
+    grace_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds that the scheduler leaves between its signal and the kill. The run warns when a step and a save, "
+        "as measured and doubled, take longer.",
+    )
+    max_cpu_mem_percent: float = Field(
+        100.0,
+        gt=0,
+        le=100,
+        description="Save and end with code 75 when more of a host's memory, or of the job's share of it (cgroup), is in use: "
+        "before the kernel kills a run that leaks. 100: never.",
+    )
+    min_free_gpu_gib: float = Field(
+        0.0,
+        ge=0,
+        description="Save and end with code 75 when a GPU has less memory left although its cache was emptied. 0: never.",
+    )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A step with a non-finite loss or gradient changes no weight. stop: the run then saves the weights from "
+        "before it and ends. skip: it goes on with the next step.",
+    )
+    max_nonfinite_in_a_row: int = Field(
+        3, gt=0, description='With on_nonfinite = "skip": one more non-finite step in a row than this ends the run.'
     )
 
 

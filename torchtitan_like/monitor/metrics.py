@@ -117,6 +117,7 @@ class Metrics:
     ) -> None:
         self.n_tokens_seen = n_tokens_seen
         self.skipped_steps: list[int] = []  # of this process, as far as logged
+        self.step_seconds = 0.0  # of a step, as measured for the last log line
         self._section = section
         self._folder, self._attempt, self._writer = folder, attempt, writer
         self._gather = gather
@@ -165,6 +166,7 @@ class Metrics:
         assert row.get("step") == step, f"step {step} was not recorded"
         memory = self._memory.read()
         row.update(self._measure(memory))
+        self.step_seconds = row.get("step_s", self.step_seconds)
         self._write(rows)
         scalars = self._scalars(row, memory)
         for sink in self._sinks:

@@ -16,9 +16,9 @@ class ExitCode(IntEnum):
     BAD_DATA = 65  # data is malformed, or differs from what the checkpoint was trained on
     BAD_NUMBERS = 70  # a non-finite loss or gradient; the weights are those before it
     STORAGE = 74  # a checkpoint could not be written or read
-    REQUEUE = 75  # stopped by the scheduler (SIGTERM); start again to continue
+    REQUEUE = 75  # stopped by the scheduler (SIGTERM), a deadline or for want of memory; start again to continue
     BAD_CONFIG = 78  # the config must be changed first
-    INTERRUPTED = 130  # stopped by a person (Ctrl-C)
+    INTERRUPTED = 130  # stopped by a person (Ctrl-C, kill switch)
 
     @property
     def reason(self) -> str:

@@ -20,19 +20,27 @@ class Request(IntEnum):
 
     BAD_NUMBERS = 0
     SAVE_FAILED = 1
-    INTERRUPT = 2
-    TERMINATE = 3
-    DATA_EXHAUSTED = 4
-    SAVE = 5
-    EXPORT = 6
+    KILL = 2
+    INTERRUPT = 3
+    TERMINATE = 4
+    DEADLINE = 5
+    HOST_MEMORY = 6
+    GPU_MEMORY = 7
+    DATA_EXHAUSTED = 8
+    SAVE = 9
+    EXPORT = 10
 
 
 # The requests that end the run, and with which code; the others ask for something in passing.
 EXIT_CODES = {
     Request.BAD_NUMBERS: ExitCode.BAD_NUMBERS,
     Request.SAVE_FAILED: ExitCode.STORAGE,
+    Request.KILL: ExitCode.INTERRUPTED,
     Request.INTERRUPT: ExitCode.INTERRUPTED,
     Request.TERMINATE: ExitCode.REQUEUE,
+    Request.DEADLINE: ExitCode.REQUEUE,
+    Request.HOST_MEMORY: ExitCode.REQUEUE,
+    Request.GPU_MEMORY: ExitCode.REQUEUE,
     Request.DATA_EXHAUSTED: ExitCode.DONE,
 }
 SIGNALS = {signal.SIGINT: Request.INTERRUPT, signal.SIGTERM: Request.TERMINATE}

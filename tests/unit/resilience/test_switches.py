@@ -1,18 +1,39 @@
-"""A file asks once."""
+"""A file asks once; the kill switch as long as it is there."""
 
+from pathlib import Path
+
+from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.resilience.requests import Request
-from torchtitan_like.resilience.switches import read_switches
+from torchtitan_like.resilience.switches import Switches
 
 
-def test_a_switch_file_asks_once_and_is_gone(tmp_path):
-    assert read_switches(tmp_path) == []
-    (tmp_path / "SAVE").touch()
-    (tmp_path / "EXPORT").touch()
-    (tmp_path / "save.txt").touch()
-    assert read_switches(tmp_path) == [Request.SAVE, Request.EXPORT]
+def test_a_switch_file_asks_once_and_is_gone(tmp_path: Path) -> None:
+    switches = Switches(tmp_path, Resilience())
+    assert switches.read() == []
+    for name in ("SAVE", "EXPORT", "save.txt"):
+        (tmp_path / name).touch()
+    assert switches.read() == [Request.SAVE, Request.EXPORT]
     assert [path.name for path in tmp_path.iterdir()] == ["save.txt"]
-    assert read_switches(tmp_path) == []
+    assert switches.read() == []
 
 
-def test_a_folder_that_cannot_be_read_asks_for_nothing(tmp_path):
-    assert read_switches(tmp_path / "missing") == []
+def test_the_kill_switch_stays(tmp_path: Path) -> None:
+    switches = Switches(tmp_path, Resilience())
+    (tmp_path / "KILL").touch()
+    assert switches.read() == switches.read() == [Request.KILL]
+    assert (tmp_path / "KILL").exists()
+
+
+def test_switches_may_lie_elsewhere(tmp_path: Path) -> None:
+    """One file for the runs of a whole group."""
+    switches = Switches(
+        tmp_path / "run", Resilience(kill_switch_path=str(tmp_path / "all"), save_switch_path="../save-both")
+    )
+    for name in ("all", "save-both", "KILL", "SAVE"):
+        (tmp_path / name).touch()
+    (tmp_path / "run").mkdir()
+    assert switches.read() == [Request.KILL, Request.SAVE]
+
+
+def test_a_folder_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> None:
+    assert Switches(tmp_path / "missing", Resilience()).read() == []

@@ -1,0 +1,106 @@
+"""Deadlines and memory: who tells of them, when, and what is said of a grace that is too short."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_like.config.sections_run import Resilience
+from torchtitan_like.resilience import limits
+from torchtitan_like.resilience.limits import GIB, Limits, end_of_slurm_job, used_memory_percent
+from torchtitan_like.resilience.requests import Request
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def build(clock: Clock, *, section: Any = None, **replaced: Any) -> Limits:
+    return Limits(Resilience(**(section or {})), CPU, clock=clock, began=clock.now, **replaced)
+
+
+def test_nothing_ends_a_run_by_default() -> None:
+    clock = Clock()
+    one = build(clock, used_percent=lambda: 100.0, free_bytes=lambda: 0)
+    clock.now += 1e9
+    assert one.reached() == []
+
+
+def test_a_deadline_is_reached_and_stays_so_until_the_run_has_ended() -> None:
+    clock = Clock()
+    one = build(clock, section={"max_runtime_minutes": 1.5})
+    clock.now += 89.9
+    assert one.reached() == []
+    clock.now += 0.1
+    assert one.reached() == one.reached() == [Request.DEADLINE]
+
+
+def test_only_one_rank_keeps_time() -> None:
+    clock = Clock()
+    one = build(clock, section={"max_runtime_minutes": 1}, keeps_time=False)
+    clock.now += 1e6
+    assert one.reached() == []
+
+
+def test_auto_ends_before_the_job_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
+    one = build(clock, section={"max_runtime_minutes": "auto", "grace_seconds": 700})
+    assert one.deadline == 4300
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert build(clock, section={"max_runtime_minutes": "auto"}).deadline is None
+    assert "'auto' has no effect: this is no Slurm job" in caplog.text
+
+
+@pytest.mark.parametrize(("told", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)])
+def test_an_older_slurm_is_asked(told: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\n[ "$*" = "show -d job 7" ] && echo "JobId=7 StartTime=1 EndTime={told} Deadline=N/A"\n'
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    end = datetime(2026, 11, 22, 5, 16, 25).timestamp() if expected else None
+    assert end_of_slurm_job({"SLURM_JOB_ID": "7"}) == end
+    assert end_of_slurm_job({"SLURM_JOB_ID": "8"}) is None, "scontrol has failed"
+
+
+def test_memory_of_a_host_is_looked_at_now_and_then() -> None:
+    clock, used = Clock(), iter([94.0, 95.5])
+    one = build(clock, section={"max_cpu_mem_percent": 95}, used_percent=lambda: next(used))
+    assert one.reached() == one.reached() == []
+    clock.now += limits.INTERVAL
+    assert one.reached() == [Request.HOST_MEMORY]
+
+
+@pytest.mark.parametrize(("freed", "expected"), [(3, []), (0, [Request.GPU_MEMORY])])
+def test_a_gpu_is_full_only_when_emptying_its_cache_does_not_help(freed: int, expected: list[Request]) -> None:
+    free = iter([1 * GIB, (1 + freed) * GIB])
+    assert build(Clock(), section={"min_free_gpu_gib": 2}, free_bytes=lambda: next(free)).reached() == expected
+
+
+def test_the_share_of_a_cgroup_counts_where_it_is_fuller_than_the_host(tmp_path: Path) -> None:
+    host = used_memory_percent(tmp_path)
+    for name, content in {"max": "1000\n", "current": "999\n", "stat": "anon 1\ninactive_file 9\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert used_memory_percent(tmp_path) == pytest.approx(99.0)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert used_memory_percent(tmp_path) == pytest.approx(host, abs=5)
+
+
+def test_a_grace_that_is_too_short_is_told_of_once() -> None:
+    one = build(Clock(), section={"grace_seconds": 60})
+    assert one.grace_warning(10, 20) is None
+    warning = one.grace_warning(10, 21)
+    assert warning is not None and "62 s before the kill" in warning and "grace_seconds is 60" in warning
+    assert one.grace_warning(10, 21) is None
