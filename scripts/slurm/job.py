@@ -93,7 +93,7 @@ def folder_of(config: dict[str, Any]) -> Path:
 
 
 def kill_switch(config: dict[str, Any]) -> Path:
-    return (folder_of(config) / config["resilience"]["kill_switch_path"]).absolute()
+    return folder_of(config).absolute() / str(config["resilience"]["kill_switch_path"])
 
 
 def newest_step(config: dict[str, Any]) -> int:
