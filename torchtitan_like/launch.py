@@ -25,6 +25,7 @@ from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
 from torchtitan_like.monitor.log import init_logger, logger
@@ -34,6 +35,7 @@ from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
 
@@ -60,6 +62,7 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     """Groups and meshes: everything a rank needs to know of the others."""
     for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
         logger.info(line)
+    set_up_recorder(config.comm, Path(config.job.dump_folder))
     training = config.training
     dims, errors = resolve_degrees(config.parallelism, launched.world_size)
     assert dims is not None, errors  # preflight has reported these
@@ -151,14 +154,19 @@ def identify(model: Model) -> Identity:
 
 
 # What all ranks agree cannot work; the first that matches counts.
-CODES = {ChangedError: ExitCode.BAD_CONFIG, CheckpointError: ExitCode.STORAGE, DataError: ExitCode.BAD_DATA}
+CODES = {
+    ChangedError: ExitCode.BAD_CONFIG,
+    CheckpointError: ExitCode.STORAGE,
+    DataError: ExitCode.BAD_DATA,
+    ReplicaError: ExitCode.BAD_NUMBERS,
+}
 
 
 def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
     """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
     logger.info(f"Starting job: {config.job.description}")
     world = join(config, launched)
-    step, code = 0, ExitCode.DONE
+    step, code, trainer = 0, ExitCode.DONE, None
     with closing(build_checkpointer(config, world)) as checkpointer:
         try:
             starts = checkpointer.find_start(config.training.steps)
@@ -169,11 +177,7 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
                 code = ExitCode.INTERRUPTED
             else:
                 trainer = trainer_class(config, world, checkpointer, starts, requests)
-                try:
-                    code = trainer.train()
-                finally:
-                    step = trainer.progress.step
-                    trainer.close()
+                code = trainer.train()
         except tuple(CODES) as problem:
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
@@ -181,6 +185,10 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
             if is_out_of_memory(problem):
                 logger.error(oom_advice())
             raise
+        finally:  # behind the words above, which its log files are to hold
+            if trainer is not None:
+                step = trainer.progress.step
+                trainer.close()
         if world.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
             write_exit(config.job.dump_folder, code.reason, int(code), step)
     world.leave()

@@ -183,14 +183,15 @@ def _check_numerics(findings: Findings) -> None:
             "norm is known",
             involves=("optimizer.early_step_in_backward",),
         )
-    if config.optimizer.early_step_in_backward and config.resilience.on_nonfinite == "skip":
-        findings.error(
-            "resilience.on_nonfinite",
-            '"stop" with optimizer.early_step_in_backward: some weights are updated before the gradient norm is known, and '
-            "cannot be left as they were",
-            'set optimizer.early_step_in_backward = false, or on_nonfinite = "stop"',
-            involves=("optimizer.early_step_in_backward",),
-        )
+    for name, other in (("on_nonfinite", "stop"), ("on_spike", "log")):
+        if config.optimizer.early_step_in_backward and getattr(config.resilience, name) == "skip":
+            findings.error(
+                f"resilience.{name}",
+                f'"{other}" with optimizer.early_step_in_backward: weights are updated before the gradient norm is known, and '
+                "cannot be left as they were",
+                f'set optimizer.early_step_in_backward = false, or {name} = "{other}"',
+                involves=("optimizer.early_step_in_backward",),
+            )
 
 
 def _check_hardware(findings: Findings, device_type: DeviceType | None, args: Any) -> None:

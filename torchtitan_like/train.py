@@ -32,6 +32,7 @@ from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
+from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed, losses_of_texts
 from torchtitan_like.launch import build_metrics, build_model, launch, run_as
@@ -48,7 +49,9 @@ from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits
 from torchtitan_like.resilience.numbers import BadNumbers
+from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
+from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
 
 
@@ -99,7 +102,11 @@ class Trainer:
             made.remove_exit()
             made.capture_environment()
         add_file(self.run_directory.log_file(self.world.rank))
-        self.heartbeat = Heartbeat(self.run_directory.attempt_folder, self.world.rank)
+        self.heartbeat = Heartbeat(
+            self.run_directory.attempt_folder,
+            self.world.rank,
+            trace=trace_file(self.config.comm, self.run_directory.folder, self.world.rank),
+        )
 
     def _consider(self, start: Start) -> None:
         """Say what the run is about to start from; refuse it when settings that make the run have changed since."""
@@ -194,6 +201,10 @@ class Trainer:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
+        if self.is_leader:
+            spikes = SpikeWatch(config.resilience, self.run_directory.event, self.checkpointer.pin_before)
+            self.metrics.observers.append(spikes.look)
+        self.replicas = Replicas(config.resilience.replica_check_freq, world, self.optimizer.named)
         self.switches = Switches(self.run_directory.folder, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
         self.numeric = numeric_fingerprint(
@@ -218,14 +229,10 @@ class Trainer:
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         # Only now: a start that fails leaves the folder as it was.
         self.checkpointer.claim(self.start)
-        resilience, stored = self.config.resilience, self.start.manifest or {}
-        self.numbers = BadNumbers(
-            resilience.max_nonfinite_in_a_row if resilience.on_nonfinite == "skip" else 0,
-            # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
-            self.optimizer.parameters[0].device,
-            self.progress,
-            stored.get("nonfinite_in_a_row", 0) if self.start.kind == "resume" else 0,
-        )
+        stored = (self.start.manifest or {}) if self.start.kind == "resume" else {}
+        # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
+        device = self.optimizer.parameters[0].device
+        self.numbers = BadNumbers(self.config.resilience, device, self.progress, stored.get("numbers", {}))
         self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
         self.metrics.rewind(self.progress.step)
         training = self.config.training
@@ -277,6 +284,9 @@ class Trainer:
                 saves = self.checkpointer.due(
                     step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
                 )
+                if self.replicas.are_due(step, is_saved=bool(saves)):
+                    self.metrics.flush(step)
+                    self.replicas.check(step)
                 if saves and self.numbers.last_good() is None:
                     self.save(saves)
                 is_first_or_last = step in (1, config.training.steps)
@@ -401,7 +411,7 @@ class Trainer:
                 "metrics_bytes": self.metrics.byte_offset(),
                 "numeric": self.numeric,
                 "data": self.batches.state_dict(self.progress.position),
-                "nonfinite_in_a_row": self.numbers.num_in_a_row(),
+                "numbers": self.numbers.state_dict(),
                 **asdict(self.progress),
             }
             self.checkpointer.save(

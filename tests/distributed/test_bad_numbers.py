@@ -6,6 +6,7 @@ import torch
 from tests.distributed.parity import build, full, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.train import Trainer
 
@@ -111,3 +112,24 @@ def test_more_bad_steps_in_a_row_than_are_allowed_end_the_run(tmp_path):
     assert [s.step for s in published_steps(tmp_path / "run/checkpoint")] == [4]
     endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (5,))
     assert [ending[:3] for ending in endings] == [(ExitCode.BAD_NUMBERS, 4, [5, 6, 7])] * 2
+
+
+def spoil_size(hidden, loss):
+    """Finite, but far above all before it."""
+    return loss * 1000
+
+
+@pytest.mark.parametrize(("on_spike", "step", "pinned"), [("log", 13, ["step-12"]), ("skip", 11, [])])
+def test_a_spike_is_told_of_and_pins_what_was_before_it(tmp_path, on_spike, step, pinned):
+    """As long as it lasts, or if it lasts: one whose update was left out is over at the next step."""
+    spikes = {"resilience.on_spike": on_spike, "resilience.spike_window": 8, "training.steps": 13,
+              "checkpoint.enable": "true", "checkpoint.interval": 4, "checkpoint.last_save_model_only": "false"}  # fmt: skip
+    argv = options(str(tmp_path / "run"), "float32", **LAYOUTS["fsdp"], **spikes)
+    endings = run_ranks(train_with_a_fault, 2, argv, spoil_size, (step,))
+    assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 13, [step] * (on_spike == "skip"))] * 2
+    events = [row for row in read_rows(tmp_path / "run/events.jsonl") if row["event"].startswith("spike")]
+    begun = {row["quantity"]: row["step"] for row in events if row["event"] == "spike"}
+    ended = {row["quantity"]: row["how"] for row in events if row["event"] == "spike_end"}
+    assert begun == {"loss": step, "grad_norm": step}
+    assert ended == ({"loss": "fast", "grad_norm": "fast"} if on_spike == "skip" else {})
+    assert [path.parent.name for path in (tmp_path / "run/checkpoint").glob("*/PIN")] == pinned

@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.lock import RunLock
-from torchtitan_like.checkpoint.retention import Retention
+from torchtitan_like.checkpoint.retention import Retention, pin_before
 from torchtitan_like.checkpoint.saving import HfLayout, Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
@@ -236,6 +236,22 @@ class Checkpointer:
         if save.kind != "full":
             tensors = {name: value for name, value in tensors.items() if name.startswith("model.")}
         return self._writer.commit(save, step, tensors, **rest)
+
+    def pin_before(self, step: int) -> Callable[[], None]:
+        """Keep the newest full step before `step`, whatever comes; returns what takes that back. On rank 0; never blocks."""
+        if not self.saves:
+            return lambda: None
+
+        pinned = self._thread.submit(partial(pin_before, self.folder, step))
+
+        def unpin() -> None:
+            def remove() -> None:
+                if (pin := pinned.result()) is not None:
+                    pin.unlink(missing_ok=True)
+
+            self._thread.submit(remove)
+
+        return unpin
 
     def wait_staged(self) -> None:
         """Before the weights change: block until a copy of them under way is complete. For each rank alone."""

@@ -34,6 +34,16 @@ def doomed(steps: Sequence[StepFolder], keep_latest_k: int, keep_every: int = 0)
     ]
 
 
+def pin_before(folder: Path, step: int) -> Path | None:
+    """Pin the newest full step before `step`; the PIN, None when there is no such step or it is pinned already."""
+    full = [found for found in published_steps(folder) if found.is_full and found.step < step]
+    if not full or (pin := full[-1].path / PIN).exists():
+        return None
+    pin.touch()
+    logger.info(f"Pinned {full[-1].path}: it stays until its file {PIN} is removed")
+    return pin
+
+
 class Retention:
     """Deletes old steps of one folder without making a step wait. Only for the holder of the folder's lock.
 

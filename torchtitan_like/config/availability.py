@@ -55,14 +55,6 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("fault_tolerance.enable", _differs("fault_tolerance.enable", False), "set it to false"),
     Missing("memory_estimation.enable", _differs("memory_estimation.enable", False), "set it to false"),
     Missing("comm.mode", _differs("comm.mode", "default"), 'set it to "default"'),
-    *(
-        Missing(f"comm.{key}", _differs(f"comm.{key}", default), "leave it out: no flight recorder is read")
-        for key, default in (
-            ("trace_buf_size", 20000),
-            ("save_traces_folder", "comm_traces"),
-            ("save_traces_file_prefix", "rank_"),
-        )
-    ),
     Missing("debug.moe_force_load_balance", _differs("debug.moe_force_load_balance", False), "set it to false"),
     Missing("model.print_after_conversion", _differs("model.print_after_conversion", False), "set it to false"),
     Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
@@ -240,6 +232,13 @@ SWITCHES: tuple[Switch, ...] = (
         _is("resilience.on_nonfinite", "stop"),
         'resilience.on_nonfinite = "skip"',
     ),
+    Switch(
+        ("resilience.spike_window", "resilience.on_spike"),
+        "resilience.spike_threshold",
+        _is("resilience.spike_threshold", 0.0),
+        "resilience.spike_threshold > 0",
+    ),
+    Switch(("comm.save_traces_*",), "comm.trace_buf_size", _is("comm.trace_buf_size", 0), "comm.trace_buf_size > 0"),
     Switch(("training.gc_debug",), "training.gc_freq", _is("training.gc_freq", 0), "training.gc_freq > 0"),
     Switch(
         ("metrics.save_for_all_ranks", "metrics.save_tb_folder"),

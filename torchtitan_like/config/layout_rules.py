@@ -215,6 +215,14 @@ DATA_RULES = (
         (IMPL, *COMPILE, "compile.backend"),
     ),
     LayoutRule(
+        "replicas-without-replicas",
+        lambda at: at.config.resilience.replica_check_freq > 0 and at.dp_replicate == 1,
+        "resilience.replica_check_freq",
+        "0 without replicas of the weights: there is nothing to compare",
+        "set it to 0, or data_parallel_replicate_degree to 2 or more (3 show which one is wrong)",
+        _of("data_parallel_replicate_degree"),
+    ),
+    LayoutRule(
         "pipelined-early-step",
         lambda at: at.pp > 1 and at.config.optimizer.early_step_in_backward,
         EARLY,

@@ -100,10 +100,12 @@ class Comm(Section):
         100, gt=0, description="Seconds a collective may take after the first step of a process."
     )
     trace_buf_size: int = Field(
-        20000, ge=0, description="Entries of the NCCL flight recorder's ring buffer; 0 switches the recorder off."
+        20000, ge=0, description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off."
     )
     save_traces_folder: str = Field(
-        "comm_traces", description="Folder of the flight recorder's dumps, below job.dump_folder."
+        "comm_traces",
+        description="Folder of the flight recorder's dumps, below job.dump_folder. A rank that has been in a step for 80 % of "
+        "its time-out writes one.",
     )
     save_traces_file_prefix: str = Field("rank_", description="Start of each dump's file name; the rank follows.")
     mode: Literal["default", "fake_backend", "local_tensor"] = Field(
@@ -155,6 +157,24 @@ class Resilience(Section):
     )
     max_nonfinite_in_a_row: int = Field(
         3, gt=0, description='With on_nonfinite = "skip": one more non-finite step in a row than this ends the run.'
+    )
+    spike_threshold: float = Field(
+        8.0,
+        ge=0,
+        description="A loss or gradient norm is a spike when its modified z-score over the last spike_window steps is higher. "
+        "It is told of, and the newest checkpoint before it is pinned. 0: nothing is looked for.",
+    )
+    spike_window: int = Field(128, gt=7, description="Steps over which spikes are judged; before these there are none.")
+    on_spike: Literal["log", "skip"] = Field(
+        "log",
+        description="skip: the update of a step whose gradient norm is a spike is left out, decided on the device. Norms that "
+        "stay high become the rule after half a window.",
+    )
+    replica_check_freq: int = Field(
+        0,
+        ge=0,
+        description="Compare the weights of all data-parallel replicas bit for bit every so many steps, and before each save; "
+        "a run whose replicas differ ends with code 70, unsaved, and names rank and parameter. 0: never.",
     )
 
 

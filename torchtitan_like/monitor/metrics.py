@@ -117,6 +117,7 @@ class Metrics:
     ) -> None:
         self.n_tokens_seen = n_tokens_seen
         self.skipped_steps: list[int] = []  # of this process, as far as logged
+        self.observers: list[Callable[[list[Row]], None]] = []  # of the rows that have been written
         self.step_seconds = 0.0  # of a step, as measured for the last log line
         self._section = section
         self._folder, self._attempt, self._writer = folder, attempt, writer
@@ -349,6 +350,8 @@ class Metrics:
     def _write(self, rows: list[Row]) -> None:
         if self._writer and rows:
             self._steps_file.append(rows)
+        for observe in self.observers:
+            observe(rows)
 
     def _scalars(self, row: Row, memory: MemoryReading) -> dict[str, float]:
         names = {

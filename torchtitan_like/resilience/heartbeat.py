@@ -30,12 +30,21 @@ class Heartbeat:
     """Writes ``folder/heartbeat/rank-<r>.json`` from a thread, whenever the rank has come to another place.
 
     A rank that stays in one place of a step for longer than ``limit`` seconds has the stacks of all its threads written beside
-    it (``stacks-rank-<r>.txt``), once for each place: before the time-out of a collective ends the process. Nothing here
-    fails a run: a file that cannot be written is told of once.
+    it (``stacks-rank-<r>.txt``), and the collectives that it has called into ``trace`` (file, what goes into it), once for each
+    place: before the time-out of a collective ends the process. Nothing here fails a run: a file that cannot be written is told
+    of once.
     """
 
-    def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        trace: tuple[Path, Callable[[], bytes]] | None = None,
+    ) -> None:
         self.limit: float | None = None
+        self._trace = trace
         self._folder, self._rank, self._clock = folder / "heartbeat", rank, clock
         self._beat = Beat("start", 0, 0, clock())
         self._written: Beat | None = None
@@ -68,6 +77,9 @@ class Heartbeat:
                 stacks = self._folder / f"stacks-rank-{self._rank}.txt"
                 with stacks.open("w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file)
+                if self._trace is not None:
+                    self._trace[0].parent.mkdir(parents=True, exist_ok=True)
+                    self._trace[0].write_bytes(self._trace[1]())
                 logger.error(
                     f"Step {beat.step}, micro-batch {beat.micro_batch}, has taken {silent:.0f} s so far: {stacks}"
                 )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from torchtitan_like.resilience.host_copy import HostCopy
+from torchtitan_like.resilience.spikes import Window
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Resilience
 
 Place = TypeVar("Place")
 
@@ -15,13 +20,18 @@ Place = TypeVar("Place")
 class BadNumbers(Generic[Place]):
     """Decides which updates are left out, equally on every rank, as it looks at the global gradient norm alone.
 
-    ``limit``: so many steps in a row may be left out. One more, and from there on every update is, so that no weight changes
-    any more before the host has seen it and all ranks stop. ``place`` is where the run was before the first step.
+    With ``on_nonfinite = "skip"`` so many steps in a row may be left out as `max_nonfinite_in_a_row`. One more, and from there
+    on every update is, so that no weight changes any more before the host has seen it and all ranks stop. With ``on_spike =
+    "skip"`` spikes of the norm are left out too; they end no run. ``place`` is where the run was before the first step,
+    ``state`` what `state_dict` was there.
     """
 
-    def __init__(self, limit: int, device: torch.device, place: Place, num_in_a_row: int = 0) -> None:
-        self._limit = limit
-        self._in_a_row = torch.full((), float(num_in_a_row), device=device)
+    def __init__(self, section: Resilience, device: torch.device, place: Place, state: Mapping[str, Any]) -> None:
+        self._limit = section.max_nonfinite_in_a_row if section.on_nonfinite == "skip" else 0
+        self._in_a_row = torch.full((), float(state.get("nonfinite_in_a_row", 0)), device=device)
+        skips = section.on_spike == "skip" and section.spike_threshold > 0
+        self._threshold = section.spike_threshold
+        self._norms = Window(section.spike_window, device, state.get("grad_norms", ())) if skips else None
         self._halted = torch.zeros((), device=device)
         self._recent = deque([(place, HostCopy(self._halted), HostCopy(self._in_a_row))], maxlen=4)
 
@@ -31,7 +41,11 @@ class BadNumbers(Generic[Place]):
         self._in_a_row = (self._in_a_row + 1) * is_bad
         # Sticky: the weights stay as they are from here on.
         self._halted = torch.maximum(self._halted, (self._in_a_row > self._limit).float())
-        return torch.maximum(is_bad, self._halted)
+        left_out = torch.maximum(is_bad, self._halted)
+        if self._norms is not None:
+            left_out = torch.maximum(left_out, (grad_norm > self._norms.limit(self._threshold)).float())
+            self._norms.add(grad_norm)
+        return left_out
 
     def passed(self, place: Place) -> None:
         """The step that was gated last has led here."""
@@ -46,9 +60,10 @@ class BadNumbers(Generic[Place]):
         good = self._good()
         return None if len(good) == len(self._recent) else good[-1][0]
 
-    def num_in_a_row(self) -> int:
-        """How many steps had been left out in a row when the run was last good. Waits for the device."""
-        return int(self._good()[-1][1].read())
+    def state_dict(self) -> dict[str, Any]:
+        """What later decisions depend on, of where the run was last good. Waits for the device."""
+        norms = {} if self._norms is None else {"grad_norms": self._norms.tolist()}
+        return {"nonfinite_in_a_row": int(self._good()[-1][1].read()), **norms}
 
     def _good(self) -> list[tuple[Place, HostCopy]]:
         return [(place, in_a_row) for place, halted, in_a_row in self._recent if not halted.read()]

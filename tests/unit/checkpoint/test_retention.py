@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.folders import make_steps
-from torchtitan_like.checkpoint.retention import PIN, Retention
+from torchtitan_like.checkpoint.retention import PIN, Retention, pin_before
 from torchtitan_like.checkpoint.step_folders import numbered_folders
 
 
@@ -58,6 +58,14 @@ def test_a_pinned_step_is_kept(tmp_path: Path, retention: Retention) -> None:
     make_steps(tmp_path, "1", "2", "3", "4")
     (tmp_path / "step-1" / PIN).touch()
     assert retention.apply() == [2]
+
+
+def test_the_newest_full_step_before_another_is_pinned(tmp_path: Path) -> None:
+    make_steps(tmp_path, "10", "20", "30w", "40")
+    assert pin_before(tmp_path, 10) is None, "there is none before it"
+    assert pin_before(tmp_path, 40) == tmp_path / "step-20" / PIN
+    assert pin_before(tmp_path, 25) is None, "somebody has pinned it already"
+    assert [path.parent.name for path in tmp_path.glob(f"*/{PIN}")] == ["step-20"]
 
 
 def test_deletion_does_not_wait_but_is_awaited_at_the_end(

@@ -47,7 +47,9 @@ def test_who_stands_still_in_a_step_leaves_the_stacks_of_all_threads_once(
 
     other = threading.Thread(target=waits_for_a_peer_that_is_gone)
     other.start()
-    one, stacks = Heartbeat(tmp_path, 3, clock), tmp_path / "heartbeat/stacks-rank-3.txt"
+    trace = tmp_path / "comm_traces/rank_3"
+    one = Heartbeat(tmp_path, 3, clock, trace=(trace, lambda: b"collectives"))
+    stacks = tmp_path / "heartbeat/stacks-rank-3.txt"
     one.limit = 80.0
     for phase, age, expected in [
         ("step", 79.0, False),
@@ -58,8 +60,9 @@ def test_who_stands_still_in_a_step_leaves_the_stacks_of_all_threads_once(
         one.beat(phase, 7, 1) if age != 200.0 else None  # the last look finds it where the one before did
         clock.now += age
         stacks.unlink(missing_ok=True)
+        trace.unlink(missing_ok=True)
         one.look()
-        assert stacks.exists() == expected, (phase, age)
+        assert stacks.exists() == trace.exists() == expected, (phase, age)
         if expected:
             told = stacks.read_text()
             assert "waits_for_a_peer_that_is_gone" in told and "test_who_stands_still" in told

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
+from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.resilience.numbers import BadNumbers
 
 OK, BAD = 1.0, math.nan
+CPU = torch.device("cpu")
 
 
 def after(norms: list[float], limit: int, num_in_a_row: int = 0) -> tuple[BadNumbers[int], list[int]]:
-    """The decisions over steps 1, 2, ... with these gradient norms."""
-    numbers = BadNumbers(limit, torch.device("cpu"), 0, num_in_a_row)
-    left_out = []
+    """The decisions over steps 1, 2, ... with these gradient norms; with a limit of 0 the policy is to stop."""
+    section = Resilience(on_nonfinite="skip", max_nonfinite_in_a_row=limit) if limit else Resilience()
+    numbers, left_out = BadNumbers(section, CPU, 0, {"nonfinite_in_a_row": num_in_a_row}), []
     for step, norm in enumerate(norms, start=1):
         left_out.append(int(numbers.gate(torch.tensor(norm))))
         numbers.passed(step)
@@ -39,7 +42,7 @@ def test_what_is_left_out(norms: list[float], limit: int, left_out: list[int], l
 
 
 def test_the_host_learns_of_it_two_steps_later() -> None:
-    numbers, heard = BadNumbers(0, torch.device("cpu"), 0), []
+    numbers, heard = BadNumbers(Resilience(), CPU, 0, {}), []
     for step, norm in enumerate([OK, BAD, OK, OK], start=1):
         heard.append(numbers.have_halted())
         numbers.gate(torch.tensor(norm))
@@ -49,7 +52,24 @@ def test_the_host_learns_of_it_two_steps_later() -> None:
 
 def test_a_row_goes_on_where_a_checkpoint_ended() -> None:
     numbers, _ = after([OK, BAD, BAD], limit=2)
-    assert numbers.num_in_a_row() == 2
+    assert numbers.state_dict() == {"nonfinite_in_a_row": 2}
     resumed, left_out = after([BAD], limit=2, num_in_a_row=2)
-    assert (left_out, resumed.last_good(), resumed.num_in_a_row()) == ([1], 0, 2)
+    assert (left_out, resumed.last_good(), resumed.state_dict()) == ([1], 0, {"nonfinite_in_a_row": 2})
     assert after([OK, BAD], limit=2, num_in_a_row=2)[0].last_good() is None
+
+
+def test_spikes_of_the_norm_are_left_out_and_become_the_rule_when_they_stay() -> None:
+    section = Resilience(on_spike="skip", spike_window=8, spike_threshold=5.0)
+    draw = random.Random(1)
+    norms = [draw.gauss(mean, mean / 20) for mean in [1] * 8 + [9, 1] + [9] * 16]
+    expected = [0] * 8 + [1, 0] + [1] * 4 + [0] * 12  # five of the last eight are high then
+    for stop in (9, 12):  # stopped and resumed there
+        decisions, state = [], {}
+        for part in (norms[:stop], norms[stop:]):
+            numbers = BadNumbers(section, CPU, 0, state)
+            for norm in part:
+                decisions.append(int(numbers.gate(torch.tensor(norm))))
+                numbers.passed(0)
+            state = numbers.state_dict()
+        assert decisions == expected
+        assert numbers.last_good() is None

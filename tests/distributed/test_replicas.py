@@ -1,0 +1,74 @@
+"""One bit flips in the memory of one replica: the next check names it, and nothing wrong is saved."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.distributed.parity import options
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.distributed.world import launched_as
+from torchtitan_like.launch import read_config
+from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.train import Trainer, run
+
+FLIPPED_AT, PARAMETER = 3, "layers.0.attention.wk.weight"
+
+
+def run_with_a_flipped_bit(argv, flips):
+    """One rank's run; the last of them flips the lowest bit of one element after its third step."""
+    launched, plain = launched_as(), Trainer.train_step
+
+    def train_step(trainer, step, *args):
+        record = plain(trainer, step, *args)
+        if flips and step == FLIPPED_AT and launched.rank == launched.world_size - 1:
+            weight = dict(trainer.optimizer.named)[PARAMETER]
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            local.detach().view(torch.int32).view(-1)[5] ^= 1
+        return record
+
+    Trainer.train_step = train_step
+    try:
+        return run(read_config(argv, launched.world_size), launched, Requests())
+    finally:
+        Trainer.train_step = plain
+
+
+LAYOUTS = {
+    "two copies": (2, {"parallelism.data_parallel_replicate_degree": 2}, r"on ranks 0, 1 \(no majority: one of them\)"),
+    "four copies": (4, {"parallelism.data_parallel_replicate_degree": 4}, r"on rank 3\."),
+    "two copies of two shards": (
+        4,
+        {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2},
+        r"on ranks 1, 3 \(no majority",
+    ),
+    "two copies of two tensor-parallel halves": (
+        4,
+        {"parallelism.data_parallel_replicate_degree": 2, "parallelism.tensor_parallel_degree": 2},
+        r"on ranks 1, 3 \(no majority",
+    ),
+}
+
+
+@pytest.mark.parametrize("flips", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_flipped_bit_is_named_and_not_saved(tmp_path, name, flips):
+    ranks, layout, who = LAYOUTS[name]
+    folder = tmp_path / "run"
+    changes = {"training.local_batch_size": 2, "training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 2,
+               "checkpoint.last_save_model_only": "false", "resilience.replica_check_freq": 3}  # fmt: skip
+    argv = options(str(folder), "float32", **layout, **changes)
+    codes = run_ranks(run_with_a_flipped_bit, ranks, argv, flips)
+    steps = [found.step for found in published_steps(folder / "checkpoint")]
+    if not flips:
+        assert (codes, steps) == ([ExitCode.DONE] * ranks, [2, 4, 6])
+        return
+    assert (codes, steps) == ([ExitCode.BAD_NUMBERS] * ranks, [2])
+    log = (folder / "attempts/1/logs/rank0.log").read_text()
+    assert re.search(rf"At step {FLIPPED_AT} replicas of the weights differ: {re.escape(PARAMETER)} {who}", log), log
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert json.loads((folder / "exit.json").read_text())["code"] == 70

@@ -1,0 +1,40 @@
+"""What a rank has called can be read while it runs."""
+
+import json
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import json, pickle, sys
+from pathlib import Path
+from torchtitan_like.config.sections_run import Comm
+from torchtitan_like.distributed.recorder import set_up_recorder, trace_file
+
+set_up_recorder(Comm(trace_buf_size=int(sys.argv[1])), Path("."))
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+for _ in range(5):
+    dist.all_reduce(torch.ones(3))
+made = trace_file(Comm(trace_buf_size=int(sys.argv[1])), Path("run"), 7)
+dump = pickle.loads(made[1]()) if made else {}
+print(json.dumps([str(made and made[0]), [entry["input_sizes"] for entry in dump.get("entries", [])]]))
+"""
+
+
+def run(repo_root, size: int, **environ: str) -> tuple[list, str]:
+    command = [sys.executable, "-c", PROGRAM, str(size)]
+    env = {**os.environ, **environ}
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_the_last_collectives_are_kept_and_the_environment_is_told_of(repo_root):
+    found, said = run(repo_root, 3, TORCH_FR_BUFFER_SIZE="9")
+    assert found == ["run/comm_traces/rank_7", [[[3]]] * 3]
+    assert "TORCH_FR_BUFFER_SIZE=9 in the environment is overridden with 3" in said
+
+
+def test_nothing_is_kept_when_switched_off(repo_root):
+    assert run(repo_root, 0)[0] == ["None", []]

@@ -1,0 +1,49 @@
+"""A flipped bit changes the hash; who is wrong among replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchtitan_like.resilience import replicas
+from torchtitan_like.resilience.replicas import bits_hash, differences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_flipped_bit_changes_the_hash(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "BLOCK", 4)
+    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bits = weights.view(replicas.INTEGERS[dtype.itemsize]).flatten()
+    before, seen = int(bits_hash(weights)), set()
+    for place in range(15):
+        for bit in range(8 * dtype.itemsize):
+            flip = torch.tensor(-(1 << bit) if bit == 8 * dtype.itemsize - 1 else 1 << bit, dtype=bits.dtype)
+            bits[place] ^= flip
+            seen.add(int(bits_hash(weights)))
+            bits[place] ^= flip
+    assert before not in seen and int(bits_hash(weights)) == before
+
+
+def test_order_and_signs_count() -> None:
+    assert bits_hash(torch.tensor([1.0, 2.0])) != bits_hash(torch.tensor([2.0, 1.0]))
+    assert bits_hash(torch.tensor([0.0])) != bits_hash(torch.tensor([-0.0]))
+    assert int(bits_hash(torch.empty(0))) == 0
+
+
+SAME = {"wq": 1, "wk": 2}
+WRONG = {"wq": 1, "wk": 3}
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "sets", "expected"),
+    [
+        ([SAME, SAME], [[0, 1]], []),
+        ([SAME, WRONG], [[0, 1]], ["wk on ranks 0, 1 (no majority: one of them)"]),
+        ([SAME, WRONG, SAME], [[0, 1, 2]], ["wk on rank 1"]),
+        ([SAME, WRONG, WRONG, SAME], [[0, 1, 2, 3]], ["wk on ranks 0, 1, 2, 3 (no majority: one of them)"]),
+        ([SAME, {"a": 1}, SAME, {"a": 2}], [[0, 2], [1, 3]], ["a on ranks 1, 3 (no majority: one of them)"]),
+        ([SAME, {"wq": 4, "wk": 4}, SAME], [[0, 1, 2]], ["wq, wk on rank 1"]),
+    ],
+)
+def test_who_is_wrong(of_ranks: list[dict[str, int]], sets: list[list[int]], expected: list[str]) -> None:
+    assert differences(of_ranks, sets) == expected
