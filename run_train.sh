@@ -14,6 +14,7 @@
 #   NUMA_BINDING node, socket, exclusive or core-complex: keep each rank on the cores near its GPU (torchrun's --numa-binding)
 #   NCCL_DEBUG_TO
 #                folder for what NCCL tells, a file for each process (NCCL_DEBUG, default INFO; NCCL_DEBUG_SUBSYS)
+#   TRACE_TO     folder for every line that each rank executes (slow; scripts/trace_lines.py)
 #   KNOWN_BAD_GPUS
 #                file of GPUs' UUIDs, one a line: a machine that has one of them starts nothing
 #
@@ -103,12 +104,14 @@ if [ "$NNODES" -gt 1 ]; then
   fi
 fi
 
-command=("$PYTHON" -m torchtitan_like.train "${config[@]}")
+program=(-m torchtitan_like.train)
+[ -z "${TRACE_TO:-}" ] || program=("$ROOT/scripts/trace_lines.py" -m torchtitan_like.train)
+command=("$PYTHON" "${program[@]}" "${config[@]}")
 if [ $((NGPU * NNODES)) -gt 1 ] || [ -n "${NUMA_BINDING:-}" ]; then
   command=("$PYTHON" -m torch.distributed.run --nproc_per_node="$NGPU" "${rendezvous[@]}"
     ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"}
     --local-ranks-filter "${LOG_RANK:-0}" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
-    -m torchtitan_like.train "${config[@]}")
+    "${program[@]}" "${config[@]}")
 fi
 # After a signal torchrun kills workers that are not gone after 30 seconds: a last save may take longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}"

@@ -25,7 +25,7 @@ case "$1 $2" in
     cat "$here/resolved.toml"
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
-  "-m torch.distributed.run" | "-m torchtitan_like.train")
+  "-m torch.distributed.run" | "-m torchtitan_like.train" | */trace_lines.py*)
     env | grep -E '^(OMP_NUM_THREADS|PYTORCH_ALLOC_CONF|PYTHONUNBUFFERED|NCCL_DEBUG.*)=' >"$here/environment"
     printf '%q ' "$@" >"$here/run"
     cd "$here" && eval "${{RUN:-true}}" ;;
@@ -191,6 +191,13 @@ def test_what_nccl_tells_goes_to_a_file_for_each_process(shell: Shell) -> None:
     assert folder.is_dir()
     shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG="TRACE")
     assert "NCCL_DEBUG=TRACE" in shell.read("environment")
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_every_line_of_a_rank_can_be_written_down(shell: Shell, ranks: str) -> None:
+    shell(NGPU=ranks, TRACE_TO="traces", CONFIG_FILE="my.toml")
+    traced = [str(ROOT / "scripts/trace_lines.py"), "-m", "torchtitan_like.train", "--job.config_file", "my.toml"]
+    assert shell.read("run")[-5:] == traced
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
