@@ -46,15 +46,19 @@ def entry(text: str, author: str, run: Path | None, now: float) -> str:
     return head + (f"*{where(run)}*\n\n" if run else "") + f"{text.strip()}\n"
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logbook", type=Path, help="a Markdown file")
     parser.add_argument("text", nargs="?", help="default: standard input")
     parser.add_argument("--run", type=Path, help="the run's folder (job.dump_folder)")
     parser.add_argument("--author", default=getpass.getuser())
     parser.add_argument("--dry-run", action="store_true")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(arguments)
     text = sys.stdin.read() if options.text is None else options.text
     try:
         if not text.strip():

@@ -89,15 +89,19 @@ def ways(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Calla
     return found
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("message", nargs="?", help="default: standard input")
     parser.add_argument("--command", action="append", default=[], help="what gets the message on its standard input")
     parser.add_argument("--mail", action="append", default=[], metavar="ADDRESS")
     parser.add_argument("--webhook", action="store_true", help="post to the address in NOTIFY_WEBHOOK")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(arguments)
     text = (sys.stdin.read() if options.message is None else options.message).strip()
     try:
         if not text:

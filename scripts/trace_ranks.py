@@ -71,14 +71,18 @@ def report(traces: list[Trace], texts: list[str]) -> tuple[list[str], bool]:
     return lines, len(groups) == 1 and all(len({one.counts[i] for one in traces}) == 1 for i in range(len(texts)))
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="that of TRACE_TO")
     parser.add_argument("--last", type=int, default=3, metavar="N", help="lines to compare (3)")
     parser.add_argument("--count", action="append", default=[], metavar="TEXT")
     parser.add_argument("--thread", default="MainThread")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(arguments)
     files = sorted(options.folder.glob("trace-*-*-*.txt"), key=lambda file: int(file.stem.rsplit("-", 2)[1]))
     if not files:
         print(f"{options.folder} holds no trace-<host>-<rank>-<pid>.txt of scripts/trace_lines.py", file=sys.stderr)
