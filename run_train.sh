@@ -88,6 +88,10 @@ if [ -n "${KNOWN_BAD_GPUS:-}" ]; then
     exit 1
   fi
 fi
+if [ -n "${NUMA_BINDING:-}" ] && [ "$gpus" -eq 0 ] && [ ! -e /dev/kfd ]; then
+  echo "NUMA_BINDING=$NUMA_BINDING keeps ranks near their GPUs, and here are none" >&2
+  exit 78
+fi
 if [ -n "${NCCL_DEBUG_TO:-}" ]; then
   mkdir -p "$NCCL_DEBUG_TO"
   export NCCL_DEBUG=${NCCL_DEBUG:-INFO} NCCL_DEBUG_FILE="$NCCL_DEBUG_TO/nccl-%h-%p.log" # %h: host, %p: process

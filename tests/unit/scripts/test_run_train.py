@@ -202,6 +202,7 @@ def test_every_line_of_a_rank_can_be_written_down(shell: Shell, ranks: str) -> N
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
 def test_ranks_stay_near_their_gpus(shell: Shell, ranks: str) -> None:
+    executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
     shell(NGPU=ranks, NUMA_BINDING="node")
     assert "--numa-binding=node" in shell.read("run") and f"--nproc_per_node={ranks}" in shell.read("run")
 
@@ -245,6 +246,7 @@ def test_several_machines(shell: Shell, variables: dict[str, str], expected: str
         ({"NGPU": "0"}, "positive integers, got '0'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
         ({"KNOWN_BAD_GPUS": "nowhere"}, "there is no file nowhere"),
+        ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and here are none"),
     ],
 )
 def test_variables_that_cannot_work_start_nothing(shell: Shell, variables: dict[str, str], text: str) -> None:
