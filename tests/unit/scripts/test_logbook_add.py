@@ -37,7 +37,8 @@ def test_entries_are_added_at_the_end(tmp_path: Path, run: Path, monkeypatch: py
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("went back\nto 60,500\n"))
     assert logbook_add.main([str(book)]) == 0
-    assert book.read_text().startswith(first) and book.read_text().endswith("\n\nwent back\nto 60,500\n")
+    added = book.read_text().removeprefix(first)
+    assert re.fullmatch(r"\n## [^\n]+\n\nwent back\nto 60,500\n", added)
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

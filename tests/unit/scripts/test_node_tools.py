@@ -87,6 +87,7 @@ def test_a_disk_is_told_as_a_table(tmp_path: Path) -> None:
     assert f"--directory={tmp_path} --rw=write --filesize=1m --bs=1m --numjobs=16" in calls[3]
     failed = run(tmp_path, "fio_scan.sh", str(tmp_path), **variables)
     assert failed.returncode == 1 and failed.stdout.splitlines()[-1] == "| 1g | 2400 | 2400 | failed |  |"
+    assert failed.stderr == "", "what fio says of it, and nothing of ours"
 
 
 def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
