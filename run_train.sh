@@ -11,6 +11,12 @@
 #   PYTHON       the Python to use if it has what is needed, or else to make .venv from (default: python3)
 #   NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID, NODE_RANK
 #                several machines: set the first three to the same values on all; NODE_RANK fixes the order of the machines
+#   NUMA_BINDING node, socket, exclusive or core-complex: keep each rank on the cores near its GPU (torchrun's --numa-binding)
+#   NCCL_DEBUG_TO
+#                folder for what NCCL tells, a file for each process (NCCL_DEBUG, default INFO; NCCL_DEBUG_SUBSYS)
+#   TRACE_TO     folder for every line that each rank executes (slow; scripts/trace_lines.py)
+#   KNOWN_BAD_GPUS
+#                file of GPUs' UUIDs, one a line: a machine that has one of them starts nothing
 #
 # Returns 0 when the run is done, 78 for a config that cannot work (nothing is started), 1 after a crash, and otherwise
 # the code in the run folder's exit.json.
@@ -30,7 +36,8 @@ typed+=$(printf '%q ' "$0" "$@")
 typed=${typed% }
 typed_in=$PWD
 
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || true
+listed=$(nvidia-smi -L 2>/dev/null | grep '^GPU ') || true # with their UUIDs
+gpus=$(grep -c . <<<"$listed") || true
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
   gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[[:alnum:]]') || true # -1: none
 fi
@@ -73,6 +80,23 @@ case "$prefix" in
   *) echo "LOG_PREFIX must be rank, host or digits, got '$prefix'" >&2; exit 78 ;;
 esac
 
+[ -z "$listed" ] || echo "$host: ${listed//$'\n'/, }"
+if [ -n "${KNOWN_BAD_GPUS:-}" ]; then
+  [ -r "$KNOWN_BAD_GPUS" ] || { echo "KNOWN_BAD_GPUS: there is no file $KNOWN_BAD_GPUS" >&2; exit 78; }
+  if bad=$(grep -F -f <(grep '[^[:space:]]' "$KNOWN_BAD_GPUS") <<<"$listed"); then
+    echo "$host has GPUs that $KNOWN_BAD_GPUS lists, so nothing is started: $bad" >&2
+    exit 1
+  fi
+fi
+if [ -n "${NUMA_BINDING:-}" ] && [ "$gpus" -eq 0 ] && [ ! -e /dev/kfd ]; then
+  echo "NUMA_BINDING=$NUMA_BINDING keeps ranks near their GPUs, and here are none" >&2
+  exit 78
+fi
+if [ -n "${NCCL_DEBUG_TO:-}" ]; then
+  mkdir -p "$NCCL_DEBUG_TO"
+  export NCCL_DEBUG=${NCCL_DEBUG:-INFO} NCCL_DEBUG_FILE="$NCCL_DEBUG_TO/nccl-%h-%p.log" # %h: host, %p: process
+fi
+
 rendezvous=(--rdzv_backend c10d --rdzv_endpoint=localhost:0)
 if [ "$NNODES" -gt 1 ]; then
   [ -n "${MASTER_ADDR:-}" ] || { echo "NNODES=$NNODES needs one machine's address in MASTER_ADDR" >&2; exit 78; }
@@ -84,11 +108,14 @@ if [ "$NNODES" -gt 1 ]; then
   fi
 fi
 
-command=("$PYTHON" -m torchtitan_like.train "${config[@]}")
-if [ $((NGPU * NNODES)) -gt 1 ]; then
+program=(-m torchtitan_like.train)
+[ -z "${TRACE_TO:-}" ] || program=("$ROOT/scripts/trace_lines.py" -m torchtitan_like.train)
+command=("$PYTHON" "${program[@]}" "${config[@]}")
+if [ $((NGPU * NNODES)) -gt 1 ] || [ -n "${NUMA_BINDING:-}" ]; then
   command=("$PYTHON" -m torch.distributed.run --nproc_per_node="$NGPU" "${rendezvous[@]}"
+    ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"}
     --local-ranks-filter "${LOG_RANK:-0}" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
-    -m torchtitan_like.train "${config[@]}")
+    "${program[@]}" "${config[@]}")
 fi
 # After a signal torchrun kills workers that are not gone after 30 seconds: a last save may take longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}"

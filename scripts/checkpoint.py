@@ -6,7 +6,7 @@
     python scripts/checkpoint.py diff outputs/checkpoint/step-500 outputs/checkpoint/step-1000
     python scripts/checkpoint.py convert outputs/checkpoint/step-500 out.pt --to pt --dtype bfloat16
     python scripts/checkpoint.py offload outputs/checkpoint /archive/run-7 --keep 2 --command "rsync -a {src} {dst}"
-    python scripts/checkpoint.py interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12
+    python scripts/checkpoint.py interval --run outputs --mtbf-hours 12
 
 One process, no GPU. Exit codes: 0 all is well, 1 damage or a difference was found, 2 it could not be done.
 """
@@ -22,6 +22,7 @@ import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
+from scripts.watch import rows_of
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import find_damage
@@ -270,6 +272,10 @@ def offload(arguments: argparse.Namespace) -> int:
         if is_local and (Path(target) / f"{step.path.name}.sha256").exists():
             copied_before.add(step.step)
             continue
+        if arguments.dry_run:
+            safe.add(step.step)
+            print(f"{step.path} would be verified and copied to {target}")
+            continue
         if _verify(step):
             damaged.add(step.step)
             continue
@@ -284,6 +290,11 @@ def offload(arguments: argparse.Namespace) -> int:
             print(f"{step.path} is copied to {target}, where it cannot be read back from here: it is kept")
     # A damaged step is none of the newest that stay: nothing could be resumed from it.
     for old in doomed([step for step in steps if step.step not in damaged], arguments.keep):
+        if arguments.dry_run:
+            print(
+                f"{old.path} would be removed here, if its copy is right" if is_local else f"{old.path} would be kept"
+            )
+            continue
         if old.step in copied_before:
             _check_copy(Path(target) / old.path.name, old, _sums(old.path))
         if old.step in safe | copied_before:
@@ -348,9 +359,18 @@ def interval(arguments: argparse.Namespace) -> int:
     The best interval, in seconds of training between two saves, is sqrt(2 C M) for a save of C seconds and a mean time
     between failures of M: Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974; Daly,
     "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006. A failure loses half
-    an interval on average.
+    an interval on average. With --run the seconds are medians of that run's newest saves and steps; of a save that is made in
+    the background it is the time from its beginning to its name, for which training does not stand still.
     """
     save, step, mtbf = arguments.save_seconds, arguments.step_seconds, 3600 * arguments.mtbf_hours
+    if arguments.run:
+        saves, steps = _times(arguments.run)
+        save, step = save or statistics.median(saves), step or statistics.median(steps)
+        print(
+            f"{save:.3g} s a save, {step:.3g} s a step, by {len(saves):,} saves and {len(steps):,} steps of {arguments.run}"
+        )
+    if not (save and step):
+        raise CheckpointError("how long does a save take, and a step? With --save-seconds and --step-seconds, or --run")
     best = math.sqrt(2 * save * mtbf)
     given = [arguments.interval] if arguments.interval else []
     print(f"{'steps':>8} {'between saves':>14} {'time saving':>12} {'lost per failure':>17} {'lost in all':>12}")
@@ -362,6 +382,20 @@ def interval(arguments: argparse.Namespace) -> int:
         print(f"{steps:>8,} {in_time(between):>14} {saving:>12.2%} {in_time(lost):>17} "
               f"{saving + lost / mtbf:>12.2%}{note}")  # fmt: skip
     return 0
+
+
+def _times(run: Path) -> tuple[list[float], list[float]]:
+    """Seconds of each full save, and of each step that follows the one before it."""
+    saves = [
+        row["seconds"] for row in rows_of(run / "events.jsonl") if row["event"] == "save" and row["form"] == "full"
+    ]
+    rows = rows_of(run / "metrics.jsonl")
+    steps = [b["time"] - a["time"] for a, b in zip(rows, rows[1:], strict=False) if b["step"] == a["step"] + 1]
+    if not (saves and steps):
+        raise CheckpointError(
+            f"{run} has made {len(saves)} full saves and {len(steps) + 1} steps: expected one save, two steps"
+        )
+    return saves, steps
 
 
 # ---- command line
@@ -409,10 +443,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--keep", type=int, default=2, help="newest steps that stay here (default: 2), beside pinned "
                          "ones and the newest full one")  # fmt: skip
     command.add_argument("--command", help="how to copy one step; {src} is its folder, {dst} is DEST, {name} is step-N")
+    command.add_argument("--dry-run", action="store_true", help="only tell what would be copied and removed")
     command = add(interval)
-    for name, text in (("save-seconds", "of a save"), ("step-seconds", "of a training step"),
-                       ("mtbf-hours", "between failures, on average")):  # fmt: skip
-        command.add_argument(f"--{name}", type=float, required=True, help=text)
+    command.add_argument("--run", type=Path, help="a run's folder, to take both times from")
+    command.add_argument("--save-seconds", type=float, help="of a save")
+    command.add_argument("--step-seconds", type=float, help="of a training step")
+    command.add_argument("--mtbf-hours", type=float, required=True, help="between failures, on average")
     command.add_argument("--interval", type=int, help="steps, to be compared")
     return parser.parse_args(argv)
 

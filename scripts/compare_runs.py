@@ -1,15 +1,25 @@
-"""Where two runs part: `python scripts/compare_runs.py RUN_A RUN_B`.
+"""Where two runs part, and what they ran in.
+
+    python scripts/compare_runs.py outputs_a outputs_b
+    python scripts/compare_runs.py outputs_a outputs_b --environment
+    python scripts/compare_runs.py outputs/attempts/1 outputs/attempts/2 --environment
 
 Each is a run's folder (or its metrics.jsonl). For every number of a step that a layout or a restart must not change, the
 first step at which the two differ; for loss, largest loss and gradient norm the largest relative difference besides. With
 --data-only only what was read is compared: the runs may differ in their weights.
 
-Exit code 0: all steps that both have are equal to the last bit; 1: they are not; 2: there is nothing to compare.
+With --environment, what their newest attempts (or those that are named) ran in: variables, packages, machine, git. One that
+only preloads another library may explain a gap in speed.
+
+Exit code 0: all that both have is equal, numbers to the last bit; 1: it is not; 2: there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,13 +76,59 @@ def report(ours: dict[int, Row], theirs: dict[int, Row], keys: tuple[str, ...]) 
     return lines, is_equal
 
 
+# ---- what they ran in
+
+
+def environment_of(run: Path) -> Path:
+    """The folder of an attempt's environment: of the one that is named, or of a run's newest. Raises ValueError."""
+    attempts = sorted(
+        (path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal()), key=lambda p: int(p.name)
+    )
+    for attempt in (run, *reversed(attempts)):
+        if (attempt / "environment").is_dir():
+            return attempt / "environment"
+    raise ValueError(f"{run} holds no environment: expected the folder of a run, or one of its attempts")
+
+
+def settings(file: Path) -> dict[str, str]:
+    """What a file of an environment says, as name -> value; of a line that names nothing, all is the name."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    if file.suffix == ".json":
+        return {key: str(value) for key, value in json.loads(text or "{}").items() if key != "time"}
+    if file.suffix == ".diff":  # too long to be shown
+        return {f"hash of {file.name}": hashlib.sha256(text.encode()).hexdigest()[:12]} if text else {}
+    parts = (re.split(r"==?", line, maxsplit=1) for line in text.splitlines())
+    return {name: rest[0] if rest else "there" for name, *rest in parts}
+
+
+def report_environment(a: Path, b: Path) -> tuple[list[str], bool]:
+    """Lines for a person, and whether all is equal."""
+    lines, is_equal = [f"A: {a}", f"B: {b}"], True
+    for name in sorted({path.name for path in (*a.iterdir(), *b.iterdir()) if path.is_file()}):
+        ours, theirs = settings(a / name), settings(b / name)
+        differing = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+        lines.append(f"{name}: {len(differing)} differences" if differing else f"{name}: equal")
+        for key in differing:
+            lines += [f"  {key}", f"    A {ours.get(key, '(none)')}", f"    B {theirs.get(key, '(none)')}"]
+        is_equal &= not differing
+    return lines, is_equal
+
+
+# ---- the command
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_a", type=Path, help="a run's folder, such as outputs")
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--data-only", action="store_true", help="compare only what was read")
+    parser.add_argument("--environment", action="store_true", help="compare what they ran in")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.environment:
+            lines, is_equal = report_environment(*map(environment_of, (arguments.run_a, arguments.run_b)))
+            print("\n".join(lines))
+            return 0 if is_equal else 1
         ours, theirs = rows_by_step(arguments.run_a), rows_by_step(arguments.run_b)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -6,8 +6,8 @@
 
 `disk` also takes what no file system tells: `--free-command CMD` prints the free bytes, and after them the free inodes if it
 knows them (a site's quota tool); `--quota-gib N` is compared with what the folders hold. `--min-saves` counts in checkpoints
-of the size of the newest one below the folder, and tells how long that many take. Many file systems slow down or refuse to
-write from 80 % on, and what they say of themselves may be half an hour old: leave room.
+of the size of the newest one below the folder, `--min-days` in the time that so many take, by the last two. Many file systems
+slow down or refuse to write from 80 % on, and what they say of themselves may be half an hour old: leave room.
 
 Every look is a line on standard output, with --log also appended to a file. Exit code 0: all is well; 1: an alert; 2: it
 cannot be told. --notify COMMAND gets an alert on its standard input, for example `mail -s training me@example.org`, or with
@@ -18,7 +18,6 @@ prints the command instead.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -27,6 +26,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.notify import run_command
 
 GIB = 2**30
 
@@ -141,31 +144,22 @@ def look_at_disk(path: Path, options: argparse.Namespace) -> Look:
     save = newest_save(path)
     if save is not None:
         saves = saves_left(left, save)
-        lasts = f" = {saves * save.seconds / 86400:.1f} days of saves" if save.seconds else ""
-        said.append(f"{saves:,} checkpoints left{lasts} (at least {options.min_saves})")
+        said.append(f"{saves:,} checkpoints left (at least {options.min_saves})")
         alerts.append(saves < options.min_saves)
+        if save.seconds:
+            days = saves * save.seconds / 86400
+            said.append(f"{days:.1f} days of saves left (at least {options.min_days:g})")
+            alerts.append(days < options.min_days)
     return Look(f"disk {path}: {', '.join(said)}", any(alerts))
 
 
 # ---- the command
 
 
-def notify(command: str, text: str, *, as_json: bool, dry_run: bool) -> None:
-    """Hand an alert on. OSError when the command fails."""
-    if dry_run:
-        print(f"would run: {command}")
-        return
-    message = json.dumps({"text": text}) if as_json else text
-    done = subprocess.run(command, shell=True, input=message, text=True)
-    if done.returncode != 0:
-        raise OSError(f"the alert could not be sent: {command} returned {done.returncode}")
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--log", type=Path, metavar="FILE", help="append every look to it, as the run's own log")
     common.add_argument("--notify", metavar="COMMAND", help="what gets an alert on its standard input")
-    common.add_argument("--json-text", action="store_true", help='hand the alert on as {"text": ...}')
     common.add_argument("--dry-run", action="store_true", help="print the command that would be notified")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
@@ -179,6 +173,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     disk.add_argument("--min-free-gib", type=float, default=0, metavar="N")
     disk.add_argument("--min-free-inodes", type=int, default=0, metavar="N")
     disk.add_argument("--min-saves", type=int, default=0, metavar="N", help="checkpoints that must still fit")
+    disk.add_argument("--min-days", type=float, default=0, metavar="N", help="days for which saves must still fit")
     disk.add_argument("--free-command", metavar="COMMAND", help="prints the free bytes [and free inodes]")
     disk.add_argument("--quota-gib", type=float, metavar="N", help="what each path may hold; it is counted")
     return parser.parse_args(arguments)
@@ -204,7 +199,10 @@ def main(arguments: list[str]) -> int:
                 log.writelines(f"{time.strftime('%F %T')} watchdog {line}\n" for line in lines)
         alerts = [seen.said for seen in looks if seen.is_alert]
         if alerts and options.notify:
-            notify(options.notify, "\n".join(alerts), as_json=options.json_text, dry_run=options.dry_run)
+            if options.dry_run:
+                print(f"would run: {options.notify}")
+            else:
+                run_command(options.notify, "\n".join(alerts))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

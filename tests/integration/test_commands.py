@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import download_assets, generate, run_folder
+from scripts import checkpoint, comm_compute, download_assets, generate, logbook_add, notify, run_folder, trace_ranks
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.config import ConfigError
@@ -164,9 +164,19 @@ SHOWN = {
     "sbatch ": lambda words: check_job(words),
     "salloc ": lambda words: check_job(words),
     "scripts/slurm/": lambda words: check_job(words),
+    "scripts/node_info.sh": lambda words: check_job(words),
+    "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 scripts/": lambda words: check_job(words),
     "python scripts/node_check.py ": lambda words: check_job(words),
     "python scripts/watch.py ": lambda words: check_job(words),
+    "python scripts/import_bench.py": lambda words: check_job(words),
+    "python scripts/trace_ranks.py ": lambda words: trace_ranks.parse(words[2:]),
+    "python scripts/logbook_add.py ": lambda words: logbook_add.parse(words[2:]),
+    "python scripts/checkpoint.py ": lambda words: checkpoint.parse(words[2:]),
+    "python scripts/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
+    "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
+    "TRACE_TO=": lambda words: check(words[3:]),
+    "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
     "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
     "python scripts/download_assets.py ": lambda words: download_assets.parse(words[2:]),
     "python -m torchtitan_like.config ": lambda words: check(words[3:]),

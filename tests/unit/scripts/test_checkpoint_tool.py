@@ -327,6 +327,9 @@ def test_offload_copies_what_is_complete_and_keeps_the_newest_here(
     make_steps(run_folder, "0", "10", "20", "30!", "40", "50w", "60w", "70?")
     (run_folder / "step-10" / "PIN").touch()
     options = ["--command", command] if command else []
+    text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options, "--dry-run")[1]
+    assert text.count("would be verified and copied") == 6 and not os.listdir(archive)
+    assert [line.split()[0] for line in text.splitlines() if "removed" in line] == [str(run_folder / "step-20")]
     assert run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[0] == 0
     steps = ["step-0", "step-10", "step-20", "step-40", "step-50", "step-60"]
     assert sorted(os.listdir(archive)) == sorted([*steps, *(f"{name}.sha256" for name in steps)])
@@ -418,6 +421,22 @@ def test_the_best_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[4].split() == "744 31 min 2.11% 16 min 4.30% <- best (Young, Daly)".split()
     in_all = [float(line.split("%")[1].split()[-1]) for line in lines[1:]]
     assert min(in_all) == 4.30
+
+
+def test_the_times_of_a_run_are_taken_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two full saves of 30 and 50 s among steps of 2.5 s; what was written in other forms, and a gap, do not count."""
+    rows = [{"step": n, "time": 2.5 * n + (900 if n > 300 else 0)} for n in range(1, 401) if n != 200]
+    saves = [{"event": "save", "form": form, "seconds": s} for form, s in (("full", 30), ("hf", 999), ("full", 50))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti')
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}]))
+    lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
+    assert lines[0] == f"40 s a save, 2.5 s a step, by 2 saves and 397 steps of {tmp_path}"
+    assert lines[4].split()[0] == "744"
+    assert run(capsys, "interval", "--run", tmp_path / "nowhere", "--mtbf-hours", 12)[0] == 2
+    assert run(capsys, "interval", "--mtbf-hours", 12) == (
+        2,
+        "how long does a save take, and a step? With --save-seconds and --step-seconds, or --run\n",
+    )
 
 
 def test_numbers_are_written_for_people() -> None:

@@ -1,4 +1,4 @@
-"""scripts/compare_runs.py names the first step at which two runs part."""
+"""scripts/compare_runs.py names the first step at which two runs part, and in what their environments differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.compare_runs import main
+from torchtitan_like.monitor.environment import write_environment
 
 
 def write(folder: Path, num_steps: int, **changed: dict[int, Any]) -> str:
@@ -61,3 +62,53 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
     assert main([str(tmp_path / "empty"), str(tmp_path / "a")]) == 2
     assert "has no step" in capsys.readouterr().err
+
+
+# ---- what they ran in
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs; the second has an attempt 2 that is as A, and an attempt 10 that preloads a library and has one key more."""
+    folder = tmp_path_factory.mktemp("runs")
+    same = {"PATH": "/bin", "HF_TOKEN": "hf_a", "EMPTY": ""}
+    other = {**same, "LD_PRELOAD": "/lib/libjemalloc.so=2", "HF_TOKEN": "hf_b", "EMPTY": "1"}
+    for name, variables in (("a/attempts/1", same), ("b/attempts/2", same), ("b/attempts/10", other)):
+        write_environment(folder / name / "environment", variables, ["train", "--training.steps", "7"])
+    packages = folder / "b/attempts/10/environment/packages.txt"
+    packages.write_text(packages.read_text().replace("torch==", "torch==9+") + "mine==1\n")
+    (folder / "b/attempts/10/environment/uncommitted.diff").write_text("+ a line\n")
+    return folder
+
+
+def test_equal_environments(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs / "a"), str(runs / "b/attempts/2"), "--environment"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert {"variables.txt: equal", "packages.txt: equal", "facts.json: equal", "git.txt: equal"} <= set(told)
+
+
+def test_the_time_is_no_difference(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs / "a/attempts/1/environment/facts.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "time": "2001-01-01"}))
+    assert main([str(runs / "a"), str(runs / "b/attempts/2"), "--environment"]) == 0
+    file.write_text(json.dumps({**facts, "torch": "1.0"}))
+    assert main([str(runs / "a"), str(runs / "b/attempts/2"), "--environment"]) == 1
+    file.write_text(json.dumps(facts))
+    told = capsys.readouterr().out
+    assert "facts.json: 1 differences\n  torch\n    A 1.0\n    B " in told
+
+
+def test_what_differs_in_the_newest_attempts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs / "a"), str(runs / "b"), "--environment"]) == 1
+    told = capsys.readouterr().out
+    assert f"B: {runs}/b/attempts/10/environment" in told
+    assert "variables.txt: 2 differences\n  EMPTY\n    A \n    B 1\n" in told, "and not the masked token"
+    assert "  LD_PRELOAD\n    A (none)\n    B /lib/libjemalloc.so=2\n" in told
+    assert "  mine\n    A (none)\n    B 1\n" in told and "    B 9+" in told
+    assert "  hash of uncommitted.diff\n" in told
+
+
+def test_no_environment_to_compare(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs / "a"), str(tmp_path), "--environment"]) == 2
+    assert f"{tmp_path} holds no environment" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -91,7 +93,7 @@ def test_bus_bandwidth() -> None:
     """4 GB in 20 ms on 8 ranks: 200 GB/s, of which each link carries 2 x 7/8 times as much."""
     assert all_reduce_bench.bandwidths(4_000_000_000, 0.02, 8) == pytest.approx((200e9, 350e9))
     row = all_reduce_bench.line(4_000_000_000, 0.02, 8, advertised=450).split()
-    assert row == ["4,000,000,000", "20.000", "200.00", "350.00", "2800.0", "77.8%"]
+    assert row == ["4,000,000,000", "20.000", "200.00", "1600.0", "350.00", "2800.0", "77.8%"]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("4GB", 4 * 10**9), ("1.5KiB", 1536), (" 7 ", 7), ("2MB", 2 * 10**6)])
@@ -106,8 +108,56 @@ def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_all_ranks_measure_the_time_of_the_slowest() -> None:
-    first, second = run_ranks(all_reduce_bench.measure, 2, 4096, "cpu", 1, 3)
+    first, second = run_ranks(all_reduce_bench.measure_all_reduce, 2, 4096, 1, "cpu", 1, 3)
     assert first == second and 0 < first < 10
+
+
+def count_collectives(size: int, parts: int) -> list[int]:
+    """The bytes of each all_reduce of one repetition; the last is that of its time."""
+    import torch.distributed as dist
+
+    sent, real = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        all_reduce_bench.measure_all_reduce(size, parts, "cpu", 0, 1)
+    finally:
+        dist.all_reduce = real
+    return sent
+
+
+def test_parts_send_the_same_bytes_one_after_the_other() -> None:
+    assert run_ranks(count_collectives, 2, 4096, 1)[0] == [4096, 8]
+    assert run_ranks(count_collectives, 2, 4096, 4)[0] == [1024] * 4 + [8]
+
+
+def table(*words: str) -> list[str]:
+    """What a rank of the pool prints."""
+    import torch.distributed as dist
+
+    real = all_reduce_bench.join, dist.destroy_process_group
+    all_reduce_bench.join = lambda *_, **__: (dist.get_rank(), dist.get_world_size(), "cpu")
+    dist.destroy_process_group = lambda: None
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            assert all_reduce_bench.main(list(words)) == 0
+    finally:
+        all_reduce_bench.join, dist.destroy_process_group = real
+    return printed.getvalue().splitlines()
+
+
+def test_the_options_of_a_run_show_in_its_table() -> None:
+    words = ["--sizes", "1KB,4KB", "--parts", "10", "--flags", "--warmup", "0", "--repeat", "1"]
+    lines, of_the_other = run_ranks(table, 2, *words)
+    assert lines[0].startswith("all_reduce, 2 ranks, gloo on cpu") and of_the_other == []
+    assert [line.split()[0] for line in lines[3:7]] == ["1,000", "1,000", "4,000", "4,000"]
+    assert "in 10 parts: " in lines[4] and "x slower" in lines[6] and "parts" not in lines[5]
+    assert lines[7].startswith("a flag: all_reduce ") and "all_gather_object" in lines[7]
 
 
 # ---- who is blamed

@@ -25,8 +25,8 @@ case "$1 $2" in
     cat "$here/resolved.toml"
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
-  "-m torch.distributed.run" | "-m torchtitan_like.train")
-    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_ALLOC_CONF|PYTHONUNBUFFERED)=' >"$here/environment"
+  "-m torch.distributed.run" | "-m torchtitan_like.train" | */trace_lines.py*)
+    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_ALLOC_CONF|PYTHONUNBUFFERED|NCCL_DEBUG.*)=' >"$here/environment"
     printf '%q ' "$@" >"$here/run"
     cd "$here" && eval "${{RUN:-true}}" ;;
   *) exec {python} "$@" ;;
@@ -166,6 +166,47 @@ def test_all_visible_gpus_are_used(shell: Shell, variables: dict[str, str], gpus
     assert ("--device-type" in shell.read("checks")) == (gpus == 0)
 
 
+GPU = "GPU-{}0000000-1111-2222-3333-444444444444"
+
+
+@pytest.mark.parametrize(
+    ("known_bad", "is_started"),
+    [("", True), ("\n \n", True), (f"{GPU.format(7)}\n", True), (f"\n{GPU.format(1)}\n", False)],
+)
+def test_gpus_are_named_and_a_bad_one_starts_nothing(shell: Shell, known_bad: str, is_started: bool) -> None:
+    lines = "".join(f"echo 'GPU {i}: H100 (UUID: {GPU.format(i)})'\n" for i in range(2))
+    executable(shell.folder / "bin" / "nvidia-smi", f"#!/bin/sh\n{lines}")
+    (shell.folder / "bad").write_text(known_bad)
+    result = shell(KNOWN_BAD_GPUS=str(shell.folder / "bad"))
+    assert result.returncode == (0 if is_started else 1) and shell.was_started == is_started
+    assert f"GPU 0: H100 (UUID: {GPU.format(0)}), GPU 1: H100 (UUID: {GPU.format(1)})\n" in result.stdout
+    assert (f"so nothing is started: GPU 1: H100 (UUID: {GPU.format(1)})" in result.stderr) != is_started
+
+
+def test_what_nccl_tells_goes_to_a_file_for_each_process(shell: Shell) -> None:
+    folder = shell.folder / "nccl"
+    assert shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG_SUBSYS="COLL").returncode == 0
+    told = shell.read("environment")
+    assert {f"NCCL_DEBUG_FILE={folder}/nccl-%h-%p.log", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=COLL"} <= set(told)
+    assert folder.is_dir()
+    shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG="TRACE")
+    assert "NCCL_DEBUG=TRACE" in shell.read("environment")
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_every_line_of_a_rank_can_be_written_down(shell: Shell, ranks: str) -> None:
+    shell(NGPU=ranks, TRACE_TO="traces", CONFIG_FILE="my.toml")
+    traced = [str(ROOT / "scripts/trace_lines.py"), "-m", "torchtitan_like.train", "--job.config_file", "my.toml"]
+    assert shell.read("run")[-5:] == traced
+
+
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_ranks_stay_near_their_gpus(shell: Shell, ranks: str) -> None:
+    executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
+    shell(NGPU=ranks, NUMA_BINDING="node")
+    assert "--numa-binding=node" in shell.read("run") and f"--nproc_per_node={ranks}" in shell.read("run")
+
+
 @pytest.mark.parametrize(
     ("variables", "threads"),
     [({"NGPU": "1000"}, "1"), ({"NGPU": "1"}, None), ({"NGPU": "1", "OMP_NUM_THREADS": "7"}, "7")],
@@ -204,6 +245,8 @@ def test_several_machines(shell: Shell, variables: dict[str, str], expected: str
         ({"NGPU": "all"}, "positive integers, got 'all'"),
         ({"NGPU": "0"}, "positive integers, got '0'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
+        ({"KNOWN_BAD_GPUS": "nowhere"}, "there is no file nowhere"),
+        ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and here are none"),
     ],
 )
 def test_variables_that_cannot_work_start_nothing(shell: Shell, variables: dict[str, str], text: str) -> None:

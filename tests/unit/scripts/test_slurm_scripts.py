@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,57 @@ def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
             process.communicate("\n")
     [line] = done.stdout.splitlines()
     assert f"py-spy dump --pid {started[0].pid} --native >{tmp_path}/stack-" in line and "-rank3-" in line
+
+
+def test_only_nodes_without_users_processes_are_given_back(slurm: Path, tmp_path: Path) -> None:
+    """n1 has nothing left, n2 a process of Anna, n3 does not answer, and n4 is drained for another reason."""
+    nodes = (
+        "echo 'n1|Kill task failed'; echo 'n1|Kill task failed'; echo 'n2|Kill task failed'; echo 'n3|Kill task failed'"
+    )
+    (tmp_path / "bin/sinfo").write_text(f"#!/bin/sh\n{nodes}; echo 'n4|broken fan'\n")
+    ps = "printf '0 root 1 init\\n1001 me 5 sshd\\n1001 me 6 bash\\n65534 nobody 7 x\\n'"
+    (tmp_path / "bin/ps").write_text(f'#!/bin/sh\n{ps}; [ -z "$ANNA" ] || echo 1002 anna 8 bash\n')
+    (tmp_path / "bin/id").write_text("#!/bin/sh\necho me\n")
+    (tmp_path / "bin/ssh").write_text(
+        '#!/bin/bash\nnode=${*: -2:1}\n[ "$node" != n3 ] || exit 255\n[ "$node" != n2 ] || export ANNA=1\n'
+        'sh -c "${*: -1}"\n'
+    )
+    for name in ("sinfo", "ps", "id", "ssh"):
+        (tmp_path / "bin" / name).chmod(0o755)
+    told = bash("undrain_good_nodes.sh")
+    assert told.returncode == 1 and told.stdout == "scontrol update NodeName=n1 State=RESUME\n"
+    assert "n2 stays drained, as there are still:\n1002 anna 8 bash\n" in told.stderr
+    assert "n3 does not answer" in told.stderr and slurm.read_text() == ""
+    assert bash("undrain_good_nodes.sh", "--do").stdout == "n1 is resumed\n"
+    assert slurm.read_text() == "scontrol update NodeName=n1 State=RESUME\n"
+    assert bash("undrain_good_nodes.sh", "--yes").returncode == 78
+
+
+def test_the_diagnosis_of_a_node_names_it(slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin/dcgmi").write_text('#!/bin/sh\n[ "$3" = 3 ]\n')
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
+    (tmp_path / "bin/dcgmi").chmod(0o755)
+    well, bad = bash("dcgmi.slurm"), bash("dcgmi.slurm", "4")
+    host = os.uname().nodename.split(".")[0]
+    assert (well.returncode, well.stdout) == (0, f"{host} is OK\n"), well.stderr
+    assert (bad.returncode, bad.stdout) == (1, f"{host} is BAD\n")
+    assert bash("dcgmi.slurm", "5").returncode == 78
+
+
+def test_the_short_words_ask_slurm(slurm: Path, tmp_path: Path) -> None:
+    for name in ("sinfo", "sacct", "sacctmgr"):
+        shutil.copy(tmp_path / "bin/squeue", tmp_path / "bin" / name)
+    words = "myjobs; groupjobs ml; pending; idle_nodes; bad_nodes; jobinfo 7"
+    sourced = f"source {SCRIPTS}/aliases.sh && {words}"
+    done = subprocess.run(
+        ["bash", "-c", sourced], env={**os.environ, "FAKE_OUTPUT": "exit 0"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    asked = [line.split(" --format")[0].split(" %")[0] for line in slurm.read_text().splitlines()]
+    assert asked == [
+        "squeue --me", "squeue --account=ml --sort=T,u", "squeue --states=PENDING --sort=S,-p", "sinfo --states=idle",
+        "sinfo --list-reasons --Node", "scontrol show --details job 7",
+    ]  # fmt: skip
 
 
 # ---- what a job decides

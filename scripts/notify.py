@@ -1,0 +1,127 @@
+"""Tell a person: the message, from the command line or standard input, goes by every way that is named.
+
+    echo "the run stands still" | python scripts/notify.py --mail you@example.org --webhook
+    python scripts/notify.py "the run stands still" --command "wall"
+    python scripts/watchdog.py job train --notify "python scripts/notify.py --webhook"
+
+--webhook posts {"text": ...}, as Slack, Mattermost and others take it, to the address in NOTIFY_WEBHOOK. --mail goes through
+sendmail, or, where SMTP_HOST is set (host or host:port, default 587), by that server: encrypted, and with SMTP_USER and
+SMTP_PASSWORD if they are set. MAIL_FROM is the sender. --command gets the message on its standard input. Secrets are read
+from the environment alone, and printed nowhere.
+
+A way that fails does not keep the others from being tried. Exit code 0: sent by all; 1: not by all; 2: nothing to send, or no
+way. --dry-run prints what would be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import shutil
+import smtplib
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from email.message import EmailMessage
+from functools import partial
+
+TIMEOUT = 30  # seconds, for each way
+
+
+def run_command(command: str, text: str) -> None:
+    """Hand ``text`` to a shell command on its standard input. OSError when it fails."""
+    done = subprocess.run(command, shell=True, input=text, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{command} returned {done.returncode}")
+
+
+def post(address: str, text: str) -> None:
+    """Send {"text": ...} to a webhook. OSError when it is not taken: without the address, which is a secret."""
+    body = json.dumps({"text": text}).encode()
+    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+    try:
+        urllib.request.urlopen(request, timeout=TIMEOUT).close()
+    except urllib.error.HTTPError as error:
+        raise OSError(f"the server of NOTIFY_WEBHOOK answered {error.code} {error.reason}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", type(error).__name__)
+        raise OSError(f"the server of NOTIFY_WEBHOOK is not reached: {reason}") from None
+
+
+def mail(to: str, text: str, env: Mapping[str, str]) -> None:
+    """Send a mail whose subject is the first line of ``text``. OSError when it is not taken."""
+    host = socket.gethostname()
+    message = EmailMessage()
+    message["Subject"] = f"{host}: {text.splitlines()[0][:150]}"
+    message["From"] = env.get("MAIL_FROM") or f"{getpass.getuser()}@{host}"
+    message["To"] = to
+    message.set_content(text)
+    if not env.get("SMTP_HOST"):
+        program = shutil.which("sendmail", path=f"{env.get('PATH', '')}{os.pathsep}/usr/sbin")
+        if program is None:
+            raise OSError("there is no sendmail; set SMTP_HOST to a mail server")
+        subprocess.run([program, "-t", "-i"], input=message.as_bytes(), check=True, timeout=TIMEOUT)
+        return
+    server, _, port = env["SMTP_HOST"].partition(":")
+    with smtplib.SMTP(server, int(port or 587), timeout=TIMEOUT) as connection:
+        connection.starttls(context=ssl.create_default_context())
+        if env.get("SMTP_USER"):
+            connection.login(env["SMTP_USER"], env.get("SMTP_PASSWORD", ""))
+        connection.send_message(message)
+
+
+def ways(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Callable[[str], None]]:
+    """What was asked for: how it is called -> what sends a text. ValueError when a way lacks what it needs."""
+    if options.webhook and not env.get("NOTIFY_WEBHOOK"):
+        raise ValueError("--webhook needs the address in the environment variable NOTIFY_WEBHOOK")
+    found: dict[str, Callable[[str], None]] = {f"command {one}": partial(run_command, one) for one in options.command}
+    found |= {f"mail to {one}": partial(mail, one, env=env) for one in options.mail}
+    if options.webhook:
+        found["webhook"] = partial(post, env["NOTIFY_WEBHOOK"])
+    if not found:
+        raise ValueError("expected one of --command, --mail, --webhook")
+    return found
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("message", nargs="?", help="default: standard input")
+    parser.add_argument("--command", action="append", default=[], help="what gets the message on its standard input")
+    parser.add_argument("--mail", action="append", default=[], metavar="ADDRESS")
+    parser.add_argument("--webhook", action="store_true", help="post to the address in NOTIFY_WEBHOOK")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(arguments)
+    text = (sys.stdin.read() if options.message is None else options.message).strip()
+    try:
+        if not text:
+            raise ValueError("the message is empty")
+        found = ways(options, os.environ)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    failed = False
+    for name, send in found.items():
+        if options.dry_run:
+            print(f"would be sent by {name}: {text}")
+            continue
+        try:
+            send(text)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # SMTPException is an OSError
+            failed = True
+            print(f"not sent by {name}: {error}", file=sys.stderr)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
