@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from torchtitan_like.resilience.requests import Request
@@ -58,7 +57,7 @@ class Limits:
         if minutes == 0:
             return None
         if minutes != "auto":
-            deadline = (psutil.Process().create_time() if began is None else began) + 60 * minutes
+            deadline = (began_at() if began is None else began) + 60 * minutes
         elif (end := end_of_slurm_job(os.environ)) is not None:
             deadline = end - grace
         else:
@@ -110,11 +109,21 @@ class Limits:
         return self._free_bytes() < least
 
 
+def began_at() -> float:
+    """When this process began, in seconds since 1970."""
+    import psutil
+
+    began: float = psutil.Process().create_time()
+    return began
+
+
 def used_memory_percent(root: Path = CGROUP) -> float:
     """How much of the memory that this job may use is in use: the host's, or its cgroup's where that is fuller.
 
     Caches that the kernel can take back do not count.
     """
+    import psutil  # 20 ms, for those who ask for it
+
     host: float = psutil.virtual_memory().percent
     try:
         own = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("::")[2].strip().lstrip("/")
