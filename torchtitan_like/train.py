@@ -34,7 +34,7 @@ from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
-from torchtitan_like.feed import Feed, losses_of_texts
+from torchtitan_like.feed import Feed
 from torchtitan_like.launch import build_metrics, build_model, launch, run_as
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
@@ -53,6 +53,7 @@ from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 
 @dataclass
@@ -367,33 +368,44 @@ class Trainer:
         seconds = time.perf_counter() - begin
         if wanted and batch is None:
             self.requests.note(Request.DATA_EXHAUSTED)
-        if self.numbers.have_halted():
-            self.requests.note(Request.BAD_NUMBERS)
-        for request in self.limits.reached():
-            self.requests.note(request)
-        if self.checkpointer.has_failed():
-            self.requests.note(Request.SAVE_FAILED)
-        if self.is_leader:
-            for request in self.switches.read():
-                self.requests.note(request)
-            if self.checkpointer.is_overdue():
-                self.requests.note(Request.SAVE)
+        self._look_for_requests()
         counted = [0, 0, 0]
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):
             counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
         return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
 
+    def _look_for_requests(self) -> None:
+        """Note what this rank has to ask of all."""
+        asked = {
+            Request.BAD_NUMBERS: self.numbers.have_halted(),
+            Request.SAVE_FAILED: self.checkpointer.has_failed(),
+            Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
+        }
+        found = [request for request, is_asked in asked.items() if is_asked] + self.limits.reached()
+        for request in found + (self.switches.read() if self.is_leader else []):
+            self.requests.note(request)
+
+    def _ask(self) -> PendingSum:
+        """This rank's requests to all, apart from a step's; they are sent with the next one's all the same."""
+        self._look_for_requests()
+        return self.world.step_group.sum_async(self.requests.noted())
+
     @torch.no_grad()
     def validate(self, step: int) -> None:
-        """The loss of each validation text's fixed samples."""
+        """The loss of each validation text's fixed samples; none when the run is to stop meanwhile."""
         self.metrics.flush(step)
         self.heartbeat.beat("validate", step)
         with self.metrics.pause():
             self.parts.eval()
             evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
-            gather = self.world.gather_losses
-            for name, found in losses_of_texts(self.validation_sets, evaluate, self.feed, self.bytes_of_token, gather):
-                self.metrics.validation(step, *found, name)
+            per_text = losses_of_texts(
+                self.validation_sets, evaluate, self.feed, self.bytes_of_token, self.world.gather_losses, self._ask
+            )
+            try:
+                for name, found in per_text:
+                    self.metrics.validation(step, *found, name)
+            except BrokenOff:
+                logger.warning(f"The validation after step {step} is broken off: the run is to stop")
             self.parts.train()
 
     def save(self, saves: Sequence[Save]) -> None:

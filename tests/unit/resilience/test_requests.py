@@ -33,7 +33,8 @@ def test_the_first_stop_of_the_table_wins(counts, expected):
 
 
 @pytest.mark.parametrize(
-    ("signum", "request_"), [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT)]
+    ("signum", "request_"),
+    [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT), (signal.SIGUSR1, Request.TERMINATE)],
 )
 def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
     former = signal.getsignal(signum)
