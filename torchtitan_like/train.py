@@ -388,6 +388,7 @@ class Trainer:
     def _ask(self) -> PendingSum:
         """This rank's requests to all, apart from a step's; they are sent with the next one's all the same."""
         self._look_for_requests()
+        self.heartbeat.beat("validate", self.progress.step)
         return self.world.step_group.sum_async(self.requests.noted())
 
     @torch.no_grad()

@@ -29,10 +29,10 @@ class Beat(NamedTuple):
 class Heartbeat:
     """Writes ``folder/heartbeat/rank-<r>.json`` from a thread, whenever the rank has come to another place.
 
-    A rank that stays in one place of a step for longer than ``limit`` seconds has the stacks of all its threads written beside
-    it (``stacks-rank-<r>.txt``), and the collectives that it has called into ``trace`` (file, what goes into it), once for each
-    place: before the time-out of a collective ends the process. Nothing here fails a run: a file that cannot be written is told
-    of once.
+    A rank that stays in one place of a step, or at one batch of a validation, for longer than ``limit`` seconds has the stacks
+    of all its threads written beside it (``stacks-rank-<r>.txt``), and the collectives that it has called into ``trace`` (file,
+    what goes into it), once for each place: before the time-out of a collective ends the process. Nothing here fails a run: a
+    file that cannot be written is told of once.
     """
 
     def __init__(
@@ -72,7 +72,12 @@ class Heartbeat:
                 os.replace(temporary, self._folder / f"rank-{self._rank}.json")
                 self._written = beat
             silent = self._clock() - beat.time
-            if self.limit is not None and beat.phase == "step" and silent > self.limit and beat != self._dumped:
+            if (
+                self.limit is not None
+                and beat.phase in ("step", "validate")
+                and silent > self.limit
+                and beat != self._dumped
+            ):
                 self._dumped = beat
                 stacks = self._folder / f"stacks-rank-{self._rank}.txt"
                 with stacks.open("w", encoding="utf-8") as file:
