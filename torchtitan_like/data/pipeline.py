@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 
 from .batches import TrainBatches
@@ -21,7 +21,7 @@ from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply, seed_of
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
 from .steps import StepPositions
-from .streaming import StreamedSamples
+from .streaming import StreamedSamples, folder_of
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source
@@ -144,25 +144,22 @@ def resolve_sources(
 ) -> list[NamedSource]:
     """The sources that are meant: ``sources``, else ``dataset_path``, else where the name ``dataset`` points.
 
-    Raises DataError for an unknown name, and for a name that needs a download.
+    Raises DataError for an unknown name.
     """
     if sources:
         return [NamedSource(name, source, key=name) for name, source in sources.items()]
     if dataset_path is not None:
         return [NamedSource(dataset, DataSource(path=dataset_path))]
-    entry = DATASETS.get(dataset)
-    own_text = f"give your own text as {section}.dataset_path or in [{table}.<name>]"
+    known = datasets_for(section)
+    entry = known.get(dataset)
     if entry is None:
-        near = get_close_matches(dataset, DATASETS, n=1)
+        near = get_close_matches(dataset, known, n=1)
         hint = f", perhaps you meant {near[0]!r}" if near else ""
-        raise DataError(f"{section}.dataset is {dataset!r}: expected one of {', '.join(DATASETS)}{hint}; or {own_text}")
-    if entry.kind == "hub":
-        raise DataError(
-            f"{section}.dataset {dataset!r} is a data set of the Hub, which is not available yet: {own_text}"
-        )
+        own_text = f"give your own text as {section}.dataset_path or in [{table}.<name>]"
+        raise DataError(f"{section}.dataset is {dataset!r}: expected one of {', '.join(known)}{hint}; or {own_text}")
     if entry.note:
         logger.info(f"{section}.dataset: {entry.note}")
-    return [NamedSource(dataset, DataSource(path=str(entry.file)))]
+    return [NamedSource(dataset, DataSource(path=entry.source_path, streaming=entry.streaming))]
 
 
 def _samples(
@@ -183,7 +180,8 @@ def _training_samples(
     source = named.source
     if not source.streaming:
         return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
-    corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
+    downloads = folder_of(data, dump_folder)
+    corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record, downloads)
     policy, key = _policy(source, data, tokenizer), seed_of(named.key, seed) if data.shuffle else None
     return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
 
