@@ -194,24 +194,49 @@ def test_one_process_downloads_and_the_others_wait(the_hub: Hub, tmp_path: Path)
     for process in others:
         process.join()
     assert [process.exitcode for process in others] == [0] * 3
-    assert the_hub.asked == ["list", file.name]
-    assert file.read_bytes() == (the_hub.folder / "en" / file.name).read_bytes()
+    assert the_hub.asked == ["list", "part-0.json.gz"]
+    assert file.read_bytes() == gzip.decompress((the_hub.folder / "en/part-0.json.gz").read_bytes())
+    assert not list(listing.folder.rglob("*.gz"))
 
 
 def test_faults_of_the_network_and_cut_files_are_waited_out(the_hub: Hub, tmp_path: Path) -> None:
     the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
     listing = hub.list_files(PATH, tmp_path)
     file = next(iter(listing.sizes))
-    source = the_hub.folder / "en" / file.name
+    source = the_hub.folder / "en/part-0.json.gz"
     raw = source.read_bytes()
     source.write_bytes(raw[:-9])
-    with pytest.raises(DataError, match=rf"{file.name} of {PATH[:30]}.* not downloaded in 6 .*expected {len(raw):,}"):
+    with pytest.raises(
+        DataError, match=rf"part-0.json.gz of {PATH[:30]}.* not downloaded in 6 .*expected {len(raw):,}"
+    ):
         listing.fetch(file)
     assert not file.exists()
     source.write_bytes(raw)
     the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
     listing.fetch(file)
-    assert file.read_bytes() == raw
+    assert file.read_bytes() == gzip.decompress(raw)
+
+
+def test_a_file_that_is_damaged_on_the_hub_is_told_at_once(the_hub: Hub, tmp_path: Path) -> None:
+    source = the_hub.folder / "en/part-0.json.gz"
+    source.write_bytes(source.read_bytes()[:-9])
+    listing = hub.list_files(PATH, tmp_path)
+    file = next(iter(listing.sizes))
+    with pytest.raises(
+        DataError, match=r"en/part-0.json.gz of hf://.* cannot be unpacked \(Compressed file ended before"
+    ):
+        listing.fetch(file)
+    assert the_hub.asked == ["list", "part-0.json.gz"] and not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [("a.json.gz", "a.json.gz.json"), ("x/a.txt.gz", "x/a.txt.gz.txt"), ("a.gz", "a.gz.unpacked"), ("a.parquet",) * 2],
+)
+def test_what_is_unpacked_has_a_name_of_its_own(tmp_path: Path, name: str, here: str) -> None:
+    listing = hub.Listing("", "", "", tmp_path, {})
+    assert hub._name_here(name) == here
+    assert listing._name(tmp_path / here) == name and listing.is_gzip(tmp_path / here) == name.endswith(".gz")
 
 
 @pytest.mark.parametrize(

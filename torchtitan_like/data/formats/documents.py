@@ -159,7 +159,8 @@ class Blocks:
         """Blocks of a file, and about the bytes of its text."""
         corpus, size = self._corpus, self._corpus.size_and_time(file)[0]
         if corpus.format == "jsonl":
-            return (gzip_parts(size), text_bytes(size)) if is_gzip(file) else (-(-size // BLOCK_BYTES), size)
+            packed = is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(file)
+            return (gzip_parts(size), text_bytes(size)) if packed else (-(-size // BLOCK_BYTES), size)
         if corpus.format == "text":
             return min(size, 1), size
         if corpus.listing is not None:
@@ -167,6 +168,13 @@ class Blocks:
         with Table(file, corpus.format, corpus.text_field) as table:
             sizes = table.sizes()
         return len(sizes), sum(sizes)
+
+    def _whole(self, file: Path) -> int:
+        """Bytes of a file, or chunks of a table."""
+        if self._corpus.format in ("text", "jsonl"):
+            return file.stat().st_size
+        with Table(file, self._corpus.format, self._corpus.text_field) as table:
+            return len(table.sizes())
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -178,12 +186,10 @@ class Blocks:
         part, num_parts = number - first, self.ends[index] - first
         if self._corpus.listing is not None:
             self._corpus.listing.fetch(file)
+            whole = self._whole(file)
+            return Span(file, whole * part // num_parts, whole * (part + 1) // num_parts, 0)
         if self._corpus.format == "jsonl" and is_gzip(file):
             return gzip_part(file, part, num_parts)
-        if self._corpus.listing is not None and self._corpus.format in ("parquet", "arrow"):
-            with Table(file, self._corpus.format, self._corpus.text_field) as table:
-                num_groups = len(table.sizes())
-            return Span(file, num_groups * part // num_parts, num_groups * (part + 1) // num_parts, 0)
         step = BLOCK_BYTES if self._corpus.format == "jsonl" else 1
         return Span(file, part * step, (part + 1) * step, 0)
 

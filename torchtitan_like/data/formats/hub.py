@@ -5,16 +5,19 @@ find the text that it began with.
 
 `local_path` downloads them all, into the Hub's own cache (HF_HOME), once for all processes that share it: one downloads, the
 others wait. When all is there a file beside it says so, and later starts need no network. `list_files` asks only for their
-names and sizes, once, and `Listing.fetch` downloads one of them, into a folder of ours, in which a few are kept.
+names and sizes, once, and `Listing.fetch` downloads one of them, into a folder of ours, in which a few are kept: gzip files
+unpacked, so that any place in them is reached at once.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import logging
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -29,6 +32,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ..errors import DataError
+from .records import NOT_GZIP
 
 logger = logging.getLogger()
 
@@ -44,7 +48,8 @@ T = TypeVar("T")
 class Listing:
     """Files of one state of a data set of the Hub, which are downloaded one by one.
 
-    path: as it was given. revision: the commit. folder: where the files lie once they are here; sizes: of each, in bytes.
+    path: as it was given. revision: the commit. folder: where the files lie once they are here. sizes: of each, in bytes, as it
+    is on the Hub.
     """
 
     path: str
@@ -64,9 +69,18 @@ class Listing:
         with _locked(lock):
             if not file.exists():
                 self._make_room()
-                name = file.relative_to(self.folder).as_posix()
+                name = self._name(file)
                 _unless_ending(lambda: _persist(f"{name} of {self.path}", lambda: self._download(name, file)))
             os.utime(file)  # the latest that was asked for
+
+    def is_gzip(self, file: Path) -> bool:
+        """Whether ``file`` was unpacked when it came."""
+        return self._name(file).endswith(".gz")
+
+    def _name(self, file: Path) -> str:
+        """On the Hub."""
+        name = file.relative_to(self.folder)
+        return str(name.with_suffix("") if name.stem.endswith(".gz") else name)
 
     def _make_room(self) -> None:
         here = sorted((one for one in self.sizes if one.exists()), key=lambda one: one.stat().st_mtime)
@@ -91,6 +105,8 @@ class Listing:
         if size != self.sizes[file]:
             found.unlink()
             raise OSError(f"{name} has {size:,} bytes, expected {self.sizes[file]:,}")
+        if self.is_gzip(file):
+            found = _unpacked(found, f"{name} of {self.path}")
         found.replace(file)
 
 
@@ -114,7 +130,24 @@ def list_files(path: str, folder: Path) -> Listing:
     if not sizes:
         kept.unlink()
         raise DataError(f"{path} names no file of the data set {repo}: expected a pattern such as en/*.parquet")
-    return Listing(path, repo, commit, into, {into / name: size for name, size in sorted(sizes.items())})
+    return Listing(path, repo, commit, into, {into / _name_here(name): size for name, size in sorted(sizes.items())})
+
+
+def _name_here(name: str) -> str:
+    """``a.json.gz`` is unpacked as ``a.json.gz.json``."""
+    return name + (PurePosixPath(name[:-3]).suffix or ".unpacked") if name.endswith(".gz") else name
+
+
+def _unpacked(file: Path, what: str) -> Path:
+    """A gzip file's content, in its place. Raises DataError for one that is damaged: it is so on the Hub."""
+    whole = file.with_name(f"{file.name}.unpacked")
+    try:
+        with gzip.open(file) as packed, whole.open("wb") as out:
+            shutil.copyfileobj(packed, out, 2**20)
+    except NOT_GZIP as error:
+        raise DataError(f"{what} cannot be unpacked ({error}): the gzip file is damaged; leave it out") from error
+    file.unlink()
+    return whole
 
 
 def _ask(repo: str, revision: str, pattern: str) -> tuple[str, dict[str, int]]:
@@ -214,6 +247,8 @@ def _persist(what: str, download: Callable[[], T]) -> T:
             logger.info(f"downloading {what} (what is there already is not fetched again)")
             return download()
         except Exception as error:  # the client's classes of network faults differ between its releases
+            if isinstance(error, DataError):
+                raise
             if isinstance(error, final) and not isinstance(error, errors.LocalEntryNotFoundError):
                 raise DataError(
                     f"{what} cannot be downloaded: {error}; check the name, your token (HF_TOKEN) and that its licence is "
