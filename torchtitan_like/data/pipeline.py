@@ -86,7 +86,7 @@ def build_train_batches(
         dataloader=training.dataloader,
     )
     for one, part in zip(named, parts, strict=True):
-        _announce("training", one, part)
+        logger.info(f"training text {one.name} {part}")
     if len(sizes) > 1:
         logger.info("Samples per step: " + ", ".join(f"{size:,} from step {first:,}" for first, size in sizes))
     if len(named) > 1:
@@ -127,7 +127,7 @@ def build_validation_sets(
     sets = {}
     for one in named:
         samples = _samples(one, validation.seq_len, data, tokenizer, dump_folder, with_positions)
-        _announce("validation", one, samples)
+        logger.info(f"validation text {one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
             local_batch_size=validation.local_batch_size,
@@ -202,19 +202,17 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
 
 
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
-    if isinstance(samples, StreamedSamples):
-        return Supply(named.key, samples.num_samples, samples.seq_len, named.source.weight)
     if not samples.num_labels:
         raise DataError(
-            f"the text {named.name} has nothing to be learnt: each of its {samples.file.meta.num_documents:,} documents has "
-            "one token, and the first of a document is no label (data.mask_document_starts)"
+            f"the text {named.name} {samples} has nothing to be learnt: each of its documents has one token, and the first "
+            "of a document is no label (data.mask_document_starts)"
         )
     return Supply(
         named.key,
         samples.num_samples,
         samples.num_labels / samples.num_samples,
         named.source.weight,
-        named.source.max_epochs,
+        0 if named.source.streaming else named.source.max_epochs,  # a stream knows its end when it is there
     )
 
 
@@ -248,7 +246,7 @@ def _fingerprint(
     for one, samples in zip(named, parts, strict=True):
         prefix = f"sources.{one.key}" if one.key else "source"
         policy = _policy(one.source, data, tokenizer)
-        fingerprint |= {f"{prefix}.{name}": value for name, value in _identity(samples).items()} | {
+        fingerprint |= {f"{prefix}.{name}": value for name, value in samples.identity.items()} | {
             f"{prefix}.text_field": one.source.text_field,
             f"{prefix}.bos" if one.key else "bos": policy.bos_id,
             f"{prefix}.eos" if one.key else "eos": policy.eos_id,
@@ -267,24 +265,3 @@ def _fingerprint(
         "order": order if data.shuffle else "as in the files",
         "seed": seed if data.shuffle else None,
     }
-
-
-def _identity(samples: PackedSamples | StreamedSamples) -> dict[str, Any]:
-    """What a text is known by."""
-    if isinstance(samples, StreamedSamples):
-        return samples.identity
-    meta = samples.file.meta
-    return {"text": f"{meta.text_digest:016x}", "num_documents": meta.num_documents, "num_tokens": meta.num_tokens}
-
-
-def _announce(what: str, named: NamedSource, samples: PackedSamples | StreamedSamples) -> None:
-    if isinstance(samples, StreamedSamples):
-        logger.info(
-            f"{what} text {named.name} ({samples.corpus.folder}): streamed, {', '.join(samples.identity.values())}"
-        )
-        return
-    meta = samples.file.meta
-    logger.info(
-        f"{what} text {named.name} ({samples.file.folder}): {meta.num_documents:,} documents, {meta.num_tokens:,} "
-        f"tokens = {samples.num_samples:,} samples of {samples.seq_len:,} tokens per epoch"
-    )

@@ -79,6 +79,7 @@ class StreamedSamples(JoinedSamples):
         seed: int | None,
         max_epochs: int,
     ) -> None:
+        self.num_labels = UNKNOWN_SIZE * seq_len
         self.parts, self.seq_len, self.dtype = (), seq_len, token_type(policy.tokenizer.vocab_size)
         is_best_fit = data.packing == "best_fit"
         self.packing = best_fit.BestFitSamples.packing if is_best_fit else packing.PACKING
@@ -102,6 +103,9 @@ class StreamedSamples(JoinedSamples):
         self._ahead: threading.Thread | None = None
         self._ahead_from = -1
         self.go_to(0, 0)
+
+    def __str__(self) -> str:
+        return f"({self.corpus.folder}): streamed, {', '.join(self.identity.values())}"
 
     def go_to(self, window: int, start: int) -> None:
         """Begin with ``window``, before which lie ``start`` samples; nothing before it is asked for any more."""
