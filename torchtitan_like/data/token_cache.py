@@ -55,7 +55,7 @@ FORMAT_VERSION = 1
 # Starting worker processes takes seconds: fewer pieces than this are tokenised without.
 MIN_PIECES_FOR_WORKERS = 4
 PROGRESS_SECONDS = 10.0
-GROUP_CHARACTERS = 1 << 16  # that are tokenised in one call
+GROUP_CHARACTERS = 1 << 18  # that are tokenised in one call
 
 Found = TypeVar("Found")
 
