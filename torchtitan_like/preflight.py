@@ -21,7 +21,7 @@ from torchtitan_like.config.availability import (
     value_of,
     without_effect,
 )
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.findings import Findings
 from torchtitan_like.config.layout_rules import MODEL_KEYS
@@ -272,16 +272,17 @@ def _check_text(findings: Findings, section: str) -> None:
         if not _matches(path):
             findings.missing_file(f"{section}.dataset_path", f"a file, folder or glob with files; {_where(Path(path))}")
         return
-    if dataset not in DATASETS:
+    known = datasets_for(section)
+    if dataset not in known:
         findings.error(
             f"{section}.dataset",
-            f"one of {', '.join(DATASETS)}",
-            nearest(dataset, DATASETS) or f"to train on a text of your own, set {section}.dataset_path",
+            f"one of {', '.join(known)}",
+            nearest(dataset, known) or f"to train on a text of your own, set {section}.dataset_path",
             involves=(f"{section}.dataset_path", table),
         )
-    elif DATASETS[dataset].kind == "file" and not DATASETS[dataset].file.exists():
+    elif known[dataset].is_shipped and not known[dataset].file.exists():
         findings.missing_file(
-            f"{section}.dataset", f"the shipped text {DATASETS[dataset].file}", "install the package again"
+            f"{section}.dataset", f"the shipped text {known[dataset].file}", "install the package again"
         )
 
 
