@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
+from torchtitan_like.monitor.errors import errors_of, in_words, record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
@@ -31,6 +34,7 @@ from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 
 if TYPE_CHECKING:
@@ -71,13 +75,9 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
 def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
     """The checkpointer of a run."""
     return Checkpointer(
-        config.checkpoint,
-        dump_folder=config.job.dump_folder,
-        group=world.checkpoint_group,
-        is_leader=world.rank == 0,
-        device=world.device,
-        identity=identify(config.model),
-    )
+        config.checkpoint, dump_folder=config.job.dump_folder, group=world.checkpoint_group, is_leader=world.rank == 0,
+        device=world.device, identity=identify(config.model),
+    )  # fmt: skip
 
 
 def build_model(
@@ -87,13 +87,9 @@ def build_model(
     `chunked_cross_entropy`.
     """
     sections = Sections(
-        config.training,
-        config.parallelism,
-        config.activation_checkpoint,
-        config.compile,
-        config.model.converters,
+        config.training, config.parallelism, config.activation_checkpoint, config.compile, config.model.converters,
         config.quantize.linear.float8,
-    )
+    )  # fmt: skip
     longest = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
     shards = VocabShards(world.group("tp"), spec.constraints(args)["vocab_size"]) if world.dims.tp > 1 else None
     loss = chunked_cross_entropy(
@@ -113,21 +109,12 @@ def build_metrics(
     memory = build_memory_monitor(world.device)
     peak = announce_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
     return Metrics(
-        config.metrics,
-        folder=folder.folder,
-        attempt=folder.attempt,
-        writer=world.rank == 0,
-        gather=world.gather_losses,
-        flops_per_token=flops_per_token,
-        peak_flops=peak,
-        world_size=world.size,
-        memory_monitor=memory,
-        total_steps=config.training.steps,
-        sources=sources,
-        rank=world.rank,
+        config.metrics, folder=folder.folder, attempt=folder.attempt, writer=world.rank == 0, rank=world.rank,
+        world_size=world.size, gather=world.gather_losses, flops_per_token=flops_per_token, peak_flops=peak,
+        memory_monitor=memory, total_steps=config.training.steps, sources=sources,
         num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
         run_config=config.model_dump() if config.metrics.enable_wandb else None,
-    )
+    )  # fmt: skip
 
 
 def identify(model: Model) -> Identity:
@@ -147,7 +134,7 @@ def identify(model: Model) -> Identity:
 
 
 def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], ExitCode]) -> int:
-    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code.
+    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code; 1 after an error.
 
     In `run` signals are heard: a stop before the first step, to which nobody has to agree, ends the process with its code.
     """
@@ -175,11 +162,19 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
             write_exit(config.job.dump_folder, code.reason, int(code), step=None)
         return int(code)
     except Exception as error:
-        if not is_under_torchrun:
-            raise
-        # torchrun shows what the first failing rank records here, with host and rank, as its last words.
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-        raise
+        _tell(error, Path(config.job.dump_folder), launched.rank)
+        return 1
     return 0 if is_under_torchrun else int(code)
+
+
+def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
+    """Print what ends this rank, and record it: in attempts/0 if there is no attempt yet, to which it could belong."""
+    here = Heartbeat.newest
+    folder, (phase, step, *_) = (here.folder, here.at) if here else (dump_folder / "attempts" / "0", ("start", 0))
+    mine = record_error(folder, rank, phase, step, error)
+    print(in_words(mine), file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun's last words are one failed rank's: whichever it takes, they tell of the first error of all.
+        first = min([mine, *errors_of(folder)], key=itemgetter("time")) if here else mine
+        message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
