@@ -12,13 +12,14 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from tests.faults.plants import Plant
 from tests.faults.shim import Faults, Rule
 from tests.faults.trainer import Ended, Run, Starter, arguments, exact_rows, kill
 
@@ -165,6 +166,8 @@ class Chain:
         rules: Sequence[Rule] = (),
         what: str = "",
         act: Callable[[Run], None] = lambda run: None,
+        plants: Sequence[Plant] = (),
+        settings: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Ended:
         """One start under `rules`, with which `act` may do something; it must go on from the newest step.
@@ -173,7 +176,7 @@ class Chain:
         """
         newest = self.newest
         self.faults.set(*rules)
-        run = self.starter.start(self.argv(**overrides), self.num_ranks, self.folder)
+        run = self.starter.start(self.argv(**overrides), self.num_ranks, self.folder, plants, settings)
         act(run)
         ended = run.wait()
         self._check(ended, newest, what)
