@@ -93,12 +93,9 @@ def build_model(
     longest = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
     shards = VocabShards(world.group("tp"), spec.constraints(args)["vocab_size"]) if world.dims.tp > 1 else None
     loss = chunked_cross_entropy(
-        config.loss.chunk_mib,
-        compile_backend=sections.loss_backend,
-        shards=shards,
-        gathers_logits=config.parallelism.disable_loss_parallel,
-        by_source=by_source if len(by_source) else None,
-    )
+        config.loss.chunk_mib, compile_backend=sections.loss_backend, shards=shards,
+        gathers_logits=config.parallelism.disable_loss_parallel, by_source=by_source if len(by_source) else None,
+    )  # fmt: skip
     return build_parts(spec, fit_positions(args, longest), world, sections, loss=loss, num_samples=num_samples)
 
 
