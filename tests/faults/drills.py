@@ -113,26 +113,31 @@ def saved_where_it_stopped(chain: Chain, ended: Ended) -> None:
 
 TERM_THEN = Plant("end of a step", "SIGTERM", 1, 3)
 NO_SAVE = {"checkpoint__interval": 100}  # but the last
-SHARD = "*/checkpoint/step-4.tmp-*/shard-0000{rank}.bin"
-MORE = [
-    Drill(f"{what} to {whom} while it saves after a SIGTERM", (TERM_THEN, Plant("save", what, rank, 1)), ("requeue",),
-          overrides=NO_SAVE, then=saved_where_it_stopped)
-    for what, (whom, rank) in product(STOPS, WHOM.items())
-] + [
-    Drill("SAVE", (Plant("end of a step", "touch SAVE", 0, 3),), ("done",),
-          overrides={"checkpoint__keep_latest_k": 0}, then=one_more_save),
-    Drill("full disk of rank 1: save", (), ("storage",), rules=(Rule("write", SHARD.format(rank=1), "ENOSPC", 1),)),
-    Drill("full disk of all ranks: save", (), ("storage",), rules=(Rule("write", SHARD.format(rank="?"), "ENOSPC"),)),
-    Drill("a write that never returns on rank 1: save", (), (None,), TRAIN_TIMEOUT + 10,
-          rules=(Rule("write", SHARD.format(rank=1), "stall", 1, seconds=3600),)),
-    Drill("an fsync that never returns on rank 0: save", (), (None,), TRAIN_TIMEOUT + 10,
-          rules=(Rule("fsync", SHARD.format(rank=0), "stall", 0, seconds=3600),)),
-] + [
-    Drill(f"{what}, one process: {place}", (Plant(place, what, 0, call),), (end,), num_ranks=1)
-    for (place, call), (what, end) in product(CALLS.items(), {"raise": None, "SIGKILL": None, **STOPS}.items())
-    if (what, place) != ("raise", "save")
-]  # fmt: skip
-ROWS = [*_table(), *MORE]
+SHARD = "*/checkpoint/step-4.tmp-*/shard-*.bin"
+
+
+def _more() -> Iterator[Drill]:
+    """What the product of causes and phases does not hold."""
+    for what, (whom, rank) in product(STOPS, WHOM.items()):
+        plants = (TERM_THEN, Plant("save", what, rank, 1))
+        yield Drill(f"{what} to {whom} while it saves after a SIGTERM", plants, ("requeue",), overrides=NO_SAVE,
+                    then=saved_where_it_stopped)  # fmt: skip
+    yield Drill("SAVE", (Plant("end of a step", "touch SAVE", 0, 3),), ("done",),
+                overrides={"checkpoint__keep_latest_k": 0}, then=one_more_save)  # fmt: skip
+    for whom, rank in WHOM.items():
+        yield Drill(f"NaN in a gradient of {whom}: step", (Plant("step", "NaN in a gradient", rank, 4),),
+                    ("bad_numbers",), then=saved_where_it_stopped)  # fmt: skip
+        writers = "*" if rank is ALL else rank
+        yield Drill(f"full disk of {whom}: save", (), ("storage",), rules=(Rule("write", SHARD, "ENOSPC", writers),))
+    for call, rank in (("write", 1), ("fsync", 0)):
+        yield Drill(f"{call} of rank {rank} that never returns: save", (), (None,), TRAIN_TIMEOUT + 10,
+                    rules=(Rule(call, SHARD, "stall", rank, seconds=3600),))  # fmt: skip
+    for (place, call), (what, reason) in product(CALLS.items(), {"raise": None, "SIGKILL": None, **STOPS}.items()):
+        ends = ("storage",) if (what, place) == ("raise", "save") else (reason,)
+        yield Drill(f"{what}, one process: {place}", (Plant(place, what, 0, call),), ends, num_ranks=1)
+
+
+ROWS = [*_table(), *_more()]
 
 
 def drill(chain: Chain, row: Drill) -> float:

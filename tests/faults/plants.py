@@ -82,7 +82,7 @@ def happen(plant: Plant, args: tuple[Any, ...]) -> None:
     if plant.what == "hang":
         time.sleep(3600)
     elif plant.what.startswith("NaN"):
-        weight = args[0].parameters[0]  # of the optimizer
+        weight = args[0].parameters[-1]  # of the optimizer: the head's, which every token meets
         spoilt = weight.data if plant.what == "NaN in a weight" else weight.grad
         getattr(spoilt, "_local_tensor", spoilt).view(-1)[0] = float("nan")
     elif plant.what.startswith("touch "):
@@ -100,7 +100,8 @@ def main() -> None:
     from torchtitan_like.train import main as train
 
     wanted = json.loads(os.environ["FAULT_PLANTS"])
-    grow([Plant(*fields) for fields in wanted["plants"]], wanted["settings"])
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # each comes once
+        grow([Plant(*fields) for fields in wanted["plants"]], wanted["settings"])
     end_process(train(sys.argv[1:]))
 
 
