@@ -38,7 +38,7 @@ SHORT = {
     "torchtitan_like.resilience.heartbeat:INTERVAL": 0.1,
 }
 ALL = None  # ranks
-CODES = {"done": 0, "bad_data": 65, "bad_numbers": 70, "storage": 74, "requeue": 75, "interrupted": 130}
+CODES = {"done": 0, "bad_numbers": 70, "storage": 74, "requeue": 75, "interrupted": 130}
 # Place -> the passing of it at which it happens: in the middle of a run.
 CALLS = {"start": 1, "step": 4, "save": 2, "validation": 4, "end of a step": 4}
 STOPS = {"SIGTERM": "requeue", "SIGINT": "interrupted"}
@@ -61,11 +61,6 @@ class Drill(NamedTuple):
         return self.name
 
 
-def _hangs(place: str) -> dict[str, Any]:
-    """Of a drill in which a rank never comes back: what the others' patience follows from."""
-    return {"comm__init_timeout_seconds": START_TIMEOUT} if place == "start" else {}
-
-
 def _table() -> Iterator[Drill]:
     """Each cause, on one rank and on all, in each phase."""
     for (place, call), (whom, rank) in product(CALLS.items(), WHOM.items()):
@@ -82,9 +77,10 @@ def _table() -> Iterator[Drill]:
             yield Drill(f"{what} to {whom}: {place}", (Plant(place, what, rank, call),), ends)
         for what in ("SIGSTOP", "hang"):
             if rank is not ALL:  # when all stand still none is left to notice: scripts/watchdog.py does
-                seconds = (START_TIMEOUT if place == "start" else TRAIN_TIMEOUT) + 10
-                yield Drill(f"{what} of {whom}: {place}", (Plant(place, what, rank, call),), (None,), seconds,
-                            overrides=_hangs(place), then=stacks_of_all if what == "hang" else _nothing)  # fmt: skip
+                patience = START_TIMEOUT if place == "start" else TRAIN_TIMEOUT
+                overrides = {"comm__init_timeout_seconds": START_TIMEOUT} if place == "start" else {}
+                yield Drill(f"{what} of {whom}: {place}", (Plant(place, what, rank, call),), (None,), patience + 10,
+                            overrides=overrides, then=stacks_of_all if what == "hang" else _nothing)  # fmt: skip
 
 
 def _nothing(chain: Chain, ended: Ended) -> None:
