@@ -222,6 +222,18 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other's addresses: the launcher's store; in it, a restarted run has a part of its own.
+
+    NOTE: torchrun (2.13) keeps one store for all its restarts. Of the addresses in it, a rank would take dead peers'.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
 def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, needs_mesh: bool) -> World:
     """Join the default group (made here unless the embedding program made it) and build meshes and host groups.
 
@@ -239,8 +251,8 @@ def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, ne
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
+            store=_meeting_place(launch, timeout),
             device_id=device if device.type == "cuda" else None,
-            store=dist.HashStore() if launch.world_size == 1 else None,
         )
     mesh = dims.build_mesh(device.type) if needs_group else None
     groups = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}

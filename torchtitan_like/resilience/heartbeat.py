@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 logger = logging.getLogger()
 
@@ -35,6 +35,8 @@ class Heartbeat:
     file that cannot be written is told of once.
     """
 
+    newest: ClassVar[Heartbeat | None] = None  # of this process: where it is when an error ends it
+
     def __init__(
         self,
         folder: Path,
@@ -44,9 +46,10 @@ class Heartbeat:
         trace: tuple[Path, Callable[[], bytes]] | None = None,
     ) -> None:
         self.limit: float | None = None
+        Heartbeat.newest = self
+        self.folder, self.at = folder, Beat("start", 0, 0, clock())
         self._trace = trace
         self._folder, self._rank, self._clock = folder / "heartbeat", rank, clock
-        self._beat = Beat("start", 0, 0, clock())
         self._written: Beat | None = None
         self._dumped: Beat | None = None
         self._is_told_of = False
@@ -59,11 +62,11 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int, micro_batch: int = 0) -> None:
         """The rank is here now. Costs less than a microsecond."""
-        self._beat = Beat(phase, step, micro_batch, self._clock())
+        self.at = Beat(phase, step, micro_batch, self._clock())
 
     def look(self) -> None:
         """Write what there is to write."""
-        beat = self._beat
+        beat = self.at
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if beat != self._written:
