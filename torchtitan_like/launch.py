@@ -71,8 +71,8 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     dims, errors = resolve_degrees(config.parallelism, launched.world_size)
     assert dims is not None, errors  # preflight has reported these
     needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    world = join_world(launched, dims, timeout, needs_mesh=needs_mesh)
+    seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
+    world = join_world(launched, dims, *(timedelta(seconds=s) for s in seconds), needs_mesh=needs_mesh)
     if world.size > 1:
         for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
             logger.info(line)

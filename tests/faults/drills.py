@@ -24,6 +24,7 @@ PROMPT, TRAIN_TIMEOUT, START_TIMEOUT = 30, 3, 8  # seconds
 BASE = {
     "training__steps": STEPS,
     "comm__train_timeout_seconds": TRAIN_TIMEOUT,
+    "comm__checkpoint_timeout_seconds": TRAIN_TIMEOUT,
     "checkpoint__interval": 2,
     "validation__enable": "true",
     "validation__dataset_path": ASSETS / "text.jsonl",
@@ -32,11 +33,7 @@ BASE = {
     "validation__steps": 4,
     "validation__freq": 3,
 }  # fmt: skip
-# A save's groups wait two hours for a slow disk, and a start's five minutes.
-SHORT = {
-    "torchtitan_like.distributed.world:CHECKPOINT_TIMEOUT": TRAIN_TIMEOUT,
-    "torchtitan_like.resilience.heartbeat:INTERVAL": 0.1,
-}
+SHORT = {"torchtitan_like.resilience.heartbeat:INTERVAL": 0.1}
 ALL = None  # ranks
 CODES = {"done": 0, "bad_numbers": 70, "storage": 74, "requeue": 75, "interrupted": 130}
 # Place -> the passing of it at which it happens: in the middle of a run.
@@ -103,6 +100,14 @@ def one_more_save(chain: Chain, ended: Ended) -> None:
     assert not (chain.folder / "SAVE").exists()
 
 
+def killed_for_good(chain: Chain, ended: Ended) -> None:
+    """No start gets past the switch until it is removed."""
+    saved_where_it_stopped(chain, ended)
+    again = chain.run(what="with the kill switch")
+    assert again.exit == ended.exit and again.says("Nothing is started: "), again.tail
+    (chain.folder / "KILL").unlink()
+
+
 def saved_where_it_stopped(chain: Chain, ended: Ended) -> None:
     assert ended.exit is not None and chain.newest == ended.exit["step"], (chain.newest, ended.exit)
 
@@ -118,6 +123,10 @@ def _more() -> Iterator[Drill]:
         plants = (TERM_THEN, Plant("save", what, rank, 1))
         yield Drill(f"{what} to {whom} while it saves after a SIGTERM", plants, ("requeue",), overrides=NO_SAVE,
                     then=saved_where_it_stopped)  # fmt: skip
+    for place, call in CALLS.items():
+        yield Drill(f"KILL: {place}", (Plant(place, "touch KILL", 0, call),), ("interrupted",), then=killed_for_good)
+    for limit, value in (("max_runtime_minutes", 1e-9), ("max_cpu_mem_percent", 1e-9)):
+        yield Drill(limit, (), ("requeue",), overrides={f"resilience__{limit}": value}, then=saved_where_it_stopped)
     yield Drill("SAVE", (Plant("end of a step", "touch SAVE", 0, 3),), ("done",),
                 overrides={"checkpoint__keep_latest_k": 0}, then=one_more_save)  # fmt: skip
     for whom, rank in WHOM.items():
@@ -142,10 +151,11 @@ def drill(chain: Chain, row: Drill) -> float:
     AssertionError when a promise is not kept.
     """
     chain.overrides.update(BASE)
+    begun = time.time()
     ended = chain.run(row.rules, row.name, plants=row.plants, settings=SHORT, **row.overrides)
     over = time.time()
     check_end(row, ended)
-    took = over - begin_of(row, chain, ended)
+    took = over - begin_of(row, chain, ended, begun)
     assert took <= row.seconds + chain.starter.grace, f"{row}: the run took {took:.1f} s to end\n{ended.tail}"
     give_up = time.monotonic() + 10
     while (left := left_behind(chain)) and time.monotonic() < give_up:  # git may still be telling of the checkout
@@ -158,12 +168,12 @@ def drill(chain: Chain, row: Drill) -> float:
     return took
 
 
-def begin_of(row: Drill, chain: Chain, ended: Ended) -> float:
-    """When the last of the row's faults has come, in seconds since 1970."""
+def begin_of(row: Drill, chain: Chain, ended: Ended, begun: float) -> float:
+    """When the last of the row's faults has come, in seconds since 1970; when the run began, where that is the fault."""
     times = [float(found) for found in re.findall(r"PLANTED on rank \d+ at ([\d.]+)", ended.output)]
     assert len(times) >= len(row.plants), f"{row}: it did not happen\n{ended.tail}"
     hits = chain.faults.rules.with_name(f"{chain.faults.rules.name}.hits")
-    return max([*times, *([hits.stat().st_mtime] if row.rules else [])])
+    return max([begun, *times, *([hits.stat().st_mtime] if row.rules else [])])
 
 
 def check_end(row: Drill, ended: Ended) -> None:

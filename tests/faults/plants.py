@@ -22,7 +22,7 @@ PLACES = {
     "start": "torchtitan_like.train:Trainer._build_model",
     "step": "torchtitan_like.optim.optimizer:Optimizer.clip_gradients",  # between backward and update
     "save": "torchtitan_like.checkpoint.dcp_storage:ExtentWriter.write_data",  # on the checkpoint thread
-    "validation": "torchtitan_like.feed:count_bytes",  # after a batch's loss
+    "validation": "torchtitan_like.validation:count_bytes",  # after a batch's loss
     "end of a step": "torchtitan_like.monitor.metrics:Metrics.record",
 }
 

@@ -99,6 +99,12 @@ class Comm(Section):
     train_timeout_seconds: int = Field(
         100, gt=0, description="Seconds a collective may take after the first step of a process."
     )
+    checkpoint_timeout_seconds: int = Field(
+        1800,
+        gt=0,
+        description="Seconds ranks wait for the slowest one in a save or a load: longer than its disk may take, and not longer "
+        "than a hung one may cost.",
+    )
     trace_buf_size: int = Field(
         20000, ge=0, description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off."
     )
