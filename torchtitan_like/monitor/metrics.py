@@ -42,6 +42,7 @@ class StepRecord:
     local_valid_by_source, loss_by_source: its labels, and the sums of its token losses (sources,), of each source; empty
     where sources are not told apart.
     grad_norm, skipped: of the whole model, equal on all ranks; skipped is 1 when the update was left out.
+    position: where the stream of samples was before this step.
     data_digest, data_digest_chain: of the tokens fed, unsigned 64 bit. data_loading_s: seconds waited for the batch.
     """
 
@@ -56,6 +57,7 @@ class StepRecord:
     data_digest: int
     data_digest_chain: int
     data_loading_s: float
+    position: int = 0
     local_valid_by_source: Sequence[int] = ()
     loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -313,6 +315,7 @@ class Metrics:
                 **self._by_source([rank[i][2:] for rank in gathered]),
                 "time": wall_time,
                 "data_loading_s": record.data_loading_s,
+                **(_about_skipped(record, [rank[i][1] for rank in gathered]) if skipped[i] else {}),
             })  # fmt: skip
         self.skipped_steps += [row["step"] for row in rows if row["skipped"]]
         self._last_row = rows[-1]
@@ -421,6 +424,12 @@ class Metrics:
 def _local_mean(record: StepRecord, share: float) -> float:
     """Mean loss of this data rank's own labels; -inf, which no maximum takes, when it had none."""
     return share * record.num_valid_tokens / record.local_valid_tokens if record.local_valid_tokens else -math.inf
+
+
+def _about_skipped(record: StepRecord, means: list[float]) -> Row:
+    """What else is told of a step that was left out. means: those of the data ranks over their own labels."""
+    rank_losses = {str(rank): None if mean == -math.inf else mean for rank, mean in enumerate(means)}
+    return {"position": record.position, "rank_losses": rank_losses}
 
 
 def _exact_sum(values: list[float]) -> float:
