@@ -64,6 +64,12 @@ def bundle_of(tmp_path, step):
     return path, decode(path.read_bytes())
 
 
+@pytest.fixture(autouse=True)
+def no_log_of_its_own(monkeypatch):
+    """The log belongs to the process, and so to the other tests."""
+    monkeypatch.setattr(replay, "init_logger", lambda: None)
+
+
 def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 

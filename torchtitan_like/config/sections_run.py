@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, Minutes, Section
+from torchtitan_like.config.base import Conflict, Minutes, Section, Steps
 from torchtitan_like.config.checkpoint_rules import A_FOLDER, COPY_LATER, is_uri
 
 
@@ -269,7 +269,7 @@ class Debug(Section):
         gt=0,
         description="With detect_overflow: modules that are shown, with abs min and max, up to the first bad one.",
     )
-    trace_batch_nums: list[int] = Field(
+    trace_batch_nums: Steps = Field(
         [], description="With detect_overflow: steps of which every module is logged, with abs min and max."
     )
     abort_after_batch_num: int = Field(

@@ -32,7 +32,8 @@ def abs_min_max(tensor: Tensor) -> list[float]:
     local = local.to_local() if hasattr(local, "to_local") else local
     if local.numel() == 0:
         return [0.0, 0.0]
-    numbers: list[float] = torch.stack(torch.aminmax(local.float().abs())).tolist()
+    wide = local.float() if local.element_size() < 4 else local
+    numbers: list[float] = torch.stack(torch.aminmax(wide.abs())).tolist()
     return numbers
 
 
