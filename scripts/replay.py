@@ -42,10 +42,10 @@ from torchtitan_like.train import Fetched, Trainer
 # What another layout, or looking on, must not bring along from the run.
 DEFAULTS = ("parallelism", "compile", "profiling", "comm", "validation", "fault_tolerance")
 SETTINGS = (
-    "--training.enable_cpu_offload=false --optimizer.early_step_in_backward=false --metrics.enable_tensorboard=false "
-    "--metrics.enable_wandb=false --checkpoint.enable=true --checkpoint.load_only=true --checkpoint.load_step=-1 "
-    "--checkpoint.create_seed_checkpoint=false --checkpoint.folder=checkpoint --resilience.kill_switch_path=KILL "
-    "--resilience.save_switch_path=SAVE --debug.detect_overflow=false"
+    "--training.enable_cpu_offload=false --metrics.enable_tensorboard=false --metrics.enable_wandb=false "
+    "--checkpoint.enable=true --checkpoint.load_only=true --checkpoint.load_step=-1 --checkpoint.folder=checkpoint "
+    "--checkpoint.create_seed_checkpoint=false --resilience.kill_switch_path=KILL --resilience.save_switch_path=SAVE "
+    "--resilience.replica_check_freq=0 --debug.detect_overflow=false"
 ).split()
 
 
@@ -77,6 +77,9 @@ def settings_of(bundle: dict[str, Any], run: Path, folder: Path, settings: list[
     argv = ["--job.config_file", str(folder / "config.toml"), *SETTINGS, *_start(bundle["checkpoint"], run)]
     argv += [f"--job.dump_folder={folder}", f"--debug.seed={bundle['seed']}"]
     argv += [f"--training.global_batch_size={bundle['global_batch_size']}"]
+    if config.optimizer.early_step_in_backward:  # gradients are to be there when the backward is over
+        allowed = ",".join([*config.checkpoint.allow_change, "optimizer.early_step_in_backward"])
+        argv += ["--optimizer.early_step_in_backward=false", f"--checkpoint.allow_change={allowed}"]
     if config.data.cache_folder:
         argv += [f"--data.cache_folder={folder / 'token_cache'}"]
     _link_tokens(Path(config.data.cache_folder or run / "token_cache").expanduser(), folder / "token_cache")

@@ -60,28 +60,22 @@ class BadSteps:
 
     def _write(self, row: dict[str, Any], most_pins: int, found: Path | None) -> None:
         """On the checkpoint thread: nothing is deleted meanwhile."""
-        attempt, place, batches = self._folder.attempt_folder, found or self._start.path, self._batches
-        path = attempt / "bad-steps" / f"step-{row['step']}.json"
+        path = self._folder.attempt_folder / "bad-steps" / f"step-{row['step']}.json"
         if found is not None and self._num_pins < most_pins:
             (found / PIN).write_text(f"{path}\n", encoding="utf-8")
             self._num_pins += 1
-        is_start = place == self._start.path
-        checkpoint = {
-            "kind": self._start.kind if is_start else "resume",
-            "path": None
-            if place is None
-            else os.path.relpath(place, self._folder.folder)
-            if found
-            else str(place.absolute()),
-            "is_start": is_start,
-            "is_pinned": found is not None and (found / PIN).exists(),
-        }
-        positions = batches.steps.next_from(row["position"])
-        positions = positions if batches.order.end is None else positions[positions < batches.order.end]
-        ranges = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+        folder, start, batches = self._folder.folder, self._start, self._batches
+        place = os.path.relpath(found, folder) if found else start.path and str(start.path.absolute())
+        is_pinned, is_start = found is not None and (found / PIN).exists(), found in (None, start.path)
+        kind = start.kind if is_start else "resume"
+        checkpoint = {"kind": kind, "path": place, "is_start": is_start, "is_pinned": is_pinned}
+        positions, end = batches.steps.next_from(row["position"]), batches.order.end
+        positions = positions if end is None else positions[positions < end]
+        stretches = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
         about = {
+            "global_batch_size": batches.steps.sizes[-1][1],
             "config": f"attempts/{self._folder.attempt}/config.toml",
-            "samples": [[int(numbers[0]), int(numbers[-1])] for numbers in ranges],
+            "samples": [numbers[[0, -1]].tolist() for numbers in stretches],
             "checkpoint": checkpoint,
         }
         write_atomically(path, encode({**row, **self._known, **about}).decode())

@@ -206,9 +206,6 @@ class Trainer:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
-        if self.is_leader:
-            spikes = SpikeWatch(config.resilience, self.run_directory.event, self.checkpointer.pin_before)
-            self.metrics.observers.append(spikes.look)
         self.replicas = Replicas(config.resilience.replica_check_freq, world, self.optimizer.named)
         self.switches = Switches(self.run_directory.folder, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
@@ -239,10 +236,10 @@ class Trainer:
         device = self.optimizer.parameters[0].device
         self.numbers = BadNumbers(self.config.resilience, device, self.progress, stored.get("numbers", {}))
         if self.is_leader:
-            policy = self.config.resilience.on_nonfinite
-            known = {"seed": self.seed, "global_batch_size": self.global_batch_size, "policy": policy}
+            known = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
             self.bad_steps = BadSteps(self.run_directory, self.checkpointer, self.batches, self.start, known)
-            self.metrics.observers.append(self.bad_steps.look)
+            spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
+            self.metrics.observers += [self.bad_steps.look, spikes.look]
         self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
         self.metrics.rewind(self.progress.step)
         training = self.config.training

@@ -119,6 +119,17 @@ def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path):
     assert_the_embedding_is_found(found, bundle)
 
 
+def test_a_run_that_can_save_nothing_at_its_end_is_met_again_behind_an_older_save(tmp_path):
+    """With the optimizer in backward; on one process gradients are there to be looked at all the same."""
+    endings = run(tmp_path, "fsdp", **{"optimizer.early_step_in_backward": "true", "checkpoint.interval": 2})
+    assert endings[0][0] == ExitCode.BAD_NUMBERS
+    path, bundle = bundle_of(tmp_path, BAD_STEP)
+    assert (bundle["checkpoint"]["path"], bundle["checkpoint"]["is_pinned"]) == ("checkpoint/step-4", True)
+    code, found = meet_again(tmp_path, path)
+    assert code == 0 and found["bad_gradients"]
+    assert_the_embedding_is_found(found, bundle)
+
+
 def test_a_run_without_checkpoints_is_met_again_from_its_seed(tmp_path):
     """There the weights are whole: what is met is another number, and that is told."""
     run(tmp_path, "fsdp", **{"checkpoint.enable": "false", "checkpoint.keep_latest_k": 10})

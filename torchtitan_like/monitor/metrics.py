@@ -315,8 +315,10 @@ class Metrics:
                 **self._by_source([rank[i][2:] for rank in gathered]),
                 "time": wall_time,
                 "data_loading_s": record.data_loading_s,
-                **(_about_skipped(record, [rank[i][1] for rank in gathered]) if skipped[i] else {}),
             })  # fmt: skip
+            if skipped[i]:
+                known = {str(rank): None if row[i][1] == -math.inf else row[i][1] for rank, row in enumerate(gathered)}
+                rows[-1] |= {"position": record.position, "rank_losses": known}
         self.skipped_steps += [row["step"] for row in rows if row["skipped"]]
         self._last_row = rows[-1]
         return rows
@@ -424,12 +426,6 @@ class Metrics:
 def _local_mean(record: StepRecord, share: float) -> float:
     """Mean loss of this data rank's own labels; -inf, which no maximum takes, when it had none."""
     return share * record.num_valid_tokens / record.local_valid_tokens if record.local_valid_tokens else -math.inf
-
-
-def _about_skipped(record: StepRecord, means: list[float]) -> Row:
-    """What else is told of a step that was left out. means: those of the data ranks over their own labels."""
-    rank_losses = {str(rank): None if mean == -math.inf else mean for rank, mean in enumerate(means)}
-    return {"position": record.position, "rank_losses": rank_losses}
 
 
 def _exact_sum(values: list[float]) -> float:
