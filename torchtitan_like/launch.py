@@ -36,7 +36,7 @@ from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memor
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
 from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
-from torchtitan_like.preflight import load_checked
+from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.replicas import ReplicaError
@@ -51,15 +51,20 @@ if TYPE_CHECKING:
 
 def read_config(argv: list[str], world_size: int) -> JobConfig:
     """Load and check the config as a whole, before anything is built. Raises ConfigError with every problem."""
-    config, warnings = load_checked(
-        argv, world_size, training=True, device_type="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:
         logger.warning(str(warning))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if crowded := few_cores(config.training.dataloader.num_workers, num_ranks, num_cores()):
         logger.warning(crowded)
     return config
+
+
+def look_for_device(config: JobConfig) -> DeviceType:
+    """What there is to train on; the CUDA driver reads its environment when it is asked."""
+    if config.debug.launch_blocking:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def join(config: JobConfig, launched: LaunchedAs) -> World:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,9 +39,15 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def load_checked(
-    argv: list[str], world_size: int | None, *, training: bool, device_type: DeviceType | None = None
+    argv: list[str],
+    world_size: int | None,
+    *,
+    training: bool,
+    device_type: DeviceType | Callable[[JobConfig], DeviceType] | None = None,
 ) -> tuple[JobConfig, list[Problem]]:
     """Load the configuration and check all of it; returns it with the warnings.
+
+    ``device_type``: see `check`; or what looks for the device once the settings are known.
 
     Raises ConfigError with the problems of both: a misspelt key does not hide a missing tokenizer.
     """
@@ -54,7 +61,8 @@ def load_checked(
             raise
         config, faulty = error.partial, error.faulty
         problems += error.problems
-    found = check(config, world_size, training=training, device_type=device_type)
+    device = device_type(config) if callable(device_type) else device_type
+    found = check(config, world_size, training=training, device_type=device)
     problems += [problem for problem in found if not _is_doubtful(problem, faulty)]
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems)
@@ -176,6 +184,13 @@ def _check_numerics(findings: Findings) -> None:
             'set compile.enable = true with "model" among compile.components',
             involves=("compile.enable", "compile.components"),
         )
+    if config.debug.detect_overflow and config.compile.enable:
+        findings.error(
+            "debug.detect_overflow",
+            "false with compile.enable = true: modules inside compiled code cannot be looked at",
+            "set compile.enable = false while you look for the bad number",
+            involves=("compile.enable",),
+        )
     if config.optimizer.early_step_in_backward and config.is_set("training.max_norm"):
         findings.warning(
             "training.max_norm",
@@ -209,6 +224,11 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
         )
         if reason:
             findings.error("model.args", f"attention that can be computed here; {reason}", involves=MODEL_KEYS)
+    if config.debug.launch_blocking:
+        slow = "makes the run much slower: the host waits for each kernel"
+        findings.warning(
+            "debug.launch_blocking", "has no effect in this run: there is no GPU" if device_type == "cpu" else slow
+        )
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_like.bad_steps import BadSteps
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
@@ -40,6 +41,7 @@ from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
+from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.run_directory import RunDirectory
 from torchtitan_like.optim.optimizer import build_optimizer
@@ -173,6 +175,8 @@ class Trainer:
         self.feed = Feed(world, context)
         for line in lines:
             logger.info(line)
+        if config.debug.detect_overflow:
+            OverflowDetector(self.parts, config.debug, self.heartbeat.place)
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, spec.init_table(args), self.seed)
@@ -202,9 +206,6 @@ class Trainer:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
-        if self.is_leader:
-            spikes = SpikeWatch(config.resilience, self.run_directory.event, self.checkpointer.pin_before)
-            self.metrics.observers.append(spikes.look)
         self.replicas = Replicas(config.resilience.replica_check_freq, world, self.optimizer.named)
         self.switches = Switches(self.run_directory.folder, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
@@ -234,6 +235,11 @@ class Trainer:
         # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
         device = self.optimizer.parameters[0].device
         self.numbers = BadNumbers(self.config.resilience, device, self.progress, stored.get("numbers", {}))
+        if self.is_leader:
+            known = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
+            self.bad_steps = BadSteps(self.run_directory, self.checkpointer, self.batches, self.start, known)
+            spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
+            self.metrics.observers += [self.bad_steps.look, spikes.look]
         self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
         self.metrics.rewind(self.progress.step)
         training = self.config.training
@@ -354,6 +360,7 @@ class Trainer:
             data_digest=digest,
             data_digest_chain=self.progress.digest_chain,
             data_loading_s=fetched.seconds,
+            position=before.position,
         )
 
     def _fetch(self, step: int) -> Fetched:
@@ -464,6 +471,8 @@ class Trainer:
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
         cause = reason.name.lower() if reason is not None else "last_step"
         if self.is_leader:
+            if good is not None:
+                self.bad_steps.keep(good.step + 1)
             self.run_directory.event("stop", reason=code.reason, cause=cause, code=int(code), step=self.progress.step)
         logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason} ({cause})")
         return code

@@ -202,6 +202,12 @@ SWITCHES: tuple[Switch, ...] = (
         "debug.deterministic = true",
     ),
     Switch(
+        ("debug.detect_overflow_frames", "debug.trace_batch_nums", "debug.abort_after_batch_num"),
+        "debug.detect_overflow",
+        _is("debug.detect_overflow", False),
+        "debug.detect_overflow = true",
+    ),
+    Switch(
         ("data.add_bos", "data.add_eos"),
         "data.sources",
         lambda config: only_tokens(config),

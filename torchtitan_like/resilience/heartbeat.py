@@ -64,6 +64,10 @@ class Heartbeat:
         """The rank is here now. Costs less than a microsecond."""
         self.at = Beat(phase, step, micro_batch, self._clock())
 
+    def place(self) -> tuple[int, int]:
+        """Step and micro-batch."""
+        return self._beat.step, self._beat.micro_batch
+
     def look(self) -> None:
         """Write what there is to write."""
         beat = self.at

@@ -90,6 +90,7 @@ WARNINGS = [
      "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
     ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
      "before the gradient norm is known"),
+    ("--training.steps 1000 --debug.trace_batch_nums 3", "debug.trace_batch_nums", "it needs debug.detect_overflow = true"),
 ]  # fmt: skip
 
 
@@ -236,6 +237,13 @@ def test_pinned_memory_without_a_gpu_is_none() -> None:
     (warning,) = check(line, device_type="cpu")
     assert (warning.severity, warning.key) == ("warning", "checkpoint.async_mode")
     assert check(line, device_type="cuda") == check(line) == []
+
+
+def test_waiting_for_kernels_is_told_of_and_without_a_gpu_is_nothing() -> None:
+    line = "--training.steps 1000 --debug.launch_blocking"
+    for device, part in (("cpu", "has no effect in this run: there is no GPU"), ("cuda", "makes the run much slower")):
+        (warning,) = check(line, device_type=device)
+        assert (warning.severity, warning.key) == ("warning", "debug.launch_blocking") and part in warning.expected
 
 
 def test_weights_of_the_assets_are_there(tmp_path: Path) -> None:
