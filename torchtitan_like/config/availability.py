@@ -30,11 +30,6 @@ def _differs(key: str, default: Any) -> Callable[[JobConfig], bool]:
 NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("parallelism.expert_parallel_degree", _more_than_one("parallelism.expert_parallel_degree"), "set it to 1"),
     Missing(
-        "parallelism.enable_async_tensor_parallel",
-        _differs("parallelism.enable_async_tensor_parallel", False),
-        "set it to false: each layer then waits for its messages",
-    ),
-    Missing(
         "model.converters",
         lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
         'take all but "quantize.linear.float8" out',
