@@ -66,7 +66,7 @@ class Heartbeat:
 
     def place(self) -> tuple[int, int]:
         """Step and micro-batch."""
-        return self._beat.step, self._beat.micro_batch
+        return self.at.step, self.at.micro_batch
 
     def look(self) -> None:
         """Write what there is to write."""
