@@ -240,7 +240,7 @@ class Trainer:
             self.bad_steps = BadSteps(self.run_directory, self.checkpointer, self.batches, self.start, known)
             spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
             self.metrics.observers += [self.bad_steps.look, spikes.look]
-        self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
+        self.metrics.n_tokens_seen = self.progress.n_tokens_seen
         self.metrics.rewind(self.progress.step)
         training = self.config.training
         logger.info(

@@ -251,12 +251,6 @@ class Metrics:
         """Size of metrics.jsonl in bytes after fsync; a checkpoint stores it. 0 on ranks that do not write."""
         return self._steps_file.byte_offset() if self._writer else 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"n_tokens_seen": self.n_tokens_seen}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.n_tokens_seen = state["n_tokens_seen"]
-
     def close(self) -> None:
         """Close files and sinks. No collective: it may be called after a fault, when ``flush`` must not."""
         self._steps_file.close()

@@ -455,7 +455,7 @@ def test_resume_leaves_no_step_twice(build: Callable[..., Metrics], clock: Clock
 
     second = build(log_freq=1, attempt=2)
     second.rewind(7)
-    second.load_state_dict({"n_tokens_seen": 7 * TOKENS})
+    second.n_tokens_seen = 7 * TOKENS
     run(second, clock, range(8, 13))
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -478,4 +478,4 @@ def test_tokens_seen_count_what_was_recorded_even_if_not_logged(build: Callable[
     metrics = build(log_freq=10)
     for step in (1, 2, 3):
         metrics.record(record(step))
-    assert metrics.state_dict() == {"n_tokens_seen": 3 * TOKENS}
+    assert metrics.n_tokens_seen == 3 * TOKENS
