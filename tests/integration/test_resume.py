@@ -1,7 +1,7 @@
 """Stopped = never stopped: a run that is ended in any way and started again writes the rows of the run that was not.
 
-Torchrun starts the run that is never stopped, the one that a signal reaches and the one that stops by itself, whose workers
-are to return 0; the ranks of the others are forked.
+Torchrun starts the run that a signal reaches and the one that stops by itself, whose workers are to return 0; the ranks of the
+others are forked. The rows of both kinds are compared to the last bit.
 """
 
 import json
@@ -101,9 +101,9 @@ def kill_behind(arguments, ngpu, folder, step, warm):
 
 
 @pytest.fixture(scope="module")
-def straight(text, tmp_path_factory):
+def straight(text, run_forked, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight") / "outputs"
-    result = run_trainer(arguments(text, folder), 2, folder)
+    result = run_forked(arguments(text, folder), 2, folder)
     assert result.returncode == 0, result.tail
     rows = exact_rows(folder)
     assert [row[0] for row in rows] == list(range(1, STEPS + 1))
