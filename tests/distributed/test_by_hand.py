@@ -1,6 +1,8 @@
 """What a step sends is what the same layout sends that is written by hand with torch's own calls: kinds, numbers, elements."""
 
 from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,18 +12,21 @@ from benchmarks import tensor_parallel as benchmark
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 
-TOKENS = benchmark.BATCH * benchmark.SEQ
+# The benchmark's model, but smaller.
+SEQ, VOCAB, LAYERS = 64, 512, 2
+TOKENS = benchmark.BATCH * SEQ
 
 
 def traffic(kind):
     """Of a second step, when nothing is set up any more: (ours, by hand)."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard" if kind == "fsdp" else "tp",))
-    tokens, labels = torch.randint(
-        benchmark.VOCAB, (2, benchmark.BATCH, benchmark.SEQ), generator=torch.Generator().manual_seed(0)
-    )
+    args = replace(benchmark.ARGS, n_layers=LAYERS, vocab_size=VOCAB, max_seq_len=SEQ)
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(VOCAB, (2, benchmark.BATCH, SEQ), generator=generator)
     seen = []
     for side in (benchmark.ours, benchmark.by_hand):
-        step = side(kind, mesh)
+        with patch.multiple(benchmark, SEQ=SEQ, VOCAB=VOCAB, ARGS=args):
+            step = side(kind, mesh)
         step(tokens, labels)
         with Traffic() as counted:
             step(tokens, labels)

@@ -38,6 +38,9 @@ LAYOUTS = {
     "compile-loss": (2, {"training.local_batch_size": 4, **COMPILED, "compile.components": "loss"}),
     "foreach": (2, {"training.local_batch_size": 4, "optimizer.implementation": "foreach"}),
 }  # fmt: skip
+# In float64 alone: what other cells compute in float32 too, with other ranks or in another order.
+WIDE_ONLY = {"fsdp-4", "ddp-4", "fsdp-2-never-reshard", "fsdp-2-always-reshard", "ac-every-2nd",
+             "compile-ac-per-op", "compile-ac-full", "compile-memory-budget"}  # fmt: skip
 # What these change in the reference as well: another model or other samples.
 SHARED = ("model.args.enable_weight_tying", "training.seq_len")
 
@@ -61,8 +64,10 @@ def run(folder, name, dtype, mutation=""):
     return expected, cell
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in LAYOUTS for dtype in PRECISIONS if dtype == "float64" or name not in WIDE_ONLY],
+)
 def test_equals_one_rank(folder, name, dtype):
     expected, cell = run(folder, name, dtype)
     compare(expected, cell, dtype)

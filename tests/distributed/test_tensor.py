@@ -211,12 +211,8 @@ LAYOUTS = {
     "tp-2-ac-full": Layout(checkpointing="full"),
     "tp-2-ac-per-op": Layout(checkpointing="selective", ac_option="op"),
     "fsdp-2-tp-2-ac-full": Layout(dp=2, checkpointing="full"),
-    "tp-2-compile": Layout(backend="aot_eager"),
-    "tp-2-compile-no-sp": Layout(backend="aot_eager", sequence_parallel=False),
     "tp-2-compile-ac-full": Layout(backend="aot_eager", checkpointing="full"),
     "tp-2-compile-ac-per-op": Layout(backend="aot_eager", checkpointing="selective", ac_option="op"),
-    "fsdp-2-tp-2-compile": Layout(dp=2, backend="aot_eager"),
-    "fsdp-2-tp-2-compile-ac-full": Layout(dp=2, backend="aot_eager", checkpointing="full"),
     "tp-2-fp32": Layout(dtype="float32", tolerance=1e-5),
 }
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -38,8 +39,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo  # here once, not in each forked rank: two seconds of computing
-import torch._functorch.aot_autograd
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -47,6 +46,10 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(seconds=25)
 MOST_GROUPS = 64
 START_TIMEOUT_SECONDS = 60.0
+# What runs and compilers import sooner or later; here once, not in each forked rank: three seconds of computing.
+MODULES = ("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.lowering",
+           "torch.distributed.pipelining", "tokenizers", "tiktoken", "torchtitan_like.train",
+           "torchtitan_like.models.llama3.model")  # fmt: skip
 # A failing rank leaves its peers in a collective; those that fail by themselves do it within this time.
 GRACE_SECONDS = 0.3
 
@@ -113,6 +116,8 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         torch.set_num_threads(1)  # a forked child cannot use its parent's thread pool
+        for module in MODULES:
+            importlib.import_module(module)
         try:
             self._start(world_size)
         except BaseException:

@@ -70,15 +70,19 @@ class OverrideDefinitions:
     timeout: float = 300  # seconds, of each run
 
 
-def run_row(row: OverrideDefinitions, folder: Path) -> list[RunResult]:
-    """Run all of a row's runs with ``folder/outputs`` as their dump folder and check what the row expects."""
+def run_row(row: OverrideDefinitions, folder: Path, run: Callable[..., RunResult] | None = None) -> list[RunResult]:
+    """Run all of a row's runs with ``folder/outputs`` as their dump folder and check what the row expects.
+
+    ``run``: what starts them, as ``run_trainer`` does, which is the default.
+    """
+    run = run or run_trainer
     wanted = row.returncodes or (0,) * len(row.override_args)
     if len(wanted) != len(row.override_args):
         raise ValueError(f"{row.test_name}: {len(wanted)} return codes for {len(row.override_args)} runs")
     results: list[RunResult] = []
     for number, (overrides, code) in enumerate(zip(row.override_args, wanted, strict=True), start=1):
         arguments = ["--job.config_file", row.config_file, "--job.dump_folder", str(folder / "outputs"), *overrides]
-        result = run_trainer(arguments, row.ngpu, folder / "outputs", env=row.env, timeout=row.timeout)
+        result = run(arguments, row.ngpu, folder / "outputs", env=row.env, timeout=row.timeout)
         if result.returncode != code:
             raise AssertionError(
                 f"{row.test_name} ({row.test_descr}): run {number} of {len(wanted)} returned {result.returncode}, "

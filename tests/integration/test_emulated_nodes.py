@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.distributed.parity import short_documents
-from tests.harness.runner import ROOT, kill_session, listen_to_signals, run_trainer, trainer_environment
+from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_environment
+from tests.integration.forked import ForkedTrainer
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
 
@@ -177,23 +179,24 @@ def start_nodes(arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-LAYOUTS = {
-    "replicas": {"parallelism__data_parallel_replicate_degree": 2},
-    "pipeline": {
-        "parallelism__pipeline_parallel_degree": 2,
-        "parallelism__pipeline_parallel_first_stage_less_layers": 0,
-        "parallelism__pipeline_parallel_last_stage_less_layers": 0,
-    },
+REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
+STAGES = {
+    "parallelism__pipeline_parallel_degree": 2,
+    "parallelism__pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism__pipeline_parallel_last_stage_less_layers": 0,
+    "lr_scheduler__total_steps": 2,  # whatever training.steps is
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_nodes_are_one(data: Path, tmp_path: Path, layout: str) -> None:
+def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[row[key] for key in EXACT] for row in rows]
+
+
+def test_two_nodes_are_one(data: Path, run_forked: ForkedTrainer, tmp_path: Path) -> None:
     """The numbers of 2 ranks on one node, bit for bit."""
-    overrides = LAYOUTS[layout]
-    one = run_trainer(arguments(data, tmp_path / "one", 2, **overrides), 2, tmp_path / "one")
+    one = run_forked(arguments(data, tmp_path / "one", 2, **REPLICAS), 2, tmp_path / "one")
     assert one.returncode == 0, one.tail
-    process = start_nodes(arguments(data, tmp_path / "two", 2, **overrides))
+    process = start_nodes(arguments(data, tmp_path / "two", 2, **REPLICAS))
     try:
         output, _ = process.communicate(timeout=240)
     finally:
@@ -202,7 +205,7 @@ def test_two_nodes_are_one(data: Path, tmp_path: Path, layout: str) -> None:
     assert all(line.startswith(("[node0] ", "[node1] ")) for line in output.splitlines())
     assert {line[:7] for line in output.splitlines() if "Training completed" in line} == {"[node0]", "[node1]"}
     rows = read_rows(tmp_path / "two/metrics.jsonl")
-    assert [[row[key] for key in EXACT] for row in rows] == [[row[key] for key in EXACT] for row in one.metrics]
+    assert exact(rows) == exact(one.metrics)
     assert len(rows) == 2
     logs = sorted(path.name for path in (tmp_path / "two/attempts/1/logs").iterdir())
     assert logs == ["rank0.log", "rank1.log"]
@@ -225,8 +228,9 @@ def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
     assert not [child for child in everyone if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_signal_ends_both_nodes_by_agreement(data: Path, tmp_path: Path) -> None:
-    process = start_nodes(arguments(data, tmp_path / "run", 100_000))
+def test_a_signal_ends_both_nodes_by_agreement(data: Path, run_forked: ForkedTrainer, tmp_path: Path) -> None:
+    """Each node is a stage of a pipeline; up to there the numbers are those of one node, bit for bit."""
+    process = start_nodes(arguments(data, tmp_path / "run", 100_000, **STAGES))
     assert process.stdout is not None
     try:
         next(line for line in process.stdout if re.search(r"step: +2 ", line))
@@ -236,6 +240,9 @@ def test_a_signal_ends_both_nodes_by_agreement(data: Path, tmp_path: Path) -> No
         kill_session(process)
     assert process.returncode == ExitCode.INTERRUPTED, output[-4000:]
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == ExitCode.INTERRUPTED
+    one = run_forked(arguments(data, tmp_path / "one", 2, **STAGES), 2, tmp_path / "one")
+    assert exact(read_rows(tmp_path / "run/metrics.jsonl"))[:2] == exact(one.metrics)
+    assert len(one.metrics) == 2
 
 
 def is_rank(process: psutil.Process) -> bool:

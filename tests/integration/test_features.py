@@ -1,4 +1,8 @@
-"""What an option promises, seen from outside: rows of runs of the whole trainer, each asserting on losses and files."""
+"""What an option promises, seen from outside: rows of runs of the whole trainer, each asserting on losses and files.
+
+The run that all others are compared with is started as run_train.sh starts one rank, the one that shows what a person sees
+by torchrun; the ranks of the others are forked.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.distributed.parity import short_documents
 from tests.harness.runner import ROOT, OverrideDefinitions, RunResult, run_row
+from tests.integration.forked import ForkedTrainer
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.config.layers import parse_toml
 from torchtitan_like.monitor.jsonl import read_rows
@@ -171,8 +176,11 @@ def expect_parts_left_out(runs: list[RunResult]) -> None:
 
 
 def expect_the_tiktoken_file(runs: list[RunResult]) -> None:
-    facts = json.loads((runs[-1].dump_folder / "attempts/3/environment/facts.json").read_text())
-    assert "tests/assets/tokenizer/tokenizer.model" in facts["argv"]
+    assets = [
+        parse_toml((runs[-1].dump_folder / f"attempts/{n}/config.toml").read_text())["model"]["hf_assets_path"]
+        for n in (1, 2, 3)
+    ]
+    assert assets[2].endswith("tests/assets/tokenizer/tokenizer.model") and assets[0] == assets[1] != assets[2]
 
 
 def expect_an_end_with_the_data(runs: list[RunResult]) -> None:
@@ -288,10 +296,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(row: OverrideDefinitions, files: Path, folder: Path) -> list[RunResult]:
-    """Run a row whose arguments may name the fixture's files."""
+def run(row: OverrideDefinitions, files: Path, folder: Path, start: ForkedTrainer | None = None) -> list[RunResult]:
+    """Run a row whose arguments may name the fixture's files; ``start``: see `run_row`."""
     arguments = [[part.replace("{files}", str(files)) for part in run] for run in row.override_args]
-    return run_row(replace(row, override_args=arguments), folder)
+    return run_row(replace(row, override_args=arguments), folder, start)
 
 
 @pytest.fixture(scope="module")
@@ -399,8 +407,8 @@ def test_the_run_folder_explains_itself(default: RunResult) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.test_name)
-def test_features(row: Feature, files: Path, reference: RunResult, tmp_path: Path) -> None:
-    for result in run(row, files, tmp_path):
+def test_features(row: Feature, files: Path, reference: RunResult, run_forked: ForkedTrainer, tmp_path: Path) -> None:
+    for result in run(row, files, tmp_path, run_forked):
         if row.rtol is not None:
             expect_the_same_losses(result, reference, row.rtol)
 
@@ -422,14 +430,16 @@ def expect_the_same_losses(result: RunResult, reference: RunResult, rtol: float)
         assert [row["num_tokens"] for row in validation] == [row["num_tokens"] for row in expected]
 
 
-def test_warm_start_takes_the_weights_alone(files: Path, reference: RunResult, tmp_path: Path) -> None:
+def test_warm_start_takes_the_weights_alone(
+    files: Path, reference: RunResult, run_forked: ForkedTrainer, tmp_path: Path
+) -> None:
     """Weights of another run; step, schedule, optimizer and data are those of a new one."""
     weights = reference.dump_folder / "checkpoint" / f"step-{STEPS}"
     row = OverrideDefinitions(
         [options("--checkpoint.enable", training__steps=2, checkpoint__initial_load_path=weights)],
         "initial_load_path", "warm_start", ngpu=1,
     )  # fmt: skip
-    (warm,) = run(row, files, tmp_path)
+    (warm,) = run(row, files, tmp_path, run_forked)
     assert f"Checkpoint start: warm from {weights} at step 0" in warm.stdout
     for key in DATA_KEYS:
         assert [r[key] for r in warm.metrics] == [r[key] for r in reference.metrics[:2]], key

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.faults.trainer import Ended, Run, Starter, Torchrun, Warm, kill
+from tests.faults.trainer import Ended, Run, Starter, Torchrun, kill
 from tests.harness.runner import ROOT
 from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
@@ -230,13 +230,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def expected(corpus: Mapping[str, Path]) -> list[Sample]:
     return plain_loop(corpus)
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Starter]:
-    starter = Warm({})
-    yield starter
-    starter.close()
 
 
 @pytest.mark.parametrize("layout", SOME, ids=str)

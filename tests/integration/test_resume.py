@@ -1,4 +1,8 @@
-"""Stopped = never stopped: a run that is ended in any way and started again writes the rows of the run that was not."""
+"""Stopped = never stopped: a run that is ended in any way and started again writes the rows of the run that was not.
+
+Torchrun starts the run that a signal reaches and the one that stops by itself, whose workers are to return 0; the ranks of the
+others are forked. The rows of both kinds are compared to the last bit.
+"""
 
 import json
 import signal
@@ -8,6 +12,7 @@ import time
 import pytest
 
 from tests.distributed.parity import short_documents
+from tests.faults.trainer import kill
 from tests.harness.runner import ROOT, kill_session, run_trainer, trainer_command, trainer_environment
 from torchtitan_like.monitor.jsonl import read_rows
 
@@ -64,63 +69,75 @@ def last_step(folder):
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
 
-def interrupt(arguments, ngpu, folder, step, signum):
-    """Start a run and signal it once the row of ``step`` is on disk: all of its processes for SIGKILL, torchrun else."""
+def wait_for_step(step, folder, is_over):
+    """Wait until the row of ``step`` is on disk; AssertionError when the run ends before."""
+    give_up = time.monotonic() + 120
+    while last_step(folder) < step:
+        assert not is_over() and time.monotonic() < give_up, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+def terminate(arguments, ngpu, folder, step):
+    """Start a run under torchrun and send that SIGTERM once the row of ``step`` is on disk; what all have printed."""
     process = subprocess.Popen(
         trainer_command(arguments, ngpu, folder), cwd=ROOT, env=trainer_environment(), text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    give_up = time.monotonic() + 120
-    while last_step(folder) < step:
-        if process.poll() is not None or time.monotonic() > give_up:
-            raise AssertionError(f"step {step} was not reached:\n{kill_session(process)[-3000:]}")
-        time.sleep(0.02)
-    if signum == signal.SIGKILL:
-        kill_session(process)
-        return None
-    process.send_signal(signum)
+    try:
+        wait_for_step(step, folder, lambda: process.poll() is not None)
+    except AssertionError as problem:
+        raise AssertionError(f"{problem}:\n{kill_session(process)[-3000:]}") from None
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     return output
 
 
+def kill_behind(arguments, ngpu, folder, step, warm):
+    """Start a run of forked ranks and kill them all once the row of ``step`` is on disk."""
+    run = warm.start(arguments, ngpu, folder)
+    wait_for_step(step, folder, run.is_over)
+    kill(list(run.pids().values()))
+    assert run.wait().codes == [-signal.SIGKILL] * ngpu
+
+
 @pytest.fixture(scope="module")
-def straight(text, tmp_path_factory):
+def straight(text, run_forked, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight") / "outputs"
-    result = run_trainer(arguments(text, folder), 2, folder)
+    result = run_forked(arguments(text, folder), 2, folder)
     assert result.returncode == 0, result.tail
     rows = exact_rows(folder)
     assert [row[0] for row in rows] == list(range(1, STEPS + 1))
     return rows
 
 
-def test_stopped_at_7_and_killed_at_13_is_never_stopped(text, straight, tmp_path):
+def test_stopped_at_7_and_killed_at_13_is_never_stopped(text, straight, warm, run_forked, tmp_path):
     folder = tmp_path / "outputs"
-    first = run_trainer(arguments(text, folder, **{"training.steps": 7}), 2, folder)
+    first = run_forked(arguments(text, folder, **{"training.steps": 7}), 2, folder)
     assert first.exit == {"reason": "done", "code": 0, "step": 7}, first.tail
-    interrupt(arguments(text, folder), 2, folder, 13, signal.SIGKILL)
-    last = run_trainer(arguments(text, folder), 2, folder)
+    kill_behind(arguments(text, folder), 2, folder, 13, warm)
+    last = run_forked(arguments(text, folder), 2, folder)
     assert "resume from" in last.stdout
     assert last.returncode == 0, last.tail
     assert exact_rows(folder) == straight
 
 
-def test_sigterm_saves_and_asks_for_a_requeue(text, straight, tmp_path):
+def test_sigterm_saves_and_asks_for_a_requeue(text, straight, run_forked, tmp_path):
     folder = tmp_path / "outputs"
-    output = interrupt(arguments(text, folder, **{"checkpoint.interval": 1000}), 2, folder, 5, signal.SIGTERM)
+    output = terminate(arguments(text, folder, **{"checkpoint.interval": 1000}), 2, folder, 5)
     stopped = read_rows(folder / "metrics.jsonl")[-1]["step"]
     assert (folder / "exit.json").read_text().count('"code": 75'), output[-3000:]
     assert (folder / "checkpoint" / f"step-{stopped}" / "manifest.json").exists(), output[-3000:]
-    last = run_trainer(arguments(text, folder), 2, folder)
+    last = run_forked(arguments(text, folder), 2, folder)
     assert last.returncode == 0, last.tail
     assert exact_rows(folder) == straight
 
 
-def test_other_rank_counts_read_the_same_and_reach_the_same(text, straight, tmp_path):
+def test_other_rank_counts_read_the_same_and_reach_the_same(text, straight, run_forked, tmp_path):
     """The state is global: 2 ranks, then 1, then 4 at one global batch."""
     folder = tmp_path / "outputs"
     for steps, ngpu, local in ((8, 2, 2), (16, 1, 4), (STEPS, 4, 1)):
         changes = {"training.steps": steps, "training.local_batch_size": local}
-        result = run_trainer(arguments(text, folder, **changes), ngpu, folder)
+        result = run_forked(arguments(text, folder, **changes), ngpu, folder)
         assert result.returncode == 0, result.tail
     rows = exact_rows(folder)
     column = {key: i for i, key in enumerate(EXACT)}
@@ -130,11 +147,11 @@ def test_other_rank_counts_read_the_same_and_reach_the_same(text, straight, tmp_
         assert float.fromhex(ours[column["loss"]]) == pytest.approx(float.fromhex(theirs[column["loss"]]), rel=1e-5)
 
 
-def test_a_finished_run_ends_at_once(text, tmp_path):
+def test_a_finished_run_ends_at_once(text, run_forked, tmp_path):
     folder = tmp_path / "outputs"
     short = arguments(text, folder, **{"training.steps": 4})
-    run_trainer(short, 1, folder)
-    again = run_trainer(short, 1, folder)
+    run_forked(short, 1, folder)
+    again = run_forked(short, 1, folder)
     assert again.returncode == 0
     assert "Nothing to do: step 4 of 4 is done already" in again.stdout
     assert "Building llama3" not in again.stdout

@@ -78,16 +78,20 @@ print(hex(weight_hash(llama(dict(n_layers=2)))), torch.backends.cpu.get_cpu_capa
 def test_weights_do_not_depend_on_threads_or_vector_level():
     """numpy's dispatch is cut down too; the baseline it was compiled for cannot be switched off."""
     expected = hex(weight_hash(llama({"n_layers": 2})))
-    for threads, environment in (
-        (2, {}),
-        (1, {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3 AVX512F AVX512_SKX"}),
-    ):
-        out = subprocess.run(
+    started = [
+        subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", HASH_PROGRAM.format(threads=threads)],
-            env=os.environ | environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert out.returncode == 0, out.stderr
-        assert out.stdout.split()[0] == expected, environment
+            env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for threads, environment in (
+            (2, {}),
+            (1, {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3 AVX512F AVX512_SKX"}),
+        )
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300) for process in started]
+    for process, (stdout, stderr) in zip(started, outputs, strict=True):
+        assert process.returncode == 0, stderr
+        assert stdout.split()[0] == expected, stdout
 
 
 @pytest.mark.parametrize(

@@ -234,12 +234,13 @@ def test_peak_memory():
     The plain loss holds the logits in bf16, then in fp32 with their log-softmax or its gradient. Chunked by 32 MiB of fp32
     the loss holds 16 MiB of bf16 logits, and 512 KiB at a time in fp32.
     """
-    peak = {}
+    started = {}
     for loss in ("cross_entropy_sum", "chunked_cross_entropy(32)"):
         program = [sys.executable, "-W", "ignore", "-c", MEMORY_PROGRAM.format(loss=loss)]
-        out = subprocess.run(program, capture_output=True, text=True)
-        assert out.returncode == 0, out.stderr
-        peak[loss] = float(out.stdout)
+        started[loss] = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    outputs = {loss: process.communicate(timeout=300) for loss, process in started.items()}
+    assert all(process.returncode == 0 for process in started.values()), outputs
+    peak = {loss: float(stdout) for loss, (stdout, _) in outputs.items()}
     print(f"MiB above the start: {peak}")
     assert peak["cross_entropy_sum"] > 500
     assert peak["chunked_cross_entropy(32)"] < 64

@@ -1,9 +1,7 @@
-"""The count of collectives: of real steps on ranks, and as a command."""
+"""The count of collectives, of real steps on ranks. tests/unit/scripts/test_parallelism_guide.py runs the command."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +69,12 @@ def test_a_pipeline_sends_each_micro_batch_once_and_its_gradient_back(tmp_path: 
     assert found["pp", "send"] == (8, ACTIVATION)
 
 
+def test_a_shard_of_the_weights_is_gathered_for_each_pass(tmp_path: Path) -> None:
+    """One group of weights for each layer, the head and the embedding; all but the head's are gathered again in backward."""
+    found = number_and_bytes(tmp_path, 2, **{"training.local_batch_size": 4})
+    assert found["dp_shard", "all-gather"][0] == 7 and found["dp_shard", "reduce-scatter"][0] == 4
+
+
 def test_replicas_exchange_all_gradients(tmp_path: Path) -> None:
     local = {"training.local_batch_size": 4}
     ((key, (number, nbytes)),) = number_and_bytes(tmp_path, 2, **{REPLICATE: 2}, **local).items()
@@ -114,18 +118,6 @@ def test_ranks_that_differ_have_tables_of_their_own() -> None:
     assert lines[0] == "One step of 4 ranks: pp 2 x tp 2"
     assert "ranks 0, 1:" in lines and "ranks 2, 3:" in lines and lines[-1] == "  nothing"
     assert any("1.000 MiB" in line for line in lines)
-
-
-def test_the_command(repo_root: Path) -> None:
-    command = [sys.executable, "scripts/count_collectives.py", "train_configs/debug_model.toml", "--world-size", "2"]
-    command += "--training.seq_len 64 --model.args.n_layers 2 --training.local_batch_size 1".split()
-    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    title, *lines = done.stdout.splitlines()
-    assert title == "One step of 2 ranks: dp_shard 2"
-    # One group of weights for each layer, the head and the embedding; all but the head's are gathered again in backward.
-    assert any(line.split()[:4] == ["dp_shard", "(2)", "all-gather", "7"] for line in lines), done.stdout
-    assert any(line.split()[:4] == ["dp_shard", "(2)", "reduce-scatter", "4"] for line in lines), done.stdout
 
 
 def test_a_config_that_cannot_work_starts_no_rank(repo_root: Path, capsys, monkeypatch) -> None:
