@@ -2,7 +2,8 @@
 
 Gradients are *summed* over data-parallel ranks: the loss is already divided by the global number of valid tokens, so
 a mean here would make the update depend on the topology. One mechanism for all of them also means one rule for mixed
-precision (parameters cast once per gather, gradients reduced in `mixed_precision_reduce`), on one rank as on many.
+precision: parameters cast once per gather, gradients reduced in `mixed_precision_reduce`. One rank alone has nothing to gather;
+its casts are those of `simple_fsdp`, with the same numbers and without the imports of DTensor.
 """
 
 from __future__ import annotations
