@@ -4,7 +4,7 @@
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
-#   ./run_tests.sh --faults              200 kills of real runs instead (half an hour); arguments: --help
+#   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
 #
 # Prints the time it took. Returns pytest's code, or 1 when only a static check has failed.
 set -uo pipefail

@@ -61,6 +61,7 @@ case " $* " in
   *" --help "* | *" -h "*) exec "$PYTHON" -m torchtitan_like.config "${config[@]}" ;;
 esac
 
+started=$(date +%s)
 # Every mistake that can be found without ranks is found here, before any is started.
 check=(--training --world-size $((NGPU * NNODES)))
 [ "$gpus" -gt 0 ] || [ -e /dev/kfd ] || check+=(--device-type cpu) # /dev/kfd: AMD's GPUs
@@ -148,10 +149,13 @@ wait "$run" || code=$?
 
 # torchrun makes a 1 of every worker's code and ends with 1 when it was signalled: the truth is in the exit.json that this
 # attempt has written. On several machines, one that does not see rank 0's folder has only torchrun's code.
-if [ -e "$run_folder/exit.json" ] || [ "$NNODES" -eq 1 ]; then
-  if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$run_folder/exit.json" ]; }; then
+# A crash is read from the first error; torchrun's own words name one of those that failed.
+if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$run_folder/exit.json" ]; }; then
+  if [ -e "$run_folder/exit.json" ] || [ "$NNODES" -eq 1 ]; then
     code=0
     "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" "$typed_in" <<<"$resolved" || code=$?
   fi
+else
+  "$PYTHON" "$ROOT/scripts/run_folder.py" errors "$started" <<<"$resolved" || code=$?
 fi
 exit "$code"

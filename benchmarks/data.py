@@ -2,6 +2,7 @@
 
     python benchmarks/data.py [--rounds 9] [--copies 6] [--folder DIR]
     python benchmarks/data.py --documents 10_000_000
+    python benchmarks/data.py --stream 10_000_000
 
 One process, one thread. Every round times each side once, in turn, so that a noisy machine disturbs all alike. Tokens per
 second of CPU time; the table gives medians over rounds, and of the ratio within a round.
@@ -12,6 +13,9 @@ second of CPU time; the table gives medians over rounds, and of the ratio within
   that are in memory (one thread), and against a loop over its call for one text, whose ids are dropped. The text: the
   shipped Shakespeare several times, in documents of three sizes.
 
+With ``--stream``, instead: the time to the first batch of a streamed text at the start, and behind so many samples. One window
+has to be made in either case. The text: two files of 800 MB of JSON lines, plain, and compressed with gzip.
+
 With ``--documents``, instead: what so many documents cost a rank in memory, and the time to the first batch at the start and
 far behind it. The corpus is one of tokens (Megatron's, of 64 a document); each measurement is a process of its own.
 """
@@ -19,6 +23,7 @@ far behind it. The corpus is one of tokens (Megatron's, of 64 a document); each 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
@@ -31,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,13 +177,91 @@ def scale(folder: Path, num_documents: int) -> None:
     print("|---|---|---|---|---|")
     for packing in ("concat", "best_fit"):
         for position in (0, 0, 10**7, 10**7):  # the first one plans
-            code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import data; data.first_batch(*"
-            command = [sys.executable, "-c", f"{code}sys.argv[1:])", str(folder), str(position), packing]
-            found = json.loads(
-                subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-            )
+            found = in_a_process("first_batch", str(folder), str(position), packing)
             cells = [f"{found['seconds']:.3f}", f"{found['own']:.1f}", f"{found['files']:.1f}"]
             print("| " + " | ".join([packing, f"{position:,}", *cells]) + " |", flush=True)
+
+
+def write_stream(folder: Path, compressed: bool) -> None:
+    """Two files of 800 MB of JSON lines, a shard of C4: the shipped text, its lines in another order in each document."""
+    lines = [json.loads(line)["text"] for line in DATASETS["shakespeare"].file.read_text(encoding="utf-8").splitlines()]
+    verses = "\n".join(lines).splitlines()
+    draw = np.random.default_rng(1)
+    documents = [" ".join(verses[verse] for verse in draw.integers(len(verses), size=50)) for _ in range(2**14)]
+    chunk = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+    for number in range(2):
+        name = folder / f"{number}.jsonl{'.gz' * compressed}"
+        with gzip.open(name, "wb", compresslevel=1) if compressed else name.open("wb") as file:
+            for _ in range(800_000_000 // len(chunk)):
+                file.write(chunk)
+
+
+def be_the_hub(folder: Path) -> str:
+    """A path of the Hub, whose files are those of ``folder`` in this process: copied at the speed of the disk."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    files = {f"text/{file.name}": file for file in folder.glob("*.gz")}
+
+    def download(_: str, name: str, *, local_dir: Path, **__: object) -> str:
+        (local_dir / "text").mkdir(parents=True, exist_ok=True)
+        return str(shutil.copy(files[name], local_dir / name))
+
+    tree = [SimpleNamespace(path=name, size=file.stat().st_size) for name, file in files.items()]
+    api = SimpleNamespace(
+        dataset_info=lambda *_, **__: SimpleNamespace(sha="c0ffee"), list_repo_tree=lambda *_, **__: tree
+    )
+    huggingface_hub.HfApi, huggingface_hub.hf_hub_download = lambda: api, download  # type: ignore[assignment,misc]
+    constants.HF_HUB_OFFLINE = False
+    return "hf://datasets/own/text@v1/text/*.gz"
+
+
+def stream_start(folder: str, position: str, on_hub: str) -> None:
+    """In a process of its own: print seconds from opening a stream to its first batch behind ``position``, of the clock and of
+    CPU time.
+    """
+    path = be_the_hub(Path(folder)) if on_hub else folder
+    tokenizer = load_tokenizer(ASSETS)
+    tokenizer.encode("as any run does")
+    cache = Path(folder, "cache")
+    shutil.rmtree(cache, ignore_errors=True)
+    begin, cpu = time.perf_counter(), time.process_time()
+    batches = build_train_batches(
+        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+        Data(sources={"own": DataSource(path=path, streaming=True)}, cache_folder=str(cache)),
+        tokenizer=tokenizer, dump_folder=folder, seed=1, dp_rank=0, dp_size=1, num_accumulation=1,
+    )  # fmt: skip
+    window = int(position) // 6000  # of so many samples or fewer: it is the number of the window that counts
+    state = {"position": int(position), "counts": {"own": int(position)}, "cursors": {"own": (window, int(position))}}
+    batches.load_state_dict({**batches.state_dict(0), **state})
+    next(batches)
+    print(json.dumps({"clock": time.perf_counter() - begin, "CPU": time.process_time() - cpu}), flush=True)
+    os._exit(0)  # without what is made ahead
+
+
+def streams(folder: Path, position: int, rounds: int) -> None:
+    """Seconds to the first batch, the best of ``rounds``."""
+    print("| stream | position | first batch, s | CPU time, s |\n|---|---|---|---|")
+    for name in ("plain", "gzip", "gzip, on the Hub"):
+        place = folder / name.partition(",")[0]
+        if not place.exists():
+            place.mkdir()
+            write_stream(place, name == "gzip")
+        on_hub = "on" * name.endswith("Hub")
+        for begin in (0, position):
+            found = [in_a_process("stream_start", str(place), str(begin), on_hub) for _ in range(rounds)]
+            best = (f"{min(one[kind] for one in found):.2f}" for kind in ("clock", "CPU"))
+            print(f"| {name} | {begin:,} | {' | '.join(best)} |", flush=True)
+
+
+def in_a_process(function: str, *arguments: str) -> dict[str, float]:
+    """What a function of this file prints."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import data; data.{function}(*sys.argv[1:])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 def row(label: str, found: dict[str, list[float]], others: tuple[str, ...]) -> str:
@@ -215,6 +299,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds, after one that is not counted")
     parser.add_argument("--copies", type=int, default=6, help="of the text, which has 2.4 MB")
     parser.add_argument("--documents", type=int, help="measure memory and starts with so many instead")
+    parser.add_argument("--stream", type=int, help="measure the starts of a stream, up to this position, instead")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -223,7 +308,9 @@ def main() -> None:
           f"{platform.python_version()}, medians of {arguments.rounds} rounds; M tokens per second of CPU time\n")  # fmt: skip
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        if arguments.documents:
+        if arguments.stream:
+            streams(folder, arguments.stream, arguments.rounds)
+        elif arguments.documents:
             scale(folder, arguments.documents)
         else:
             rates(folder, arguments)

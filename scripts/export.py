@@ -15,6 +15,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.formats.tokenizer import TokenizerError
 from torchtitan_like.distributed.data_parallel import DTYPES
-from torchtitan_like.distributed.world import CHECKPOINT_TIMEOUT, HostGroup, launched_as
+from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.launch import identify
 from torchtitan_like.resilience.end import end_process
+
+TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
 
 
 class Weights:
@@ -134,8 +137,8 @@ def main(argv: list[str]) -> int:
     launched = launched_as()
     logging.basicConfig(level=logging.INFO if launched.rank == 0 else logging.WARNING, format="%(message)s")
     if launched.world_size > 1:
-        dist.init_process_group("gloo", timeout=CHECKPOINT_TIMEOUT)
-    group = HostGroup(list(range(launched.world_size)), CHECKPOINT_TIMEOUT)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    group = HostGroup(list(range(launched.world_size)), TIMEOUT)
     try:
         export(arguments.step_dir, arguments.out, arguments, Votes(group, is_leader=launched.rank == 0))
     except (CheckpointError, ConfigError, TokenizerError) as error:

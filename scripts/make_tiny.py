@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import ConfigError
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import ENDINGS, BadRecord, Corpus, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.documents import ENDINGS, Corpus, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.records import BadRecord
 from torchtitan_like.data.formats.tokenizer import TokenizerError, load_tokenizer
 
 Json = dict[str, Any]

@@ -5,6 +5,9 @@ python scripts/run_folder.py clear
 python scripts/run_folder.py report COMMAND FOLDER
     exits with the code in exit.json. After a finished run it prints where things are, how to resume (COMMAND: what was
     typed, in FOLDER) and how to sample
+python scripts/run_folder.py errors SINCE
+    of a run that crashed: prints the first error of those left since then (in seconds since 1970), as its last words. Exits
+    with 69, and leaves an exit.json that says so, when all that is left are errors of ranks that have lost another; else with 0
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
+from torchtitan_like.monitor.errors import errors_of, in_words
+from torchtitan_like.monitor.run_directory import write_exit
 from torchtitan_like.resilience.exit_codes import ExitCode
 
 if sys.version_info >= (3, 11):
@@ -26,6 +32,7 @@ else:
     import tomli as tomllib
 
 NO_EXIT_FILE = 1
+PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -51,6 +58,32 @@ def report(config: dict[str, Any], command: str, typed_in: Path) -> int:
     else:
         where = "before the first step" if step is None else f"at step {step}"
         print(f"Stopped {where}: {reason} (code {code}); logs: {folder}/attempts", file=sys.stderr)
+    return code
+
+
+def errors(config: dict[str, Any], since: float) -> int:
+    """Print why the newest attempt has crashed: the first error, and which ranks have left none."""
+    attempts = Path(config["job"]["dump_folder"]) / "attempts"
+    left = [(folder, errors_of(folder)) for folder in attempts.glob("[0-9]*")]
+    fresh = [(folder, new) for folder, found in left if (new := [one for one in found if one["time"] >= since])]
+    if not fresh:
+        print("The run has crashed, and no rank has left an error: was it killed?", file=sys.stderr)
+        return 0
+    folder, records = max(fresh, key=lambda attempt: max(one["time"] for one in attempt[1]))
+    first = min(records, key=lambda record: record["time"])
+    words = [f"FIRST ERROR of {len(records)} (all: {folder}/errors): {in_words(first)}"]
+    seen = {int(path.stem.removeprefix("rank-")) for path in folder.glob("heartbeat/rank-*.json")}
+    silent = seen - {record["rank"] for record in records}
+    code = 0
+    if silent:
+        ranks = ", ".join(map(str, sorted(silent)))
+        silence = f"NO ERROR of rank {ranks}: killed (for its memory? see dmesg), or it hung and was killed at the end"
+        is_consequence = re.search(PEER_LOST, first["traceback"]) is not None
+        words.insert(len(words) if is_consequence else 0, silence)
+        if is_consequence:
+            code = ExitCode.LOST_PEER
+            write_exit(config["job"]["dump_folder"], code.reason, code, first["step"])
+    print("\n".join(words), file=sys.stderr)
     return code
 
 
@@ -110,6 +143,8 @@ def main(arguments: list[str]) -> int:
             return clear(config)
         case ["report", command, typed_in]:
             return report(config, command, Path(typed_in))
+        case ["errors", since]:
+            return errors(config, float(since))
     print(__doc__, file=sys.stderr)
     return 2
 

@@ -1,15 +1,12 @@
-"""What a rank's model is given of a batch, and the loss that it makes of whole texts."""
+"""What a rank's model is given of a batch."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan_like.data.batch import Batch, count_bytes, count_valid
+from torchtitan_like.data.batch import Batch
 from torchtitan_like.distributed.world import World
 
 if TYPE_CHECKING:
@@ -38,40 +35,4 @@ class Feed:
             self._to_device(tokens),
             self._to_device(labels),
             None if positions is None else self._to_device(positions),
-        )
-
-
-class TextLoss(NamedTuple):
-    """Mean loss per token of a text in nats; bits_per_byte of the UTF-8 bytes its labels stand for, None without any."""
-
-    loss: float
-    bits_per_byte: float | None
-    num_tokens: int
-    seconds: float
-
-
-def losses_of_texts(
-    texts: Mapping[str, Iterable[Batch]],
-    evaluate: Callable[..., torch.Tensor],
-    feed: Feed,
-    bytes_of_token: torch.Tensor,
-    gather_losses: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterable[tuple[str, TextLoss]]:
-    """The exact mean loss per token over each text's batches, the same on every topology; a collective.
-
-    evaluate: the model, or what makes its stages one; returns the sum of token losses. bytes_of_token: (vocab_size,).
-    """
-    for name, batches in texts.items():
-        begin = time.perf_counter()
-        sums = torch.zeros(3, dtype=torch.float64)
-        for batch in batches:
-            local = feed.local(batch)
-            loss = evaluate(*feed.to_device(local, 0))
-            counts = count_valid(local[1]), count_bytes(local[1], bytes_of_token)
-            sums += torch.tensor([loss.item(), *counts], dtype=torch.float64)
-        loss_sum, num_tokens, num_bytes = gather_losses(sums).sum(0).tolist()
-        bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
-        yield (
-            name,
-            TextLoss(loss_sum / max(1.0, num_tokens), bits_per_byte, int(num_tokens), time.perf_counter() - begin),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
+from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.data.errors import DataError
@@ -27,13 +30,15 @@ from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
+from torchtitan_like.monitor.errors import errors_of, in_words, record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
 from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
-from torchtitan_like.preflight import load_checked
+from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
@@ -46,15 +51,20 @@ if TYPE_CHECKING:
 
 def read_config(argv: list[str], world_size: int) -> JobConfig:
     """Load and check the config as a whole, before anything is built. Raises ConfigError with every problem."""
-    config, warnings = load_checked(
-        argv, world_size, training=True, device_type="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:
         logger.warning(str(warning))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if crowded := few_cores(config.training.dataloader.num_workers, num_ranks, num_cores()):
         logger.warning(crowded)
     return config
+
+
+def look_for_device(config: JobConfig) -> DeviceType:
+    """What there is to train on; the CUDA driver reads its environment when it is asked."""
+    if config.debug.launch_blocking:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def join(config: JobConfig, launched: LaunchedAs) -> World:
@@ -64,8 +74,10 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     set_up_recorder(config.comm, Path(config.job.dump_folder))
     dims, errors = resolve_degrees(config.parallelism, launched.world_size)
     assert dims is not None, errors  # preflight has reported these
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    world = join_world(launched, dims, timeout, needs_mesh=config.training.enable_cpu_offload)
+    seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
+    world = join_world(
+        launched, dims, *(timedelta(seconds=s) for s in seconds), needs_mesh=config.training.enable_cpu_offload
+    )
     if world.size > 1:
         for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
             logger.info(line)
@@ -121,17 +133,23 @@ def build_metrics(
         folder=folder.folder,
         attempt=folder.attempt,
         writer=world.rank == 0,
+        rank=world.rank,
+        world_size=world.size,
         gather=world.gather_losses,
         flops_per_token=flops_per_token,
         peak_flops=peak,
-        world_size=world.size,
         memory_monitor=memory,
         total_steps=config.training.steps,
         sources=sources,
-        rank=world.rank,
         num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
         run_config=config.model_dump() if config.metrics.enable_wandb else None,
     )
+
+
+def fingerprint(config: JobConfig, world: World) -> dict[str, str]:
+    """What decides about a run's bits, in words."""
+    sections = config.parallelism, config.training, config.optimizer, config.loss, config.compile
+    return numeric_fingerprint(world.device, world.dims.mesh_shape(), *sections)
 
 
 def identify(model: Model) -> Identity:
@@ -203,7 +221,7 @@ def is_killed(config: JobConfig, world: World) -> bool:
 
 
 def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], ExitCode]) -> int:
-    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code.
+    """Call `run`: 0 for an agreed end under torchrun (its reason is in exit.json), else the reason's code; 1 after an error.
 
     In `run` signals are heard: a stop before the first step, to which nobody has to agree, ends the process with its code.
     """
@@ -231,11 +249,19 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
             write_exit(config.job.dump_folder, code.reason, int(code), step=None)
         return int(code)
     except Exception as error:
-        if not is_under_torchrun:
-            raise
-        # torchrun shows what the first failing rank records here, with host and rank, as its last words.
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-        raise
+        _tell(error, Path(config.job.dump_folder), launched.rank)
+        return 1
     return 0 if is_under_torchrun else int(code)
+
+
+def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
+    """Print what ends this rank, and record it: in attempts/0 if there is no attempt yet, to which it could belong."""
+    here = Heartbeat.newest
+    folder, (phase, step, *_) = (here.folder, here.at) if here else (dump_folder / "attempts" / "0", ("start", 0))
+    mine = record_error(folder, rank, phase, step, error)
+    print(in_words(mine), file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun's last words are one failed rank's: whichever it takes, they tell of the first error of all.
+        first = min([mine, *errors_of(folder)], key=itemgetter("time")) if here else mine
+        message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from torchtitan_like.config.availability import (
     value_of,
     without_effect,
 )
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.findings import Findings
 from torchtitan_like.config.layout_rules import MODEL_KEYS
@@ -38,9 +39,15 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def load_checked(
-    argv: list[str], world_size: int | None, *, training: bool, device_type: DeviceType | None = None
+    argv: list[str],
+    world_size: int | None,
+    *,
+    training: bool,
+    device_type: DeviceType | Callable[[JobConfig], DeviceType] | None = None,
 ) -> tuple[JobConfig, list[Problem]]:
     """Load the configuration and check all of it; returns it with the warnings.
+
+    ``device_type``: see `check`; or what looks for the device once the settings are known.
 
     Raises ConfigError with the problems of both: a misspelt key does not hide a missing tokenizer.
     """
@@ -54,7 +61,8 @@ def load_checked(
             raise
         config, faulty = error.partial, error.faulty
         problems += error.problems
-    found = check(config, world_size, training=training, device_type=device_type)
+    device = device_type(config) if callable(device_type) else device_type
+    found = check(config, world_size, training=training, device_type=device)
     problems += [problem for problem in found if not _is_doubtful(problem, faulty)]
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems)
@@ -176,6 +184,13 @@ def _check_numerics(findings: Findings) -> None:
             'set compile.enable = true with "model" among compile.components',
             involves=("compile.enable", "compile.components"),
         )
+    if config.debug.detect_overflow and config.compile.enable:
+        findings.error(
+            "debug.detect_overflow",
+            "false with compile.enable = true: modules inside compiled code cannot be looked at",
+            "set compile.enable = false while you look for the bad number",
+            involves=("compile.enable",),
+        )
     if config.optimizer.early_step_in_backward and config.is_set("training.max_norm"):
         findings.warning(
             "training.max_norm",
@@ -209,6 +224,11 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
         )
         if reason:
             findings.error("model.args", f"attention that can be computed here; {reason}", involves=MODEL_KEYS)
+    if config.debug.launch_blocking:
+        slow = "makes the run much slower: the host waits for each kernel"
+        findings.warning(
+            "debug.launch_blocking", "has no effect in this run: there is no GPU" if device_type == "cpu" else slow
+        )
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:
@@ -272,16 +292,17 @@ def _check_text(findings: Findings, section: str) -> None:
         if not _matches(path):
             findings.missing_file(f"{section}.dataset_path", f"a file, folder or glob with files; {_where(Path(path))}")
         return
-    if dataset not in DATASETS:
+    known = datasets_for(section)
+    if dataset not in known:
         findings.error(
             f"{section}.dataset",
-            f"one of {', '.join(DATASETS)}",
-            nearest(dataset, DATASETS) or f"to train on a text of your own, set {section}.dataset_path",
+            f"one of {', '.join(known)}",
+            nearest(dataset, known) or f"to train on a text of your own, set {section}.dataset_path",
             involves=(f"{section}.dataset_path", table),
         )
-    elif DATASETS[dataset].kind == "file" and not DATASETS[dataset].file.exists():
+    elif known[dataset].is_shipped and not known[dataset].file.exists():
         findings.missing_file(
-            f"{section}.dataset", f"the shipped text {DATASETS[dataset].file}", "install the package again"
+            f"{section}.dataset", f"the shipped text {known[dataset].file}", "install the package again"
         )
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from torchtitan_like.bad_steps import BadSteps
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
+from torchtitan_like.checkpoint.fingerprint import resume_line
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
@@ -34,12 +35,13 @@ from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
-from torchtitan_like.feed import Feed, losses_of_texts
-from torchtitan_like.launch import build_metrics, build_model, launch, run_as
+from torchtitan_like.feed import Feed
+from torchtitan_like.launch import build_metrics, build_model, fingerprint, launch, run_as
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
+from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.run_directory import RunDirectory
 from torchtitan_like.optim.optimizer import build_optimizer
@@ -53,6 +55,7 @@ from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 
 @dataclass
@@ -172,6 +175,8 @@ class Trainer:
         self.feed = Feed(world, context)
         for line in lines:
             logger.info(line)
+        if config.debug.detect_overflow:
+            OverflowDetector(self.parts, config.debug, self.heartbeat.place)
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, spec.init_table(args), self.seed)
@@ -201,15 +206,10 @@ class Trainer:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
-        if self.is_leader:
-            spikes = SpikeWatch(config.resilience, self.run_directory.event, self.checkpointer.pin_before)
-            self.metrics.observers.append(spikes.look)
         self.replicas = Replicas(config.resilience.replica_check_freq, world, self.optimizer.named)
         self.switches = Switches(self.run_directory.folder, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
-        self.numeric = numeric_fingerprint(
-            world.device, world.dims.mesh_shape(), config.training, config.optimizer, config.loss, config.compile
-        )
+        self.numeric = fingerprint(config, world)
 
     def _load(self) -> None:
         """Fill the run from its checkpoint, if it starts from one; then say what it is about to do."""
@@ -233,7 +233,12 @@ class Trainer:
         # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
         device = self.optimizer.parameters[0].device
         self.numbers = BadNumbers(self.config.resilience, device, self.progress, stored.get("numbers", {}))
-        self.metrics.load_state_dict({"n_tokens_seen": self.progress.n_tokens_seen})
+        if self.is_leader:
+            known = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
+            self.bad_steps = BadSteps(self.run_directory, self.checkpointer, self.batches, self.start, known)
+            spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
+            self.metrics.observers += [self.bad_steps.look, spikes.look]
+        self.metrics.n_tokens_seen = self.progress.n_tokens_seen
         self.metrics.rewind(self.progress.step)
         training = self.config.training
         logger.info(
@@ -353,6 +358,7 @@ class Trainer:
             data_digest=digest,
             data_digest_chain=self.progress.digest_chain,
             data_loading_s=fetched.seconds,
+            position=before.position,
         )
 
     def _fetch(self, step: int) -> Fetched:
@@ -367,33 +373,45 @@ class Trainer:
         seconds = time.perf_counter() - begin
         if wanted and batch is None:
             self.requests.note(Request.DATA_EXHAUSTED)
-        if self.numbers.have_halted():
-            self.requests.note(Request.BAD_NUMBERS)
-        for request in self.limits.reached():
-            self.requests.note(request)
-        if self.checkpointer.has_failed():
-            self.requests.note(Request.SAVE_FAILED)
-        if self.is_leader:
-            for request in self.switches.read():
-                self.requests.note(request)
-            if self.checkpointer.is_overdue():
-                self.requests.note(Request.SAVE)
+        self._look_for_requests()
         counted = [0, 0, 0]
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):
             counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
         return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
 
+    def _look_for_requests(self) -> None:
+        """Note what this rank has to ask of all."""
+        asked = {
+            Request.BAD_NUMBERS: self.numbers.have_halted(),
+            Request.SAVE_FAILED: self.checkpointer.has_failed(),
+            Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
+        }
+        found = [request for request, is_asked in asked.items() if is_asked] + self.limits.reached()
+        for request in found + (self.switches.read() if self.is_leader else []):
+            self.requests.note(request)
+
+    def _ask(self) -> PendingSum:
+        """This rank's requests to all, apart from a step's; they are sent with the next one's all the same."""
+        self._look_for_requests()
+        self.heartbeat.beat("validate", self.progress.step)
+        return self.world.step_group.sum_async(self.requests.noted())
+
     @torch.no_grad()
     def validate(self, step: int) -> None:
-        """The loss of each validation text's fixed samples."""
+        """The loss of each validation text's fixed samples; none when the run is to stop meanwhile."""
         self.metrics.flush(step)
         self.heartbeat.beat("validate", step)
         with self.metrics.pause():
             self.parts.eval()
             evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
-            gather = self.world.gather_losses
-            for name, found in losses_of_texts(self.validation_sets, evaluate, self.feed, self.bytes_of_token, gather):
-                self.metrics.validation(step, *found, name)
+            per_text = losses_of_texts(
+                self.validation_sets, evaluate, self.feed, self.bytes_of_token, self.world.gather_losses, self._ask
+            )
+            try:
+                for name, found in per_text:
+                    self.metrics.validation(step, *found, name)
+            except BrokenOff:
+                logger.warning(f"The validation after step {step} is broken off: the run is to stop")
             self.parts.train()
 
     def save(self, saves: Sequence[Save]) -> None:
@@ -451,6 +469,8 @@ class Trainer:
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
         cause = reason.name.lower() if reason is not None else "last_step"
         if self.is_leader:
+            if good is not None:
+                self.bad_steps.keep(good.step + 1)
             self.run_directory.event("stop", reason=code.reason, cause=cause, code=int(code), step=self.progress.step)
         logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason} ({cause})")
         return code

@@ -28,7 +28,7 @@ else:
 
 CRASH = 1
 # Ends after which the same command may get further; every other one needs a person, or nothing.
-WORTH_A_RETRY = (CRASH, ExitCode.STORAGE, ExitCode.REQUEUE)
+WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
 
 
 def main(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ from scripts import show_batch
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.data import streaming
+from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats import documents
 from torchtitan_like.monitor.jsonl import read_rows
 
@@ -197,7 +198,7 @@ def refusal(argv):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "build_model", None)  # would fail otherwise
-        with pytest.raises(module.DataError) as refused:
+        with pytest.raises(DataError) as refused:
             build(argv)
     return str(refused.value)
 

@@ -85,17 +85,27 @@ def test_a_run_that_is_stopped_has_saved_and_says_why(tmp_path, name):
     assert step <= 5, "it is agreed on within two steps"
 
 
-def stopped_by(argv, switch):
-    """One rank's run; `switch` is touched in its third step."""
-    train_step = Trainer.train_step
+def stopped_by(argv, switch, place="train_step"):
+    """One rank's run; `switch` is touched in its third step, or before the validation that follows it."""
+    plain = getattr(Trainer, place)
 
     def touching(trainer, step, *args):
         if step == 3 and switch:
             Path(switch).touch()
-        return train_step(trainer, step, *args)
+        return plain(trainer, step, *args)
 
-    Trainer.train_step = touching
+    setattr(Trainer, place, touching)
     try:
         return run_one_rank(argv)
     finally:
-        Trainer.train_step = train_step
+        setattr(Trainer, place, plain)
+
+
+def test_a_validation_is_broken_off_when_the_run_is_to_stop(tmp_path):
+    changes = {**TWO, "training.steps": 50, "validation.enable": "true", "validation.freq": 3, "validation.steps": 20,
+               "validation.seq_len": 32, "validation.dataset": "shakespeare_validation"}  # fmt: skip
+    argv = options(str(tmp_path / "run"), "float32", **changes)
+    codes = run_ranks(stopped_by, 2, argv, str(tmp_path / "run/KILL"), "validate")
+    assert codes == [ExitCode.INTERRUPTED] * 2
+    assert [row["step"] for row in read_rows(tmp_path / "run/validation.jsonl")] == [1], "of a part there is no loss"
+    assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 5

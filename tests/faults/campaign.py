@@ -1,4 +1,4 @@
-"""`./run_tests.sh --faults`: more than 200 kills of real runs; each must go on as if it had not been killed.
+"""`./run_tests.sh --faults`: all drills, and more than 200 kills of real runs; each must go on as if nothing had been.
 
 What is killed: under *torchrun*, workers of the command that run_train.sh uses; *forked*, ranks that execute the same
 `torchtitan_like.train.main`, but are forked from a process that has done the imports (warm.py), which takes a second
@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.faults.drills import ROWS, drill
 from tests.faults.kills import (
     EXPORT_POINTS,
     SAVE_POINTS,
@@ -60,6 +61,31 @@ PARTS = (
     Part("random moments in the background", 8, "torchrun", overrides=ASYNC),
     Part("random moments", 6, "torchrun", num_ranks=4),
 )
+
+
+UNDER_TORCHRUN = {
+    "raise of rank 1: start", "raise of rank 1: step", "SIGKILL of all ranks: validation", "SIGSTOP of rank 1: step",
+    "hang of rank 1: save", "SIGTERM to rank 1: validation", "SIGTERM to all ranks: save", "SIGINT to rank 1: step",
+    "SIGKILL, one process: save",
+}  # fmt: skip
+
+
+def hold_drills(starters: Mapping[str, Starter], faults: Faults, folder: Path, only: str) -> int:
+    """The whole table, and some of it under torchrun; the number of drills in which a promise was not kept."""
+    drills = [("forked", row) for row in ROWS] + [("torchrun", row) for row in ROWS if row.name in UNDER_TORCHRUN]
+    drills = [(launcher, row) for launcher, row in drills if only in f"{launcher}, drill: {row}"]
+    like = {n: make_reference(starters["forked"], faults, folder / f"{n}", n) for n in {r.num_ranks for _, r in drills}}
+    bad = 0
+    for number, (launcher, row) in enumerate(drills, start=1):
+        outputs = folder / f"drill-{number}" / "outputs"
+        chain = Chain(starters[launcher], faults, outputs, like[row.num_ranks].reference, row.num_ranks)
+        try:
+            told = f"ended {drill(chain, row):.1f} s later"
+        except AssertionError as problem:
+            bad += 1
+            told = f"BAD: {problem}\n  left in {outputs}"
+        print(f"drill {number}/{len(drills)}  {launcher}, drill: {row}: {told}", flush=True)
+    return bad
 
 
 class Campaign:
@@ -125,18 +151,19 @@ class Campaign:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--factor", type=float, default=1.0, help="so many times the usual number of kills")
-    parser.add_argument("--only", default="", help="only the parts in whose description this stands")
+    parser.add_argument("--only", default="", help="only the parts and drills in whose description this stands")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     options = parser.parse_args()
     parts = [part._replace(kills=round(part.kills * options.factor)) for part in PARTS if options.only in str(part)]
     parts = [part for part in parts if part.kills]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    print(f"{sum(part.kills for part in parts)} kills in {folder}, seed {options.seed}", flush=True)
+    print(f"Drills, and {sum(part.kills for part in parts)} kills in {folder}, seed {options.seed}", flush=True)
     campaign = Campaign(parts, options.seed)
     faults = Faults(build_shim(folder), folder / "rules")
     warm = Warm(faults.env)
     starters: dict[str, Starter] = {"forked": warm, "torchrun": Torchrun(faults.env)}
     try:
+        bad_drills = hold_drills(starters, faults, folder / "drills", options.only)
         for number, part in enumerate(parts):
             campaign.work_through(part, starters[part.starter], faults, folder / f"part-{number}")
     finally:
@@ -144,10 +171,10 @@ def main() -> int:
     for part, count in campaign.done.items():
         print(f"  {count:4} kills: {part}")
     print(f"  {campaign.resumes} starts after a kill went on from a step and wrote rows beyond it")
-    print(f"{campaign.kills} kills, {campaign.bad} bad resumes")
-    if campaign.bad == 0:
+    print(f"{campaign.kills} kills, {campaign.bad} bad resumes, {bad_drills} bad drills")
+    if campaign.bad + bad_drills == 0:
         shutil.rmtree(folder)
-    return int(campaign.bad > 0)
+    return int(campaign.bad + bad_drills > 0)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tests.faults.plants import Plant
+from tests.faults.warm import GRACE_SECONDS
 from tests.harness.runner import ROOT, kill_session, trainer_command, trainer_environment
 
 EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss", "grad_norm", "lr", "data_digest",
@@ -101,8 +103,16 @@ class Starter(Protocol):
     """Where runs come from."""
 
     name: str
+    grace: float  # seconds after a rank's death in which the others may end by themselves
 
-    def start(self, argv: list[str], num_ranks: int, folder: Path) -> Run: ...
+    def start(
+        self,
+        argv: list[str],
+        num_ranks: int,
+        folder: Path,
+        plants: Sequence[Plant] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> Run: ...
 
 
 def kill(pids: list[int]) -> list[int]:
@@ -124,22 +134,35 @@ class Torchrun:
     """The command that run_train.sh uses, from an interpreter's start to its end."""
 
     name = "torchrun"
+    grace = 30.0
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self.env = env
+    def __init__(self, env: Mapping[str, str], *options: str) -> None:
+        self.env, self.options = env, options  # of torchrun
 
-    def start(self, argv: list[str], num_ranks: int, folder: Path) -> Run:
+    def start(
+        self,
+        argv: list[str],
+        num_ranks: int,
+        folder: Path,
+        plants: Sequence[Plant] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> Run:
         folder.mkdir(parents=True, exist_ok=True)
-        return _TorchrunRun(argv, num_ranks, folder, self.env)
+        command, env = trainer_command(argv, num_ranks, folder), dict(self.env)
+        if plants or settings:
+            command = [{"torchtitan_like.train": "tests.faults.plants"}.get(part, part) for part in command]
+            env["FAULT_PLANTS"] = json.dumps({"plants": plants, "settings": settings or {}})
+        command[3:3] = self.options
+        return _TorchrunRun(command, folder, env)
 
 
 class _TorchrunRun:
-    def __init__(self, argv: list[str], num_ranks: int, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, command: list[str], folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
         self.log = folder.parent / "output.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                trainer_command(argv, num_ranks, folder), cwd=ROOT, env=trainer_environment(env), text=True,
+                command, cwd=ROOT, env=trainer_environment(env), text=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -156,7 +179,9 @@ class _TorchrunRun:
             for one in [top, *top.children(recursive=True)]:  # parents before their children
                 with contextlib.suppress(psutil.Error):
                     command = one.cmdline()
-                    is_trainer = "torchtitan_like.train" in command and "torch.distributed.run" not in command
+                    is_trainer = {"torchtitan_like.train", "tests.faults.plants"} & {
+                        *command
+                    } and "torch.distributed.run" not in command
                     if is_trainer and one.ppid() not in found.values():
                         found[int(one.environ().get("RANK", 0))] = one.pid
         return found
@@ -174,6 +199,7 @@ class Warm:
     """Ranks forked from one process that has all imported (warm.py); one run at a time."""
 
     name = "forked"
+    grace = GRACE_SECONDS
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -183,12 +209,20 @@ class Warm:
         self.buffer = b""
         assert self.answer(120) == {"ready": True}
 
-    def start(self, argv: list[str], num_ranks: int, folder: Path) -> Run:
+    def start(
+        self,
+        argv: list[str],
+        num_ranks: int,
+        folder: Path,
+        plants: Sequence[Plant] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> Run:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder.parent / "output.log"
         log.unlink(missing_ok=True)
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"argv": argv, "num_ranks": num_ranks, "log": str(log)}) + "\n")
+        request = {"argv": argv, "num_ranks": num_ranks, "log": str(log), "plants": plants, "settings": settings or {}}
+        self.process.stdin.write(json.dumps(request) + "\n")
         return _WarmRun(self, self.answer(30)["pids"], folder, log)
 
     def answer(self, timeout: float) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 What runs is `torchtitan_like.train.main` in real processes with a real rendezvous; only the interpreter's start and the
 imports are shared. Like torchrun, the parent stops the other ranks when one has died.
 
-Protocol, one JSON object a line: {"argv", "num_ranks", "log"} in, {"pids"} out at once, {"codes"} out at the end
-(a negative code is the signal that ended the rank).
+Protocol, one JSON object a line: {"argv", "num_ranks", "log", "plants", "settings"} in, {"pids"} out at once, {"codes"}
+out at the end (a negative code is the signal that ended the rank).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 MODULES = ("torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp",
            "tokenizers", "safetensors", "torchtitan_like.train")  # fmt: skip
 # As torchrun: a rank that does not end itself after SIGTERM is killed. (torchrun waits 30 s.)
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 4.0
 
 
 def serve() -> None:
@@ -71,9 +71,11 @@ def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
+        from tests.faults.plants import Plant, grow
         from torchtitan_like.resilience.end import end_process
         from torchtitan_like.train import main
 
+        grow([Plant(*fields) for fields in request["plants"]], request["settings"])
         end_process(main(request["argv"]))
     except BaseException:
         traceback.print_exc()
@@ -90,7 +92,7 @@ def _wait_for(pids: list[int]) -> list[int]:
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
         left = [p for p in pids if p not in codes]
-        if pid and codes[pid] < 0 and failed_at is None:
+        if pid and (codes[pid] < 0 or codes[pid] == 1) and failed_at is None:
             failed_at = time.monotonic()
             for other in left:
                 os.kill(other, signal.SIGTERM)

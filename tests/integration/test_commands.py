@@ -154,7 +154,15 @@ def test_what_is_said_about_resuming_is_what_resuming_does(saved: dict, last_ste
 
 
 def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselves() -> None:
-    scripts = ("plan_parallelism", "count_collectives", "tokenize_corpus", "show_batch", "compare_runs", "make_tiny")
+    scripts = (
+        "plan_parallelism",
+        "count_collectives",
+        "tokenize_corpus",
+        "show_batch",
+        "compare_runs",
+        "make_tiny",
+        "replay",
+    )
     by_the_tests = tuple(f"python scripts/{name}.py " for name in scripts)
     tried = ("./run_train.sh", "./run_tests.sh", *by_the_tests, *SHOWN)
     assert [command for command in shown_commands() if not command.startswith(tried)] == []

@@ -43,7 +43,7 @@ PARTS: tuple[tuple[str, str], ...] = (
         (f"{section}.*", "")
         for section in (
             "job", "profiling", "metrics", "parallelism", "checkpoint", "activation_checkpoint", "compile", "comm",
-            "memory_estimation", "fault_tolerance", "validation",
+            "memory_estimation", "fault_tolerance", "validation", "resilience",
         )
     ),
 )  # fmt: skip

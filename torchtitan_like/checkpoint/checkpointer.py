@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.lock import RunLock
-from torchtitan_like.checkpoint.retention import Retention, pin_before
+from torchtitan_like.checkpoint.retention import Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import HfLayout, Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
@@ -64,6 +64,7 @@ class Checkpointer:
         self._identity = identity
         self._intervals = Intervals(section.interval_minutes)
         self._pending: list[tuple[Save, int, Future[Path]]] = []
+        self._looking: list[Future[Any]] = []
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._votes = Votes(group, is_leader=is_leader)
         self._lock: RunLock | None = None
@@ -246,8 +247,9 @@ class Checkpointer:
 
         def unpin() -> None:
             def remove() -> None:
-                if (pin := pinned.result()) is not None:
-                    pin.unlink(missing_ok=True)
+                pin = pinned.result()
+                if pin is not None and pin.exists() and not pin.read_bytes():  # nobody else wants to keep it
+                    pin.unlink()
 
             self._thread.submit(remove)
 
@@ -292,6 +294,24 @@ class Checkpointer:
             + "; ".join(errors)
         )
 
+    def look_back(self, step: int, then: Callable[[Path | None], None]) -> None:
+        """Call `then` with the newest full step before `step` that this run has saved or loaded, None if there is none.
+
+        On the checkpoint thread, behind the saves under way, so that nothing is deleted meanwhile. On rank 0; never blocks.
+        """
+
+        def look() -> None:
+            try:
+                found = newest_before(self.folder, step) if self.saves else None
+                then(None if found is None else found.path)
+            except Exception as error:  # no reason to end a run
+                logger.error(f"What step {step} is to leave behind is not kept: {error!r}")
+
+        if self.saves:
+            self._looking = [self._thread.submit(look)]
+        else:
+            look()
+
     # ---- end
 
     def close(self) -> None:
@@ -300,7 +320,7 @@ class Checkpointer:
             return
         if self._pending:
             logger.warning("The run ends while a save is under way: waiting for it")
-            wait([future for _, _, future in self._pending], timeout=GRACE_SECONDS)
+        wait(self._looking + [future for _, _, future in self._pending], timeout=GRACE_SECONDS)
         if self._retention is not None:
             self._retention.close()
         if self._lock is not None:

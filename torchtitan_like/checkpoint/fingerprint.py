@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_scale import Compile
+    from torchtitan_like.config.sections_scale import Compile, Parallelism
     from torchtitan_like.config.sections_training import Loss, Optimizer, Training
 
 
 def numeric_fingerprint(
     device: torch.device,
     layout: Mapping[str, int],
+    parallelism: Parallelism,
     training: Training,
     optimizer: Optimizer,
     loss: Loss,
     compile_section: Compile,
 ) -> dict[str, str]:
-    """What decides about bits, in words. `layout`: degrees by the mesh's names."""
+    """What decides about bits, in words. `layout`: degrees by the mesh's names; `parallelism`: how they are used."""
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
     parts = f"{', '.join(compile_section.components)} by {compile_section.backend}"
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -38,6 +39,12 @@ def numeric_fingerprint(
         "optimizer": f"{optimizer.name} {optimizer.implementation}{' on CPU' if training.enable_cpu_offload else ''}",
         "compile": parts if compile_section.enable else "no",
     }
+    defaults = type(parallelism)()
+    used = {
+        name: value for name, value in parallelism if value != getattr(defaults, name) and not name.endswith("_degree")
+    }
+    if used:
+        found["parallelism"] = ", ".join(f"{name} {value}" for name, value in used.items())
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["CUDA"] = str(torch.version.cuda)

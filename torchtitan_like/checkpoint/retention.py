@@ -14,7 +14,7 @@ from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 
 logger = logging.getLogger()
 
-PIN = "PIN"  # an empty file of this name inside `step-N` keeps it for ever
+PIN = "PIN"  # a file of this name inside `step-N` keeps it for ever; who wants to keep it for good may write why
 _TRASH = ".trash-"
 
 
@@ -34,13 +34,18 @@ def doomed(steps: Sequence[StepFolder], keep_latest_k: int, keep_every: int = 0)
     ]
 
 
+def newest_before(folder: Path, step: int) -> StepFolder | None:
+    """The newest full step before `step`, leaving out step 0, which is always kept."""
+    return next((found for found in reversed(published_steps(folder)) if found.is_full and 0 < found.step < step), None)
+
+
 def pin_before(folder: Path, step: int) -> Path | None:
     """Pin the newest full step before `step`; the PIN, None when there is no such step or it is pinned already."""
-    full = [found for found in published_steps(folder) if found.is_full and found.step < step]
-    if not full or (pin := full[-1].path / PIN).exists():
+    newest = newest_before(folder, step)
+    if newest is None or (pin := newest.path / PIN).exists():
         return None
     pin.touch()
-    logger.info(f"Pinned {full[-1].path}: it stays until its file {PIN} is removed")
+    logger.info(f"Pinned {newest.path}: it stays until its file {PIN} is removed")
     return pin
 
 

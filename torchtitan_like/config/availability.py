@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.problems import NOT_AVAILABLE_YET, Problem
 from torchtitan_like.config.schema import JobConfig
@@ -28,25 +27,8 @@ def _differs(key: str, default: Any) -> Callable[[JobConfig], bool]:
     return lambda config: bool(value_of(config, key) != default)
 
 
-def _from_hub(section: str) -> Callable[[JobConfig], bool]:
-    def wanted(config: JobConfig) -> bool:
-        if not is_used(config, section) or sources_of(config, section) or value_of(config, f"{section}.dataset_path"):
-            return False
-        entry = DATASETS.get(value_of(config, f"{section}.dataset"))
-        return entry is not None and entry.kind == "hub"
-
-    return wanted
-
-
-_OWN_TEXT = "download it and set {section}.dataset_path, or name the text in [{table}.<name>]"
-
 NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("parallelism.expert_parallel_degree", _more_than_one("parallelism.expert_parallel_degree"), "set it to 1"),
-    Missing(
-        "parallelism.enable_async_tensor_parallel",
-        _differs("parallelism.enable_async_tensor_parallel", False),
-        "set it to false: each layer then waits for its messages",
-    ),
     Missing(
         "model.converters",
         lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
@@ -59,12 +41,6 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("model.print_after_conversion", _differs("model.print_after_conversion", False), "set it to false"),
     Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
     Missing("experimental.custom_args_module", _differs("experimental.custom_args_module", ""), "leave it out"),
-    Missing("training.dataset", _from_hub("training"), _OWN_TEXT.format(section="training", table="data.sources")),
-    Missing(
-        "validation.dataset",
-        _from_hub("validation"),
-        _OWN_TEXT.format(section="validation", table="validation.sources"),
-    ),
 )
 
 
@@ -219,6 +195,12 @@ SWITCHES: tuple[Switch, ...] = (
         "debug.deterministic",
         _is("debug.deterministic", False),
         "debug.deterministic = true",
+    ),
+    Switch(
+        ("debug.detect_overflow_frames", "debug.trace_batch_nums", "debug.abort_after_batch_num"),
+        "debug.detect_overflow",
+        _is("debug.detect_overflow", False),
+        "debug.detect_overflow = true",
     ),
     Switch(
         ("data.add_bos", "data.add_eos"),

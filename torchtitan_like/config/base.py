@@ -66,6 +66,7 @@ KeepCount = Annotated[
     int, Field(ge=0, json_schema_extra={"expected": "0 or an integer >= 2"}), AfterValidator(_not_one)
 ]
 BatchRamp = Annotated[list[int], Field(json_schema_extra={"expected": "a list [start, increment, samples]"})]
+Steps = Annotated[list[int], Field(json_schema_extra={"expected": "a list of steps"})]
 StepRanges = Annotated[
     list[list[int]], Field(json_schema_extra={"expected": "a list of pairs of steps, [[first, last], ...]"})
 ]

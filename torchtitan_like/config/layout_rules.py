@@ -325,11 +325,15 @@ TENSOR_RULES = (
     ),
     LayoutRule(
         "async-tp-eager",
-        lambda at: at.parallelism.enable_async_tensor_parallel and at.tp > 1 and not at.compiles_model,
+        lambda at: (
+            at.parallelism.enable_async_tensor_parallel
+            and at.tp > 1
+            and not (at.compiles_model and at.config.compile.backend == "inductor")
+        ),
         ASYNC_TP,
-        "a compiled model: the compiler overlaps communication and computation",
-        "set compile.enable = true",
-        COMPILE,
+        'a model compiled by "inductor", which overlaps communication and computation',
+        'set compile.enable = true with "model" among compile.components, and compile.backend = "inductor"',
+        (*COMPILE, "compile.backend"),
     ),
     LayoutRule(
         "async-tp-without-sp",

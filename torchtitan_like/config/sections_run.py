@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, Minutes, Section
+from torchtitan_like.config.base import Conflict, Minutes, Section, Steps
 from torchtitan_like.config.checkpoint_rules import A_FOLDER, COPY_LATER, is_uri
 
 
@@ -98,6 +98,12 @@ class Comm(Section):
     )
     train_timeout_seconds: int = Field(
         100, gt=0, description="Seconds a collective may take after the first step of a process."
+    )
+    checkpoint_timeout_seconds: int = Field(
+        1800,
+        gt=0,
+        description="Seconds ranks wait for the slowest one in a save or a load: longer than its disk may take, and not longer "
+        "than a hung one may cost.",
     )
     trace_buf_size: int = Field(
         20000, ge=0, description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off."
@@ -258,4 +264,25 @@ class Debug(Section):
     )
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="Precision of float32 matrix products (torch.set_float32_matmul_precision)."
+    )
+    detect_overflow: bool = Field(
+        False,
+        description="Look at weights, inputs and outputs of every module in the forward pass; the first inf or nan ends the "
+        "run, which names the module. Slow.",
+    )
+    detect_overflow_frames: int = Field(
+        21,
+        gt=0,
+        description="With detect_overflow: modules that are shown, with abs min and max, up to the first bad one.",
+    )
+    trace_batch_nums: Steps = Field(
+        [], description="With detect_overflow: steps of which every module is logged, with abs min and max."
+    )
+    abort_after_batch_num: int = Field(
+        0, ge=0, description="With detect_overflow: end the run, as a crash does, behind this step. 0: never."
+    )
+    launch_blocking: bool = Field(
+        False,
+        description="Wait for each GPU kernel (CUDA_LAUNCH_BLOCKING=1), so that an error shows the line that it comes from. "
+        "Slow.",
     )

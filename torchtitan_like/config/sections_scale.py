@@ -42,7 +42,9 @@ class Parallelism(Section):
         False, description="Gather the logits before the loss instead of computing it on vocabulary shards."
     )
     enable_async_tensor_parallel: bool = Field(
-        False, description="Overlap tensor-parallel communication with computation. Needs compile.enable."
+        False,
+        description="Send and fetch activations while they are multiplied. Needs a compiled model, sequence parallelism, and "
+        "GPUs that read each other's memory (NVLink).",
     )
     pipeline_parallel_degree: int = Field(1, gt=0, description="Ranks over which the layers are distributed in order.")
     module_fqns_per_model_part: list[list[str]] | None = Field(

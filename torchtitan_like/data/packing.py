@@ -47,6 +47,19 @@ class PackedSamples:
         self._num_full = num_labels // seq_len
         self._full = sample_rows(file.tokens, seq_len, self._num_full)
 
+    def __str__(self) -> str:
+        meta = self.file.meta
+        return (
+            f"({self.file.folder}): {meta.num_documents:,} documents, {meta.num_tokens:,} tokens = {self.num_samples:,} "
+            f"samples of {self.seq_len:,} tokens per epoch"
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the text is known by."""
+        meta = self.file.meta
+        return {"text": f"{meta.text_digest:016x}", "num_documents": meta.num_documents, "num_tokens": meta.num_tokens}
+
     def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Tokens of ``samples`` (rows,) as (rows, seq_len + 1) of the file's type, and how many of each row are real, (rows,).
 

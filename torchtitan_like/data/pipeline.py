@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 
 from .batches import TrainBatches
@@ -21,7 +21,7 @@ from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply, seed_of
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
 from .steps import StepPositions
-from .streaming import StreamedSamples
+from .streaming import StreamedSamples, folder_of
 from .token_cache import TokenPolicy, cached_tokens
 from .token_file import TokenFile
 from .token_sources import open_token_source
@@ -86,7 +86,7 @@ def build_train_batches(
         dataloader=training.dataloader,
     )
     for one, part in zip(named, parts, strict=True):
-        _announce("training", one, part)
+        logger.info(f"training text {one.name} {part}")
     if len(sizes) > 1:
         logger.info("Samples per step: " + ", ".join(f"{size:,} from step {first:,}" for first, size in sizes))
     if len(named) > 1:
@@ -127,7 +127,7 @@ def build_validation_sets(
     sets = {}
     for one in named:
         samples = _samples(one, validation.seq_len, data, tokenizer, dump_folder, with_positions)
-        _announce("validation", one, samples)
+        logger.info(f"validation text {one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
             local_batch_size=validation.local_batch_size,
@@ -144,25 +144,22 @@ def resolve_sources(
 ) -> list[NamedSource]:
     """The sources that are meant: ``sources``, else ``dataset_path``, else where the name ``dataset`` points.
 
-    Raises DataError for an unknown name, and for a name that needs a download.
+    Raises DataError for an unknown name.
     """
     if sources:
         return [NamedSource(name, source, key=name) for name, source in sources.items()]
     if dataset_path is not None:
         return [NamedSource(dataset, DataSource(path=dataset_path))]
-    entry = DATASETS.get(dataset)
-    own_text = f"give your own text as {section}.dataset_path or in [{table}.<name>]"
+    known = datasets_for(section)
+    entry = known.get(dataset)
     if entry is None:
-        near = get_close_matches(dataset, DATASETS, n=1)
+        near = get_close_matches(dataset, known, n=1)
         hint = f", perhaps you meant {near[0]!r}" if near else ""
-        raise DataError(f"{section}.dataset is {dataset!r}: expected one of {', '.join(DATASETS)}{hint}; or {own_text}")
-    if entry.kind == "hub":
-        raise DataError(
-            f"{section}.dataset {dataset!r} is a data set of the Hub, which is not available yet: {own_text}"
-        )
+        own_text = f"give your own text as {section}.dataset_path or in [{table}.<name>]"
+        raise DataError(f"{section}.dataset is {dataset!r}: expected one of {', '.join(known)}{hint}; or {own_text}")
     if entry.note:
         logger.info(f"{section}.dataset: {entry.note}")
-    return [NamedSource(dataset, DataSource(path=str(entry.file)))]
+    return [NamedSource(dataset, DataSource(path=entry.source_path, streaming=entry.streaming))]
 
 
 def _samples(
@@ -183,7 +180,8 @@ def _training_samples(
     source = named.source
     if not source.streaming:
         return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
-    corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
+    downloads = folder_of(data, dump_folder)
+    corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record, downloads)
     policy, key = _policy(source, data, tokenizer), seed_of(named.key, seed) if data.shuffle else None
     return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
 
@@ -204,19 +202,17 @@ def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: s
 
 
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
-    if isinstance(samples, StreamedSamples):
-        return Supply(named.key, samples.num_samples, samples.seq_len, named.source.weight)
     if not samples.num_labels:
         raise DataError(
-            f"the text {named.name} has nothing to be learnt: each of its {samples.file.meta.num_documents:,} documents has "
-            "one token, and the first of a document is no label (data.mask_document_starts)"
+            f"the text {named.name} {samples} has nothing to be learnt: each of its documents has one token, and the first "
+            "of a document is no label (data.mask_document_starts)"
         )
     return Supply(
         named.key,
         samples.num_samples,
         samples.num_labels / samples.num_samples,
         named.source.weight,
-        named.source.max_epochs,
+        0 if named.source.streaming else named.source.max_epochs,  # a stream knows its end when it is there
     )
 
 
@@ -250,7 +246,7 @@ def _fingerprint(
     for one, samples in zip(named, parts, strict=True):
         prefix = f"sources.{one.key}" if one.key else "source"
         policy = _policy(one.source, data, tokenizer)
-        fingerprint |= {f"{prefix}.{name}": value for name, value in _identity(samples).items()} | {
+        fingerprint |= {f"{prefix}.{name}": value for name, value in samples.identity.items()} | {
             f"{prefix}.text_field": one.source.text_field,
             f"{prefix}.bos" if one.key else "bos": policy.bos_id,
             f"{prefix}.eos" if one.key else "eos": policy.eos_id,
@@ -269,24 +265,3 @@ def _fingerprint(
         "order": order if data.shuffle else "as in the files",
         "seed": seed if data.shuffle else None,
     }
-
-
-def _identity(samples: PackedSamples | StreamedSamples) -> dict[str, Any]:
-    """What a text is known by."""
-    if isinstance(samples, StreamedSamples):
-        return samples.identity
-    meta = samples.file.meta
-    return {"text": f"{meta.text_digest:016x}", "num_documents": meta.num_documents, "num_tokens": meta.num_tokens}
-
-
-def _announce(what: str, named: NamedSource, samples: PackedSamples | StreamedSamples) -> None:
-    if isinstance(samples, StreamedSamples):
-        logger.info(
-            f"{what} text {named.name} ({samples.corpus.folder}): streamed, {', '.join(samples.identity.values())}"
-        )
-        return
-    meta = samples.file.meta
-    logger.info(
-        f"{what} text {named.name} ({samples.file.folder}): {meta.num_documents:,} documents, {meta.num_tokens:,} "
-        f"tokens = {samples.num_samples:,} samples of {samples.seq_len:,} tokens per epoch"
-    )

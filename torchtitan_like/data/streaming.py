@@ -4,6 +4,9 @@ The text is a row of *blocks*: a few MiB of lines, a row group, a file. In each 
 them on end as hold `WINDOW_BYTES` are a *window*: a token file like that of a small corpus, with its documents permuted, cut
 into samples as any other, and the samples permuted. The last sample of a window may be padded, as that of an epoch is.
 
+Of text on the Hub the files are permuted, and the blocks of each follow one another: a file is downloaded when the first
+window with text of it is made.
+
 A window follows from its number alone, so that a cursor (a window, and how many samples lie before it) is all there is to
 be saved: it is the same on every rank of every layout, and any of them reaches it at once.
 
@@ -35,7 +38,8 @@ from torchtitan_like.config.sections_training import Data
 
 from . import best_fit, packing
 from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME, Blocks, Corpus, Span
+from .formats.documents import CACHE_FOLDER_NAME, Blocks, Corpus
+from .formats.records import Span
 from .mixture import UNKNOWN_SIZE, seed_of
 from .order import PERMUTATION_VERSION, shuffled
 from .packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
@@ -50,6 +54,11 @@ WINDOW_BYTES = 32 * 2**20
 # A window has room for this many samples of 4 bytes a token at least, so that what pads its last one is little.
 MIN_SAMPLES = 128
 NUM_AHEAD = 4  # windows
+
+
+def folder_of(data: Data, dump_folder: str) -> Path:
+    """Where windows lie, and what is downloaded for them."""
+    return Path(data.cache_folder or Path(dump_folder, CACHE_FOLDER_NAME)).expanduser().absolute()
 
 
 class StreamedSamples(JoinedSamples):
@@ -70,12 +79,13 @@ class StreamedSamples(JoinedSamples):
         seed: int | None,
         max_epochs: int,
     ) -> None:
+        self.num_labels = UNKNOWN_SIZE * seq_len
         self.parts, self.seq_len, self.dtype = (), seq_len, token_type(policy.tokenizer.vocab_size)
         is_best_fit = data.packing == "best_fit"
         self.packing = best_fit.BestFitSamples.packing if is_best_fit else packing.PACKING
         self.mask_document_starts = data.mask_document_starts or is_best_fit
         self.corpus, self._policy, self._data = corpus, policy, data
-        self._folder = Path(data.cache_folder or Path(dump_folder, CACHE_FOLDER_NAME)).expanduser().absolute()
+        self._folder = folder_of(data, dump_folder)
         self._places: Any = {"beside": corpus.folder, "cache_folder": str(self._folder), "dump_folder": dump_folder}
         self._blocks = Blocks(corpus)
         wanted = max(WINDOW_BYTES, 4 * MIN_SAMPLES * seq_len) * len(self._blocks) / max(1, self._blocks.num_bytes)
@@ -84,7 +94,8 @@ class StreamedSamples(JoinedSamples):
         self._num_windows = max_epochs * self.windows_per_epoch or UNKNOWN_SIZE
         self._seeds = None if seed is None else [seed_of(what, seed) for what in ("blocks", "documents", "samples")]
         order = (
-            f"windows of {self._at_once} of {len(self._blocks)} blocks, version {WINDOW_VERSION}.{PERMUTATION_VERSION}"
+            f"windows of {self._at_once} of {len(self._blocks)} blocks{' by file' * (corpus.listing is not None)}, "
+            f"version {WINDOW_VERSION}.{PERMUTATION_VERSION}"
         )
         self.identity = {"files": self._blocks.identity, "order": order}
         self._key = cache_key(corpus, policy) | {"order": order, "seeds": self._seeds}
@@ -92,6 +103,9 @@ class StreamedSamples(JoinedSamples):
         self._ahead: threading.Thread | None = None
         self._ahead_from = -1
         self.go_to(0, 0)
+
+    def __str__(self) -> str:
+        return f"({self.corpus.folder}): streamed, {', '.join(self.identity.values())}"
 
     def go_to(self, window: int, start: int) -> None:
         """Begin with ``window``, before which lie ``start`` samples; nothing before it is asked for any more."""
@@ -188,11 +202,21 @@ class StreamedSamples(JoinedSamples):
         epoch, window = divmod(number, self.windows_per_epoch)
         places = np.arange(window * self._at_once, min((window + 1) * self._at_once, len(self._blocks)))
         if self._seeds is not None:
-            places = np.sort(shuffled(places, len(self._blocks), self._seeds[0], epoch))
+            places = np.sort(self._shuffled_blocks(places, self._seeds[0], epoch))
         for place in places.tolist():
             if not threading.main_thread().is_alive():
                 sys.exit()  # out of this thread: the process is to end, and waits for it
             yield self._blocks[place]
+
+    def _shuffled_blocks(self, places: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+        if self.corpus.listing is None:
+            return shuffled(places, len(self._blocks), seed, epoch)
+        ends = np.array(self._blocks.ends)
+        files = shuffled(np.arange(len(ends)), len(ends), seed, epoch)
+        behind = np.cumsum(np.diff(ends, prepend=0)[files])  # of the blocks in their new order
+        file = np.searchsorted(behind, places, side="right")
+        blocks: NDArray[np.int64] = ends[files[file]] - behind[file] + places
+        return blocks
 
     def _permuted(self, piece: EncodedPiece, number: int) -> EncodedPiece:
         if self._seeds is None or not len(piece.lengths):

@@ -38,14 +38,13 @@ from .errors import DataError
 from .formats.documents import (
     CACHE_FOLDER_NAME,
     PIECES_VERSION,
-    BadRecord,
     Corpus,
     Piece,
-    Span,
     piece_size,
     plan_pieces,
     read_piece,
 )
+from .formats.records import BadRecord, Span
 from .formats.tokenizer import Tokenizer, load_tokenizer
 from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
 
@@ -56,7 +55,7 @@ FORMAT_VERSION = 1
 # Starting worker processes takes seconds: fewer pieces than this are tokenised without.
 MIN_PIECES_FOR_WORKERS = 4
 PROGRESS_SECONDS = 10.0
-GROUP_CHARACTERS = 1 << 16  # that are tokenised in one call
+GROUP_CHARACTERS = 1 << 18  # that are tokenised in one call
 
 Found = TypeVar("Found")
 
@@ -150,8 +149,8 @@ def _file_identities(corpus: Corpus) -> dict[str, Any]:
     """Number of files and a hash of names, sizes and times; names are relative: a folder moves with its cache."""
     state = xxhash.xxh3_128()
     for file in corpus.files:
-        status = file.stat()
-        state.update(f"{file.relative_to(corpus.folder)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        size, time_ns = corpus.size_and_time(file)
+        state.update(f"{file.relative_to(corpus.folder)}\0{size}\0{time_ns}\0".encode())
     return {"count": len(corpus.files), "hash": state.hexdigest()}
 
 

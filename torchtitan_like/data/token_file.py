@@ -107,7 +107,11 @@ def open_token_file(folder: Path, key: dict[str, Any]) -> TokenFile | None:
             raise _damaged(
                 folder, f"{name} should have {size:,} bytes and {'is missing' if found is None else f'has {found:,}'}"
             )
-    return TokenFile(folder, map_file(folder / TOKENS, dtype), map_file(folder / OFFSETS, OFFSET_TYPE), meta)
+    offsets = map_file(folder / OFFSETS, OFFSET_TYPE)
+    seen = offsets if len(offsets) <= 2**20 else offsets[np.linspace(0, meta.num_documents, 2**10).astype(np.int64)]
+    if int(seen[0]) or int(seen[-1]) != meta.num_tokens or (seen[1:] <= seen[:-1]).any():
+        raise _damaged(folder, f"{OFFSETS} does not list where {meta.num_documents:,} documents begin")
+    return TokenFile(folder, map_file(folder / TOKENS, dtype), offsets, meta)
 
 
 def key_of(folder: Path) -> dict[str, Any]:

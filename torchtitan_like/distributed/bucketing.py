@@ -31,10 +31,14 @@ class _Sent(NamedTuple):
     settings: tuple[Any, ...]  # of the operator: reduction, number of ranks, name of the group
 
 
-def bucketing_backend(backend: str, blocks: Collection[str], groups: Collection[str]) -> Callable[..., Any]:
-    """`backend` ("inductor" or "aot_eager") of torch.compile, with `merge_collectives` on each of its graphs."""
+def bucketing_backend(
+    backend: str, blocks: Collection[str], groups: Collection[str], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """`backend` ("inductor", which takes options, or "aot_eager") of torch.compile, with `merge_collectives` on each of its
+    graphs.
+    """
     if backend == "inductor":
-        return _inductor(tuple(blocks), tuple(groups))
+        return _inductor(tuple(blocks), tuple(groups), options or {})
     if backend != "aot_eager":
         raise ValueError(f"cannot merge collectives under the backend {backend!r}: expected inductor or aot_eager")
     from torch._dynamo.backends.common import aot_autograd
@@ -154,7 +158,7 @@ def _sort(graph: fx.Graph, place: dict[fx.Node, tuple[int, int]]) -> None:
     graph.lint()
 
 
-def _inductor(blocks: tuple[str, ...], groups: tuple[str, ...]) -> Callable[..., Any]:
+def _inductor(blocks: tuple[str, ...], groups: tuple[str, ...], options: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -167,5 +171,5 @@ def _inductor(blocks: tuple[str, ...], groups: tuple[str, ...]) -> Callable[...,
         def uuid(self) -> Any:
             return get_hash_for_files((__file__,), repr((blocks, groups)))
 
-    patches = {"post_grad_custom_pre_pass": Pass()}
+    patches = {"post_grad_custom_pre_pass": Pass(), **options}
     return lambda graph, inputs: compile_fx(graph, inputs, config_patches=patches)

@@ -132,7 +132,8 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grad, ctx.joined, ctx.cut, ctx.group), None, None, None
 
 
-# ---- the same without gradients
+# ---- the same without gradients. A `chunk` and a `cat` around a collective is the form in which Inductor recognises one
+# that is next to a matrix product, for asynchronous tensor parallelism; any other form of these copies it leaves alone.
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -141,11 +142,11 @@ def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     stacked = arrived(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return _join(stacked.unflatten(0, (group.size(), x.shape[0])), dim)
+    return torch.cat(stacked.chunk(group.size()), dim) if dim else stacked
 
 
 def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    stacked = _cut(x, dim, group).flatten(0, 1)
+    stacked = torch.cat(x.split(_share(x, dim, group), dim)) if dim else x.contiguous()
     return arrived(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
@@ -167,13 +168,13 @@ def arrived(x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """(ranks, *piece), contiguous: what goes to one rank lies together. A copy, except along the first dimension."""
+    """(ranks, *piece), contiguous: what goes to one rank lies together."""
     pieces: Tensor = x.unflatten(dim, (group.size(), _share(x, dim, group)))
     return pieces.movedim(dim, 0).contiguous()
 
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
-    """(ranks, *piece) -> the pieces one behind the other along `dim`; a copy, except along the first one."""
+    """(ranks, *piece) -> the pieces one behind the other along `dim`."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 

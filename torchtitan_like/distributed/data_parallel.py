@@ -44,8 +44,9 @@ def apply_data_parallel(
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
     Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, and backward begins
-    with the outermost group, whatever that one holds: they are resharded between the two only under "always". With pipelines "default" reshards nothing: each micro-batch would
-    gather everything again. Returns the name of what was applied, for the log.
+    with the outermost group, whatever that one holds: they are resharded between the two only under "always". With pipelines
+    "default" reshards nothing: each micro-batch would gather everything again. Returns the name of what was applied, for the
+    log.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -158,13 +158,17 @@ def parallelize(
         lines += convert_to_float8(
             model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled, device=world.device
         )
+    options: dict[str, Any] = {}
     if dims.tp > 1:
-        from torchtitan_like.distributed.tensor import apply_tensor_parallel
+        from torchtitan_like.distributed.tensor import apply_tensor_parallel, overlap_tensor_parallel
 
         assert world.mesh is not None
         lines += apply_tensor_parallel(
             model, spec, world.mesh["tp"], sequence_parallel=parallelism.enable_sequence_parallel
         )
+        if parallelism.enable_async_tensor_parallel:
+            options = overlap_tensor_parallel(world.group("tp"))
+            lines.append("Async Tensor Parallelism: matrix products and the collectives beside them overlap")
     if context is not None:
         from torchtitan_like.distributed.context import apply_context_parallel
 
@@ -182,9 +186,9 @@ def parallelize(
             from torchtitan_like.distributed.simple_fsdp import compile_model
 
             buckets = blocks if parallelism.simple_fsdp_bucketing else ()
-            compile_model(model, backend, world.mesh, buckets)
+            compile_model(model, backend, world.mesh, buckets, options=options)
         else:
-            compile_blocks(blocks, backend)
+            compile_blocks(blocks, backend, options)
         lines.append(f"Compiling {'the whole model' if simple else 'each block'} with torch.compile ({backend})")
     offload = training.enable_cpu_offload
     if not needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
@@ -214,7 +218,11 @@ def parallelize(
     return lines
 
 
-def compile_blocks(blocks: dict[str, nn.Module], backend: str) -> None:
-    """Compile each block's forward, whole; blocks of one shape share one compilation. Names do not change."""
+def compile_blocks(blocks: dict[str, nn.Module], backend: str, options: dict[str, Any] | None = None) -> None:
+    """Compile each block's forward, whole; blocks of one shape share one compilation. Names do not change.
+
+    options: the backend's, if it takes any.
+    """
     for block in blocks.values():
-        block.forward = on_local_parameters(block, torch.compile(block.forward, backend=backend, fullgraph=True))
+        compiled = torch.compile(block.forward, backend=backend, options=options or None, fullgraph=True)
+        block.forward = on_local_parameters(block, compiled)

@@ -86,17 +86,23 @@ def apply_simple_fsdp(
 
 
 def compile_model(
-    model: nn.Module, backend: Any, mesh: DeviceMesh | None = None, buckets: Collection[str] = ()
+    model: nn.Module,
+    backend: Any,
+    mesh: DeviceMesh | None = None,
+    buckets: Collection[str] = (),
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Compile the forward of a model as one graph with all its collectives. Names do not change.
 
     buckets: the fqns of the modules that are to send what their weights need in one collective; `mesh` is then needed.
+    options: the backend's, if it takes any.
     """
     if buckets and mesh is not None:
         layout = _Layout.of(mesh)
         groups = [group.group_name for group in (layout.shards, layout.replicas) if group is not None]
-        backend = bucketing_backend(backend, buckets, groups)
-    model.forward = on_local_parameters(model, torch.compile(model.forward, backend=backend, fullgraph=True))
+        backend, options = bucketing_backend(backend, buckets, groups, options), None
+    compiled = torch.compile(model.forward, backend=backend, options=options or None, fullgraph=True)
+    model.forward = on_local_parameters(model, compiled)
 
 
 class _Layout(NamedTuple):

@@ -7,6 +7,7 @@ so that nothing is computed or kept twice (Korthikanti et al. 2022, arXiv:2205.0
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -121,6 +122,29 @@ def apply_tensor_parallel(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh, *
     _add_hooks(model, cuts, mesh.get_group(), sequence_parallel)
     how = "with" if sequence_parallel else "without"
     return [f"Applied Tensor Parallelism to the model (over {mesh.size()} ranks, {how} sequence parallelism)"]
+
+
+def overlap_tensor_parallel(group: ProcessGroup) -> dict[str, Any]:
+    """Let the ranks' GPUs read each other's memory; returns the options of torch.compile that make use of it.
+
+    Inductor then computes the product behind an all-gather in pieces, each as its part arrives, and the one before a
+    reduce-scatter in pieces, each of which is sent while the next is computed. Raises RuntimeError where the GPUs have
+    no way to each other's memory.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 calls it needless, but Inductor still asks for it
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    try:
+        symmetric_memory.get_symm_mem_workspace(group.group_name, min_size=1)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"parallelism.enable_async_tensor_parallel = true: expected {group.size()} GPUs that read each other's memory "
+            f"(NVLink, symmetric memory of torch.distributed); {error} -> set it to false, or "
+            "parallelism.tensor_parallel_degree to a number of GPUs that do"
+        ) from error
+    return {"_micro_pipeline_tp": True}
 
 
 def _read_table(model: nn.Module, spec: ModelSpec, num_ranks: int) -> list[Cut]:

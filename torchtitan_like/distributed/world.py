@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
-CHECKPOINT_TIMEOUT = timedelta(hours=2)
-
 
 @dataclass(frozen=True)
 class LaunchedAs:
@@ -222,9 +220,27 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, needs_mesh: bool) -> World:
+def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other's addresses: the launcher's store; in it, a restarted run has a part of its own.
+
+    NOTE: torchrun (2.13) keeps one store for all its restarts. Of the addresses in it, a rank would take dead peers'. Where
+    several launchers work together each counts restarts by itself, so their number tells nothing (docs/operations.md).
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    has_one_launcher = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_launcher else "any"
+    return dist.PrefixStore(f"restart_{restarts}", store)
+
+
+def join_world(
+    launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, checkpoint_timeout: timedelta, *, needs_mesh: bool
+) -> World:
     """Join the default group (made here unless the embedding program made it) and build meshes and host groups.
 
+    timeout: of a collective in training; checkpoint_timeout: in a save or a load, where ranks wait for the slowest disk.
     A single rank joins nothing unless `needs_mesh`: imports and start-up stay as light as a plain script's.
     """
     shape = dims.mesh_shape()
@@ -239,15 +255,15 @@ def join_world(launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, *, ne
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
+            store=_meeting_place(launch, timeout),
             device_id=device if device.type == "cuda" else None,
-            store=dist.HashStore() if launch.world_size == 1 else None,
         )
     mesh = dims.build_mesh(device.type) if needs_group else None
     groups = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     if dims.cp > 1:
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
     ranks = list(range(dims.world_size))
-    step_group, checkpoint_group = HostGroup(ranks, timeout), HostGroup(ranks, CHECKPOINT_TIMEOUT)
+    step_group, checkpoint_group = HostGroup(ranks, timeout), HostGroup(ranks, checkpoint_timeout)
     training = [group for group in (step_group.group, *groups.values()) if group is not None]
     if dims.world_size > 1:
         training += [dist.group.WORLD] if owns and dist.group.WORLD not in training else []

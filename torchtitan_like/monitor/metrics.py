@@ -42,6 +42,7 @@ class StepRecord:
     local_valid_by_source, loss_by_source: its labels, and the sums of its token losses (sources,), of each source; empty
     where sources are not told apart.
     grad_norm, skipped: of the whole model, equal on all ranks; skipped is 1 when the update was left out.
+    position: where the stream of samples was before this step.
     data_digest, data_digest_chain: of the tokens fed, unsigned 64 bit. data_loading_s: seconds waited for the batch.
     """
 
@@ -56,6 +57,7 @@ class StepRecord:
     data_digest: int
     data_digest_chain: int
     data_loading_s: float
+    position: int = 0
     local_valid_by_source: Sequence[int] = ()
     loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -249,12 +251,6 @@ class Metrics:
         """Size of metrics.jsonl in bytes after fsync; a checkpoint stores it. 0 on ranks that do not write."""
         return self._steps_file.byte_offset() if self._writer else 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"n_tokens_seen": self.n_tokens_seen}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.n_tokens_seen = state["n_tokens_seen"]
-
     def close(self) -> None:
         """Close files and sinks. No collective: it may be called after a fault, when ``flush`` must not."""
         self._steps_file.close()
@@ -314,6 +310,9 @@ class Metrics:
                 "time": wall_time,
                 "data_loading_s": record.data_loading_s,
             })  # fmt: skip
+            if skipped[i]:
+                known = {str(rank): None if row[i][1] == -math.inf else row[i][1] for rank, row in enumerate(gathered)}
+                rows[-1] |= {"position": record.position, "rank_losses": known}
         self.skipped_steps += [row["step"] for row in rows if row["skipped"]]
         self._last_row = rows[-1]
         return rows

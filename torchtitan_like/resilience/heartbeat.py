@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 logger = logging.getLogger()
 
@@ -29,11 +29,13 @@ class Beat(NamedTuple):
 class Heartbeat:
     """Writes ``folder/heartbeat/rank-<r>.json`` from a thread, whenever the rank has come to another place.
 
-    A rank that stays in one place of a step for longer than ``limit`` seconds has the stacks of all its threads written beside
-    it (``stacks-rank-<r>.txt``), and the collectives that it has called into ``trace`` (file, what goes into it), once for each
-    place: before the time-out of a collective ends the process. Nothing here fails a run: a file that cannot be written is told
-    of once.
+    A rank that stays in one place of a step, or at one batch of a validation, for longer than ``limit`` seconds has the stacks
+    of all its threads written beside it (``stacks-rank-<r>.txt``), and the collectives that it has called into ``trace`` (file,
+    what goes into it), once for each place: before the time-out of a collective ends the process. Nothing here fails a run: a
+    file that cannot be written is told of once.
     """
+
+    newest: ClassVar[Heartbeat | None] = None  # of this process: where it is when an error ends it
 
     def __init__(
         self,
@@ -44,9 +46,10 @@ class Heartbeat:
         trace: tuple[Path, Callable[[], bytes]] | None = None,
     ) -> None:
         self.limit: float | None = None
+        Heartbeat.newest = self
+        self.folder, self.at = folder, Beat("start", 0, 0, clock())
         self._trace = trace
         self._folder, self._rank, self._clock = folder / "heartbeat", rank, clock
-        self._beat = Beat("start", 0, 0, clock())
         self._written: Beat | None = None
         self._dumped: Beat | None = None
         self._is_told_of = False
@@ -59,11 +62,15 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int, micro_batch: int = 0) -> None:
         """The rank is here now. Costs less than a microsecond."""
-        self._beat = Beat(phase, step, micro_batch, self._clock())
+        self.at = Beat(phase, step, micro_batch, self._clock())
+
+    def place(self) -> tuple[int, int]:
+        """Step and micro-batch."""
+        return self.at.step, self.at.micro_batch
 
     def look(self) -> None:
         """Write what there is to write."""
-        beat = self._beat
+        beat = self.at
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if beat != self._written:
@@ -72,7 +79,12 @@ class Heartbeat:
                 os.replace(temporary, self._folder / f"rank-{self._rank}.json")
                 self._written = beat
             silent = self._clock() - beat.time
-            if self.limit is not None and beat.phase == "step" and silent > self.limit and beat != self._dumped:
+            if (
+                self.limit is not None
+                and beat.phase in ("step", "validate")
+                and silent > self.limit
+                and beat != self._dumped
+            ):
                 self._dumped = beat
                 stacks = self._folder / f"stacks-rank-{self._rank}.txt"
                 with stacks.open("w", encoding="utf-8") as file:

@@ -147,14 +147,13 @@ def _share_of(folder: Path) -> float | None:
 
 def end_of_slurm_job(environ: Mapping[str, str]) -> float | None:
     """When Slurm will end this job, in seconds since 1970; None outside a job, and for one without an end."""
-    if "SLURM_JOB_END_TIME" in environ:
-        return float(environ["SLURM_JOB_END_TIME"])
     if "SLURM_JOB_ID" not in environ:
         return None
+    known = environ.get("SLURM_JOB_END_TIME")  # as it was when the job began; somebody may have changed it since
     command = ["scontrol", "show", "-d", "job", environ["SLURM_JOB_ID"]]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return None if known is None else float(known)
     ends = [word.partition("=")[2] for word in text.split() if word.startswith("EndTime=")]
     return datetime.fromisoformat(ends[0]).timestamp() if ends and ends[0] != "Unknown" else None

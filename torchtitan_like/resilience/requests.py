@@ -43,7 +43,11 @@ EXIT_CODES = {
     Request.GPU_MEMORY: ExitCode.REQUEUE,
     Request.DATA_EXHAUSTED: ExitCode.DONE,
 }
-SIGNALS = {signal.SIGINT: Request.INTERRUPT, signal.SIGTERM: Request.TERMINATE}
+SIGNALS = {
+    signal.SIGINT: Request.INTERRUPT,
+    signal.SIGTERM: Request.TERMINATE,
+    signal.SIGUSR1: Request.TERMINATE,  # Slurm's notice, where no launcher stands between (torchrun dies of it)
+}
 
 
 class Stopped(BaseException):
@@ -66,13 +70,17 @@ class Requests:
 
     def take(self) -> list[int]:
         """Counts for the wire, one per `Request`. A request is sent once; noting it again sends it again."""
-        noted, self._noted = self._noted, set()
-        return [int(request in noted) for request in Request]
+        counts, self._noted = self.noted(), set()
+        return counts
+
+    def noted(self) -> list[int]:
+        """As `take`, and they will be sent all the same."""
+        return [int(request in self._noted) for request in Request]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into requests in here, or raise `Stopped` as long as none reaches the wire; afterwards the
-        former handlers are back.
+        """Turn the signals of `SIGNALS` into requests in here, or raise `Stopped` as long as none reaches the wire; afterwards
+        the former handlers are back.
         """
 
         def handler(signum: int, _frame: FrameType | None) -> None:

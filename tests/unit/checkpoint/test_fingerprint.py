@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from torchtitan_like.checkpoint.fingerprint import compare, numeric_fingerprint, resume_line
-from torchtitan_like.config.sections_scale import Compile
+from torchtitan_like.config.sections_scale import Compile, Parallelism
 from torchtitan_like.config.sections_training import Loss, Optimizer, Training
 
 
 def fingerprint(layout: dict[str, int] | None = None, **changes: Any) -> dict[str, str]:
-    """Of a run on four ranks; `changes` are settings of the four sections."""
-    sections = (Training, Optimizer, Loss, Compile)
+    """Of a run on four ranks; `changes` are settings of the five sections."""
+    sections = (Parallelism, Training, Optimizer, Loss, Compile)
     chosen = [cls(**{name: v for name, v in changes.items() if name in cls.model_fields}) for cls in sections]
     return numeric_fingerprint(torch.device("cpu"), {"dp_shard": 4} if layout is None else layout, *chosen)
 
@@ -41,6 +41,11 @@ def test_it_tells_what_it_is() -> None:
         ({"mixed_precision_param": "float32"}, "dtypes float32/bfloat16/float32 -> float32/float32/float32"),
         ({"implementation": "foreach"}, "optimizer AdamW fused -> AdamW foreach"),
         ({"enable_cpu_offload": True}, "optimizer AdamW fused -> AdamW fused on CPU"),
+        ({"enable_sequence_parallel": False}, "parallelism none -> enable_sequence_parallel False"),
+        (
+            {"tensor_parallel_degree": 2, "disable_loss_parallel": True},
+            "parallelism none -> disable_loss_parallel True",
+        ),
         ({"enable": True}, "compile no -> model, loss by inductor"),
     ],
 )

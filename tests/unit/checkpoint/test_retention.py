@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.checkpoint.folders import make_steps
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.retention import PIN, Retention, pin_before
 from torchtitan_like.checkpoint.step_folders import numbered_folders
+from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.distributed.world import HostGroup
 
 
 @pytest.fixture
@@ -113,3 +117,28 @@ def test_the_trash_of_an_earlier_run_is_emptied(tmp_path: Path, retention: Reten
     retention.apply()
     retention.close()
     assert not (tmp_path / ".trash-7").exists()
+
+
+@pytest.mark.parametrize("why", ["", "for a bad step"])
+def test_a_pin_that_says_why_outlives_the_one_that_is_taken_back(tmp_path: Path, why: str) -> None:
+    make_steps(tmp_path / "checkpoint", "10", "20")
+    checkpointer = Checkpointer(
+        Checkpoint(enable=True),
+        dump_folder=str(tmp_path),
+        group=HostGroup.alone(),
+        is_leader=True,
+        device=torch.device("cpu"),
+        identity=None,  # type: ignore[arg-type]
+    )
+    unpin = checkpointer.pin_before(30)
+    pin = tmp_path / "checkpoint/step-20" / PIN
+
+    def pin_it(found: Path | None) -> None:
+        assert found == pin.parent
+        pin.write_text(why)
+
+    checkpointer.look_back(30, pin_it)
+    unpin()
+    checkpointer.look_back(30, lambda found: None)
+    checkpointer.close()
+    assert pin.exists() == bool(why)

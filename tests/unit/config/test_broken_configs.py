@@ -122,6 +122,8 @@ CASES = [
     Broken("spikes skipped by the optimizer in backward",
            '[optimizer]\nearly_step_in_backward = true\n[resilience]\non_spike = "skip"',
            [("resilience.on_spike", 'or on_spike = "log"')]),
+    Broken("modules looked at inside compiled code", "[debug]\ndetect_overflow = true\n[compile]\nenable = true",
+           [("debug.detect_overflow", "set compile.enable = false while you look")]),
     Broken("a run time that is neither a number nor auto", '[resilience]\nmax_runtime_minutes = "long"',
            [("resilience.max_runtime_minutes", 'a number of minutes >= 0, or "auto"')]),
     Broken("memory budget without a compiler", '[activation_checkpoint]\nmode = "memory_budget"',

@@ -125,6 +125,8 @@ ILLEGAL = [
             "async-without-tp"),
     Illegal("tp=2 async_tp=true", 2, "parallelism.enable_async_tensor_parallel", "set compile.enable = true",
             "async-tp-eager"),
+    Illegal("tp=2 async_tp=true compile=true compile.backend=aot_eager", 2, "parallelism.enable_async_tensor_parallel",
+            'compile.backend = "inductor"', "async-tp-eager"),
     Illegal("tp=2 async_tp=true compile=true sp=false", 2, "parallelism.enable_async_tensor_parallel",
             "set parallelism.enable_sequence_parallel = true", "async-tp-without-sp"),
     Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
@@ -275,16 +277,6 @@ def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
             ["--job.config_file", CONFIG, *arguments("seq=255 validate=false tp=2x")], 2, training=False
         )
     assert [problem.key for problem in caught.value.problems] == ["parallelism.tensor_parallel_degree"]
-
-
-def test_asynchronous_tensor_parallelism_is_not_there_yet() -> None:
-    line = "tp=2 async_tp=true compile=true"
-    with pytest.raises(preflight.ConfigError) as caught:
-        preflight.load_checked(["--job.config_file", CONFIG, *arguments(line)], 2, training=True, device_type="cuda")
-    assert (
-        "not available yet"
-        in {p.key: p.expected for p in caught.value.problems}["parallelism.enable_async_tensor_parallel"]
-    )
 
 
 def warnings(line: str, ranks: int | None) -> list[str]:

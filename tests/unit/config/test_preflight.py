@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,6 @@ NOT_AVAILABLE = [
     ("--comm.mode local_tensor", "comm.mode"),
     ("--job.custom_config_module my.module", "job.custom_config_module"),
     ("--experimental.custom_args_module my.module", "experimental.custom_args_module"),
-    ("--training.dataset c4", "training.dataset"),
-    ("--validation.enable --validation.dataset c4", "validation.dataset"),
 ]  # fmt: skip
 
 
@@ -91,6 +90,7 @@ WARNINGS = [
      "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
     ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
      "before the gradient norm is known"),
+    ("--training.steps 1000 --debug.trace_batch_nums 3", "debug.trace_batch_nums", "it needs debug.detect_overflow = true"),
 ]  # fmt: skip
 
 
@@ -127,6 +127,16 @@ def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
     assert (warning.severity, warning.key) == ("warning", "data.add_eos") and "has no effect" in str(warning)
     text = "--validation.enable --validation.dataset_path README.md"
     assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
+
+
+def test_names_of_texts_on_the_hub_are_known_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    line = "--training.steps 1000 --training.dataset c4 --validation.enable --validation.dataset"
+    assert check(f"{line} c4_validation") == []
+    (problem,) = check(f"{line} c4")
+    assert problem.key == "validation.dataset" and "one of shakespeare, shakespeare_validation, c4_test, c4_val" in str(
+        problem
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,6 +237,13 @@ def test_pinned_memory_without_a_gpu_is_none() -> None:
     (warning,) = check(line, device_type="cpu")
     assert (warning.severity, warning.key) == ("warning", "checkpoint.async_mode")
     assert check(line, device_type="cuda") == check(line) == []
+
+
+def test_waiting_for_kernels_is_told_of_and_without_a_gpu_is_nothing() -> None:
+    line = "--training.steps 1000 --debug.launch_blocking"
+    for device, part in (("cpu", "has no effect in this run: there is no GPU"), ("cuda", "makes the run much slower")):
+        (warning,) = check(line, device_type=device)
+        assert (warning.severity, warning.key) == ("warning", "debug.launch_blocking") and part in warning.expected
 
 
 def test_weights_of_the_assets_are_there(tmp_path: Path) -> None:

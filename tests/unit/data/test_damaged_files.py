@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gzip
 import json
 import os
 import random
@@ -19,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import BadRecord, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.documents import find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.records import BadRecord
 from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 
 from .conftest import ASSETS, TEXTS, write_jsonl
@@ -31,6 +33,11 @@ SECONDS = 10  # for one file of a few KB: reading takes milliseconds
 
 def write_text(file: Path) -> Path:
     file.write_text("\n".join(TEXTS), encoding="utf-8")
+    return file
+
+
+def pack(file: Path) -> Path:
+    file.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
     return file
 
 
@@ -58,6 +65,7 @@ def read_tokens(file: Path, _: str) -> object:
 # name of the damaged file: what writes it (and any beside it), what reads it
 FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]]] = {
     "a.jsonl": (lambda file: write_jsonl(file, TEXTS), read_texts),
+    "a.jsonl.gz": (lambda file: pack(write_jsonl(file, TEXTS)), read_texts),
     "a.txt": (write_text, read_texts),
     "a.parquet": (lambda file: write_table(file, TEXTS), read_texts),
     "dictionary.parquet": (lambda file: write_table(file, TEXTS, kind="dictionary"), read_texts),

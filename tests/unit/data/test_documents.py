@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats import documents
 from torchtitan_like.data.formats.documents import Corpus, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.records import Span
 
 from .conftest import TEXTS, write_jsonl
 
@@ -98,7 +99,7 @@ def test_lines_are_read_once_wherever_the_borders_fall(
     file.write_bytes("\n\r\n".join(lines).encode() + b"\n" * last_newline)
     size = file.stat().st_size
     corpus = Corpus(file.parent, (file,), "jsonl", "text")
-    spans = [documents.Span(file, start, min(start + step, size), step) for start in range(0, size, step)]
+    spans = [Span(file, start, min(start + step, size), step) for start in range(0, size, step)]
     assert [text for span in spans for text in read_piece(corpus, (span,))] == texts
 
 

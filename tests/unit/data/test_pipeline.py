@@ -32,16 +32,23 @@ def test_sources_go_before_dataset_path_and_that_before_the_name() -> None:
     assert resolve("no name", path="/own", mine="/mine") == ("mine", "/mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "stand_in"), [("c4_test", "shakespeare"), ("c4_validation", "shakespeare_validation")]
-)
-def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(
-    name: str, stand_in: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert resolve(name) == (name, str(DATASETS[stand_in].file))
+    assert resolve("c4_test") == ("c4_test", str(DATASETS["shakespeare"].file))
     (message,) = caplog.messages
-    assert stand_in in message and name in message
+    assert "shakespeare" in message and "c4_test" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "files", "streaming"),
+    [("c4", "training", "train", True), ("c4_validation", "validation", "validation", False)],
+)
+def test_c4_lies_on_the_hub_at_a_commit(name: str, section: str, files: str, streaming: bool) -> None:
+    (named,) = resolve_sources(name, None, {}, section=section, table="")
+    commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
+    assert named.source == DataSource(
+        path=f"hf://datasets/allenai/c4@{commit}/en/c4-{files}.*.json.gz", streaming=streaming
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,12 +58,14 @@ def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(
             {"dataset": "shakespear"},
             "training.dataset is 'shakespear': .*perhaps you meant 'shakespeare'.*dataset_path",
         ),
-        ({"dataset": "c4"}, "'c4' is a data set of the Hub, which is not available yet: .*training.dataset_path"),
+        ({"dataset": "c4", "section": "validation"}, "validation.dataset is 'c4': .* c4_validation"),
     ],
 )
 def test_what_cannot_be_read_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        resolve(**given)
+        resolve_sources(
+            **{"dataset_path": None, "sources": {}, "section": "training", "table": "data.sources", **given}
+        )
 
 
 def test_shipped_text_is_what_its_note_says(repo_root: Path) -> None:

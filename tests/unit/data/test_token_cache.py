@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from torchtitan_like.data.formats import documents
 from torchtitan_like.data.formats.documents import OnBadRecord, find_corpus
 from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.token_cache import Progress, TokenPolicy, cached_tokens
-from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.token_file import TokenFile, open_token_file
 
 from .conftest import ASSETS, write_jsonl
 
@@ -214,6 +215,33 @@ def test_a_damaged_cache_is_refused(corpus: Path, name: str, damage: str) -> Non
     path.unlink() if damage == "missing" else os.truncate(path, path.stat().st_size - 2)
     with pytest.raises(DataError, match=rf"is damaged: {name}.*delete the folder"):
         cache(corpus)
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 1), (-1, 2), (5, 2**63), (5, 0)])
+def test_a_list_of_documents_that_is_none_is_refused(corpus: Path, place: int, value: int) -> None:
+    path = cache(corpus).folder / "offsets.bin"
+    offsets = np.fromfile(path, np.uint64)
+    offsets[place] = value
+    offsets.tofile(path)
+    with pytest.raises(
+        DataError, match=rf"is damaged: offsets.bin does not list where {len(offsets) - 1} .*delete the folder"
+    ):
+        cache(corpus)
+
+
+def test_of_a_long_list_of_documents_some_places_are_looked_at(tmp_path: Path) -> None:
+    num_documents = 2**20 + 5
+    np.zeros(num_documents, np.uint16).tofile(tmp_path / "tokens.bin")
+    offsets = np.arange(num_documents + 1, dtype=np.uint64)
+    meta = {"num_tokens": num_documents, "num_documents": num_documents}
+    (tmp_path / "meta.json").write_text(json.dumps({"key": {}, "dtype": "<u2", "meta": meta}))
+    offsets.tofile(tmp_path / "offsets.bin")
+    assert open_token_file(tmp_path, {}) is not None
+    offsets[num_documents // 3 :] = 7
+    offsets[-1] = num_documents
+    offsets.tofile(tmp_path / "offsets.bin")
+    with pytest.raises(DataError, match=r"offsets.bin does not list where 1,048,581 documents begin"):
+        open_token_file(tmp_path, {})
 
 
 @contextlib.contextmanager

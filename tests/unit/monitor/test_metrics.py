@@ -190,10 +190,20 @@ def test_the_graph_of_the_loss_is_let_go(build: Callable[..., Metrics]) -> None:
 def test_skipped_steps_are_told(build: Callable[..., Metrics], tmp_path: Path) -> None:
     metrics = build(log_freq=5)
     for step in range(1, 6):
-        metrics.record(record(step, skipped=torch.tensor(step in (2, 4))))
+        metrics.record(record(step, skipped=torch.tensor(step in (2, 4)), position=10 * step))
     metrics.log(5)
     assert metrics.skipped_steps == [2, 4]
-    assert [row["skipped"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 0, 1, 0]
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 0]
+    assert [row.get("position") for row in rows] == [None, 20, None, 40, None]
+
+
+def test_of_a_skipped_step_the_mean_loss_of_each_data_rank_is_told(build: Callable[..., Metrics]) -> None:
+    """Of three ranks one has no label."""
+    others = torch.tensor([[[torch.nan, torch.nan]], [[0.0, -torch.inf]]], dtype=torch.float64)
+    metrics = build(gather=lambda rows: torch.cat([rows[None], others]))
+    metrics.record(record(1, 0.5, local=450, skipped=torch.tensor(1.0)))
+    assert str(metrics.log(1)["rank_losses"]) == "{'0': 1.0, '1': nan, '2': None}"
 
 
 # ---- when
@@ -445,11 +455,11 @@ def test_resume_leaves_no_step_twice(build: Callable[..., Metrics], clock: Clock
 
     second = build(log_freq=1, attempt=2)
     second.rewind(7)
-    second.load_state_dict({"n_tokens_seen": 7 * TOKENS})
+    second.n_tokens_seen = 7 * TOKENS
     run(second, clock, range(8, 13))
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
-    assert rows[-1]["n_tokens_seen"] == 12 * TOKENS and second.state_dict() == {"n_tokens_seen": 12 * TOKENS}
+    assert rows[-1]["n_tokens_seen"] == 12 * TOKENS and second.n_tokens_seen == 12 * TOKENS
     assert [row["step"] for row in read_rows(tmp_path / "validation.jsonl")] == [3, 6]
     discarded = (tmp_path / "metrics.discarded-2.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in discarded[:2]] == [8, 9] and len(discarded) == 3
@@ -468,4 +478,4 @@ def test_tokens_seen_count_what_was_recorded_even_if_not_logged(build: Callable[
     metrics = build(log_freq=10)
     for step in (1, 2, 3):
         metrics.record(record(step))
-    assert metrics.state_dict() == {"n_tokens_seen": 3 * TOKENS}
+    assert metrics.n_tokens_seen == 3 * TOKENS

@@ -53,17 +53,19 @@ def test_only_one_rank_keeps_time() -> None:
 
 def test_auto_ends_before_the_job_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
+    monkeypatch.setenv("PATH", "/nowhere")
     one = build(clock, section={"max_runtime_minutes": "auto", "grace_seconds": 700})
     assert one.deadline == 4300
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID")
     assert build(clock, section={"max_runtime_minutes": "auto"}).deadline is None
     assert "'auto' has no effect: this is no Slurm job" in caplog.text
 
 
 @pytest.mark.parametrize(("told", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)])
-def test_an_older_slurm_is_asked(told: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_asked(told: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
         f'#!/bin/sh\n[ "$*" = "show -d job 7" ] && echo "JobId=7 StartTime=1 EndTime={told} Deadline=N/A"\n'
@@ -71,7 +73,9 @@ def test_an_older_slurm_is_asked(told: str, expected: bool, tmp_path: Path, monk
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     end = datetime(2026, 11, 22, 5, 16, 25).timestamp() if expected else None
-    assert end_of_slurm_job({"SLURM_JOB_ID": "7"}) == end
+    assert end_of_slurm_job({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"}) == end, (
+        "it knows better than the environment"
+    )
     assert end_of_slurm_job({"SLURM_JOB_ID": "8"}) is None, "scontrol has failed"
 
 

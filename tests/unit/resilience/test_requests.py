@@ -33,7 +33,8 @@ def test_the_first_stop_of_the_table_wins(counts, expected):
 
 
 @pytest.mark.parametrize(
-    ("signum", "request_"), [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT)]
+    ("signum", "request_"),
+    [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT), (signal.SIGUSR1, Request.TERMINATE)],
 )
 def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
     former = signal.getsignal(signum)
@@ -52,3 +53,11 @@ def test_every_stop_has_a_code_and_codes_differ():
     assert set(EXIT_CODES) == set(Request) - {Request.SAVE, Request.EXPORT}
     assert len({int(code) for code in ExitCode}) == len(ExitCode)
     assert ExitCode.BAD_CONFIG == 78
+
+
+def test_the_guide_tells_of_every_code_and_cause(repo_root):
+    guide = (repo_root / "docs/operations.md").read_text()
+    for code in ExitCode:
+        (line,) = [line for line in guide.splitlines() if line.startswith(f"| {int(code)} | `{code.reason}` |")]
+        causes = [request.name.lower() for request, end in EXIT_CODES.items() if end is code]
+        assert all(f"`{cause}`" in line or cause == code.reason for cause in causes), (line, causes)

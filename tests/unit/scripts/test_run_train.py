@@ -275,6 +275,50 @@ def test_the_code_is_that_of_exit_json_unless_the_run_has_crashed(shell: Shell, 
     assert ("--prompt" in result.stdout) == (code == 0)
 
 
+@pytest.mark.parametrize(
+    ("errors", "last", "code"),
+    [
+        (
+            {0: "RuntimeError: gloo/pair.cc: Connection closed by peer", 1: "ValueError: the cause"},
+            "ValueError: the cause",
+            1,
+        ),
+        ({0: "RuntimeError: gloo/pair.cc: Connection closed by peer"}, "NO ERROR of rank 1: killed", 69),
+        ({0: "ValueError: the cause"}, "ValueError: the cause", 1),
+        ({}, "no rank has left an error", 1),
+    ],
+    ids=["a rank has raised", "a rank was killed", "one raised, the other was killed for it", "all were killed"],
+)
+def test_the_last_words_after_a_crash_are_the_first_error(
+    shell: Shell, errors: dict[int, str], last: str, code: int
+) -> None:
+    """Of this start: what an earlier one has left, also before it had a folder, is not the cause of this crash."""
+    now = time.time()
+    leave_errors(shell.folder / "outputs/attempts/0", {0: "OSError: yesterday's"}, now - 86400)
+    leave_errors(shell.folder / "outputs/attempts/1", {0: "OSError: an hour ago's"}, now - 3600)
+    leave_errors(shell.folder / "new", errors, now + 60)
+    result = shell(RUN="mv new outputs/attempts/2; exit 1")
+    assert result.returncode == code
+    end = shell.folder / "outputs/exit.json"
+    assert (
+        not end.exists() if code == 1 else json.loads(end.read_text()) == {"reason": "lost_peer", "code": 69, "step": 7}
+    )
+    assert last in result.stderr.splitlines()[-1], result.stderr
+    assert not errors or ("host node-1, rank 1" if 1 in errors else "host node-0, rank 0") in result.stderr
+
+
+def leave_errors(attempt: Path, errors: dict[int, str], when: float) -> None:
+    """Of two ranks that have started; the higher rank's error is the earlier one."""
+    for folder in ("errors", "heartbeat"):
+        (attempt / folder).mkdir(parents=True)
+    for rank in range(2):
+        (attempt / f"heartbeat/rank-{rank}.json").write_text("{}")
+    for rank, text in errors.items():
+        record = {"time": when - rank / 1000, "host": f"node-{rank}", "rank": rank, "phase": "save", "step": 7,
+                  "traceback": f"Traceback:\n{text}\n"}  # fmt: skip
+        (attempt / f"errors/rank-{rank}.json").write_text(json.dumps(record))
+
+
 def test_a_stale_exit_json_is_gone_when_the_run_starts(shell: Shell) -> None:
     (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
     assert shell(RUN="[ ! -e outputs/exit.json ] && " + ENDS % ("done", 0)).returncode == 0

@@ -309,6 +309,7 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
         (65, 0, 65, False),
         (70, 0, 70, False),
         (130, 0, 130, False),
+        (69, 0, 69, True),
         (None, 137, 1, True),
         (None, 0, 1, True),
         (None, 78, 78, False),

@@ -1,0 +1,240 @@
+"""Asynchronous tensor parallelism: which collectives of our graphs Inductor's pass takes, and that numbers stay.
+
+The pass only takes what it recognises, and says nothing of the rest. Its work is seen without GPUs: the graphs are those that
+it leaves behind, run as they are, on CPU ranks, with what torch puts in the place of the overlapping operators elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor import compile_fx
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.virtualized import V
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config.sections_scale import ActivationCheckpoint, Compile, Float8Linear, Parallelism
+from torchtitan_like.config.sections_training import Training
+from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.distributed.initialize import initialize
+from torchtitan_like.distributed.parallelize import Sections, build_parts
+from torchtitan_like.distributed.tensor import overlap_tensor_parallel
+from torchtitan_like.distributed.world import World, join_world, launched_as
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
+
+SEQ, VOCAB, LAYERS = 16, 72, 2
+SIZES = {"dim": 32, "n_layers": LAYERS, "n_heads": 4, "n_kv_heads": 4, "vocab_size": VOCAB, "max_seq_len": SEQ}
+FLAVORS = {"llama3": ("debugmodel", {"multiple_of": 16}), "qwen3": ("0.6B", {"head_dim": 8, "hidden_dim": 48})}
+GATHER_MM, MM_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+OPERATORS = (GATHER_MM, MM_SCATTER, GATHER, SCATTER)
+
+
+@dataclass(frozen=True)
+class Run:
+    model: str = "llama3"
+    batch: int = 2
+    recompute: str = "none"
+    simple: bool = False
+    dtype: str = "float64"
+
+
+def build(run: Run, world: World, *, asynchronous: bool, compiled: bool = True) -> Any:
+    """This rank's part of the model with its initial weights, as the trainer builds it."""
+    torch._dynamo.reset()
+    flavor, others = FLAVORS[run.model]
+    spec = get_spec(run.model)
+    args = resolve_args(spec, flavor, SIZES | others)
+    modes = {"op": {"mode": "selective", "selective_ac_option": "op"}}
+    sections = Sections(
+        Training(dtype=run.dtype, mixed_precision_param=run.dtype, mixed_precision_reduce=run.dtype),
+        Parallelism(
+            tensor_parallel_degree=2,
+            enable_async_tensor_parallel=asynchronous,
+            data_parallel_impl="simple_fsdp" if run.simple else "fsdp2",
+            simple_fsdp_bucketing=run.simple and compiled,
+        ),
+        ActivationCheckpoint(**modes.get(run.recompute, {"mode": run.recompute})),
+        Compile(enable=compiled, components=["model"]),
+        (),
+        Float8Linear(),
+    )
+    loss = chunked_cross_entropy(0, None, VocabShards(world.group("tp"), VOCAB))
+    (model,) = build_parts(spec, args, world, sections, loss=loss, num_samples=run.batch).parts
+    initialize(model, spec.init_table(args), seed=7)
+    return model
+
+
+def step(model: Any, run: Run) -> dict[str, torch.Tensor]:
+    """The loss and this rank's part of each gradient; the logits of a pass without gradients."""
+    samples = torch.randint(VOCAB, (2, run.batch, SEQ), generator=torch.Generator().manual_seed(3))
+    tokens, labels = samples.to(next(model.buffers()).device)
+    model.zero_grad()
+    loss = model(tokens, labels)
+    loss.backward()
+    found = {name: p.grad.to_local() for name, p in model.named_parameters()} | {"loss": loss.detach()}
+    with torch.no_grad():
+        found["logits"] = model(tokens)
+    return found
+
+
+def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Relative to the largest entry of each tensor."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - t).abs().max() / t.abs().max()) for name, t in theirs.items())
+
+
+@contextmanager
+def world_of_ranks() -> Iterator[World]:
+    world = join_world(launched_as(), ParallelDims(2, tp=2), timedelta(seconds=60), needs_mesh=True)
+    try:
+        yield world
+    finally:
+        world.leave()
+
+
+@contextmanager
+def as_on_gpus(graphs: list[Counter[str]]) -> Iterator[None]:
+    """Stand-ins for what only GPUs have; `graphs` gets the operators of each graph, after all of Inductor's passes.
+
+    Instead of generating code Inductor gives back the graph. Where a group is not enabled, or the option not given, its pass
+    does nothing, here as there.
+    """
+    enabled: set[str] = set()
+
+    def run_graph(module: torch.fx.GraphModule, inputs: Any, is_inference: bool = False, **_: Any) -> Any:
+        post_grad.view_to_reshape(module)
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            post_grad.post_grad_passes(module, is_inference)
+        module.recompile()
+        names = [node.target.__name__.split(".")[0] for node in module.graph.nodes if node.op == "call_function"]
+        graphs.append(Counter(name for name in names if name in OPERATORS))
+        return torch._functorch.aot_autograd.make_boxed_func(module.forward)
+
+    with ExitStack() as stack:
+        library = stack.enter_context(torch.library._scoped_library("symm_mem", "FRAGMENT"))
+        library.impl(GATHER_MM, symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+        library.impl(MM_SCATTER, symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+        for target, name, stand_in in (
+            (dist, "is_nccl_available", lambda: True),
+            (symmetric_memory, "enable_symm_mem_for_group", enabled.add),
+            (symmetric_memory, "get_symm_mem_workspace", lambda group, min_size: None),
+            (symmetric_memory, "is_symm_mem_enabled_for_group", enabled.__contains__),
+            (compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=run_graph)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, stand_in))
+        yield
+
+
+def of_a_step(run: Run) -> tuple[list[dict[str, int]], float]:
+    """What is in the graphs of forward, backward and a forward without gradients; the error against plain TP."""
+    graphs: list[Counter[str]] = []
+    with world_of_ranks() as world:
+        plain = step(build(run, world, asynchronous=False, compiled=False), run)
+        with as_on_gpus(graphs):
+            ours = step(build(run, world, asynchronous=True), run)
+    return [dict(graph) for graph in graphs], largest_error(ours, plain)
+
+
+FORWARD = {GATHER_MM: 2, MM_SCATTER: 2}  # of q, k and v; of gate and up; of both outputs
+# In backward the outputs' gradients are gathered for a product each. What is scattered is a sum of three products or of
+# two, and no product: for this there is no overlapping operator.
+BACKWARD = {GATHER_MM: 2, SCATTER: 2}
+RECOMPUTED = {GATHER_MM: 4, MM_SCATTER: 1, SCATTER: 2}  # nothing but the next block needs the second output
+# Blocks in one graph with the rest. The embedding scatters a look-up, and gathers its gradient. The head gathers for a
+# product that the loss takes in pieces; or, without labels, for one whole product, whose result it gathers then.
+WHOLE = [
+    {GATHER_MM: 2 * LAYERS, MM_SCATTER: 2 * LAYERS, GATHER: 1, SCATTER: 1},
+    {GATHER_MM: 2 * LAYERS, SCATTER: 2 * LAYERS + 1, GATHER: 1},
+    {GATHER_MM: 2 * LAYERS + 1, MM_SCATTER: 2 * LAYERS, GATHER: 1, SCATTER: 1},
+]
+RUNS = {
+    "block": (Run(), [FORWARD, BACKWARD, FORWARD]),
+    "qwen3, one sample": (Run(model="qwen3", batch=1), [FORWARD, BACKWARD, FORWARD]),
+    "recomputed": (Run(recompute="full"), [FORWARD, RECOMPUTED, FORWARD]),
+    "recomputed per op": (Run(recompute="op"), [FORWARD, RECOMPUTED, FORWARD]),
+    "whole model": (Run(simple=True), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_collectives_beside_products_overlap(name: str) -> None:
+    run, expected = RUNS[name]
+    for graphs, error in run_ranks(of_a_step, 2, run, timeout=120):
+        assert graphs == expected
+        assert error <= 1e-14
+
+
+def without_the_option() -> list[dict[str, int]]:
+    graphs: list[Counter[str]] = []
+    with world_of_ranks() as world, as_on_gpus(graphs):
+        step(build(Run(), world, asynchronous=False), Run())
+    return [dict(graph) for graph in graphs]
+
+
+def test_nothing_changes_unless_asked_for() -> None:
+    plain = {GATHER: 2, SCATTER: 2}
+    assert run_ranks(without_the_option, 2) == [[plain] * 3] * 2
+
+
+def refusal() -> str:
+    def no_way(group: str, min_size: int) -> None:
+        raise RuntimeError("CUDA driver error: peer access is not supported")
+
+    with (
+        mock.patch.object(symmetric_memory, "enable_symm_mem_for_group"),
+        mock.patch.object(symmetric_memory, "get_symm_mem_workspace", no_way),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        overlap_tensor_parallel(dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_gpus_without_a_way_to_each_other_are_refused() -> None:
+    for message in run_ranks(refusal, 2):
+        assert "expected 2 GPUs that read each other's memory" in message and "peer access is not supported" in message
+        assert "-> set it to false" in message
+
+
+# ---- with the overlapping operators themselves
+
+
+def on_a_gpu(rank: int, port: int, run: Run) -> None:
+    """One of two processes: numbers of plain TP, by the operators of all layers."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ["WORLD_SIZE"] = "2"
+    with world_of_ranks() as world:
+        plain = step(build(run, world, asynchronous=False), run)
+        model = build(run, world, asynchronous=True)
+        step(model, run)  # compiles, which runs operators too
+        with torch.profiler.profile() as profile:
+            ours = step(model, run)
+        counts = Counter(event.name for event in profile.events())
+        assert counts[f"symm_mem::{GATHER_MM}"] == LAYERS * sum(g[GATHER_MM] for g in (FORWARD, BACKWARD, FORWARD))
+        assert counts[f"symm_mem::{MM_SCATTER}"] == LAYERS * sum(g[MM_SCATTER] for g in (FORWARD, FORWARD))
+        assert largest_error(ours, plain) <= 1e-5  # float32; the ranks' parts are summed in another order
+
+
+@pytest.mark.gpu
+def test_numbers_on_gpus_are_those_of_plain_tensor_parallelism() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs that read each other's memory")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(on_a_gpu, (port, Run(dtype="float32")), nprocs=2)

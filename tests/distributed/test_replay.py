@@ -1,0 +1,151 @@
+"""A run meets an inf in its weights, leaves a bundle, and one process meets the same number again."""
+
+import math
+
+import pytest
+import torch
+
+from scripts import replay
+from tests.distributed.parity import build, options, release
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.data.batch import Batch
+from torchtitan_like.monitor.jsonl import decode, read_rows
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+BAD_STEP = 5
+STEPS = {"training.steps": 9, "checkpoint.enable": "true", "checkpoint.keep_latest_k": 2}
+
+
+def rare_token(trainer) -> int | None:
+    """A token that nobody reads before BAD_STEP, and in it the last data rank alone."""
+    seen: set[int] = set()
+    position = trainer.batches.position
+    for _ in range(BAD_STEP):
+        batch: Batch = next(trainer.batches)
+        of_ranks = [set(tokens) for tokens in trainer.world.step_group.gather_objects(batch.tokens.unique().tolist())]
+        last = of_ranks[-1].difference(seen, *(tokens for tokens in of_ranks[:-1] if tokens != of_ranks[-1]))
+        seen.update(*of_ranks)
+    trainer.batches._go_to(position)
+    return min(last, default=None)
+
+
+def train_with_an_inf(argv):
+    """Put an inf into the embedding of a rare token, and train. How it ended."""
+    trainer = build(argv)
+    token = rare_token(trainer)
+    weight = trainer.parts[0].tok_embeddings.weight
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    owner, row = divmod(token, len(local))  # dim 0 is cut evenly, by FSDP as by tensor parallelism
+    if len(local) == len(weight) or owner == trainer.world.rank:
+        with torch.no_grad():
+            local[row, 3] = torch.inf
+    code = trainer.train()
+    skipped = trainer.metrics.skipped_steps
+    release(trainer)
+    return code, trainer.progress.step, skipped
+
+
+LAYOUTS = {
+    "fsdp": {"training.local_batch_size": 4},
+    "ddp, accumulation": {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2},
+    "tp": {"parallelism.tensor_parallel_degree": 2},
+}
+RANKS_THAT_ARE_FINE = {"fsdp": [True, False], "ddp, accumulation": [True, False], "tp": [False]}
+
+
+def run(tmp_path, layout, **overrides):
+    argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **{**STEPS, **overrides})
+    return run_ranks(train_with_an_inf, 2, argv)
+
+
+def bundle_of(tmp_path, step):
+    path = tmp_path / f"run/attempts/1/bad-steps/step-{step}.json"
+    return path, decode(path.read_bytes())
+
+
+@pytest.fixture(autouse=True)
+def no_log_of_its_own(monkeypatch):
+    """The log belongs to the process, and so to the other tests."""
+    monkeypatch.setattr(replay, "init_logger", lambda: None)
+
+
+def files_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def meet_again(tmp_path, path, *settings):
+    """Replay a bundle: the exit code, and what was found. The run's folder is as it was."""
+    before = files_of(tmp_path / "run")
+    code = replay.main([str(path), "--out", str(tmp_path / "found.json"), *settings])
+    assert files_of(tmp_path / "run") == before
+    return code, decode((tmp_path / "found.json").read_bytes())
+
+
+def assert_the_embedding_is_found(found, bundle):
+    assert found["data_digest"] == bundle["data_digest"]
+    assert "the first inf or nan is in tok_embeddings (Embedding), weight" in found["first_module"]
+    assert found["bad_values"] == ["tok_embeddings.weight"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_stops_pins_its_last_save_and_one_process_meets_the_number_again(tmp_path, layout, capsys):
+    endings = run(tmp_path, layout)
+    assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
+    path, bundle = bundle_of(tmp_path, BAD_STEP)
+    steps = published_steps(tmp_path / "run/checkpoint")
+    assert [(step.step, (step.path / "PIN").exists()) for step in steps] == [(4, True)]
+    pinned = {"kind": "resume", "path": "checkpoint/step-4", "is_start": False, "is_pinned": True}
+    assert bundle["checkpoint"] == pinned
+    assert (bundle["position"], bundle["samples"], bundle["seed"]) == (32, [[32, 39]], 42)
+    rows = {row["step"]: row for row in read_rows(tmp_path / "run/metrics.jsonl")}
+    assert str({**bundle, **rows[BAD_STEP]}) == str(bundle), "it holds the step's row"
+    assert [math.isfinite(loss) for loss in bundle["rank_losses"].values()] == RANKS_THAT_ARE_FINE[layout]
+    code, found = meet_again(tmp_path, path)
+    assert code == 0 and capsys.readouterr().out.endswith("\nreproduced\n")
+    assert_the_embedding_is_found(found, bundle)
+
+
+def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path):
+    """The steps between are trained again; the run has gone on, and deleted none of what the bundle names."""
+    skip = {"resilience.on_nonfinite": "skip", "checkpoint.interval": 3, "checkpoint.last_save_model_only": "false"}
+    endings = run(tmp_path, "fsdp", **skip, **{"training.steps": 12, "checkpoint.async_mode": "async"})
+    assert {ending[0] for ending in endings} == {ExitCode.DONE} and endings[0][2][0] == BAD_STEP
+    path, bundle = bundle_of(tmp_path, BAD_STEP)
+    assert bundle["checkpoint"]["path"] == "checkpoint/step-3"
+    assert [step.step for step in published_steps(tmp_path / "run/checkpoint")] == [3, 9, 12]
+    code, found = meet_again(tmp_path, path)
+    assert code == 0
+    assert_the_embedding_is_found(found, bundle)
+
+
+def test_a_run_that_can_save_nothing_at_its_end_is_met_again_behind_an_older_save(tmp_path):
+    """With the optimizer in backward; on one process gradients are there to be looked at all the same."""
+    endings = run(tmp_path, "fsdp", **{"optimizer.early_step_in_backward": "true", "checkpoint.interval": 2})
+    assert endings[0][0] == ExitCode.BAD_NUMBERS
+    path, bundle = bundle_of(tmp_path, BAD_STEP)
+    assert (bundle["checkpoint"]["path"], bundle["checkpoint"]["is_pinned"]) == ("checkpoint/step-4", True)
+    code, found = meet_again(tmp_path, path)
+    assert code == 0 and found["bad_gradients"]
+    assert_the_embedding_is_found(found, bundle)
+
+
+def test_a_run_without_checkpoints_is_met_again_from_its_seed(tmp_path):
+    """There the weights are whole: what is met is another number, and that is told."""
+    run(tmp_path, "fsdp", **{"checkpoint.enable": "false", "checkpoint.keep_latest_k": 10})
+    path, bundle = bundle_of(tmp_path, BAD_STEP)
+    assert bundle["checkpoint"] == {"kind": "scratch", "path": None, "is_start": True, "is_pinned": False}
+    code, found = meet_again(tmp_path, path)
+    assert code == 1
+    assert found["data_digest"] == bundle["data_digest"] and math.isfinite(found["loss"])
+    assert found["bad_values"] == [] and found["first_module"] is None
+
+
+def test_what_cannot_be_met_again_is_told(tmp_path, capsys):
+    assert replay.main([str(tmp_path / "step-5.json")]) == ExitCode.BAD_CONFIG
+    assert "step-5.json cannot be read" in capsys.readouterr().err
+    run(tmp_path, "tp")
+    path, _ = bundle_of(tmp_path, BAD_STEP)
+    (tmp_path / "run/checkpoint/step-4").rename(tmp_path / "step-4")
+    assert replay.main([str(path)]) == ExitCode.BAD_CONFIG
+    assert "checkpoint/step-4, the checkpoint before the bad step, is missing" in capsys.readouterr().err

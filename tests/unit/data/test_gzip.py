@@ -1,0 +1,136 @@
+"""Text that is compressed with gzip is the same text, however it is cut; what is damaged in it is told, or left out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.tokenize_corpus import main as tokenize
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import documents, lines
+from torchtitan_like.data.formats.documents import Blocks, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.tokenizer import Tokenizer
+from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+
+from .conftest import ASSETS, TEXTS, write_jsonl
+
+MANY = [f"{number} {text}" for number in range(30) for text in TEXTS]
+
+
+def write_gzip(file: Path, texts: list[str], num_members: int = 1) -> Path:
+    """As ``cat a.gz b.gz`` or bgzip make it, where there are several members."""
+    raw = write_jsonl(file, texts).read_bytes()
+    cuts = [len(raw) * member // num_members for member in range(num_members + 1)]
+    parts = [gzip.compress(raw[first:behind], mtime=0) for first, behind in zip(cuts[:-1], cuts[1:], strict=True)]
+    file.write_bytes(b"".join(parts))
+    return file
+
+
+def cut_into(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "GZIP_BYTES", part_bytes)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 1)
+
+
+def read(path: Path, on_bad_record: str = "error") -> list[str]:
+    """The texts by the pieces of a cache, which must be those by the blocks of a stream; bad records by what they say."""
+    corpus = find_corpus(str(path), on_bad_record=on_bad_record)  # type: ignore[arg-type]
+    by_pieces = [str(text) for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
+    blocks = Blocks(corpus)
+    assert [str(text) for number in range(len(blocks)) for text in read_piece(corpus, [blocks[number]])] == by_pieces
+    return by_pieces
+
+
+@pytest.mark.parametrize("num_members", [1, 7])
+@pytest.mark.parametrize("part_bytes", [300, 2000, 2**30])
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".json.gz"])
+def test_a_compressed_file_gives_its_texts_in_order_however_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, num_members: int, ending: str
+) -> None:
+    cut_into(part_bytes, monkeypatch)
+    file = write_gzip(tmp_path / f"a{ending}", MANY, num_members)
+    assert read(file) == read(tmp_path) == MANY
+    spans = [span for piece in plan_pieces(find_corpus(str(file))) for span in piece]
+    assert len(spans) == -(-file.stat().st_size * 5 // 2 // part_bytes)
+    assert sum(span.size for span in spans) == pytest.approx(file.stat().st_size * 2.5, abs=len(spans))
+
+
+def test_compressed_and_plain_files_are_one_source_and_small_ones_share_a_piece(tmp_path: Path) -> None:
+    write_gzip(tmp_path / "a.jsonl.gz", ["one", "two"])
+    write_jsonl(tmp_path / "b.jsonl", ["three"])
+    (tmp_path / "c.jsonl.gz").write_bytes(b"")
+    write_gzip(tmp_path / "d.json.gz", ["four"])
+    assert read(tmp_path) == ["one", "two", "three", "four"]
+    assert len(plan_pieces(find_corpus(str(tmp_path)))) == 1
+
+
+def test_a_bad_line_is_named_by_its_place_in_the_text(tmp_path: Path) -> None:
+    raw = b'{"text": "good"}\n' * 3 + b'{"text": 7}\n'
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(raw))
+    with pytest.raises(DataError, match=rf'^{file}, line 4: "text" is 7'):
+        read(file)
+    assert read(file, "skip") == [
+        *["good"] * 3,
+        f'{file}, byte 51: "text" is 7; expected a JSON object with text in "text"',
+    ]
+
+
+@pytest.mark.parametrize("part_bytes", [500, 2**30])
+def test_a_file_that_was_cut_off_is_told_or_its_rest_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    cut_into(part_bytes, monkeypatch)
+    # In members, so that what is before the cut can be unpacked.
+    file = write_gzip(tmp_path / "a.jsonl.gz", MANY, num_members=10)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 5])
+    with pytest.raises(
+        DataError, match=rf"^{file}, line \d+: cannot be unpacked from here on .*was cut off \(data.on_bad"
+    ):
+        read(file)
+    found = read(file, "skip")
+    texts = [text for text in found if text in MANY]
+    told = found[len(texts) :]
+    assert texts == MANY[: len(texts)] and 0.5 * len(MANY) < len(texts) < 0.65 * len(MANY)
+    num_parts = len(Blocks(find_corpus(str(file))))
+    assert 1 <= len(told) <= num_parts and all("cannot be unpacked" in one and str(file) in one for one in told)
+
+
+def test_what_is_no_gzip_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_text(json.dumps({"text": "plain"}))
+    with pytest.raises(DataError, match=r"a.json.gz, line 1: cannot be unpacked from here on \(Not a gzipped file"):
+        read(tmp_path)
+
+
+def test_a_cache_of_compressed_text_is_that_of_the_text(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lines, "GZIP_BYTES", 2000)
+    policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
+    plain, packed = (tmp_path / name / "a.jsonl" for name in ("plain", "packed"))
+    write_jsonl(plain, MANY)
+    write_gzip(packed.with_name("a.jsonl.gz"), MANY)
+
+    def made(folder: Path, on_bad_record: str = "error") -> tuple[bytes, int, int]:
+        corpus = find_corpus(str(folder), on_bad_record=on_bad_record)  # type: ignore[arg-type]
+        file = cached_tokens(corpus, policy, name="own", cache_folder=None, dump_folder=str(tmp_path), num_workers=1)
+        return (file.folder / "tokens.bin").read_bytes(), file.meta.text_digest, file.meta.num_bad
+
+    whole = made(plain.parent)
+    assert made(packed.parent) == whole
+    output = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "tokens"), "--workers", "1"]
+    assert tokenize([str(packed.parent), *output]) == 0
+    assert (tmp_path / "tokens/tokens.bin").read_bytes() == whole[0]
+
+    file = packed.with_name("a.jsonl.gz")
+    write_gzip(file, MANY, num_members=10)
+    file.write_bytes(file.read_bytes()[:-400])
+    shutil.rmtree(packed.with_name("token_cache"))
+    caplog.set_level(logging.WARNING)
+    tokens, _, num_bad = made(packed.parent, "skip")
+    assert whole[0].startswith(tokens) and num_bad >= 1
+    assert f"{num_bad} bad records left out, the first of them: {file}, byte " in caplog.text

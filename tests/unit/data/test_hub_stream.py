@@ -1,0 +1,314 @@
+"""A stream of files on the Hub: each is downloaded when it is read, few are kept, and the samples are the same ever after."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import xxhash
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
+
+from tests.unit.data.conftest import ASSETS, TEXTS, write_jsonl
+from tests.unit.data.test_documents import write_table
+from torchtitan_like.data import streaming
+from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import documents, hub, lines
+from torchtitan_like.data.order import shuffled
+
+ROOT = Path(__file__).parents[3]
+PATH = "hf://datasets/own/tales@v1/en/part-*"
+NUM_FILES = 6
+Build = Callable[..., TrainBatches]
+
+
+class Hub:
+    """In place of the network: the files of a folder. log: what was asked for; faults: what is raised first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.faults = folder, folder.with_name("log"), list[Exception]()
+        self.log.touch()
+
+    def dataset_info(self, repo: str, *, revision: str, expand: list[str]) -> Any:
+        assert (repo, revision, expand) == ("own/tales", "v1", ["sha"])
+        return SimpleNamespace(sha="c0ffee")
+
+    def list_repo_tree(self, repo: str, path_in_repo: str | None, **given: Any) -> Iterator[Any]:
+        assert given == {"recursive": False, "revision": "c0ffee", "repo_type": "dataset"} and path_in_repo == "en"
+        self._count("list")
+        yield SimpleNamespace(path="en/deeper")  # a folder has no size
+        for file in sorted((self.folder / path_in_repo).iterdir(), reverse=True):
+            yield SimpleNamespace(path=f"{path_in_repo}/{file.name}", size=file.stat().st_size)
+
+    def hf_hub_download(self, repo: str, name: str, *, repo_type: str, revision: str, local_dir: Path) -> str:
+        assert (repo, repo_type, revision) == ("own/tales", "dataset", "c0ffee")
+        self._count(Path(name).name)
+        time.sleep(0.01)
+        target = local_dir / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.folder / name, target)
+        return str(target)
+
+    def _count(self, what: str) -> None:
+        with self.log.open("a") as out:
+            out.write(what + "\n")
+        if self.faults:
+            raise self.faults.pop(0)
+
+    @property
+    def asked(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """Files of JSON lines, compressed, of which each is cut into a few blocks, and a window holds one."""
+    found = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", found.hf_hub_download)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(hub, "NUM_KEPT", 2)
+    monkeypatch.setattr(lines, "GZIP_BYTES", 300)
+    monkeypatch.setattr(documents, "TABLE_BYTES", 1500)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 900)
+    monkeypatch.setattr(streaming, "WINDOW_BYTES", 300)
+    monkeypatch.setattr(streaming, "MIN_SAMPLES", 1)
+    monkeypatch.setattr(streaming, "NUM_AHEAD", 0)
+    write_files(found.folder / "en", ".json.gz")
+    write_jsonl(found.folder / "en/other.jsonl", ["not asked for"])
+    return found
+
+
+def texts_of(number: int) -> list[str]:
+    return [f"{number} {row} {text}" for row in range(6 + number) for text in TEXTS]
+
+
+def write_files(folder: Path, ending: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for number in range(NUM_FILES):
+        file = folder / f"part-{number}{ending}"
+        if ending == ".parquet":
+            write_table(file, list(texts_of(number)), rows=5)
+        elif ending == ".txt":
+            file.write_text("\n".join(texts_of(number)))
+        else:
+            write_jsonl(file, texts_of(number))
+        if ending == ".json.gz":
+            file.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+
+
+def labels_of(batches: TrainBatches) -> Counter[int]:
+    found = Counter(label for batch in batches for label in batch.labels.flatten().tolist())
+    del found[-100]
+    return found
+
+
+@pytest.mark.parametrize("ending", [".json.gz", ".jsonl", ".parquet", ".txt"])
+def test_an_epoch_is_all_of_the_text_file_by_file_in_an_order_of_its_own(
+    build: Build, the_hub: Hub, tmp_path: Path, ending: str
+) -> None:
+    write_files(the_hub.folder / "en", ending)
+    expected = labels_of(build(the_hub.folder / "en" / f"part-*{ending}", max_epochs=1))
+    batches = build(PATH, streaming=True, max_epochs=1)  # type: ignore[arg-type]
+    assert the_hub.asked == ["list"]
+    (part,) = batches._streams.values()
+    assert part.windows_per_epoch > (NUM_FILES if ending != ".txt" else 2)
+    read, most = Counter[int](), 0
+    for batch in batches:
+        read.update(batch.labels.flatten().tolist())
+        most = max(most, len(list((tmp_path / "run").rglob(f"part-*{ending}"))))
+    del read[-100]
+    # The first token of a window, where no text stands before it, is no label; there are no more of these than windows.
+    assert not read - expected and (expected - read).total() < part.windows_per_epoch
+    seed = xxhash.xxh3_64_intdigest(b"blocks", xxhash.xxh3_64_intdigest(b"own", 7))
+    order = shuffled(np.arange(NUM_FILES), NUM_FILES, seed, 0).tolist()
+    assert order != sorted(order)
+    downloads = the_hub.asked[1:]
+    if ending == ".txt":  # a window of several files reads them in the order of their names
+        assert sorted(downloads) == sorted(f"part-{number}{ending}" for number in order)
+    else:
+        assert downloads == [f"part-{number}{ending}" for number in order]
+    assert most <= hub.NUM_KEPT
+
+
+def digests(ranks: list[TrainBatches], num_steps: int) -> list[int]:
+    return [sum(next(rank).digest for rank in ranks) % 2**64 for _ in range(num_steps)]
+
+
+def test_layouts_restarts_and_lost_files_change_nothing_and_the_list_is_asked_for_once(
+    build: Build, the_hub: Hub, tmp_path: Path
+) -> None:
+    def ranks(size: int) -> list[TrainBatches]:
+        layout: dict[str, Any] = {"local_batch_size": 8 // size, "streaming": True}
+        return [build(PATH, dp=(rank, size), **layout) for rank in range(size)]  # type: ignore[arg-type]
+
+    whole = digests(ranks(1), 300)  # some epochs
+    assert the_hub.asked.count("part-5.json.gz") > 1
+    first = ranks(2)
+    assert digests(first, 40) == whole[:40]
+    state = json.loads(json.dumps(first[0].state_dict()))
+    assert the_hub.asked.count("list") == 1
+    shutil.rmtree(tmp_path / "run")
+    num_asked = len(the_hub.asked)
+    again = ranks(4)
+    for rank in again:
+        rank.load_state_dict(state)
+    assert digests(again, 1) == whole[40:41]
+    assert [name == "list" for name in the_hub.asked[num_asked:]] in ([True, False], [True, False, False])
+    assert digests(again, 30) == whole[41:71]
+
+
+def test_another_revision_is_another_text(build: Build, the_hub: Hub, tmp_path: Path) -> None:
+    first = build(PATH, streaming=True)  # type: ignore[arg-type]
+    (kept,) = (tmp_path / "run").rglob("files.json")
+    kept.write_text(kept.read_text().replace("c0ffee", "decade"))
+    other = build(PATH, streaming=True)  # type: ignore[arg-type]
+    differing = [key for key in first.fingerprint if first.fingerprint[key] != other.fingerprint[key]]
+    assert differing == ["sources.own.files"]
+
+
+def test_one_process_downloads_and_the_others_wait(the_hub: Hub, tmp_path: Path) -> None:
+    listing = hub.list_files(PATH, tmp_path)
+    file = next(iter(listing.sizes))
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=listing.fetch, args=(file,)) for _ in range(3)]
+    for process in others:
+        process.start()
+    listing.fetch(file)
+    for process in others:
+        process.join()
+    assert [process.exitcode for process in others] == [0] * 3
+    assert the_hub.asked == ["list", "part-0.json.gz"]
+    assert file.read_bytes() == gzip.decompress((the_hub.folder / "en/part-0.json.gz").read_bytes())
+    assert not list(listing.folder.rglob("*.gz"))
+
+
+def test_faults_of_the_network_and_cut_files_are_waited_out(the_hub: Hub, tmp_path: Path) -> None:
+    the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
+    listing = hub.list_files(PATH, tmp_path)
+    file = next(iter(listing.sizes))
+    source = the_hub.folder / "en/part-0.json.gz"
+    raw = source.read_bytes()
+    source.write_bytes(raw[:-9])
+    with pytest.raises(
+        DataError, match=rf"part-0.json.gz of {PATH[:30]}.* not downloaded in 6 .*expected {len(raw):,}"
+    ):
+        listing.fetch(file)
+    assert not file.exists()
+    source.write_bytes(raw)
+    the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
+    listing.fetch(file)
+    assert file.read_bytes() == gzip.decompress(raw)
+
+
+def test_a_file_that_is_damaged_on_the_hub_is_told_at_once(the_hub: Hub, tmp_path: Path) -> None:
+    source = the_hub.folder / "en/part-0.json.gz"
+    source.write_bytes(source.read_bytes()[:-9])
+    listing = hub.list_files(PATH, tmp_path)
+    file = next(iter(listing.sizes))
+    with pytest.raises(
+        DataError, match=r"en/part-0.json.gz of hf://.* cannot be unpacked \(Compressed file ended before"
+    ):
+        listing.fetch(file)
+    assert the_hub.asked == ["list", "part-0.json.gz"] and not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [("a.json.gz", "a.json.gz.json"), ("x/a.txt.gz", "x/a.txt.gz.txt"), ("a.gz", "a.gz.unpacked"), ("a.parquet",) * 2],
+)
+def test_what_is_unpacked_has_a_name_of_its_own(tmp_path: Path, name: str, here: str) -> None:
+    listing = hub.Listing("", "", "", tmp_path, {})
+    assert hub._name_here(name) == here
+    assert listing._name(tmp_path / here) == name and listing.is_gzip(tmp_path / here) == name.endswith(".gz")
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "told"),
+    [
+        (PATH, EntryNotFoundError("404"), f"{PATH[:-1]}. cannot be downloaded: 404; check the name"),
+        ("hf://datasets/own/tales@v1/en/*.arrow", None, "en/.*arrow names no file of the data set own/tales"),
+        ("hf://datasets/own/tales/en/*.jsonl", None, "expected hf://datasets/OWNER/NAME@REVISION/PATTERN"),
+    ],
+)
+def test_what_cannot_be_listed_is_told(
+    the_hub: Hub, tmp_path: Path, path: str, fault: Exception | None, told: str
+) -> None:
+    the_hub.faults = [fault] if fault else []
+    with pytest.raises(DataError, match=told):
+        hub.list_files(path, tmp_path)
+
+
+def test_a_run_without_network_is_told_at_once(build: Build, the_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = build(PATH, streaming=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"part-\d.json.gz of hf://datasets/own/tales.*HF_HUB_OFFLINE must not be set"):
+        next(batches)
+    assert the_hub.asked == ["list"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("en/*.gz", {"en/a.gz"}),
+        ("**/*.gz", {"a.gz", "en/a.gz", "en/x/b.gz"}),
+        ("en/**/*.gz", {"en/a.gz", "en/x/b.gz"}),
+        ("*/[ab].gz", {"en/a.gz"}),
+    ],
+)
+def test_patterns_are_those_of_globs(tmp_path: Path, pattern: str, names: set[str]) -> None:
+    known = ["a.gz", "en/a.gz", "en/x/b.gz", "en/c.txt"]
+    for name in known:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert {name for name in known if hub._matches(name, pattern)} == names
+    assert {file.relative_to(tmp_path).as_posix() for file in tmp_path.glob(pattern)} == names
+
+
+def test_a_process_ends_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Path) -> None:
+    """What is downloaded ahead is left as it is: without an error, and without waiting for it."""
+    code = """if 1:
+        import os, sys, threading, time
+        os.environ["HF_HUB_OFFLINE"] = "0"
+        from pathlib import Path
+        import huggingface_hub
+        from tests.unit.data.test_hub_stream import PATH, Hub
+        from torchtitan_like.config.sections_training import Data, Training
+        from torchtitan_like.data import pipeline, streaming
+        from torchtitan_like.data.formats import lines, tokenizer
+        lines.GZIP_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
+        hub, begun, first = Hub(Path(sys.argv[1])), threading.Event(), []
+        def slow(*args, **given):
+            if first:
+                begun.set()
+                time.sleep(60)
+            first.append(args)
+            return hub.hf_hub_download(*args, **given)
+        huggingface_hub.HfApi, huggingface_hub.hf_hub_download = lambda: hub, slow
+        batches = pipeline.build_train_batches(
+            Training(seq_len=16), Data(sources={"own": {"path": PATH, "streaming": True}}),
+            tokenizer=tokenizer.load_tokenizer(sys.argv[3]), dump_folder=sys.argv[2], seed=1,
+            dp_rank=0, dp_size=1, num_accumulation=1)
+        next(batches)
+        begun.wait()
+        print("downloading", flush=True)
+    """
+    command = [sys.executable, "-c", code, str(the_hub.folder), str(tmp_path / "run"), str(ASSETS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "downloading\n", "")

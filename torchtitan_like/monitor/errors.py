@@ -1,0 +1,36 @@
+"""Why a start has failed: every rank that an error ends leaves a record, and the earliest of them is the one to read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.run_directory import write_atomically
+
+
+def record_error(attempt_folder: Path, rank: int, phase: str, step: int, error: Exception) -> dict[str, Any]:
+    """Leave ``errors/rank-<r>.json`` in the attempt's folder; what stands in it. Never raises."""
+    record = {"time": time.time(), "host": socket.gethostname(), "rank": rank, "phase": phase, "step": step,
+              "traceback": "".join(traceback.format_exception(error))}  # fmt: skip
+    try:
+        write_atomically(attempt_folder / "errors" / f"rank-{rank}.json", json.dumps(record) + "\n")
+    except OSError as problem:
+        logger.warning(f"The error that follows could not be recorded: {problem}")
+    return record
+
+
+def errors_of(attempt_folder: Path) -> list[dict[str, Any]]:
+    """The records of an attempt's ranks; the earliest is the cause: a peer dies of the connection that it has broken."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in attempt_folder.glob("errors/rank-*.json")]
+
+
+def in_words(record: dict[str, Any]) -> str:
+    """Who, where and when, then the traceback."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+    head = f"{when}, host {record['host']}, rank {record['rank']}, step {record['step']}, phase {record['phase']}:"
+    return f"{head}\n{record['traceback'].rstrip()}"
