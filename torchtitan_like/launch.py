@@ -23,7 +23,6 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.loading import few_cores
 from torchtitan_like.data.token_cache import num_cores
-from torchtitan_like.distributed.data_parallel import needs_wrapping
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.mesh_picture import picture
@@ -73,12 +72,12 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
         logger.info(line)
     set_up_recorder(config.comm, Path(config.job.dump_folder))
-    training = config.training
     dims, errors = resolve_degrees(config.parallelism, launched.world_size)
     assert dims is not None, errors  # preflight has reported these
-    needs_mesh = needs_wrapping(dims, training.dtype, training.mixed_precision_param, training.enable_cpu_offload)
     seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
-    world = join_world(launched, dims, *(timedelta(seconds=s) for s in seconds), needs_mesh=needs_mesh)
+    world = join_world(
+        launched, dims, *(timedelta(seconds=s) for s in seconds), needs_mesh=config.training.enable_cpu_offload
+    )
     if world.size > 1:
         for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
             logger.info(line)

@@ -72,11 +72,11 @@ GROUPS = 4
     [
         (1, {}, {}),
         (2, REPLICATE, {"allreduce": GROUPS}),
-        # Forward gathers all; backward gathers again what was freed: all but the head.
-        (2, {}, {"allgather": 2 * GROUPS - 1, "reduce_scatter": GROUPS}),
+        # Forward gathers all; backward gathers again what was freed: the blocks.
+        (2, {}, {"allgather": 2 * GROUPS - 2, "reduce_scatter": GROUPS}),
         (2, {"parallelism.fsdp_reshard_after_forward": "always"}, {"allgather": 2 * GROUPS, "reduce_scatter": GROUPS}),
         (2, {"parallelism.fsdp_reshard_after_forward": "never"}, {"allgather": GROUPS, "reduce_scatter": GROUPS}),
-        (4, REPLICATE, {"allgather": 2 * GROUPS - 1, "reduce_scatter": GROUPS, "allreduce": GROUPS}),
+        (4, REPLICATE, {"allgather": 2 * GROUPS - 2, "reduce_scatter": GROUPS, "allreduce": GROUPS}),
     ],
     ids=["one", "ddp", "fsdp", "fsdp-always", "fsdp-never", "hsdp"],
 )

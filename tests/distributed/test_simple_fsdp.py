@@ -56,7 +56,7 @@ LAYOUTS = {
 
 @dataclass
 class Options:
-    """How a model is built. impl: none, simple_fsdp or fsdp2."""
+    """How a model is built. impl: none, simple_fsdp, casts (simple_fsdp without a mesh) or fsdp2."""
 
     impl: str = "simple_fsdp"
     backend: str | None = None
@@ -125,12 +125,13 @@ def build(dims, options, graphs):
     apply_activation_checkpointing(blocks, ActivationCheckpoint(**section), compiled=options.backend is not None)
     shared = {"param_dtype": options.param_dtype, "reduce_dtype": options.reduce_dtype, "reshard": options.reshard}
     name = ""
-    if options.impl == "simple_fsdp":
+    if options.impl in ("simple_fsdp", "casts"):
         compiled = options.backend is not None
         if compiled:
             backend = counting_backend(graphs) if options.backend == "counted" else options.backend
             compile_model(model, backend, mesh, options.buckets)
-        name = apply_simple_fsdp(model, spec, blocks.values(), mesh, dims, **shared, compiled=compiled)
+        shared["mesh"] = None if options.impl == "casts" else mesh
+        name = apply_simple_fsdp(model, spec, blocks.values(), dims=dims, **shared, compiled=compiled)
     elif options.impl == "fsdp2":
         name = apply_data_parallel(model, spec, blocks.values(), mesh, dims, **shared, cpu_offload=False)
     materialize(model, torch.device("cpu"))
@@ -228,6 +229,20 @@ def test_inductor_computes_the_same(buckets):
     assert_same(ours, one_rank(n_layers=1))
 
 
+MIXED = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32"}
+
+
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+def test_the_casts_of_one_rank_give_the_numbers_of_fsdp2(reshard):
+    """To the last bit, in bfloat16, over micro-batches and with what is computed again."""
+    options = {**MIXED, "reshard": reshard, "num_micro": 2, "recompute": "full" if reshard == "always" else "none"}
+    (ours,), (theirs,) = outcomes("one", impl="casts", **options), outcomes("one", impl="fsdp2", **options)
+    assert (ours.loss, ours.weight_hash) == (theirs.loss, theirs.weight_hash)
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    assert all((ours.gradients[name] == gradient).all() for name, gradient in theirs.gradients.items())
+    assert not ours.placements and theirs.placements
+
+
 # ---- collectives
 
 # Backward wants the weights of all linear layers and norms; of the embedding it wants none, and the loss has used the head's
@@ -319,11 +334,10 @@ def test_the_weights_of_a_block_share_their_collectives(layout):
 
 def test_mixed_types_do_not_share():
     """Gathered in bfloat16, reduced in float32: as FSDP2 computes."""
-    types = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32"}
-    options = Options(backend="aot_eager", buckets=BLOCKS[:1], n_layers=1, **types)
+    options = Options(backend="aot_eager", buckets=BLOCKS[:1], n_layers=1, **MIXED)
     ours, graphs = run_ranks(run_counting_merges, 2, LAYOUTS["fsdp-2"], options, timeout=240)[0]
     assert graphs[0].after["all_gather_into_tensor"] == graphs[1].after["reduce_scatter_tensor"] == 3 + 1
-    assert_same(ours, outcomes("fsdp-2", impl="fsdp2", n_layers=1, **types)[0], limit=1e-6)
+    assert_same(ours, outcomes("fsdp-2", impl="fsdp2", n_layers=1, **MIXED)[0], limit=1e-6)
 
 
 def merging_nothing():
@@ -341,7 +355,7 @@ def test_a_plan_that_joins_nothing_is_an_error():
 
 
 class Arrivals(TorchDispatchMode):
-    """Notes the memory of what has been gathered, without keeping it."""
+    """Notes the memory of weights that have been gathered, or narrowed to bfloat16, without keeping it."""
 
     def __init__(self):
         super().__init__()
@@ -349,14 +363,16 @@ class Arrivals(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops._c10d_functional.wait_tensor.default:
+        is_cast = function is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16 and result.ndim <= 2
+        is_cast = is_cast and args[0].is_floating_point()  # the loss casts a mask
+        if is_cast or function is torch.ops._c10d_functional.wait_tensor.default:
             self.storages.append(StorageWeakRef(result.untyped_storage()))
         return result
 
 
-def gathered_and_kept(reshard):
-    """(weights gathered in a forward, those of them that are still there after it)."""
-    model, _ = build(LAYOUTS["fsdp-2"], Options(reshard=reshard), [])
+def gathered_and_kept(layout, options):
+    """(weights gathered or cast in a forward, those of them that are still there after it)."""
+    model, _ = build(LAYOUTS[layout], options, [])
     samples = torch.arange(2 * 33).reshape(2, 33).remainder(131)
     with Arrivals() as arrivals:
         loss = model(samples[:, :-1], samples[:, 1:])
@@ -369,7 +385,9 @@ def gathered_and_kept(reshard):
 @pytest.mark.parametrize(("reshard", "kept"), [("default", 1), ("always", 0), ("never", 2 * 9 + 1)])
 def test_what_forward_keeps_of_the_gathered_weights(reshard, kept):
     """Eagerly: of the head the norm's; the loss is done with the other one."""
-    assert run_ranks(gathered_and_kept, 2, reshard) == [(NUM_WEIGHTS, kept)] * 2
+    assert run_ranks(gathered_and_kept, 2, "fsdp-2", Options(reshard=reshard)) == [(NUM_WEIGHTS, kept)] * 2
+    casts = Options("casts", reshard=reshard, **MIXED)
+    assert run_ranks(gathered_and_kept, 1, "one", casts) == [(NUM_WEIGHTS, kept)]
 
 
 # ---- as a part of a run

@@ -49,6 +49,41 @@ def test_no_torch_is_needed_to_check_a_config(module: str) -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
+# The trainer, until it would build its optimizer.
+UP_TO_THE_OPTIMIZER = """
+import sys
+from functools import partial
+from torchtitan_like import launch, train
+
+class Counted(train.Trainer):
+    def _build_optimizer(self):
+        print(len(sys.modules), sorted({"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys()))
+        sys.exit()
+
+train.run = partial(launch.run_as, Counted)
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+def test_one_rank_starts_as_light_as_a_plain_script(tmp_path: Path, computed: str) -> None:
+    """Before the optimizer, which imports torch's compiler whoever builds it, nothing of DTensor or the compiler is there."""
+    options = {
+        "job.dump_folder": tmp_path,
+        "data.cache_folder": tmp_path,
+        "training.dataset_path": ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl",
+        "training.seq_len": 64,
+        "training.mixed_precision_param": computed,
+        "activation_checkpoint.mode": "none",
+    }
+    command = [sys.executable, "-c", UP_TO_THE_OPTIMIZER]
+    command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    number, _, found = result.stdout.splitlines()[-1].partition(" ")
+    assert int(number) <= 1_600 and found == "[]"
+
+
 def test_config_never_imports_torch() -> None:
     offenders = [
         f"{name_of(path)}:{node.lineno}"

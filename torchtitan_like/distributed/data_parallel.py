@@ -2,7 +2,8 @@
 
 Gradients are *summed* over data-parallel ranks: the loss is already divided by the global number of valid tokens, so
 a mean here would make the update depend on the topology. One mechanism for all of them also means one rule for mixed
-precision (parameters cast once per gather, gradients reduced in `mixed_precision_reduce`), on one rank as on many.
+precision: parameters cast once per gather, gradients reduced in `mixed_precision_reduce`. One rank alone has nothing to gather;
+its casts are those of `simple_fsdp`, with the same numbers and without the imports of DTensor.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def apply_data_parallel(
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
-    Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, so it is
-    resharded between the two only under "always". With pipelines "default" reshards nothing: each micro-batch would
-    gather everything again. Returns the name of what was applied, for the log.
+    Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, and backward begins
+    with the outermost group, whatever that one holds: they are resharded between the two only under "always". With pipelines
+    "default" reshards nothing: each micro-batch would gather everything again. Returns the name of what was applied, for the
+    log.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -76,7 +78,7 @@ def apply_data_parallel(
     head = _present(model, spec.last_modules)
     if head and not _share_parameters(head, _present(model, spec.first_modules)):
         wrap(head, reshard == "always")
-    wrap(model, between)
+    wrap(model, reshard == "always")
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -108,11 +110,13 @@ class GradientSync:
     def __init__(self, model: nn.Module, dims: ParallelDims) -> None:
         self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
         self._replicated = dims.dp_shard * dims.cp == 1
+        self._is_last = True  # as FSDP2 begins
 
     def prepare(self, is_last: bool) -> None:
         """Call before the forward of each micro-batch."""
-        if self._root is None:
+        if self._root is None or is_last == self._is_last:
             return
+        self._is_last = is_last
         self._root.set_is_last_backward(is_last)
         if self._replicated:
             self._root.set_requires_gradient_sync(is_last)

@@ -191,14 +191,14 @@ def parallelize(
             compile_blocks(blocks, backend, options)
         lines.append(f"Compiling {'the whole model' if simple else 'each block'} with torch.compile ({backend})")
     offload = training.enable_cpu_offload
-    if world.mesh is None or not needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
+    if not needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
         return lines
     how: dict[str, Any] = {
         "param_dtype": training.mixed_precision_param,
         "reduce_dtype": training.mixed_precision_reduce,
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
-    if simple:
+    if simple or world.mesh is None:  # one rank casts its weights; it gathers none
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
 
         name = apply_simple_fsdp(model, spec, blocks.values(), world.mesh, dims, **how, compiled=compiled)
@@ -206,9 +206,11 @@ def parallelize(
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
         name = apply_data_parallel(model, spec, blocks.values(), world.mesh, dims, **how, cpu_offload=offload)
-    lines.append(f"Applied {name} to the model")
+    if world.mesh is not None:
+        lines.append(f"Applied {name} to the model")
+    by = "a cast of each weight" if world.mesh is None else "simple_fsdp" if simple else "fully_shard"
     lines.append(
-        f"Mixed precision training is handled by {'simple_fsdp' if simple else 'fully_shard'}: parameters "
+        f"Mixed precision training is handled by {by}: parameters "
         f"{training.dtype}, compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
     )
     if offload:

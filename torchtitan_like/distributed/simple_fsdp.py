@@ -41,7 +41,7 @@ def apply_simple_fsdp(
     model: nn.Module,
     spec: ModelSpec,
     blocks: Iterable[nn.Module],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     dims: ParallelDims,
     *,
     param_dtype: str,
@@ -53,7 +53,8 @@ def apply_simple_fsdp(
 
     As with FSDP2 a gathered weight is freed when the forward of its block ends, and gathered again for backward; that of the
     head, which backward wants first, only under "always"; with pipelines "default" frees none. compiled: the model's forward
-    goes through `compile_model`. NOTE: what eager activation checkpointing computes again, it also gathers again.
+    is, or that of each block. mesh: None for one rank; its parameters stay plain tensors, and a cast is all that is left of a
+    gather. NOTE: what eager activation checkpointing computes again, it also gathers again.
     Returns the name of what was applied, for the log.
     """
     layout = _Layout.of(mesh)
@@ -73,15 +74,15 @@ def apply_simple_fsdp(
             num_rows = to_local(parameter).shape[0]
             module._parameters[name] = cut[parameter]
             view = _gathering(num_rows, layout, DTYPES[param_dtype], DTYPES[reduce_dtype])
-            if layout.shards is not None:
+            if not layout.copies_only:
                 view = _recomputed(view, unit.frees) if compiled else unit.watched(view)
             view_parameter(module, name, view)
     for unit in units:
-        if unit.frees and layout.shards is not None and not compiled:
+        if unit.frees and not layout.copies_only and not compiled:
             unit.wrap_forward()
     if layout.replicas is None:
         return "SimpleFSDP"
-    return "SimpleFSDP (replicated)" if layout.shards is None else "SimpleFSDP (hybrid)"
+    return "SimpleFSDP (replicated)" if layout.copies_only else "SimpleFSDP (hybrid)"
 
 
 def compile_model(
@@ -107,18 +108,27 @@ def compile_model(
 class _Layout(NamedTuple):
     """Over which ranks weights are cut, and over which they are copied; None where there is one rank. `tp` is not asked."""
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     shards: ProcessGroup | None
     replicas: ProcessGroup | None
 
+    @property
+    def copies_only(self) -> bool:
+        """As under DDP: each rank keeps all weights, also in the type in which it computes."""
+        return self.shards is None and self.replicas is not None
+
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> _Layout:
+    def of(cls, mesh: DeviceMesh | None) -> _Layout:
+        if mesh is None:
+            return cls(None, None, None)
         names = mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
         return cls(mesh, groups.get("dp_shard"), groups.get("dp_replicate"))
 
     def cut(self, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's rows, as `torch.chunk` deals them, as a DTensor placed as FSDP2 would place it."""
+        if self.mesh is None:
+            return parameter
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor.placement_types import Placement, _StridedShard
 

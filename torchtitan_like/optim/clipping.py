@@ -12,6 +12,7 @@ import torch.distributed as dist
 Tensor = torch.Tensor
 
 
+@torch.no_grad()  # a DTensor then gives its shard as it is, without a view of it for autograd
 def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
     """This rank's gradient shards, grouped by the process groups over which they are sharded.
 
