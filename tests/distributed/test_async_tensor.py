@@ -101,7 +101,7 @@ def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 
 @contextmanager
 def world_of_ranks() -> Iterator[World]:
-    world = join_world(launched_as(), ParallelDims(2, tp=2), timedelta(seconds=60), needs_mesh=True)
+    world = join_world(launched_as(), ParallelDims(2, tp=2), *[timedelta(seconds=60)] * 2, needs_mesh=True)
     try:
         yield world
     finally:

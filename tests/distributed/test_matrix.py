@@ -58,8 +58,8 @@ LAYOUTS = {
     "pp-cp": (4, pipeline("1F1B", **{CP: 2})),
     "pp-fsdp-tp": (8, pipeline("1F1B", **{TP: 2})),
 }  # fmt: skip
-VALIDATE = {"validation.enable": "true", "validation.freq": 2, "validation.steps": 2, "validation.seq_len": 32,
-            "validation.local_batch_size": 2}  # fmt: skip
+VALIDATE = {"validation.enable": "true", "validation.dataset": "shakespeare_validation", "validation.freq": 2,
+            "validation.steps": 2, "validation.seq_len": 32, "validation.local_batch_size": 2}  # fmt: skip
 OPTIONS = {
     "together": {"training.local_batch_size": 2, "activation_checkpoint.mode": "full", **VALIDATE},
     "compile": {"compile.enable": "true", "compile.backend": "aot_eager"},
