@@ -223,7 +223,7 @@ def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
         process.communicate(timeout=120)
     finally:
         kill_session(process)
-    assert process.returncode == 1
+    assert process.returncode == ExitCode.LOST_PEER
     assert time.monotonic() - killed < 60
     assert not [child for child in everyone if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
