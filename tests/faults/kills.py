@@ -111,7 +111,7 @@ def what_is_torn(step: Path) -> str | None:
         manifest = json.loads((step / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         return f"its manifest cannot be read: {error}"
-    files = {str(path.relative_to(step)) for path in step.rglob("*") if path.is_file()} - {"manifest.json"}
+    files = {str(path.relative_to(step)) for path in step.rglob("*") if path.is_file()} - {"manifest.json", "PIN"}
     if files != set(manifest["files"]):
         return f"it holds {sorted(files)}, and its manifest names {sorted(manifest['files'])}"
     for name, record in manifest["files"].items():

@@ -66,10 +66,10 @@ def test_a_nan_in_a_checkpoints_weight_stops_every_start_from_it_and_changes_not
     stopped = {"reason": "bad_numbers", "code": 70, "step": 4}
     ended = chain.run(plants=[Plant("step", "NaN in a weight", 1, 4)], settings=SHORT)
     assert ended.exit == stopped and ended.codes == [70, 70], ended.tail
-    content = {path.name: path.read_bytes() for path in spoilt.iterdir()}
+    content = {path.name: path.read_bytes() for path in spoilt.iterdir() if path.name != "PIN"}
     ended = chain.run(what="from the spoilt step")
     assert ended.exit == stopped and chain.newest == 4, ended.tail
-    assert {path.name: path.read_bytes() for path in spoilt.iterdir()} == content
+    assert {path.name: path.read_bytes() for path in spoilt.iterdir() if path.name != "PIN"} == content
     shutil.rmtree(spoilt)
     ended = chain.run(what="from the step before")
     assert ended.exit == {"reason": "done", "code": 0, "step": 8}, ended.tail
