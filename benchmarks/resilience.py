@@ -1,0 +1,120 @@
+"""What surviving costs in every step that nothing happens in: the per-step calls of `resilience`, as rank 0 makes them.
+
+    python benchmarks/resilience.py [--rounds 9] [--folder DIR]
+
+Microseconds of CPU time (user and system) per step, on one thread; the table gives medians over rounds with (minimum-maximum).
+``default`` is `[resilience]` as it stands; ``all on`` skips non-finite steps and spikes on the device, and has a deadline and a
+limit to the memory of the host, at which a rank looks every 5 s. ``--folder`` is where the run directory would be: switch files
+are looked for there, so name one on the file system in question.
+
+No line has a collective of its own: requests are counts in the all-reduce that carries the valid tokens. `agreement` is what
+those counts add to it on the host. The values are on the CPU; on a GPU `numbers` and its gate are launches of small kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torchtitan_like.config.sections_run import Resilience
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.resilience.heartbeat import Heartbeat
+from torchtitan_like.resilience.limits import Limits, used_memory_percent
+from torchtitan_like.resilience.numbers import BadNumbers
+from torchtitan_like.resilience.requests import Requests, agreed, stop_among
+from torchtitan_like.resilience.spikes import SpikeWatch
+from torchtitan_like.resilience.switches import Switches
+
+STEPS = 500
+LOOK_EVERY_S, SHORT_STEP_S = 5.0, 0.1
+ALL_ON = {"on_nonfinite": "skip", "on_spike": "skip", "max_runtime_minutes": 600, "max_cpu_mem_percent": 99}
+Call = Callable[[], object]
+
+
+def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
+    """What each part does once a step, by name; in windows that are full, where they cost most."""
+    device = torch.device("cpu")
+    requests, group = Requests(), HostGroup.alone()
+    switches, heartbeat = Switches(folder, section), Heartbeat(folder, rank=0)
+    limits = Limits(section, device, used_percent=lambda: 50.0)
+    numbers: BadNumbers[int] = BadNumbers(section, device, 0, {"grad_norms": [1.0] * section.spike_window})
+    watch = SpikeWatch(section, lambda *_, **__: None, lambda step: lambda: None)
+    grad_norm = torch.tensor(1.0)
+    row = {"step": 1, "loss": 1.0, "grad_norm": 1.0}
+    watch.look([row] * section.spike_window)
+
+    def gate() -> None:
+        numbers.have_halted()
+        numbers.gate(grad_norm)
+        numbers.passed(1)
+
+    def agree() -> None:
+        sums = group.sum_async([0, 0, 0, *requests.take()]).wait()
+        stop_among(agreed(sums[3:]))
+
+    def beat() -> None:
+        heartbeat.beat("step", 1)
+        heartbeat.beat("step", 1, 0)
+
+    return {
+        "switch files": switches.read,
+        "limits": limits.reached,
+        "numbers": gate,
+        "agreement": agree,
+        "heartbeat": beat,
+        "spikes": lambda: watch.look([row]),
+    }
+
+
+def microseconds(call: Call, num: int = STEPS) -> float:
+    """CPU time of one call, the mean over `num`."""
+    begin = time.process_time()
+    for _ in range(num):
+        call()
+    return 1e6 * (time.process_time() - begin) / num
+
+
+def measure(section: Resilience, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per step of each part in each round, after one that is not counted, and of all together."""
+    calls = calls_of_a_step(section, folder)
+    found: list[dict[str, float]] = []
+    for _ in range(rounds + 1):
+        figures = {name: microseconds(call) for name, call in calls.items()}
+        if section.max_cpu_mem_percent < 100:  # in steps so short, as many share a look
+            figures["a look at the memory"] = microseconds(used_memory_percent, 20) * SHORT_STEP_S / LOOK_EVERY_S
+        found.append({**figures, "all": sum(figures.values())})
+    return {name: [figures[name] for figures in found[1:]] for name in found[0]}
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help=f"rounds of {STEPS} steps")
+    parser.add_argument("--folder", type=Path, help="where the run directory would be (default: a temporary folder)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        columns = [measure(Resilience(**section), Path(folder), arguments.rounds) for section in ({}, ALL_ON)]
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python "
+          f"{platform.python_version()}, {arguments.rounds} rounds of {STEPS} steps\n")  # fmt: skip
+    print("| us of CPU per step | default | all on |\n|---|---|---|")
+    for name in columns[1]:
+        print(f"| {name} | " + " | ".join(spread(column[name]) if name in column else "-" for column in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()
