@@ -206,6 +206,7 @@ def compare(name: str, rounds: int, folder: Path) -> list[str]:
     for label, key, scale, digits in (
         (f"tokens per {clock[:-2]} second and rank", clock, tokens, 0),
         ("ms per step", clock, 1e3, 2),
+        ("ms of CPU per step and rank", "cpu_s", 1e3, 2),
         ("launch to end of step 1, s of CPU", "start_cpu_s", 1, 2),
         ("peak memory of rank 0, MB", "rss_mb", 1, 0),
         ("modules before the optimizer", "modules", 1, 0),
