@@ -10,11 +10,14 @@
 #   CONFIG_FILE  default: train_configs/debug_model.toml, run in this repository's folder
 #   PYTHON       the Python to use if it has what is needed, or else to make .venv from (default: python3)
 #   NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID, NODE_RANK
-#                several machines: set the first three to the same values on all; NODE_RANK fixes the order of the machines
+#                several machines: set the first three to the same values on all; NODE_RANK fixes the order of the machines.
+#                NNODES=2:4 starts with 2 to 4 of them, and again with as many as there are when one is lost or comes back
+#   MAX_RESTARTS how often torchrun starts all ranks again, from the newest checkpoint, when one has died (default: 0)
 #   NUMA_BINDING node, socket, exclusive or core-complex: keep each rank on the cores near its GPU (torchrun's --numa-binding)
 #   NCCL_DEBUG_TO
 #                folder for what NCCL tells, a file for each process (NCCL_DEBUG, default INFO; NCCL_DEBUG_SUBSYS)
 #   TRACE_TO     folder for every line that each rank executes (slow; scripts/trace_lines.py)
+#   BREAK_RANK   rank that waits for a debugger at a breakpoint() in the code, on port BREAK_PORT (default: 4444) of its machine
 #   KNOWN_BAD_GPUS
 #                file of GPUs' UUIDs, one a line: a machine that has one of them starts nothing
 #
@@ -29,7 +32,7 @@ setup_env || exit 1
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 typed= # what a person would type to run this again
-for name in NGPU NNODES CONFIG_FILE; do
+for name in NGPU NNODES MAX_RESTARTS CONFIG_FILE; do
   [ -z "${!name:-}" ] || typed+=$(printf '%s=%q ' "$name" "${!name}")
 done
 typed+=$(printf '%q ' "$0" "$@")
@@ -43,9 +46,13 @@ if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
 fi
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
 NNODES=${NNODES:-1}
-for number in "$NGPU" "$NNODES"; do
+for number in "$NGPU" "${NNODES%%:*}" "${NNODES#*:}"; do
   [[ "$number" =~ ^[1-9][0-9]*$ ]] || { echo "NGPU and NNODES must be positive integers, got '$number'" >&2; exit 78; }
 done
+least_nodes=${NNODES%%:*} most_nodes=${NNODES#*:}
+[ "$least_nodes" -le "$most_nodes" ] || { echo "NNODES=MIN:MAX needs MIN <= MAX, got $NNODES" >&2; exit 78; }
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+[[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || { echo "MAX_RESTARTS must be 0 or more, got '$MAX_RESTARTS'" >&2; exit 78; }
 
 config=()
 case " $* " in
@@ -63,9 +70,11 @@ esac
 
 started=$(date +%s)
 # Every mistake that can be found without ranks is found here, before any is started.
-check=(--training --world-size $((NGPU * NNODES)))
+check=(--training)
 [ "$gpus" -gt 0 ] || [ -e /dev/kfd ] || check+=(--device-type cpu) # /dev/kfd: AMD's GPUs
-resolved=$("$PYTHON" -m torchtitan_like.config "${check[@]}" "${config[@]}") || exit $?
+for ((nodes = least_nodes; nodes <= most_nodes; nodes++)); do
+  resolved=$("$PYTHON" -m torchtitan_like.config "${check[@]}" --world-size $((NGPU * nodes)) "${config[@]}") || exit $?
+done
 run_folder=$("$PYTHON" "$ROOT/scripts/run_folder.py" clear <<<"$resolved")
 
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
@@ -73,7 +82,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 [ "$gpus" -eq 0 ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 host=$(hostname -s 2>/dev/null || hostname)
-prefix=${LOG_PREFIX:-$([ "$NNODES" -eq 1 ] && echo rank || echo host)}
+prefix=${LOG_PREFIX:-$([ "$most_nodes" -eq 1 ] && echo rank || echo host)}
 case "$prefix" in
   rank) role=rank ;;
   host) role="$host:" ;;
@@ -97,22 +106,31 @@ if [ -n "${NCCL_DEBUG_TO:-}" ]; then
   mkdir -p "$NCCL_DEBUG_TO"
   export NCCL_DEBUG=${NCCL_DEBUG:-INFO} NCCL_DEBUG_FILE="$NCCL_DEBUG_TO/nccl-%h-%p.log" # %h: host, %p: process
 fi
+if [ -n "${BREAK_RANK:-}" ]; then
+  export PYTHONBREAKPOINT=torchtitan_like.monitor.breakpoint.wait_for_person
+fi
 
 rendezvous=(--rdzv_backend c10d --rdzv_endpoint=localhost:0)
-if [ "$NNODES" -gt 1 ]; then
+if [ "$most_nodes" -gt 1 ]; then
   [ -n "${MASTER_ADDR:-}" ] || { echo "NNODES=$NNODES needs one machine's address in MASTER_ADDR" >&2; exit 78; }
   rendezvous=(--nnodes="$NNODES" --rdzv_backend c10d --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}"
     --rdzv_id="${RDZV_ID:-torchtitan_like}")
   if [ -n "${NODE_RANK:-}" ]; then
+    [ "$least_nodes" -eq "$most_nodes" ] || { echo "NODE_RANK needs one number of machines, not NNODES=$NNODES" >&2; exit 78; }
     rendezvous=(--nnodes="$NNODES" --node_rank="$NODE_RANK"
       --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
   fi
+  # Several torchruns keep one store for all restarts: in it, new ranks would find the addresses of dead ones.
+  if [[ "$NNODES" == *:* || "$MAX_RESTARTS" -gt 0 ]]; then
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  fi
 fi
+[ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=(--max-restarts="$MAX_RESTARTS")
 
 program=(-m torchtitan_like.train)
 [ -z "${TRACE_TO:-}" ] || program=("$ROOT/scripts/trace_lines.py" -m torchtitan_like.train)
 command=("$PYTHON" "${program[@]}" "${config[@]}")
-if [ $((NGPU * NNODES)) -gt 1 ] || [ -n "${NUMA_BINDING:-}" ]; then
+if [ $((NGPU * most_nodes)) -gt 1 ] || [ "$MAX_RESTARTS" -gt 0 ] || [ -n "${NUMA_BINDING:-}" ]; then
   command=("$PYTHON" -m torch.distributed.run --nproc_per_node="$NGPU" "${rendezvous[@]}"
     ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"}
     --local-ranks-filter "${LOG_RANK:-0}" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
@@ -151,7 +169,7 @@ wait "$run" || code=$?
 # attempt has written. On several machines, one that does not see rank 0's folder has only torchrun's code.
 # A crash is read from the first error; torchrun's own words name one of those that failed.
 if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$run_folder/exit.json" ]; }; then
-  if [ -e "$run_folder/exit.json" ] || [ "$NNODES" -eq 1 ]; then
+  if [ -e "$run_folder/exit.json" ] || [ "$most_nodes" -eq 1 ]; then
     code=0
     "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" "$typed_in" <<<"$resolved" || code=$?
   fi

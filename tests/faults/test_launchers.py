@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from tests.faults.drills import BASE, SHORT
 from tests.faults.kills import Chain
 from tests.faults.plants import Plant
-from tests.faults.trainer import Starter, Torchrun, arguments
-from tests.harness.runner import ROOT, trainer_environment
+from tests.faults.trainer import EXACT, Starter, Torchrun, arguments, exact_rows
+from tests.harness.runner import ROOT, kill_session, trainer_environment
 from torchtitan_like.monitor.errors import errors_of
+
+# Ranks that have yet to import what they need do not begin at the same time.
+COLD = {**BASE, "comm__train_timeout_seconds": 60, "comm__checkpoint_timeout_seconds": 60}
 
 
 def run_train(folder: Path, plant: Plant) -> subprocess.CompletedProcess[str]:
@@ -27,7 +34,7 @@ def run_train(folder: Path, plant: Plant) -> subprocess.CompletedProcess[str]:
     plants = json.dumps({"plants": [plant], "settings": SHORT})
     variables = {"PYTHON": str(python), "NGPU": "2", "FAULT_PLANTS": plants}
     return subprocess.run(
-        [str(ROOT / "run_train.sh"), *arguments(folder, **BASE)], env=trainer_environment({**os.environ, **variables}),
+        [str(ROOT / "run_train.sh"), *arguments(folder, **COLD)], env=trainer_environment({**os.environ, **variables}),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -55,7 +62,7 @@ def test_run_train_returns_the_code_all_have_agreed_on(tmp_path: Path) -> None:
 
 def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None:
     """All ranks of it, from the newest checkpoint, to the last step."""
-    chain.overrides.update(BASE)
+    chain.overrides.update(COLD)
     chain.starter = Torchrun(chain.faults.env, "--max-restarts=1")
     ended = chain.run(plants=[Plant("step", "SIGKILL", 1, 6)], settings=SHORT)
     assert (ended.codes, ended.exit) == ([0], {"reason": "done", "code": 0, "step": 8}), ended.tail
@@ -64,3 +71,53 @@ def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None
     assert sorted(path.name for path in (chain.folder / "attempts").iterdir()) == ["1", "2"]
     assert [record["rank"] for record in errors_of(chain.folder / "attempts/1")] == [0]
     assert not errors_of(chain.folder / "attempts/2")
+
+
+def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:
+    """One of two is lost in step 4: the other goes on alone, saves when a new one comes in step 6, and both end the run."""
+    chain.overrides.update(COLD, checkpoint__interval=1, experimental__custom_import="tests.faults.pace")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def machine(name: str, hold_at: str) -> subprocess.Popen[bytes]:
+        variables = {
+            "PYTHON": sys.executable, "NGPU": "1", "NNODES": "1:2", "MAX_RESTARTS": "3", "HOLD_AT": hold_at,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PET_LOCAL_ADDR": "127.0.0.1",
+            "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1",
+        }  # fmt: skip
+        with open(chain.folder.parent / f"{name}.log", "wb") as log:
+            return subprocess.Popen(
+                [str(ROOT / "run_train.sh"), *chain.argv()], env=trainer_environment({**os.environ, **variables}),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def await_output(name: str, words: str) -> None:
+        log, give_up = chain.folder.parent / f"{name}.log", time.monotonic() + 60
+        while words not in log.read_text():
+            assert time.monotonic() < give_up, f"{name} does not say {words!r}:\n{log.read_text()[-6000:]}"
+            time.sleep(0.1)
+
+    machines = [machine("stays", "0 6")]
+    try:
+        give_up = time.monotonic() + 30
+        while socket.socket().connect_ex(("127.0.0.1", port)):  # the machine that is lost is not where they meet
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
+        machines.append(machine("is lost", "4"))
+        await_output("is lost", "Holding at step 4")
+        kill_session(machines[1])
+        await_output("stays", "Holding at step 6")
+        machines.append(machine("is new", ""))
+        codes = [each.wait(timeout=90) for each in (machines[0], machines[2])]
+    finally:
+        for each in machines:
+            kill_session(each)
+    said = (chain.folder.parent / "stays.log").read_text()
+    assert codes == [0, 0], said[-6000:]
+    assert re.findall(r"mesh with .*, \[(.*)\]", said) == ["2", "1", "2"]
+    rows = exact_rows(chain.folder)
+    digests, losses = EXACT.index("data_digest_chain"), EXACT.index("loss")
+    expected = chain.reference[: len(rows)]
+    assert [(row[0], row[digests]) for row in rows] == [(row[0], row[digests]) for row in expected] and len(rows) == 8
+    for row, other in zip(rows, expected, strict=True):
+        assert float.fromhex(row[losses]) == pytest.approx(float.fromhex(other[losses]), rel=1e-6)

@@ -1,4 +1,7 @@
-"""A Slurm of two nodes that are both this machine: munged, slurmctld and two slurmds, from the distribution's packages."""
+"""A Slurm of three nodes that are all this machine: munged, slurmctld and slurmds, from the distribution's packages.
+
+On the third one, jobs of the partition `urgent` preempt those of `low`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pathlib import Path
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where daemons are, which some users' shells leave out
+NODES = ("n1", "n2", "n3")
 CPUS = 16  # of each node, whatever this machine has
 
 # A requeued job waits until its credential has expired (120 s by default, 5 s at least); a time limit is looked at each 30 s.
@@ -43,10 +47,15 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=20
 NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs={cpus}
 NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[2]} CPUs={cpus}
-PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=YES
+NodeName=n3 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[3]} CPUs={cpus}
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=YES PreemptMode=OFF
+PartitionName=low Nodes=n3 MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n3 MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -126,11 +135,11 @@ def start(folder: Path) -> Cluster:
     key.chmod(0o600)
     key.write_bytes(os.urandom(128))
     host = socket.gethostname().partition(".")[0]
-    config = CONFIG.format(folder=folder, host=host, ports=free_ports(3), cpus=CPUS)
+    config = CONFIG.format(folder=folder, host=host, ports=free_ports(1 + len(NODES)), cpus=CPUS)
     (folder / "slurm.conf").write_text(config)
     munge = {name: f"--{name}={folder}/munge/{name.removesuffix('-file')}" for name in MUNGE_FILES}
     commands = [["munged", "--foreground", "--force", *munge.values()], ["slurmctld", "-D"]]
-    commands += [["slurmd", "-D", "-N", name] for name in ("n1", "n2")]
+    commands += [["slurmd", "-D", "-N", name] for name in NODES]
     cluster = Cluster(folder, [])
     for command in commands:
         cluster.daemons.append(start_daemon(command, cluster.env, folder))
@@ -158,7 +167,7 @@ def start_daemon(command: list[str], env: Mapping[str, str], folder: Path) -> su
 def cluster_answers(cluster: Cluster) -> bool:
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
     done = subprocess.run(command, env={**os.environ, **cluster.env}, capture_output=True, text=True)
-    return done.stdout.split() == ["idle", "idle"]
+    return set(done.stdout.split()) == {"idle"}
 
 
 def await_true(condition, complaint: str, folder: Path, timeout: float = 20) -> None:

@@ -54,13 +54,13 @@ class Run:
     def outputs(self) -> Path:
         return self.folder / "outputs"
 
-    def submit(self, *command: str, **overrides: object) -> list[str]:
+    def submit(self, *command: str, hold_at: tuple[int, ...] = (HOLD_AT,), **overrides: object) -> list[str]:
         """Add the options that all jobs share, and the run's; the ids that the command prints."""
         self.folder.mkdir(exist_ok=True)
         env = {
             "PYTHON": sys.executable,
             "ROOT": str(self.root),
-            "HOLD_AT": str(HOLD_AT),
+            "HOLD_AT": " ".join(map(str, hold_at)),
             "NGPU": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -68,7 +68,7 @@ class Run:
             "PET_LOCAL_ADDR": "127.0.0.1",
         }
         options = ["--cpus-per-task=2", "--output=%x-%j.out", "--time=10", "--signal=B:USR1@120"]
-        run = train(self.outputs, experimental__custom_import="tests.slurm.pace", **overrides)
+        run = train(self.outputs, experimental__custom_import="tests.faults.pace", **overrides)
         at = next(i for i, word in enumerate(command) if word.endswith(".slurm"))
         printed = self.cluster.run(*command[:at], *options, *command[at:], *run, env=env, cwd=self.folder)
         return printed.split()
@@ -146,6 +146,25 @@ def near_its_limit(run: Run, job: str) -> None:
     """Once the first task is in the middle of its run: Slurm, which looks at the limits each 30 s, sends USR1 then."""
     run.await_output(f"Holding at step {HOLD_AT}", times=2)
     run.cluster.run("scontrol", "update", f"JobId={job}_1", "EndTime=now+2minutes")
+
+
+def test_a_run_is_preempted_five_times(cluster: Cluster, tmp_path: Path) -> None:
+    """By jobs that need its node, for which Slurm ends it with SIGTERM to every process of it."""
+    run = Run(cluster, tmp_path / "job")
+    hold_at = (3, 6, 10, 13, 17)
+    [job] = run.submit(*SBATCH, "--partition=low", str(SLURM / "train.slurm"), hold_at=hold_at)
+    done = run_trainer(train(tmp_path / "outputs"), 1, tmp_path / "outputs")
+    assert done.returncode == 0, done.tail
+    for times in range(1, len(hold_at) + 1):
+        run.await_output("Holding at step", times)
+        urgent = cluster.run(*SBATCH, "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true").strip()
+        cluster.wait(urgent)
+    [state] = cluster.wait(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(hold_at))), run.output()[-6000:]
+    # Each one made the step in which it was told to end, or one more.
+    starts = [int(step) for step in re.findall(r"Training starts at step (\d+)", run.output())]
+    assert starts[0] == 1 and all(step - held in (1, 2) for step, held in zip(starts[1:], hold_at, strict=True)), starts
+    assert exact_rows(run.outputs) == exact_rows(tmp_path / "outputs")
 
 
 def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> None:

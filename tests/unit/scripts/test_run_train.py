@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ case "$1 $2" in
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
   "-m torch.distributed.run" | "-m torchtitan_like.train" | */trace_lines.py*)
-    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_ALLOC_CONF|PYTHONUNBUFFERED|NCCL_DEBUG.*)=' >"$here/environment"
+    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_|PYTHON|NCCL_DEBUG|TORCH_DISABLE)' >"$here/environment"
     printf '%q ' "$@" >"$here/run"
     cd "$here" && eval "${{RUN:-true}}" ;;
   *) exec {python} "$@" ;;
@@ -84,7 +85,8 @@ def shell(tmp_path: Path) -> Shell:
     (tmp_path / "resolved.toml").write_text(toml)
     executable(python, FAKE_PYTHON.format(here=shlex.quote(str(tmp_path)), python=shlex.quote(sys.executable)))
     executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 1\n")
-    dropped = {"NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    dropped = {"NGPU", "NNODES", "MAX_RESTARTS", "BREAK_RANK", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX"}
+    dropped |= {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return Shell(tmp_path, env | {"PYTHON": str(python), "PATH": path, "RUN": ENDS % ("done", 0)})
@@ -113,7 +115,7 @@ def test_a_config_that_cannot_work_returns_78_and_starts_nothing(shell: Shell) -
 def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> None:
     shell("--training.steps", "3", "--job.description", "two words", NGPU="4", CONFIG_FILE="my.toml")
     arguments = ["--job.config_file", "my.toml", "--training.steps", "3", "--job.description", "two words"]
-    assert shell.read("checks")[2:] == ["--training", "--world-size", "4", "--device-type", "cpu", *arguments]
+    assert shell.read("checks")[2:] == ["--training", "--device-type", "cpu", "--world-size", "4", *arguments]
     assert shell.read("run")[-len(arguments) :] == arguments
 
 
@@ -200,6 +202,13 @@ def test_every_line_of_a_rank_can_be_written_down(shell: Shell, ranks: str) -> N
     assert shell.read("run")[-5:] == traced
 
 
+def test_one_rank_can_wait_for_a_debugger(shell: Shell) -> None:
+    shell(BREAK_RANK="1")
+    [hook] = [line for line in shell.read("environment") if line.startswith("PYTHONBREAKPOINT=")]
+    module, _, name = hook.partition("=")[2].rpartition(".")
+    assert callable(getattr(import_module(module), name))
+
+
 @pytest.mark.parametrize("ranks", ["1", "3"])
 def test_ranks_stay_near_their_gpus(shell: Shell, ranks: str) -> None:
     executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
@@ -233,15 +242,55 @@ def test_ranks_share_the_cores(shell: Shell, variables: dict[str, str], threads:
 def test_several_machines(shell: Shell, variables: dict[str, str], expected: str) -> None:
     shell(NNODES="2", NGPU="4", **variables)
     assert expected in (shell.folder / "run").read_text()
-    assert shell.read("checks")[2:5] == ["--training", "--world-size", "8"]
+    [checked] = (shell.folder / "checks").read_text().splitlines()
+    assert "--training" in checked and "--world-size 8 " in checked
     run = shell.read("run")
     assert run[run.index("--role") + 1] == os.uname().nodename.split(".")[0] + ":"
+
+
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
+def test_as_many_machines_as_there_are(shell: Shell) -> None:
+    """Each number of them is checked before any comes."""
+    shell(NNODES="2:4", NGPU="4", MASTER_ADDR="node-1", MAX_RESTARTS="3")
+    run, checks = shell.read("run"), (shell.folder / "checks").read_text().splitlines()
+    assert "--nnodes=2:4" in run and "--max-restarts=3" in run
+    assert [line.split("--world-size ")[1].split()[0] for line in checks] == ["8", "12", "16"]
+    assert SHARED_STORE in shell.read("environment")
+
+
+@pytest.mark.parametrize(
+    ("variables", "stores"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "n1"}, []),
+        ({"NNODES": "2", "MASTER_ADDR": "n1", "MAX_RESTARTS": "1"}, [SHARED_STORE]),
+        ({"NNODES": "1:2", "MASTER_ADDR": "n1"}, [SHARED_STORE]),
+        ({"MAX_RESTARTS": "1"}, []),
+    ],
+)
+def test_new_ranks_do_not_meet_where_the_dead_have_met(
+    shell: Shell, variables: dict[str, str], stores: list[str]
+) -> None:
+    shell(**variables)
+    assert [line for line in shell.read("environment") if line.startswith("TORCH_DISABLE")] == stores
+    restarts = [word for word in shell.read("run") if word.startswith("--max-restarts")]
+    assert restarts == [f"--max-restarts={n}" for n in variables.get("MAX_RESTARTS", "")]
+
+
+def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
+    shell(NGPU="1", MAX_RESTARTS="2")
+    assert {"torch.distributed.run", "--nproc_per_node=1", "--max-restarts=2"} <= set(shell.read("run"))
 
 
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
         ({"NNODES": "2"}, "MASTER_ADDR"),
+        ({"NNODES": "4:2", "MASTER_ADDR": "n1"}, "MIN <= MAX, got 4:2"),
+        ({"NNODES": "1:x"}, "positive integers, got 'x'"),
+        ({"NNODES": "1:2", "MASTER_ADDR": "n1", "NODE_RANK": "0"}, "NODE_RANK needs one number of machines"),
+        ({"MAX_RESTARTS": "yes"}, "MAX_RESTARTS must be 0 or more, got 'yes'"),
         ({"NGPU": "all"}, "positive integers, got 'all'"),
         ({"NGPU": "0"}, "positive integers, got '0'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),

@@ -1,4 +1,5 @@
-"""For `experimental.custom_import`: a run that waits at step HOLD_AT, in the first start alone, until it is told to end.
+"""For `experimental.custom_import`: a run whose starts wait until they are told to end, the first one at the first of the
+steps HOLD_AT, and so on; a start beyond these does not wait.
 
 So a test needs no luck to signal it in the middle, however fast or slow the machine is.
 """
@@ -8,17 +9,19 @@ import signal
 import sys
 import time
 
-HOLD_AT = int(os.environ.get("HOLD_AT", "0"))
-IS_FIRST = os.environ.get("SLURM_ARRAY_TASK_ID", "1") == "1" and "SLURM_RESTART_COUNT" not in os.environ
+STEPS = [int(step) for step in os.environ.get("HOLD_AT", "").split()]
+# Which start this is, from 0: of the tasks of an array, of a job that was queued again, of torchrun's own.
+START = sum(int(os.environ.get(name, "0")) for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+START += int(os.environ.get("SLURM_ARRAY_TASK_ID", "1")) - 1
 
 
-def hold() -> None:
+def hold(at: int) -> None:
     from torchtitan_like.optim.schedule import Schedule
 
     told = []
 
     def held_factor(schedule: Schedule, step: int) -> float:
-        if step == HOLD_AT and not told:
+        if step == at and not told:
             run = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda *signalled: (told.append(1), run(*signalled)))  # type: ignore[operator]
             print(f"Holding at step {step}", flush=True)
@@ -33,5 +36,5 @@ def hold() -> None:
     Schedule.factor = held_factor  # type: ignore[method-assign]
 
 
-if HOLD_AT and IS_FIRST and "train.py" in sys.argv[0]:
-    hold()
+if START < len(STEPS) and "train.py" in sys.argv[0]:
+    hold(STEPS[START])
