@@ -5,7 +5,8 @@
     python benchmarks/data.py --stream 10_000_000
 
 One process, one thread. Every round times each side once, in turn, so that a noisy machine disturbs all alike. Tokens per
-second of CPU time; the table gives medians over rounds, and of the ratio within a round.
+second of CPU time; the table gives medians over rounds, and of the ratio within a round; then the ratio of the best rounds,
+which neighbours on the machine have disturbed least.
 
 - reading: training batches of 8 samples of 2,048 tokens, shuffled, with the digest of each step, against a loop that takes
   samples at random from a memory-mapped file and makes the two int64 tensors of a batch.
@@ -265,7 +266,11 @@ def in_a_process(function: str, *arguments: str) -> dict[str, float]:
 
 
 def row(label: str, found: dict[str, list[float]], others: tuple[str, ...]) -> str:
-    ratios = [spread([ours / other for ours, other in zip(found["ours"], found[name], strict=True)]) for name in others]
+    ratios = [
+        spread([ours / other for ours, other in zip(found["ours"], found[name], strict=True)])
+        + f", best {max(found['ours']) / max(found[name]):.2f}"
+        for name in others
+    ]
     rates = [f"{statistics.median(found[name]) / 1e6:.2f}" for name in ("ours", *others)]
     return "| " + " | ".join([label, *rates, *ratios]) + " |"
 

@@ -67,6 +67,9 @@ def requirements(extras: list[str]) -> list[str]:
 
 
 def main(extras: list[str]) -> int:
+    if extras[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if sys.version_info < OLDEST_PYTHON:
         print(f"Python is {sys.version.split()[0]}, needed is >={'.'.join(map(str, OLDEST_PYTHON))}")
         return 1

@@ -24,6 +24,9 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 GRACE_SECONDS=${GRACE_SECONDS:-15}
 
+case "${1:-}" in
+  -h | --help) sed -n '2,/^set /{/^# \{0,1\}/s///p}' "$0"; exit ;;
+esac
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ && "${2:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "Usage: $0 NNODES PER_NODE [--section.key value ...]; both are positive integers." >&2
   exit 78

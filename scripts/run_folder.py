@@ -137,6 +137,9 @@ def python() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     config = tomllib.loads(sys.stdin.read())
     match arguments:
         case ["clear"]:

@@ -33,6 +33,9 @@ WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     config = tomllib.loads(sys.stdin.read())
     match arguments:
         case ["before"]:

@@ -63,6 +63,12 @@ def test_nodes_and_ranks_are_numbers(house: Path, arguments: tuple[object, ...])
     assert result.returncode == BAD_CONFIG and "NNODES PER_NODE" in result.stderr
 
 
+def test_it_explains_itself(house: Path) -> None:
+    result = emulate(house, "--help")
+    assert result.returncode == 0 and "NNODES PER_NODE [--section.key value ...]" in result.stdout
+    assert "set -" not in result.stdout
+
+
 def test_every_node_is_given_the_same_meeting_point(house: Path) -> None:
     result = emulate(house, 3, 2, "--job.description", "two words")
     assert result.returncode == 0, result.stderr

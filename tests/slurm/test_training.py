@@ -210,6 +210,16 @@ def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path
     assert (tmp_path / "hello.slurm.out").read_text() == "done\n"
 
 
+def test_the_ranks_of_an_allocation_say_that_they_are_well(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={tmp_path}/out")
+    env = {"PYTHON": sys.executable, "ROOT": str(ROOT), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    job = cluster.run(*SBATCH, *options, str(SLURM / "check_nodes.slurm"), env=env).strip()
+    [state] = cluster.wait(job)
+    said = (tmp_path / "out").read_text()
+    assert state["JobState"] == "COMPLETED", said
+    assert sorted(re.findall(r"-(\d)\] is OK", said)) == ["0", "1"], said
+
+
 def test_an_array_trains_across_a_time_limit_on_two_nodes(array: tuple[Run, str], tmp_path: Path) -> None:
     """One task is stopped before its limit, one ends the run, one has nothing to do."""
     run, job = array

@@ -106,6 +106,13 @@ def test_a_config_that_cannot_work_starts_nothing(slurm: Path) -> None:
     assert slurm.read_text() == ""
 
 
+def test_a_dry_run_of_the_check_starts_nothing(slurm: Path) -> None:
+    done = bash("check_nodes.slurm", "--memory-gib", "70", DRY_RUN="1", SLURM_CPUS_PER_TASK="12")
+    assert done.returncode == 0, done.stderr
+    check = f"{sys.executable} {ROOT}/scripts/node_check.py --ranks --memory-gib 70"
+    assert done.stdout.strip() == f"srun --cpus-per-task=12 {check}" and slurm.read_text() == ""
+
+
 def test_a_chain_hangs_together(slurm: Path, tmp_path: Path) -> None:
     counts = f"n=$(wc -l <{tmp_path}/calls); echo $((100 + n))';cluster'"
     done = bash("submit_chain.sh", "3", "--after", "77", "--nodes=2", "train.slurm", "a b", FAKE_OUTPUT=counts)

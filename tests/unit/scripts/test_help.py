@@ -1,0 +1,27 @@
+"""Every script of Python explains itself. (Those of bash: test_slurm_scripts.py, and where each is tested.)"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import ROOT
+
+SCRIPTS = [path for path in sorted(ROOT.glob("scripts/**/*.py")) if '__name__ == "__main__"' in path.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_it_explains_itself_and_does_nothing_else(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    told = capsys.readouterr()
+    assert ended.value.code in (None, 0), told.err
+    assert len(told.out.splitlines()) > 5 and not list(tmp_path.iterdir())
