@@ -239,18 +239,19 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
         write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     requests = Requests()
-    try:
-        with requests.listening():
+    with requests.listening():
+        try:
             code = run(config, launched, requests)
-    except Stopped as stopped:
-        code = EXIT_CODES[stopped.request]
-        logger.info(f"Training stopped: {code.reason}, before the first step")
-        if launched.rank == 0:
-            write_exit(config.job.dump_folder, code.reason, int(code), step=None)
-        return int(code)
-    except Exception as error:
-        _tell(error, Path(config.job.dump_folder), launched.rank)
-        return 1
+        except Stopped as stopped:
+            code = EXIT_CODES[stopped.request]
+            logger.info(f"Training stopped: {code.reason}, before the first step")
+            if launched.rank == 0:
+                write_exit(config.job.dump_folder, code.reason, int(code), step=None)
+            return int(code)
+        except Exception as error:
+            requests.only_note = True
+            _tell(error, Path(config.job.dump_folder), launched.rank)
+            return 1
     return 0 if is_under_torchrun else int(code)
 
 

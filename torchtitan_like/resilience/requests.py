@@ -63,7 +63,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._noted: set[Request] = set()
-        self.reach_the_wire = False  # from the first step on
+        self.only_note = False  # signals; from the first step on, and while the process ends
 
     def note(self, request: Request) -> None:
         self._noted.add(request)
@@ -79,15 +79,17 @@ class Requests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn the signals of `SIGNALS` into requests in here, or raise `Stopped` as long as none reaches the wire; afterwards
-        the former handlers are back.
+        """Turn the signals of `SIGNALS` into requests in here. As long as none would reach the wire, the first one raises
+        `Stopped`; another must not disturb what that leads to. Afterwards the former handlers are back.
         """
 
         def handler(signum: int, _frame: FrameType | None) -> None:
             request = SIGNALS[signal.Signals(signum)]
-            if not self.reach_the_wire:
+            if self.only_note:
+                self.note(request)
+            else:
+                self.only_note = True
                 raise Stopped(request)
-            self.note(request)
 
         former = {signum: signal.signal(signum, handler) for signum in SIGNALS}
         try:

@@ -1,7 +1,10 @@
 """A process ends with its code, its output written and its threads done."""
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import logging, sys, threading, time
@@ -21,3 +24,22 @@ def test_nothing_is_lost(repo_root):
     assert done.returncode == 70
     assert done.stdout == "unflushed thread done\n"
     assert "logged" in done.stderr
+
+
+LATE = """
+import threading, time
+from torchtitan_like.resilience.end import end_process
+
+print("told", flush=True)
+print("unflushed", end="")
+threading.Thread(target=lambda: (time.sleep(0.3), print(" ending", flush=True), time.sleep(1000))).start()
+end_process(75)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_at_the_very_end_changes_no_code(repo_root, signum):
+    with subprocess.Popen([sys.executable, "-c", LATE], cwd=repo_root, stdout=subprocess.PIPE, text=True) as process:
+        assert [process.stdout.readline(), process.stdout.readline()] == ["told\n", "unflushed ending\n"]
+        process.send_signal(signum)
+        assert process.wait(timeout=30) == 75
