@@ -4,9 +4,9 @@
     python benchmarks/data.py --documents 10_000_000
     python benchmarks/data.py --stream 10_000_000
 
-One process, one thread. Every round times each side once, in turn, so that a noisy machine disturbs all alike. Tokens per
-second of CPU time; the table gives medians over rounds, and of the ratio within a round; then the ratio of the best rounds,
-which neighbours on the machine have disturbed least.
+One thread; a process of its own for each row. Every round times each side once, in an order of its own, so that a noisy machine
+disturbs all alike. Tokens per second of CPU time; the table gives medians over rounds, and of the ratio within a round; then
+the ratio of the best rounds, which neighbours on the machine have disturbed least.
 
 - reading: training batches of 8 samples of 2,048 tokens, shuffled, with the digest of each step, against a loop that takes
   samples at random from a memory-mapped file and makes the two int64 tensors of a batch.
@@ -28,6 +28,7 @@ import gzip
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import struct
@@ -62,7 +63,7 @@ def measure(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
     """Tokens per second of CPU time of each side in each round, after one that is not counted."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(rounds + 1):
-        for name in sorted(sides, reverse=index % 2 == 1):
+        for name in random.Random(index).sample(sorted(sides), len(sides)):
             begin = time.process_time()
             tokens = sides[name]()
             if index:
@@ -120,6 +121,16 @@ def tokenising(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> 
         return sum(len(engine.encode_ordinary(text)) for text in texts)
 
     return {"ours": ours, "batch": batch, "loop": loop}
+
+
+def tokenising_row(folder: str, file: str, by_library: str, characters: str, copies: str, rounds: str) -> None:
+    """In a process of its own: print what `measure` finds for documents of so many characters."""
+    tokenizer: Any = load_tokenizer(ASSETS / file)
+    if by_library:
+        tokenizer._fast = None
+    corpus = Path(folder, "text.jsonl")
+    texts = write_documents(corpus, int(characters), int(copies))
+    print(json.dumps(measure(tokenising(corpus, texts, tokenizer, Path(folder, "built")), int(rounds))))
 
 
 def write_documents(file: Path, characters: int, copies: int) -> list[str]:
@@ -255,13 +266,13 @@ def streams(folder: Path, position: int, rounds: int) -> None:
             print(f"| {name} | {begin:,} | {' | '.join(best)} |", flush=True)
 
 
-def in_a_process(function: str, *arguments: str) -> dict[str, float]:
+def in_a_process(function: str, *arguments: str) -> dict[str, Any]:
     """What a function of this file prints."""
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import data; data.{function}(*sys.argv[1:])"
     )
     ran = subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 
@@ -289,14 +300,12 @@ def rates(folder: Path, arguments: argparse.Namespace) -> None:
     print("\n| tokenising | ours | batch | loop | ours / batch | ours / loop |\n|---|---|---|---|---|---|")
     for engine, file in (("tokenizer.json", "tokenizer.json"), ("tiktoken file", "tokenizer.model"),
                          ("tokenizer.json, `tokenizers` library", "tokenizer.json")):  # fmt: skip
+        by_library = "yes" * ("library" in engine)
+        copies = max(1, arguments.copies // 6) if by_library else arguments.copies
         for size, characters in DOCUMENTS.items():
-            tokenizer: Any = load_tokenizer(ASSETS / file)
-            if "library" in engine:
-                tokenizer._fast = None
-            copies = max(1, arguments.copies // 6) if "library" in engine else arguments.copies
-            texts = write_documents(folder / "text.jsonl", characters, copies)
-            sides = tokenising(folder / "text.jsonl", texts, tokenizer, folder / "built")
-            print(row(f"{engine}, {size}", measure(sides, arguments.rounds), ("batch", "loop")), flush=True)
+            words = [file, by_library, str(characters), str(copies), str(arguments.rounds)]
+            found = in_a_process("tokenising_row", str(folder), *words)
+            print(row(f"{engine}, {size}", found, ("batch", "loop")), flush=True)
 
 
 def main() -> None:
