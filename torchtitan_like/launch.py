@@ -266,3 +266,5 @@ def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
         first = min([mine, *errors_of(folder)], key=itemgetter("time")) if here else mine
         message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    if here:
+        here.kill_stuck_peers()

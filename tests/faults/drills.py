@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
+from scripts import watchdog
 from tests.faults.kills import Chain, published
 from tests.faults.plants import Plant
 from tests.faults.shim import Rule
-from tests.faults.trainer import ASSETS, Ended, Warm
+from tests.faults.trainer import ASSETS, Ended, Warm, kill
 
 STEPS = 8
 PROMPT, TRAIN_TIMEOUT, START_TIMEOUT = 30, 3, 8  # seconds
@@ -53,6 +56,7 @@ class Drill(NamedTuple):
     overrides: Mapping[str, Any] = {}
     num_ranks: int = 2
     then: Callable[[Chain, Ended], None] = lambda chain, ended: None  # what else must hold, before the next start
+    is_watched: bool = False  # from outside, by scripts/watchdog.py: nobody inside is left to notice
 
     def __str__(self) -> str:
         return self.name
@@ -73,7 +77,10 @@ def _table() -> Iterator[Drill]:
             ends = (None,) if place == "start" and rank is not ALL else (reason,)
             yield Drill(f"{what} to {whom}: {place}", (Plant(place, what, rank, call),), ends)
         for what in ("SIGSTOP", "hang"):
-            if rank is not ALL:  # when all stand still none is left to notice: scripts/watchdog.py does
+            if rank is ALL and place != "start":
+                yield Drill(f"{what} of {whom}: {place}", (Plant(place, what, rank, call),), (None,), TRAIN_TIMEOUT + 10,
+                            is_watched=True)  # fmt: skip
+            elif rank is not ALL:
                 patience = START_TIMEOUT if place == "start" else TRAIN_TIMEOUT
                 overrides = {"comm__init_timeout_seconds": START_TIMEOUT} if place == "start" else {}
                 yield Drill(f"{what} of {whom}: {place}", (Plant(place, what, rank, call),), (None,), patience + 10,
@@ -152,7 +159,8 @@ def drill(chain: Chain, row: Drill) -> float:
     """
     chain.overrides.update(BASE)
     begun = time.time()
-    ended = chain.run(row.rules, row.name, plants=row.plants, settings=SHORT, **row.overrides)
+    with watched(chain) if row.is_watched else nullcontext():
+        ended = chain.run(row.rules, row.name, plants=row.plants, settings=SHORT, **row.overrides)
     over = time.time()
     check_end(row, ended)
     took = over - begin_of(row, chain, ended, begun)
@@ -190,6 +198,25 @@ def check_end(row: Drill, ended: Ended) -> None:
     code = CODES[str(reason)]
     assert ended.exit is not None and ended.exit["code"] == code, f"{row}: {ended.exit}"
     assert set(ended.codes) in ({code}, {0}), f"{row}: {ended.codes}\n{ended.tail}"
+
+
+@contextmanager
+def watched(chain: Chain) -> Iterator[None]:
+    """Somebody kills the run when scripts/watchdog.py tells that its log has been silent for as long as the time-out."""
+    over, log = threading.Event(), chain.folder / "metrics.jsonl"
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            if log.exists() and watchdog.look_at_log(log, TRAIN_TIMEOUT / 60, time.time()).is_alert:
+                kill([json.loads(file.read_text())["pid"] for file in chain.folder.glob("attempts/1/heartbeat/rank-*")])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def left_behind(chain: Chain) -> list[str]:

@@ -134,7 +134,7 @@ class Torchrun:
     """The command that run_train.sh uses, from an interpreter's start to its end."""
 
     name = "torchrun"
-    grace = 30.0
+    grace = 5.0
 
     def __init__(self, env: Mapping[str, str], *options: str) -> None:
         self.env, self.options = env, options  # of torchrun

@@ -6,9 +6,12 @@ import faulthandler
 import json
 import logging
 import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -45,7 +48,7 @@ class Heartbeat:
         *,
         trace: tuple[Path, Callable[[], bytes]] | None = None,
     ) -> None:
-        self.limit: float | None = None
+        self.limit = float("inf")
         Heartbeat.newest = self
         self.folder, self.at = folder, Beat("start", 0, 0, clock())
         self._trace = trace
@@ -75,16 +78,12 @@ class Heartbeat:
             self._folder.mkdir(parents=True, exist_ok=True)
             if beat != self._written:
                 temporary = self._folder / f".rank-{self._rank}"
-                temporary.write_text(json.dumps(beat._asdict()) + "\n", encoding="utf-8")
+                who = {"host": socket.gethostname(), "pid": os.getpid()}
+                temporary.write_text(json.dumps(beat._asdict() | who) + "\n", encoding="utf-8")
                 os.replace(temporary, self._folder / f"rank-{self._rank}.json")
                 self._written = beat
             silent = self._clock() - beat.time
-            if (
-                self.limit is not None
-                and beat.phase in ("step", "validate")
-                and silent > self.limit
-                and beat != self._dumped
-            ):
+            if beat.phase in ("step", "validate") and silent > self.limit and beat != self._dumped:
                 self._dumped = beat
                 stacks = self._folder / f"stacks-rank-{self._rank}.txt"
                 with stacks.open("w", encoding="utf-8") as file:
@@ -99,6 +98,21 @@ class Heartbeat:
             if not self._is_told_of:
                 logger.warning(f"The heartbeat of rank {self._rank} could not be written: {error}")
             self._is_told_of = True
+
+    def kill_stuck_peers(self) -> None:
+        """For a rank that an error ends: ranks beside it that have stood still for longer than `limit` cannot do anything about
+        it, and torchrun would wait for them for half a minute before it does the same.
+        """
+        import psutil
+
+        for file in self._folder.glob("rank-*.json"):
+            with suppress(OSError, ValueError, psutil.Error):  # it has ended
+                at = json.loads(file.read_text(encoding="utf-8"))
+                silent, mine = self._clock() - at["time"], (socket.gethostname(), os.getppid())
+                is_beside = (at["host"], psutil.Process(at["pid"]).ppid()) == mine and at["pid"] != os.getpid()
+                if is_beside and silent > self.limit:
+                    logger.error(f"{file.stem} has stood still for {silent:.0f} s, and is killed")
+                    os.kill(at["pid"], signal.SIGKILL)
 
     def close(self) -> None:
         self._end.set()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,7 +26,9 @@ class Clock:
 
 
 def place(folder: Path) -> dict[str, object]:
-    return dict(json.loads((folder / "heartbeat/rank-3.json").read_text()))
+    found = dict(json.loads((folder / "heartbeat/rank-3.json").read_text()))
+    assert (found.pop("host"), found.pop("pid")) == (socket.gethostname(), os.getpid())
+    return found
 
 
 def test_the_file_tells_the_newest_place_and_when_it_was_reached(tmp_path: Path) -> None:
@@ -69,6 +76,40 @@ def test_who_stands_still_in_a_step_leaves_the_stacks_of_all_threads_once(
     here.set()
     other.join()
     assert caplog.text.count("Step 7, micro-batch 1, has taken 81 s so far") == 1
+
+
+@pytest.mark.parametrize(
+    ("age", "host", "parent", "limit", "is_killed"),
+    [
+        (81.0, socket.gethostname(), os.getpid(), 80.0, True),
+        (79.0, socket.gethostname(), os.getpid(), 80.0, False),
+        (1e6, "elsewhere", os.getpid(), 80.0, False),
+        (1e6, socket.gethostname(), 1, 80.0, False),  # its number is another process's by now
+        (1e6, socket.gethostname(), os.getpid(), float("inf"), False),  # before the first step
+    ],
+)
+def test_a_rank_that_fails_kills_those_that_stand_still_beside_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    age: float,
+    host: str,
+    parent: int,
+    limit: float | None,
+    is_killed: bool,
+) -> None:
+    clock = Clock()
+    one = Heartbeat(tmp_path, 3, clock)
+    one.limit = limit
+    one.look()
+    clock.now += 1e4  # it has waited for longer than all of them, and ends by itself
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as peer:
+        record = {"host": host, "pid": peer.pid, "time": clock.now - age}
+        (tmp_path / "heartbeat/rank-1.json").write_text(json.dumps(record))
+        (tmp_path / "heartbeat/rank-2.json").write_text("torn")
+        one.kill_stuck_peers()
+        assert (peer.wait(timeout=10) == -signal.SIGKILL) if is_killed else peer.poll() is None
+        peer.kill()
 
 
 def test_a_disk_that_is_full_fails_no_run_and_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
