@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan_like.config.layout import Layout
+from torchtitan_like.config.layout import SPLIT_BACKWARD, Layout
 from torchtitan_like.config.layout_rules import COMPILE, DEGREES, IMPL, PIPELINE_KEYS, broken_rules, text_of
 from torchtitan_like.distributed.dims import resolve_degrees
 
 if TYPE_CHECKING:
     from torchtitan_like.config.findings import Findings
     from torchtitan_like.config.schema import JobConfig
+    from torchtitan_like.config.sections_scale import Parallelism
     from torchtitan_like.models.spec import ModelSpec
 
     DeviceType = Literal["cpu", "cuda"]
@@ -48,13 +51,13 @@ def _check_pipeline(findings: Findings, layout: Layout, spec: ModelSpec) -> None
     """Layers, schedule and micro-batches against the stages."""
     from torchtitan_like.distributed.stages import problems
 
-    for fault in problems(
-        spec,
-        layout.args,
-        layout.parallelism,
-        local_batch_size=layout.config.training.local_batch_size,
-        num_accumulation=layout.num_accumulated,
-    ):
+    section, size = layout.parallelism, layout.config.training.local_batch_size
+    faults = [
+        fault
+        for number in layout.accumulations
+        for fault in problems(spec, layout.args, section, local_batch_size=size, num_accumulation=number)
+    ]
+    for fault in dict.fromkeys(faults):
         findings.error(fault.key, fault.expected, fault.remedy, involves=PIPELINE_KEYS)
 
 
@@ -67,6 +70,7 @@ def _check_float8(findings: Findings, layout: Layout) -> None:
     run = Run(
         layout.device_type,
         layout.compiles_model,
+        capability=_capability(layout.device_type),
         num_tokens=rows * training.seq_len // layout.cp,
         data_parallel_impl=parallelism.data_parallel_impl,
     )
@@ -74,6 +78,15 @@ def _check_float8(findings: Findings, layout: Layout) -> None:
         findings.add(
             finding.key, finding.expected, finding.remedy, finding.severity, ("model.converters", *COMPILE, IMPL)
         )
+
+
+def _capability(device_type: DeviceType | None) -> tuple[int, int] | None:
+    """Of this rank's GPU, which torch has found already."""
+    if device_type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def layout_of(
@@ -102,5 +115,18 @@ def layout_of(
         is_tied=bool(spec and spec.tied(args)),
         device_type=device_type,
         local_world_size=int(local) if local.isdecimal() else None,
+        splits_backward=parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism),
+        torch_release=tuple(int(part) for part in metadata.version("torch").split(".")[:2]),
     )
     return layout, reasons
+
+
+def _splits_backward(section: Parallelism) -> bool:
+    """By its name, or by what its file says; a file that cannot be read is a fault that `_check_pipeline` finds."""
+    from torchtitan_like.distributed.schedule_view import read_csv
+
+    if not section.pipeline_parallel_schedule_csv:
+        return section.pipeline_parallel_schedule in SPLIT_BACKWARD
+    with suppress(OSError, ValueError):
+        return any(action.kind in "IW" for row in read_csv(section.pipeline_parallel_schedule_csv) for action in row)
+    return False

@@ -336,7 +336,8 @@ def held(schedule, trains):
             for received in cache.values()
             for info in received
         ]
-        counts.append(sum(info.buffer is not None and not info.buffer.is_meta for info in infos))
+        buffers = [getattr(info, "buffer", None) for info in infos]
+        counts.append(sum(buffer is not None and not buffer.is_meta for buffer in buffers))
 
     for part in pipeline.parts:
         part.register_forward_hook(note)

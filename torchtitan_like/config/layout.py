@@ -21,7 +21,8 @@ class Layout:
 
     world_size: None while the number of ranks is unknown; then dp_shard = -1 counts as 1, and `is_resolved` is False.
     limits: what the model demands of a layout (`ModelSpec.constraints`). args: its sizes; None where there is none.
-    local_world_size: ranks of one machine, where that is known. device_type: None where it is not.
+    local_world_size: ranks of one machine, where that is known. device_type: None where it is not. splits_backward: a pipeline
+    computes the gradients of inputs first and those of weights later. torch_release: the installed one's first two numbers.
     """
 
     config: JobConfig
@@ -38,6 +39,8 @@ class Layout:
     is_tied: bool = False
     device_type: Literal["cpu", "cuda"] | None = None
     local_world_size: int | None = None
+    splits_backward: bool = False
+    torch_release: tuple[int, ...] = ()
 
     @property
     def parallelism(self) -> Parallelism:
@@ -63,11 +66,6 @@ class Layout:
         return self.parallelism.data_parallel_impl == "simple_fsdp" and self.compiles_model and can_be_changed
 
     @property
-    def splits_backward(self) -> bool:
-        """True when a pipeline computes the gradients of inputs first and those of weights later."""
-        return self.pp > 1 and self.parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
-
-    @property
     def unit(self) -> int:
         """Samples of one forward pass on all data-parallel ranks."""
         return self.config.training.local_batch_size * self.dp
@@ -77,6 +75,16 @@ class Layout:
         """Forward passes per step; 1 where the batch sizes do not say."""
         total = self.config.training.global_batch_size
         return total // self.unit if total > 0 and self.is_resolved and total % self.unit == 0 else 1
+
+    @property
+    def accumulations(self) -> tuple[int, ...]:
+        """Forward passes of every step that the run has, as the batch grows; 0 where that is unknown."""
+        if not self.is_resolved:
+            return (0,)
+        if not self.config.training.batch_ramp:
+            return (self.num_accumulated,)
+        sizes = self.config.training.batch_sizes(self.config.training.global_batch_size)
+        return tuple(dict.fromkeys(size // self.unit for _, size in sizes))
 
     @property
     def num_micro_batches(self) -> int:

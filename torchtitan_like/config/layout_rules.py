@@ -215,6 +215,14 @@ DATA_RULES = (
         (IMPL, *COMPILE, "compile.backend"),
     ),
     LayoutRule(
+        "bucketing-alone",
+        lambda at: at.parallelism.simple_fsdp_bucketing and at.has_own_graph and at.is_resolved and at.dp * at.cp == 1,
+        BUCKETING,
+        "false where no two ranks share the weights: there are no collectives to join",
+        "set it to false, or give ranks to data parallelism",
+        (IMPL, *DEGREES),
+    ),
+    LayoutRule(
         "replicas-without-replicas",
         lambda at: at.config.resilience.replica_check_freq > 0 and at.dp_replicate == 1,
         "resilience.replica_check_freq",
@@ -232,7 +240,7 @@ DATA_RULES = (
     ),
     LayoutRule(
         "few-micro-batches",
-        lambda at: 0 < at.num_micro_batches < at.pp,
+        lambda at: at.is_resolved and 0 < at.num_micro_batches < at.pp,
         PP,
         lambda at: (
             f"leaves ranks idle most of the time: a step has {at.num_micro_batches} micro-batches for {at.pp} of them"
@@ -249,6 +257,15 @@ DATA_RULES = (
         "first and those of weights later, torch does not support compiled modules",
         'set it to "Interleaved1F1B", or take "model" out of compile.components',
         (PP, *COMPILE),
+    ),
+    LayoutRule(
+        "old-zero-bubble",
+        lambda at: at.splits_backward and at.torch_release < (2, 13),
+        SCHEDULE,
+        "a schedule that computes each backward pass as a whole: in two parts, torch before 2.13 cannot compute those of our "
+        "loss and norms",
+        'set it to "Interleaved1F1B", or install torch 2.13',
+        (PP,),
     ),
     LayoutRule(
         "zero-bubble-per-op",

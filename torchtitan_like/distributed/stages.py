@@ -87,7 +87,7 @@ def problems(
 ) -> list[Fault]:
     """All that is wrong with a pipeline before anything is built; nothing without one.
 
-    num_accumulation: local batches in a step; all of them are one schedule's.
+    num_accumulation: local batches in a step; all of them are one schedule's. 0: unknown.
     """
     if section.pipeline_parallel_degree == 1:
         return []
@@ -95,7 +95,7 @@ def problems(
     micro = section.pipeline_parallel_microbatch_size
     if local_batch_size % micro:
         faults.append(Fault(_KEY + "microbatch_size", f"a divisor of training.local_batch_size = {local_batch_size}"))
-    elif plan is not None:
+    elif plan is not None and num_accumulation:
         faults += _micro_batch_faults(plan, local_batch_size // micro * num_accumulation)
     return faults
 

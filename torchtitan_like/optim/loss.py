@@ -73,7 +73,9 @@ def chunked_cross_entropy(
     """
     body: SoftmaxBody = _softmax_in_tiles
     if compile_backend is not None:
-        body = torch.compile(_softmax, backend=compile_backend)
+        body = partial(
+            torch.compile(_softmax, backend=compile_backend)
+        )  # as such, Dynamo of torch 2.11 would not take it
     widest: int | None = None
     if shards is not None and gathers_logits:
         body, widest = partial(_softmax_of_gathered, shards, body), shards.vocab_size
@@ -241,7 +243,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 d_weight = _add(d_weight, part, is_only=chunk >= len(hidden))
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
-        return total.to(_wide(hidden))
+        # Never `total` itself: what is returned twice, as a result and to be kept, gets no gradient in a graph of torch 2.11.
+        return total.to(_wide(hidden), copy=True)
 
     @staticmethod
     @once_differentiable

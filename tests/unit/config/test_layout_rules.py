@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +96,8 @@ ILLEGAL = [
             "bucketing-without-graph"),
     Illegal("bucketing=true impl=simple_fsdp compile=true compile.backend=eager", 2, "parallelism.simple_fsdp_bucketing",
             'compile.backend = "inductor"', "bucketing-without-graph"),
+    Illegal("bucketing=true impl=simple_fsdp compile=true", 1, "parallelism.simple_fsdp_bucketing", "no collectives to join",
+            "bucketing-alone"),
     Illegal("tp=3 seq=240 validate=false", 3, "parallelism.tensor_parallel_degree", "16 attention heads -> set it to one "
             "of 1, 2, 4, 8, 16", "uneven-heads"),
     Illegal("tp=4 kv_heads=2", 4, "parallelism.tensor_parallel_degree", "2 key-value heads -> set it to one of 1, 2",
@@ -156,6 +159,9 @@ ILLEGAL = [
                 'selective_ac_option = "1"', "zero-bubble-per-op")
         for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ),
+    Illegal("pp=2 local=1 global=4 ramp=1,1,12", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer"),
+    Illegal("pp=2 schedule=Interleaved1F1B local=1 global=8 ramp=2,3,60", 2, "parallelism.pipeline_parallel_microbatch_size",
+            "5 on 2 ranks"),
     Illegal("pp=2 tied=true", 2, "parallelism.pipeline_parallel_degree", "untie them in [model.args]"),
     Illegal("pp=2 schedule=PipelineScheduleMulti", 2, "parallelism.pipeline_parallel_schedule_csv", "the file with the"),
     Illegal("pp=2 schedule=PipelineScheduleMulti csv=nowhere.csv", 2, "parallelism.pipeline_parallel_schedule_csv",
@@ -241,6 +247,7 @@ def test_limits_that_no_shipped_model_meets(
 def test_every_rule_is_tried() -> None:
     tried = {case.rule for case in ILLEGAL}
     tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches"}
+    tried.add("old-zero-bubble")
     assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
     assert len({rule.name for rule in LAYOUT_RULES}) == len(LAYOUT_RULES)
 
@@ -259,7 +266,7 @@ def layout(line: str, ranks: int) -> Layout:
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
-    return layout_of(config, ranks, spec, args, device)[0]
+    return replace(layout_of(config, ranks, spec, args, device)[0], torch_release=(2, 13))
 
 
 def test_rules_name_settings_and_say_what_to_do() -> None:
@@ -368,6 +375,28 @@ def test_schedule_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         line = f"pp=2 schedule=PipelineScheduleSingle csv={path} {line}"
         assert main([CONFIG, "--world-size", "2", *arguments(line)]) == (78 if words else 0), name
         assert words in capsys.readouterr().err
+
+
+def test_what_takes_backward_apart(tmp_path: Path) -> None:
+    """By its name or by what its file says; what needs it whole, and what an older torch cannot do, is refused for both."""
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n,1F0,1I0,1W0,1F1,1I1,1W1\n")
+    file = f"pp=2 schedule=PipelineScheduleSingle csv={path} local=2"
+    for line in (file, "pp=2 schedule=ZBVZeroBubble"):
+        assert broken_rules(layout(line, 2)) == []
+        assert [rule.name for rule in broken_rules(layout(f"{line} compile=true", 2))] == ["compiled-zero-bubble"]
+        assert [rule.name for rule in broken_rules(replace(layout(line, 2), torch_release=(2, 12)))] == [
+            "old-zero-bubble"
+        ]
+    path.write_text("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
+    assert not layout(file, 2).splits_backward
+
+
+def test_micro_batches_are_counted_when_the_ranks_are_known() -> None:
+    """The steps of a growing batch must all have enough of them, and those of an unknown number of ranks are nobody's fault."""
+    assert warnings("pp=2 local=1 global=4 shard=2", None) == []
+    assert layout("pp=2 local=1 global=4 ramp=2,2,12", 2).accumulations == (2, 4)
+    assert warnings("pp=2 local=1 global=4 ramp=2,2,12", 2) == []
 
 
 COMMANDS = ["tp=3 seq=240 validate=false", "pp=2 schedule=Interleaved1F1B local=5", "cp=2 balancer=ptrr"]

@@ -1,0 +1,20 @@
+"""What an older torch cannot do: our config check refuses it, or no trainer asks for it."""
+
+import re
+from importlib import metadata
+
+import pytest
+
+# Backward passes in two parts: the rule old-zero-bubble. And Inductor's pass for asynchronous tensor parallelism takes fewer
+# collectives of what is computed again, and cannot gather the logits of a whole model, which a trainer does without.
+SINCE_2_13 = re.compile(
+    r"ZeroBubble|DualPipe|-izb-|-zbv-|-dualpipe-|in a V|backward in two parts|with other strides|memory_for_messages"
+    r"|_overlap\[(recomputed|whole model)"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 13):
+        for item in items:
+            if SINCE_2_13.search(item.nodeid):
+                item.add_marker(pytest.mark.skip(reason="needs torch 2.13"))
