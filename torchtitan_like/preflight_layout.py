@@ -116,9 +116,14 @@ def layout_of(
         device_type=device_type,
         local_world_size=int(local) if local.isdecimal() else None,
         splits_backward=parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism),
-        torch_release=tuple(int(part) for part in metadata.version("torch").split(".")[:2]),
+        torch_release=torch_release(),
     )
     return layout, reasons
+
+
+def torch_release() -> tuple[int, ...]:
+    """(2, 13) for 2.13.0+cpu, of what is installed; nothing is imported for it."""
+    return tuple(int(part) for part in metadata.version("torch").split(".")[:2])
 
 
 def _splits_backward(section: Parallelism) -> bool:

@@ -1,9 +1,10 @@
 """What an older torch cannot do: our config check refuses it, or no trainer asks for it."""
 
 import re
-from importlib import metadata
 
 import pytest
+
+from torchtitan_like.preflight_layout import torch_release
 
 # Backward passes in two parts: the rule old-zero-bubble. And Inductor's pass for asynchronous tensor parallelism takes fewer
 # collectives of what is computed again, and cannot gather the logits of a whole model, which a trainer does without.
@@ -14,7 +15,7 @@ SINCE_2_13 = re.compile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 13):
+    if torch_release() < (2, 13):
         for item in items:
             if SINCE_2_13.search(item.nodeid):
                 item.add_marker(pytest.mark.skip(reason="needs torch 2.13"))

@@ -175,6 +175,7 @@ ILLEGAL = [
 def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torchtitan_like.preflight_layout.torch_release", lambda: (2, 13))
 
 
 @pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
@@ -266,7 +267,7 @@ def layout(line: str, ranks: int) -> Layout:
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
-    return replace(layout_of(config, ranks, spec, args, device)[0], torch_release=(2, 13))
+    return layout_of(config, ranks, spec, args, device)[0]
 
 
 def test_rules_name_settings_and_say_what_to_do() -> None:
