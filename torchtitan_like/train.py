@@ -318,7 +318,7 @@ class Trainer:
         self.loss_by_source.zero_()  # validation adds to it as well
         local = self.feed.local(batch)
         if self.pipeline is not None:
-            torch.manual_seed(derive_seed(self.seed, batch.first_samples[0]))
+            torch.manual_seed(derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers))
             loss = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
         else:
             loss = torch.zeros((), device=self.world.device)
