@@ -248,7 +248,7 @@ def _check_tokenizer(findings: Findings, limits: dict[str, int]) -> None:
     """It is there, can be read, and all its ids are in the model's vocabulary."""
     config = findings.config
     key = "model.tokenizer_path" if config.model.tokenizer_path else "model.hf_assets_path"
-    path = Path(config.model.tokenizer_folder).expanduser()
+    path = Path(config.model.tokenizer_folder)
     if config.model.tokenizer_path:
         findings.warning(key, "is an older name", "put the tokenizer into the folder model.hf_assets_path")
     if not path.exists():
@@ -307,10 +307,9 @@ def _check_text(findings: Findings, section: str) -> None:
 
 
 def _matches(path: str) -> bool:
-    expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded):
-        return any(True for _ in os.scandir(expanded))
-    return os.path.exists(expanded) or any(map(os.path.isfile, glob.iglob(expanded, recursive=True)))
+    if os.path.isdir(path):
+        return any(True for _ in os.scandir(path))
+    return os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))
 
 
 def _where(path: Path) -> str:
@@ -320,7 +319,7 @@ def _where(path: Path) -> str:
 def _check_folders(findings: Findings) -> None:
     """The run directory can be written."""
     config = findings.config
-    folder = Path(config.job.dump_folder).expanduser()
+    folder = Path(config.job.dump_folder)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         kind = "is not writable" if existing.is_dir() else "is a file"
@@ -348,15 +347,15 @@ def _check_checkpoint(findings: Findings, world_size: int | None, device_type: D
         findings.warning(
             "checkpoint.async_mode", 'is the same as "async" in this run: without a GPU no memory is page-locked'
         )
-    _check_what_is_loaded(findings, Path(config.job.dump_folder).expanduser() / section.folder)
+    _check_what_is_loaded(findings, Path(config.job.dump_folder) / section.folder)
 
 
 def _check_what_is_loaded(findings: Findings, steps: Path) -> None:
     """The checkpoint to start from is there. ``steps``: the folder of the run's own."""
     config, section = findings.config, findings.config.checkpoint
-    start, assets = section.initial_load_path, Path(config.model.hf_assets_path).expanduser()
+    start, assets = section.initial_load_path, Path(config.model.hf_assets_path)
     needs_start = section.load_step < 0 and not (section.start in ("auto", "resume") and any(steps.glob("step-*")))
-    if needs_start and start and not Path(start).expanduser().is_dir():
+    if needs_start and start and not Path(start).is_dir():
         findings.missing_file(
             "checkpoint.initial_load_path",
             f"the folder of one checkpoint (.../step-N); {_where(Path(start))}",
