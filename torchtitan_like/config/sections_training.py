@@ -65,7 +65,9 @@ class Optimizer(Section):
         description="Update each parameter as soon as its gradient is complete and free it. No gradient clipping.",
     )
     no_weight_decay: list[str] = Field(
-        [], description='Patterns of parameter names without weight decay, e.g. ["*norm*", "*.bias"].'
+        [],
+        description='Patterns of names of parameters without weight decay, e.g. ["*norm*", "tok_embeddings.*"]; each matches '
+        "one or more.",
     )
 
 
