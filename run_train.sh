@@ -166,10 +166,12 @@ code=0
 wait "$run" || code=$?
 
 # torchrun makes a 1 of every worker's code and ends with 1 when it was signalled: the truth is in the exit.json that this
-# attempt has written. On several machines, one that does not see rank 0's folder has only torchrun's code.
+# attempt has written. One rank without torchrun ends with the code that stands there, or has crashed after it was written.
+# On several machines, one that does not see rank 0's folder has only torchrun's code.
 # A crash is read from the first error; torchrun's own words name one of those that failed.
-if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$run_folder/exit.json" ]; }; then
-  if [ -e "$run_folder/exit.json" ] || [ "$most_nodes" -eq 1 ]; then
+end="$run_folder/exit.json"
+if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$end" ]; } || grep -qs "\"code\": $code\b" "$end"; then
+  if [ -e "$end" ] || [ "$most_nodes" -eq 1 ]; then
     code=0
     "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" "$typed_in" <<<"$resolved" || code=$?
   fi

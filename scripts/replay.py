@@ -82,7 +82,7 @@ def settings_of(bundle: dict[str, Any], run: Path, folder: Path, settings: list[
         argv += ["--optimizer.early_step_in_backward=false", f"--checkpoint.allow_change={allowed}"]
     if config.data.cache_folder:
         argv += [f"--data.cache_folder={folder / 'token_cache'}"]
-    _link_tokens(Path(config.data.cache_folder or run / "token_cache").expanduser(), folder / "token_cache")
+    _link_tokens(Path(config.data.cache_folder or run / "token_cache"), folder / "token_cache")
     return read_config([*argv, *settings], 1)
 
 

@@ -67,7 +67,8 @@ def errors(config: dict[str, Any], since: float) -> int:
     left = [(folder, errors_of(folder)) for folder in attempts.glob("[0-9]*")]
     fresh = [(folder, new) for folder, found in left if (new := [one for one in found if one["time"] >= since])]
     if not fresh:
-        print("The run has crashed, and no rank has left an error: was it killed?", file=sys.stderr)
+        where = f"in {attempts}: it was killed, or its error stands above and could not be written"
+        print(f"The run has crashed, and no rank has left an error {where}", file=sys.stderr)
         return 0
     folder, records = max(fresh, key=lambda attempt: max(one["time"] for one in attempt[1]))
     first = min(records, key=lambda record: record["time"])

@@ -148,7 +148,7 @@ def build_metrics(
 
 def fingerprint(config: JobConfig, world: World) -> dict[str, str]:
     """What decides about a run's bits, in words."""
-    sections = config.parallelism, config.training, config.optimizer, config.loss, config.compile
+    sections = config.parallelism, config.training, config.optimizer, config.loss, config.compile, config.resilience
     return numeric_fingerprint(world.device, world.dims.mesh_shape(), *sections)
 
 

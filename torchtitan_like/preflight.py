@@ -87,7 +87,10 @@ def check(
     spec, args = _check_model(findings)
     limits = spec.constraints(args) if spec else {}
     check_layout(findings, world_size, spec, args, device_type)
+    if spec:
+        _check_exempt(findings, spec, args)
     _check_schedule(findings)
+    _check_profiling(findings)
     _check_numerics(findings)
     _check_hardware(findings, device_type, args)
     _check_tokenizer(findings, limits)
@@ -138,6 +141,24 @@ def _check_model(findings: Findings) -> tuple[ModelSpec | None, Any]:
     return spec, args
 
 
+def _check_exempt(findings: Findings, spec: ModelSpec, args: Any) -> None:
+    """Each pattern of optimizer.no_weight_decay matches a parameter, or what it was to spare would decay in silence."""
+    tied = dict(spec.tied(args))
+    rows = [row if isinstance(row, tuple) else (row.ours,) for row in spec.hf_names(args)]
+    stems = [stem for ours, *_ in rows for stem in ([ours] if isinstance(ours, str) else ours) if stem not in tied]
+    layers = range(spec.constraints(args)["n_layers"])
+    names = [name for stem in stems for name in dict.fromkeys(stem.replace("{}", str(layer)) for layer in layers)]
+    for pattern in findings.config.optimizer.no_weight_decay:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(stem.replace("{}", "0") for stem in stems)
+            findings.error(
+                "optimizer.no_weight_decay",
+                f'patterns that match a parameter; "{pattern}" matches none of {shown}, ...',
+                nearest(pattern, names),
+                involves=MODEL_KEYS,
+            )
+
+
 def _check_schedule(findings: Findings) -> None:
     """Warm-up and decay against the horizon; they are fitted into it, which the user should know."""
     section, steps = findings.config.lr_scheduler, findings.config.training.steps
@@ -163,6 +184,18 @@ def _check_schedule(findings: Findings) -> None:
             f"the schedule ends at step {total} of {steps}; after it the learning rate stays at min_lr_factor = "
             f"{section.min_lr_factor} of its peak",
             involves=("training.steps",),
+        )
+
+
+def _check_profiling(findings: Findings) -> None:
+    """A trace is written at the end of a cycle."""
+    section, steps = findings.config.profiling, findings.config.training.steps
+    if section.enable_profiling and steps < section.profile_freq:
+        findings.warning(
+            "profiling.profile_freq",
+            f"no trace is written: the first one would be at step {section.profile_freq}, and the run ends at step {steps}",
+            "lower it, or raise training.steps",
+            involves=("training.steps", "profiling.enable_profiling"),
         )
 
 
@@ -248,7 +281,7 @@ def _check_tokenizer(findings: Findings, limits: dict[str, int]) -> None:
     """It is there, can be read, and all its ids are in the model's vocabulary."""
     config = findings.config
     key = "model.tokenizer_path" if config.model.tokenizer_path else "model.hf_assets_path"
-    path = Path(config.model.tokenizer_folder).expanduser()
+    path = Path(config.model.tokenizer_folder)
     if config.model.tokenizer_path:
         findings.warning(key, "is an older name", "put the tokenizer into the folder model.hf_assets_path")
     if not path.exists():
@@ -279,9 +312,7 @@ def _check_text(findings: Findings, section: str) -> None:
     sources = sources_of(config, section)
     for name, source in sources.items():
         key = f"{table}.{name}.path"
-        pair = source.format == "tokens" and any(_matches(source.path + ending) for ending in (".bin", ".idx"))
-        if not pair and not source.path.startswith("hf://") and not _matches(source.path):
-            findings.missing_file(key, f"a file, folder or glob with files; {_where(Path(source.path))}")
+        _check_files(findings, key, source.path, source.format, f"{table}.{name}.format")
     if sources:
         for key in (f"{section}.dataset", f"{section}.dataset_path"):
             if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
@@ -289,8 +320,7 @@ def _check_text(findings: Findings, section: str) -> None:
         return
     dataset, path = value_of(config, f"{section}.dataset"), value_of(config, f"{section}.dataset_path")
     if path is not None:
-        if not _matches(path):
-            findings.missing_file(f"{section}.dataset_path", f"a file, folder or glob with files; {_where(Path(path))}")
+        _check_files(findings, f"{section}.dataset_path", path)
         return
     known = datasets_for(section)
     if dataset not in known:
@@ -306,11 +336,27 @@ def _check_text(findings: Findings, section: str) -> None:
         )
 
 
+def _check_files(findings: Findings, key: str, path: str, format_name: str = "auto", *involves: str) -> None:
+    """They are there, and of a kind that can be read. What lies on the Hub is not looked at."""
+    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.data.formats.documents import find_corpus
+
+    is_tokens = format_name == "tokens"
+    if path.startswith("hf://") or (is_tokens and any(_matches(path + ending) for ending in (".bin", ".idx"))):
+        return
+    if not _matches(path):
+        findings.missing_file(key, f"a file, folder or glob with files; {_where(Path(path))}")
+    elif not is_tokens:
+        try:
+            find_corpus(path, format_name)
+        except DataError as error:
+            findings.error(key, f"files that can be read; {error}", involves=involves)
+
+
 def _matches(path: str) -> bool:
-    expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded):
-        return any(True for _ in os.scandir(expanded))
-    return os.path.exists(expanded) or any(map(os.path.isfile, glob.iglob(expanded, recursive=True)))
+    if os.path.isdir(path):
+        return any(True for _ in os.scandir(path))
+    return os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))
 
 
 def _where(path: Path) -> str:
@@ -320,7 +366,7 @@ def _where(path: Path) -> str:
 def _check_folders(findings: Findings) -> None:
     """The run directory can be written."""
     config = findings.config
-    folder = Path(config.job.dump_folder).expanduser()
+    folder = Path(config.job.dump_folder)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         kind = "is not writable" if existing.is_dir() else "is a file"
@@ -348,15 +394,15 @@ def _check_checkpoint(findings: Findings, world_size: int | None, device_type: D
         findings.warning(
             "checkpoint.async_mode", 'is the same as "async" in this run: without a GPU no memory is page-locked'
         )
-    _check_what_is_loaded(findings, Path(config.job.dump_folder).expanduser() / section.folder)
+    _check_what_is_loaded(findings, Path(config.job.dump_folder) / section.folder)
 
 
 def _check_what_is_loaded(findings: Findings, steps: Path) -> None:
     """The checkpoint to start from is there. ``steps``: the folder of the run's own."""
     config, section = findings.config, findings.config.checkpoint
-    start, assets = section.initial_load_path, Path(config.model.hf_assets_path).expanduser()
+    start, assets = section.initial_load_path, Path(config.model.hf_assets_path)
     needs_start = section.load_step < 0 and not (section.start in ("auto", "resume") and any(steps.glob("step-*")))
-    if needs_start and start and not Path(start).expanduser().is_dir():
+    if needs_start and start and not Path(start).is_dir():
         findings.missing_file(
             "checkpoint.initial_load_path",
             f"the folder of one checkpoint (.../step-N); {_where(Path(start))}",

@@ -51,7 +51,7 @@ PARTS: tuple[tuple[str, str], ...] = (
 # Settings whose value is worked out when a run starts (from the layout, or at random), and its name in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
 _UNSET = (None, -1)  # a resolved setting that the configuration leaves to the run
-HORIZON, STEPS = "lr_scheduler.total_steps", "training.steps"  # the first, unset, is the second
+HORIZON, STEPS = "lr_scheduler.total_steps", "training.steps"  # the first, unset, is the second, with which it may grow
 
 
 class Change(NamedTuple):
@@ -72,7 +72,9 @@ class Changes(NamedTuple):
     refused: list[Change]
 
     def accepted(self) -> list[str]:
-        """Those of `harmless` that do shape the run, and were allowed by name or with the part they belong to."""
+        """Those of `harmless` that do shape the run: allowed by name or with the part they belong to, or a horizon that has
+        moved with the run's last step.
+        """
         return [str(change) for change in self.harmless if part_of(change.key)]
 
 
@@ -119,11 +121,11 @@ def diff_settings(
             change = Change(key, stored_summary.get(name, change.stored), current_summary.get(name, change.now))
             if change.stored in _UNSET or change.now in _UNSET:
                 continue
-        if key == HORIZON and (change.stored or before[STEPS]) == (change.now or now[STEPS]):
-            continue
-        if change.stored == change.now:
-            continue
-        (changes.harmless if is_free(key) else changes.refused).append(change)
+        grows = key == HORIZON and change.stored == change.now
+        if key == HORIZON:
+            change = Change(key, change.stored or before[STEPS], change.now or now[STEPS])
+        if change.stored != change.now:
+            (changes.harmless if grows or is_free(key) else changes.refused).append(change)
     return changes
 
 

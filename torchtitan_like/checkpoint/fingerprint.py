@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Resilience
     from torchtitan_like.config.sections_scale import Compile, Parallelism
     from torchtitan_like.config.sections_training import Loss, Optimizer, Training
 
@@ -20,6 +21,7 @@ def numeric_fingerprint(
     optimizer: Optimizer,
     loss: Loss,
     compile_section: Compile,
+    resilience: Resilience,
 ) -> dict[str, str]:
     """What decides about bits, in words. `layout`: degrees by the mesh's names; `parallelism`: how they are used."""
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
@@ -45,6 +47,8 @@ def numeric_fingerprint(
     }
     if used:
         found["parallelism"] = ", ".join(f"{name} {value}" for name, value in used.items())
+    if resilience.on_spike == "skip" and resilience.spike_threshold:
+        found["spikes left out"] = f"above {resilience.spike_threshold} in {resilience.spike_window} steps"
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["CUDA"] = str(torch.version.cuda)

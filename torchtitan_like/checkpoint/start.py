@@ -169,9 +169,9 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
 def _initial(section: Checkpoint, last_step: int | None, hf_assets_path: str | None, why: str) -> Start:
     """What `initial_load_path` names: weights or, with `initial_load_model_only = false`, a whole run."""
     if section.initial_load_path:
-        path, why = Path(section.initial_load_path).expanduser(), f"{why}, initial_load_path is set"
+        path, why = Path(section.initial_load_path), f"{why}, initial_load_path is set"
     elif section.initial_load_in_hf and hf_assets_path:
-        path, why = Path(hf_assets_path).expanduser(), f"{why}, initial_load_in_hf: those of model.hf_assets_path"
+        path, why = Path(hf_assets_path), f"{why}, initial_load_in_hf: those of model.hf_assets_path"
     else:
         raise CheckpointError("a warm start needs checkpoint.initial_load_path: where the weights are")
     start = _weights(section, path, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -59,6 +60,8 @@ def _minutes_or_auto(value: object) -> float | str:
     return float(value)
 
 
+# A path: with the home folder for `~`, from here on wherever it is used, compared, written or told.
+HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
 MinusOneOrPositive = Annotated[
     int, AfterValidator(_minus_one_or_positive), Field(json_schema_extra={"expected": "-1 or an integer > 0"})
 ]

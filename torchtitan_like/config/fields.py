@@ -74,7 +74,7 @@ def _strip_optional(annotation: Any) -> tuple[Any, bool]:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not type(None)]
-        return members[0], len(members) < len(get_args(annotation))
+        return _strip_optional(members[0])[0], len(members) < len(get_args(annotation))
     return annotation, False
 
 

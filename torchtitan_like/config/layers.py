@@ -37,7 +37,7 @@ def read_files(file: str) -> tuple[list[Layer], list[Problem]]:
     chain: list[FilePath] = []
     origin, mentioned_in = file, ""
     while True:
-        path = FilePath(origin)
+        path = FilePath(origin).expanduser()
         resolved = path.resolve()
         if resolved in chain:
             names = " -> ".join(step.name for step in [*chain[chain.index(resolved) :], resolved])
@@ -53,7 +53,7 @@ def read_files(file: str) -> tuple[list[Layer], list[Problem]]:
             return layers, []
         if not isinstance(base, str):
             return layers, [Problem("extends", base, "the path of one TOML file, in quotes", origin=origin)]
-        origin, mentioned_in = os.path.normpath(path.parent / base), origin
+        origin, mentioned_in = os.path.normpath(path.parent / os.path.expanduser(base)), origin
 
 
 def _read(path: FilePath, mentioned_in: str) -> tuple[dict[str, Any], Problem | None]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, Minutes, Section, Steps
+from torchtitan_like.config.base import Conflict, HomePath, Minutes, Section, Steps
 from torchtitan_like.config.checkpoint_rules import A_FOLDER, COPY_LATER, is_uri
 
 
@@ -16,12 +16,12 @@ class Job(Section):
     config_file: str | None = Field(
         None, description="TOML file to read; for the command line only. Relative to the current directory."
     )
-    dump_folder: str = Field(
+    dump_folder: HomePath = Field(
         "./outputs", min_length=1, description="Run directory: everything the run writes lies below it."
     )
     description: str = Field("default job", description="Free text, printed when the run starts.")
     print_config: bool = Field(False, description="Print the resolved configuration as TOML when the run starts.")
-    save_config_file: str | None = Field(
+    save_config_file: HomePath | None = Field(
         None,
         description="Also write the resolved configuration as JSON to this file (rank 0), relative to job.dump_folder.",
     )
@@ -37,7 +37,7 @@ class Profiling(Section):
     """Traces of the profiler and snapshots of accelerator memory."""
 
     enable_profiling: bool = Field(False, description="Record a trace on every rank each profile_freq steps.")
-    save_traces_folder: str = Field("profile_traces", description="Folder of the traces, below job.dump_folder.")
+    save_traces_folder: HomePath = Field("profile_traces", description="Folder of the traces, below job.dump_folder.")
     profile_freq: int = Field(10, gt=0, description="Length of one profiling cycle in steps: wait, warm up, record.")
     profiler_active: int = Field(1, gt=0, description="Steps recorded at the end of each cycle.")
     profiler_warmup: int = Field(
@@ -46,7 +46,7 @@ class Profiling(Section):
     enable_memory_snapshot: bool = Field(
         False, description="Write a memory snapshot each profile_freq steps and when memory runs out."
     )
-    save_memory_snapshot_folder: str = Field(
+    save_memory_snapshot_folder: HomePath = Field(
         "memory_snapshot", description="Folder of the memory snapshots, below job.dump_folder."
     )
 
@@ -72,7 +72,7 @@ class Metrics(Section):
     )
     enable_tensorboard: bool = Field(False, description="Write TensorBoard files.")
     disable_color_printing: bool = Field(False, description="Print step lines without terminal colours.")
-    save_tb_folder: str = Field(
+    save_tb_folder: HomePath = Field(
         "tb", description="Folder of the TensorBoard files, below job.dump_folder; each run adds <date-time>."
     )
     save_for_all_ranks: bool = Field(
@@ -108,7 +108,7 @@ class Comm(Section):
     trace_buf_size: int = Field(
         20000, ge=0, description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off."
     )
-    save_traces_folder: str = Field(
+    save_traces_folder: HomePath = Field(
         "comm_traces",
         description="Folder of the flight recorder's dumps, below job.dump_folder. A rank that has been in a step for 80 % of "
         "its time-out writes one.",
@@ -124,13 +124,13 @@ class Comm(Section):
 class Resilience(Section):
     """When a run stops by itself, and what becomes of bad numbers."""
 
-    kill_switch_path: str = Field(
+    kill_switch_path: HomePath = Field(
         "KILL",
         min_length=1,
         description="While this file is there no run starts, and one that runs saves and ends; only you remove it. Relative "
         "to job.dump_folder.",
     )
-    save_switch_path: str = Field(
+    save_switch_path: HomePath = Field(
         "SAVE", min_length=1, description="`touch` this file to save once; it is removed. Relative to job.dump_folder."
     )
     max_runtime_minutes: Minutes = Field(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, KeepCount, MinusOneOrPositive, NthOrOp, Section
+from torchtitan_like.config.base import Conflict, HomePath, KeepCount, MinusOneOrPositive, NthOrOp, Section
 from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
 
 
@@ -70,7 +70,7 @@ class Parallelism(Section):
         "PipelineScheduleSingle",
         "PipelineScheduleMulti",
     ] = Field("1F1B", description="Order in which micro-batches pass through the stages.")
-    pipeline_parallel_schedule_csv: str = Field(
+    pipeline_parallel_schedule_csv: HomePath = Field(
         "", description="CSV file of a schedule, for PipelineScheduleSingle and PipelineScheduleMulti."
     )
     pipeline_parallel_microbatch_size: int = Field(
@@ -126,14 +126,14 @@ class Checkpoint(Section):
     enable_ft_dataloader_checkpoints: bool = Field(
         True, description="With fault tolerance: each replica also saves its own data position."
     )
-    folder: str = Field(
+    folder: HomePath = Field(
         "checkpoint", min_length=1, description="Folder of the checkpoints step-N, below job.dump_folder."
     )
     interval: int = Field(500, gt=0, description="Save every this many steps, and at the end.")
     interval_minutes: float = Field(
         0.0, ge=0, description="Also save when this many minutes have passed since the last save; 0 switches this off."
     )
-    initial_load_path: str | None = Field(
+    initial_load_path: HomePath | None = Field(
         None,
         description="Checkpoint to start from when the run has none of its own: a step-N of this program, a folder of "
         "Hugging Face safetensors, of torch.distributed.checkpoint, or of Meta's consolidated.*.pth. The format is "

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import BatchRamp, Conflict, MinusOneOrPositive, Section, StepRanges, StepWeights
+from torchtitan_like.config.base import (
+    BatchRamp,
+    Conflict,
+    HomePath,
+    MinusOneOrPositive,
+    Section,
+    StepRanges,
+    StepWeights,
+)
 
 
 class Model(Section):
@@ -16,13 +24,13 @@ class Model(Section):
     flavor: str = Field(
         "debugmodel", description="Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3."
     )
-    hf_assets_path: str = Field(
+    hf_assets_path: HomePath = Field(
         "./tests/assets/tokenizer",
         min_length=1,
         description="Folder with the tokenizer and, for weights in Hugging Face's format, config.json and the index. "
         "Relative to the current directory.",
     )
-    tokenizer_path: str | None = Field(
+    tokenizer_path: HomePath | None = Field(
         None, description="Deprecated: folder or file of the tokenizer, if it does not lie in model.hf_assets_path."
     )
     converters: list[
@@ -57,7 +65,9 @@ class Optimizer(Section):
         description="Update each parameter as soon as its gradient is complete and free it. No gradient clipping.",
     )
     no_weight_decay: list[str] = Field(
-        [], description='Patterns of parameter names without weight decay, e.g. ["*norm*", "*.bias"].'
+        [],
+        description='Patterns of names of parameters without weight decay, e.g. ["*norm*", "tok_embeddings.*"]; each matches '
+        "one or more.",
     )
 
 
@@ -110,7 +120,7 @@ class Training(Section):
     dataset: str = Field(
         "c4_test", description="Name of the training text (see docs); ignored where [data.sources] names the text."
     )
-    dataset_path: str | None = Field(
+    dataset_path: HomePath | None = Field(
         None, description="File, folder or glob of the training text, in place of where `dataset` lies."
     )
     local_batch_size: int = Field(8, gt=0, description="Samples of one micro-batch on each data-parallel rank.")
@@ -192,7 +202,7 @@ class Training(Section):
 class DataSource(Section):
     """One text: where it lies and how it is read."""
 
-    path: str = Field(
+    path: HomePath = Field(
         min_length=1,
         description="File, folder or glob, relative to the current directory; or on the Hub, "
         "hf://datasets/OWNER/NAME@REVISION/PATTERN.",
@@ -250,7 +260,7 @@ class Data(Section):
     """Where text comes from and how it becomes samples."""
 
     sources: dict[SourceName, DataSource] = Field({}, description="The training texts, one table per name.")
-    cache_folder: str | None = Field(
+    cache_folder: HomePath | None = Field(
         None,
         description="Folder of the token cache. Unset: beside the data, or in job.dump_folder if that is read-only.",
     )
@@ -306,7 +316,7 @@ class Validation(Section):
     dataset: str = Field(
         "c4_validation", description="Name of the validation text; ignored where [validation.sources] names the text."
     )
-    dataset_path: str | None = Field(
+    dataset_path: HomePath | None = Field(
         None, description="File, folder or glob of the validation text, in place of where `dataset` lies."
     )
     local_batch_size: int = Field(8, gt=0, description="Samples of one batch on each data-parallel rank.")

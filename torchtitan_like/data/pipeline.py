@@ -86,7 +86,7 @@ def build_train_batches(
         dataloader=training.dataloader,
     )
     for one, part in zip(named, parts, strict=True):
-        logger.info(f"training text {one.name} {part}")
+        logger.info(f"training text {one.key or training.dataset_path or one.name} {part}")
     if len(sizes) > 1:
         logger.info("Samples per step: " + ", ".join(f"{size:,} from step {first:,}" for first, size in sizes))
     if len(named) > 1:
@@ -127,7 +127,7 @@ def build_validation_sets(
     sets = {}
     for one in named:
         samples = _samples(one, validation.seq_len, data, tokenizer, dump_folder, with_positions)
-        logger.info(f"validation text {one.name} {samples}")
+        logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
             local_batch_size=validation.local_batch_size,

@@ -58,7 +58,7 @@ NUM_AHEAD = 4  # windows
 
 def folder_of(data: Data, dump_folder: str) -> Path:
     """Where windows lie, and what is downloaded for them."""
-    return Path(data.cache_folder or Path(dump_folder, CACHE_FOLDER_NAME)).expanduser().absolute()
+    return Path(data.cache_folder or Path(dump_folder, CACHE_FOLDER_NAME)).absolute()
 
 
 class StreamedSamples(JoinedSamples):

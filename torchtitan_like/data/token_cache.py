@@ -112,7 +112,7 @@ def find_or_build(
     DataError where no place can be written.
     """
     places = [beside / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME]
-    candidates = [Path(cache_folder).expanduser().absolute()] if cache_folder else places
+    candidates = [Path(cache_folder).absolute()] if cache_folder else places
     for candidate in candidates:
         found = find(candidate / name)
         if found is not None:

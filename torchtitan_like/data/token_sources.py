@@ -65,7 +65,7 @@ def find_token_files(path: str) -> list[Path]:
     path: a file (either of a pair), what two files of a pair have in common, a folder with all below it, or a glob of
     files and folders. Raises DataError where there is none, or a file of another kind.
     """
-    given = Path(path).expanduser()
+    given = Path(path)
     matches = [given] if given.exists() else [Path(match) for match in glob.glob(str(given), recursive=True)]
     matches = matches or [Path(f"{given}{ending}") for ending in ENDINGS if os.path.isfile(f"{given}{ending}")]
     files = [file for match in matches for file in (files_below(match, ENDINGS) if match.is_dir() else [match])]

@@ -11,16 +11,6 @@ from __future__ import annotations
 import logging
 import re
 
-__all__ = [
-    "PEAK_FLOPS",
-    "PRECISION_FACTOR",
-    "estimate_tflops",
-    "forward_flops_per_layer",
-    "hfu",
-    "mfu",
-    "peak_flops",
-]
-
 # The words of a key must all stand in the device's name; the key with the most words wins ("H100 NVL" before "H100").
 PEAK_FLOPS: dict[str, float] = {
     "V100": 125e12,  # fp16: it has no bf16

@@ -11,20 +11,22 @@ from typing import NoReturn
 
 from torchtitan_like.resilience.requests import SIGNALS
 
+LONGEST_WAIT = 60  # seconds for threads that have something to write
+
 
 def end_process(code: int) -> NoReturn:
     """End with `code` once all that Python has to write is written, without tearing down native libraries.
 
     NOTE: the threads of a destroyed gloo group race with the interpreter's finalisation: about 1 in 50 finished runs
     ended with SIGSEGV (seen on torch 2.13), and a launcher then takes a completed job for a crash. As it would after a signal
-    that comes this late: it ends the waiting for threads, with the code.
+    that comes this late: it ends the waiting for threads, with the code; and so does the alarm, for one that hangs.
     """
     sys.stdout.flush()
-    for signum in SIGNALS:
+    for signum in (*SIGNALS, signal.SIGALRM):
         signal.signal(signum, lambda *_: os._exit(code))
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    signal.alarm(LONGEST_WAIT)
+    # As the interpreter waits: idle workers of a ThreadPoolExecutor, such as the compiler's, end only when they are told to.
+    threading._shutdown()  # type: ignore[attr-defined]
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

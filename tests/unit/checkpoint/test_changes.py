@@ -71,7 +71,7 @@ def test_what_makes_another_run_is_refused_in_both_directions(line: str) -> None
 
 
 HARMLESS = [
-    "--training.steps 20",
+    "--training.steps 20 --lr_scheduler.total_steps 10000",  # what it was
     "--training.local_batch_size 4",
     "--training.dataset_path /elsewhere/text.jsonl",
     "--model.hf_assets_path /elsewhere",
@@ -188,6 +188,15 @@ def test_a_horizon_may_be_written_down(before: str, now: str) -> None:
 def test_another_horizon_is_refused() -> None:
     changes = differ("--training.steps 100", "--training.steps 200 --lr_scheduler.total_steps 150")
     assert keys(changes.refused) == ["lr_scheduler.total_steps"]
+
+
+def test_a_horizon_that_grows_with_the_run_is_told_and_not_refused() -> None:
+    """A run of the longer horizon that never stopped would have had other learning rates."""
+    changes = differ("--training.steps 100", "--training.steps 200")
+    assert sorted(keys(changes.harmless)) == ["lr_scheduler.total_steps", "training.steps"] and not changes.refused
+    assert changes.accepted() == ["lr_scheduler.total_steps 100 -> 200"]
+    fixed = "--lr_scheduler.total_steps 100 --training.steps"
+    assert differ(f"{fixed} 100", f"{fixed} 200").accepted() == []
 
 
 def test_what_shapes_the_run_is_told_although_it_is_accepted() -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from torchtitan_like.checkpoint.fingerprint import compare, numeric_fingerprint, resume_line
+from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.config.sections_scale import Compile, Parallelism
 from torchtitan_like.config.sections_training import Loss, Optimizer, Training
 
 
 def fingerprint(layout: dict[str, int] | None = None, **changes: Any) -> dict[str, str]:
-    """Of a run on four ranks; `changes` are settings of the five sections."""
-    sections = (Parallelism, Training, Optimizer, Loss, Compile)
+    """Of a run on four ranks; `changes` are settings of the six sections."""
+    sections = (Parallelism, Training, Optimizer, Loss, Compile, Resilience)
     chosen = [cls(**{name: v for name, v in changes.items() if name in cls.model_fields}) for cls in sections]
     return numeric_fingerprint(torch.device("cpu"), {"dp_shard": 4} if layout is None else layout, *chosen)
 
@@ -46,11 +47,17 @@ def test_it_tells_what_it_is() -> None:
             {"tensor_parallel_degree": 2, "disable_loss_parallel": True},
             "parallelism none -> disable_loss_parallel True",
         ),
+        ({"on_spike": "skip"}, "spikes left out none -> above 8.0 in 128 steps"),
         ({"enable": True}, "compile no -> model, loss by inductor"),
     ],
 )
 def test_a_change_is_named(changes: Any, expected: str) -> None:
     assert compare(fingerprint(), fingerprint(**changes)) == [expected]
+
+
+def test_spikes_that_are_only_told_of_change_no_bit() -> None:
+    assert compare(fingerprint(), fingerprint(spike_threshold=5.0)) == []
+    assert compare(fingerprint(), fingerprint(on_spike="skip", spike_threshold=0.0)) == []
 
 
 def test_every_reason_is_told() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import AfterValidator
 
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
 from torchtitan_like.config.availability import value_of
@@ -101,6 +103,26 @@ def test_precedence_and_origin(tmp_path: Path) -> None:
     assert config.origin_of("training.local_batch_size") == "command line"
     assert config.origin_of("training.max_norm") == "default"
     assert load_config(["--job.config_file", top, "--training.steps", "5"]).training.steps == 5
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, here: what is checked, written and told is the same folder. Every setting that is a path can do it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.toml").write_text('[job]\ndump_folder = "~/outputs"\n[data.sources.a]\npath = "~/a.jsonl"')
+    (tmp_path / "top.toml").write_text('extends = "~/base.toml"\n[checkpoint]\ninitial_load_path = "~/other"')
+    config = load_config(["--job.config_file=~/top.toml", "--data.cache_folder=~/cache", "--model.hf_assets_path=~"])
+    assert config.job.dump_folder == str(tmp_path / "outputs")
+    assert config.data.sources["a"].path == str(tmp_path / "a.jsonl")
+    assert config.checkpoint.initial_load_path == str(tmp_path / "other")
+    assert (config.data.cache_folder, config.model.hf_assets_path) == (str(tmp_path / "cache"), str(tmp_path))
+    assert "~" not in dump_toml(config)
+    named = [one for one in all_settings() if one.kind is str and one.path[-1].endswith(("path", "folder", "csv"))]
+    assert len(named) > 10 and all(AfterValidator(expanduser) in _metadata(one) for one in named)
+
+
+def _metadata(setting: Setting) -> list[Any]:
+    inner = [part for kind in get_args(setting.field.annotation) for part in get_args(kind)]
+    return [*setting.field.metadata, *inner]
 
 
 def test_the_word_none_unsets_what_a_base_sets(tmp_path: Path) -> None:

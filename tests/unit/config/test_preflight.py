@@ -12,6 +12,8 @@ from torchtitan_like import preflight
 from torchtitan_like.config import Problem, load_config
 from torchtitan_like.config.fields import find
 
+TEXT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
+
 
 @pytest.fixture(autouse=True)
 def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +86,14 @@ WARNINGS = [
      "parallelism.pipeline_parallel_degree > 1"),
     ("--training.steps 1000 --activation_checkpoint.memory_budget 0.3", "activation_checkpoint.memory_budget",
      'activation_checkpoint.mode = "memory_budget"'),
-    ("--training.steps 1000 --data.sources.a.path README.md --training.dataset c4", "training.dataset",
+    (f"--training.steps 1000 --data.sources.a.path {TEXT} --training.dataset c4", "training.dataset",
      "the text is that of [data.sources]"),
     ("--training.steps 1000 --parallelism.fsdp_reshard_after_forward always",
      "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
     ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
      "before the gradient norm is known"),
+    ("--training.steps 1000 --profiling.enable_profiling --profiling.profile_freq 1001", "profiling.profile_freq",
+     "no trace is written: the first one would be at step 1001, and the run ends at step 1000"),
     ("--training.steps 1000 --debug.trace_batch_nums 3", "debug.trace_batch_nums", "it needs debug.detect_overflow = true"),
 ]  # fmt: skip
 
@@ -99,6 +103,33 @@ def test_warnings(line: str, key: str, part: str) -> None:
     (warning,) = check(line)
     assert (warning.severity, warning.key) == ("warning", key)
     assert part in str(warning)
+
+
+@pytest.mark.parametrize("flags", ["", "--model.name qwen3 --model.flavor 0.6B --model.args.n_layers 6"])
+def test_what_is_not_to_decay_is_a_parameter(flags: str) -> None:
+    """One that ties its weights has them once, under the name of the first."""
+    line = f"--training.steps 1000 --model.args.vocab_size 2048 --model.args.enable_weight_tying true {flags}"
+    assert check(f"{line} --optimizer.no_weight_decay *norm*,layers.5.*,tok_embeddings.weight") == []
+    for pattern in ("*norms*", "layers.6.*", "output.*", "*.bias"):
+        (problem,) = check(f"{line} --optimizer.no_weight_decay *norm*,{pattern}")
+        assert (problem.severity, problem.key) == ("error", "optimizer.no_weight_decay")
+        assert f'"{pattern}" matches none of tok_embeddings.weight, layers.0.att' in problem.expected
+
+
+@pytest.mark.parametrize("table", ["data", "validation"])
+def test_text_that_no_reader_knows(table: str, tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    for name in ("a.md", "tables/a.csv"):
+        (tmp_path / name).touch()
+    line = "--training.steps 1000 --validation.enable --validation.dataset shakespeare_validation"
+    section = "training" if table == "data" else table
+    for name, told in (("a.md", "cannot be told by its ending"), ("tables", "a folder without files of a known")):
+        for key in (f"{section}.dataset_path", f"{table}.sources.a.path"):
+            problem, *_ = check(f"{line} --{key} {tmp_path / name}")
+            assert (problem.severity, problem.key) == ("error", key)
+            assert told in problem.expected and ".jsonl .json .ndjson" in problem.expected
+    named = f"{line} --{table}.sources.a.path {tmp_path}/a.md --{table}.sources.a.format"
+    assert keys(check(f"{named} text"), "error") == keys(check(f"{named} tokens"), "error") == []
 
 
 def test_settings_listed_below_a_switch_that_is_off_are_no_surprise(tmp_path: Path) -> None:
@@ -125,7 +156,7 @@ def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     (warning,) = check(f"{line} --data.no_add_eos")
     assert (warning.severity, warning.key) == ("warning", "data.add_eos") and "has no effect" in str(warning)
-    text = "--validation.enable --validation.dataset_path README.md"
+    text = f"--validation.enable --validation.dataset_path {TEXT}"
     assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
 
 

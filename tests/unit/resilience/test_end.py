@@ -26,6 +26,29 @@ def test_nothing_is_lost(repo_root):
     assert "logged" in done.stderr
 
 
+WAITING = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from torchtitan_like.resilience import end
+
+pool = ThreadPoolExecutor(1)
+pool.submit(print, "asked", flush=True).result()
+pool.submit(lambda: (time.sleep(0.3), print("written", flush=True)))
+if "hangs" in sys.argv:
+    end.LONGEST_WAIT = 1
+    threading.Thread(target=lambda: time.sleep(1000)).start()
+end.end_process(70)
+"""
+
+
+@pytest.mark.parametrize("hangs", [[], ["hangs"]])
+def test_neither_an_idle_worker_nor_a_hanging_thread_keeps_the_process(repo_root, hangs):
+    """A compiled run leaves a pool of the compiler's behind that nobody has shut down."""
+    command = [sys.executable, "-c", WAITING, *hangs]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (70, "asked\nwritten\n"), done.stderr
+
+
 LATE = """
 import threading, time
 from torchtitan_like.resilience.end import end_process

@@ -324,6 +324,26 @@ def test_the_code_is_that_of_exit_json_unless_the_run_has_crashed(shell: Shell, 
     assert ("--prompt" in result.stdout) == (code == 0)
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    ("reason", "code"), [("requeue", 75), ("bad_numbers", 70), ("bad_data", 65), ("interrupted", 130)]
+)
+def test_one_rank_ends_in_the_words_of_several(shell: Shell, ranks: str, reason: str, code: int) -> None:
+    """torchrun's workers return 0 for an end that all have agreed on, one rank without torchrun the code."""
+    result = shell(NGPU=ranks, RUN=ENDS % (reason, code) + (f"; exit {code}" if ranks == "1" else ""))
+    assert result.returncode == code
+    [words] = result.stderr.splitlines()
+    assert words == f"Stopped at step 7: {reason} (code {code}); logs: {shell.folder}/outputs/attempts"
+
+
+def test_an_error_that_could_not_be_recorded_is_not_taken_for_a_kill(shell: Shell) -> None:
+    (shell.folder / "outputs/attempts").write_text("in the way")
+    result = shell(NGPU="1", RUN="echo ValueError: the cause >&2; exit 1")
+    cause, words = result.stderr.splitlines()
+    assert result.returncode == 1 and cause == "ValueError: the cause"
+    assert words.endswith("outputs/attempts: it was killed, or its error stands above and could not be written")
+
+
 @pytest.mark.parametrize(
     ("errors", "last", "code"),
     [
