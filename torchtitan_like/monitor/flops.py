@@ -11,15 +11,7 @@ from __future__ import annotations
 import logging
 import re
 
-__all__ = [
-    "PEAK_FLOPS",
-    "PRECISION_FACTOR",
-    "estimate_tflops",
-    "forward_flops_per_layer",
-    "hfu",
-    "mfu",
-    "peak_flops",
-]
+__all__ = ["PEAK_FLOPS", "PRECISION_FACTOR", "estimate_tflops", "forward_flops_per_layer", "hfu", "mfu", "peak_flops"]
 
 # The words of a key must all stand in the device's name; the key with the most words wins ("H100 NVL" before "H100").
 PEAK_FLOPS: dict[str, float] = {
