@@ -1,13 +1,14 @@
 """Continue a prompt with the weights of a checkpoint: `python scripts/generate.py STEP_DIR --prompt "To be"`.
 
 STEP_DIR is a published step (`outputs/checkpoint/step-300`); the model and tokenizer are those of the `config.toml`
-inside it. One process, on the GPU if there is one; any layout's checkpoint can be read.
+inside it, or the tokenizer that `--assets` names. One process, on the GPU if there is one; any layout's checkpoint can be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -28,6 +29,30 @@ from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import identify
 from torchtitan_like.models.spec import get_spec, resolve_args
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def find_assets(named: str, step_folder: Path) -> Path:
+    """The folder that a run's config names: seen from here, from where one of the run's attempts was started, newest first, or
+    from the repository. Where it is nowhere, as it is named.
+    """
+    path = Path(named).expanduser()
+    places = [Path.cwd(), *started_in(step_folder), REPOSITORY]
+    return next((place / path for place in places if (place / path).exists()), path)
+
+
+def started_in(step_folder: Path) -> list[Path]:
+    """Working folders of the attempts of the run that the step lies in, as far as they are recorded."""
+    found = []
+    for folder in step_folder.resolve().parents:
+        records = (path for path in folder.glob("attempts/*/environment/facts.json") if path.parts[-3].isdigit())
+        for path in sorted(records, key=lambda path: int(path.parts[-3]), reverse=True):
+            try:
+                found.append(Path(json.loads(path.read_text(encoding="utf-8"))["folder"]))
+            except (OSError, ValueError, KeyError, TypeError):  # an attempt that was killed while it wrote
+                continue
+    return found
 
 
 def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
@@ -79,6 +104,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step_dir", type=Path, help="a published checkpoint, such as outputs/checkpoint/step-300")
     parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--assets", metavar="PATH", help="the tokenizer's folder; without it, that of the run's config")
     parser.add_argument("--num-tokens", type=int, default=128, help="how many tokens to add at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens")
@@ -91,7 +117,10 @@ def main(argv: list[str]) -> int:
         if read_manifest(arguments.step_dir) is None:
             raise CheckpointError(f"{arguments.step_dir} is not a checkpoint: it has no valid manifest.json")
         config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml")])
-        tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
+        assets = arguments.assets or find_assets(config.model.tokenizer_folder, arguments.step_dir)
+        if not Path(assets).expanduser().exists():
+            raise TokenizerError(f"there is no tokenizer at {assets}: name its folder with --assets")
+        tokenizer: Tokenizer = load_tokenizer(assets)
         model = load_model(arguments.step_dir, config, device)
     except (ConfigError, TokenizerError, CheckpointError) as error:
         print(error, file=sys.stderr)

@@ -239,7 +239,8 @@ class Trainer:
             spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
             self.metrics.observers += [self.bad_steps.look, spikes.look]
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        self.metrics.rewind(self.progress.step)
+        is_own = self.start.path is not None and self.start.path.parent == self.checkpointer.folder
+        self.metrics.rewind(self.progress.step, stored if is_own else None)
         training = self.config.training
         logger.info(
             f"Trainer is initialized with local batch size {training.local_batch_size}, global batch size "
@@ -426,7 +427,7 @@ class Trainer:
             summary = {
                 "seed": self.seed,
                 "global_batch_size": self.global_batch_size,
-                "metrics_bytes": self.metrics.byte_offset(),
+                "metrics_bytes": self.metrics.byte_offset(step),
                 "numeric": self.numeric,
                 "data": self.batches.state_dict(self.progress.position),
                 "numbers": self.numbers.state_dict(),

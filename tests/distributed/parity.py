@@ -6,6 +6,7 @@ What "the same numbers" means, and with which tolerance, is written once, in `co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,7 +159,7 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
             return whole_step(step, fetched, sums)
 
         trainer.train_step = short_step
-    if mutation == "ranks swapped":
+    if mutation == "rank 0's tokens uncounted":
         trainer.world.step_group.sum_async = _forgetting_rank_0(trainer)
     trainer.train()
     trace.parameters = of_all_stages(trainer, {name: full(p) for name, p in trainer.optimizer.named})
@@ -176,8 +177,25 @@ def _scale(pattern: str, factor: float) -> Callable[[Trainer], None]:
     return mutate
 
 
+def _swap_ranks(trainer: Trainer) -> None:
+    """Ranks 0 and 1, 2 and 3 ... exchange their shares of the gradients, as where a mesh has them in another order.
+
+    Neither the loss of this step nor the norm of the gradients tells. Stages of a pipeline exchange their layers.
+    """
+    own = {re.sub(r"layers\.\d+", "layers", name): _local(p.grad) for name, p in trainer.optimizer.named}
+    theirs = trainer.world.step_group.gather_objects(own)[trainer.world.rank ^ 1]
+    common = [name for name in own if name in theirs and own[name].shape == theirs[name].shape]
+    assert common
+    for name in common:
+        own[name].copy_(theirs[name])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _forgetting_rank_0(trainer: Trainer):
-    """Rank 0 counts its tokens for its neighbour: every denominator is wrong."""
+    """What rank 0 counts is missing from every denominator."""
     original = trainer.world.step_group.sum_async
     return lambda values: original([values[0] * (trainer.world.rank != 0), *values[1:]])
 
@@ -189,7 +207,8 @@ MUTATIONS: dict[str, Callable[[Trainer], None]] = {
     "embedding gradient 0": _scale("tok_embeddings", 0.0),
     "all x 0.5": _scale("", 0.5),
     "one micro-batch dropped": lambda trainer: None,
-    "ranks swapped": lambda trainer: None,
+    "ranks swapped": _swap_ranks,
+    "rank 0's tokens uncounted": lambda trainer: None,
 }
 
 

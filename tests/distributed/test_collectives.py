@@ -99,15 +99,25 @@ def test_accumulation_adds_no_all_reduce(tmp_path, world_size, layout):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "overrides"), [(2, {}), (2, REPLICATE), (4, REPLICATE)], ids=["fsdp", "ddp", "hsdp"]
+    ("world_size", "overrides", "reduced"),
+    [
+        (2, {}, "float32"),
+        (2, REPLICATE, "float32"),
+        (4, REPLICATE, "float32"),
+        (2, {}, "bfloat16"),
+        (4, REPLICATE, "bfloat16"),
+    ],
+    ids=["fsdp", "ddp", "hsdp", "fsdp-narrow", "hsdp-narrow"],
 )
-def test_mixed_precision_gathers_narrow_and_reduces_wide(tmp_path, world_size, overrides):
+def test_mixed_precision_gathers_narrow_and_reduces_wide(tmp_path, world_size, overrides, reduced):
+    """Unless it is told to reduce narrow as well."""
     narrow = {"training.mixed_precision_param": "bfloat16", "training.local_batch_size": 8 // world_size}
+    narrow["training.mixed_precision_reduce"] = reduced
     dtypes = {}
     for kind, dtype, _ in collectives(tmp_path, world_size, **overrides, **narrow):
         dtypes.setdefault(kind, set()).add(dtype)
     assert dtypes.pop("allgather", {"torch.bfloat16"}) == {"torch.bfloat16"}
-    assert set().union(*dtypes.values()) == {"torch.float32"}
+    assert set().union(*dtypes.values()) == {f"torch.{reduced}"}
 
 
 @pytest.mark.parametrize(

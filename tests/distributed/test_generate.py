@@ -1,17 +1,30 @@
 """scripts/generate.py reads what training saved, in whatever type, and says what it cannot do."""
 
+import os
+import shutil
+import threading
+
 import pytest
 import torch
 
-from scripts.generate import generate, main
+from scripts.generate import find_assets, generate, main
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
+from tests.harness.runner import ROOT
 
 
 def train(argv):
     trainer = build(argv)
     trainer.train()
     release(trainer)
+
+
+def train_in(folder, argv):
+    os.chdir(folder)
+    train(argv)
+    for thread in threading.enumerate():  # it writes where the run was started
+        if thread.name == "environment":
+            thread.join()
 
 
 @pytest.mark.parametrize(("stored", "world_size"), [("float32", 2), ("bfloat16", 1)])
@@ -34,6 +47,25 @@ def test_continues_a_prompt(tmp_path, capsys, stored, world_size, begins):
     assert capsys.readouterr().out == first
     assert main([step, "--num-tokens", "2"]) == (0 if begins == "true" else 2)
     assert ("give a --prompt" in capsys.readouterr().err) == (begins == "false")
+
+
+def test_a_relative_tokenizer_is_found_from_other_folders(tmp_path, monkeypatch, capsys):
+    """From where the run was started, as the run has found it, in the repository, or where one says."""
+    home, step = tmp_path / "home", tmp_path / "run/checkpoint/step-1"
+    shutil.copytree(ROOT / "tests/assets/tokenizer", home / "assets")
+    changes = {"training.steps": 1, "checkpoint.enable": "true", "model.hf_assets_path": "./assets"}
+    run_ranks(train_in, 1, home, options(str(tmp_path / "run"), "float32", **changes))
+    facts = tmp_path / "run/attempts/1/environment/facts.json"
+    (tmp_path / "run/attempts/2/environment").mkdir(parents=True)
+    (tmp_path / "run/attempts/2/environment/facts.json").write_text("{")  # killed
+    monkeypatch.chdir(tmp_path)
+    asked = [str(step), "--prompt", "To be", "--num-tokens", "2"]
+    assert main(asked) == 0
+    facts.unlink()
+    assert main(asked) == 2
+    assert "there is no tokenizer at assets: name its folder with --assets" in capsys.readouterr().err
+    assert main([*asked, "--assets", "home/assets"]) == 0
+    assert find_assets("./tests/assets/tokenizer", step) == ROOT / "tests/assets/tokenizer"
 
 
 def test_what_is_not_a_checkpoint(tmp_path, capsys):

@@ -39,8 +39,8 @@ LAYOUTS = {
     "foreach": (2, {"training.local_batch_size": 4, "optimizer.implementation": "foreach"}),
 }  # fmt: skip
 # In float64 alone: what other cells compute in float32 too, with other ranks or in another order.
-WIDE_ONLY = {"fsdp-4", "ddp-4", "fsdp-2-never-reshard", "fsdp-2-always-reshard", "ac-every-2nd",
-             "compile-ac-per-op", "compile-ac-full", "compile-memory-budget"}  # fmt: skip
+WIDE_ONLY = {"fsdp-2-never-reshard", "fsdp-2-always-reshard", "ac-every-2nd", "compile-ac-per-op", "compile-ac-full",
+             "compile-memory-budget"}  # fmt: skip
 # What these change in the reference as well: another model or other samples.
 SHARED = ("model.args.enable_weight_tying", "training.seq_len")
 

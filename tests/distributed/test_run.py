@@ -45,6 +45,19 @@ def test_what_only_fills_the_last_batch_is_not_counted(tmp_path):
     assert seen[-1] % 32 == 0 and seen[-1] - 32 < sum(row["num_valid_tokens"] for row in rows) <= seen[-1]
 
 
+def test_a_resume_tells_when_another_run_has_written_the_metrics(tmp_path):
+    """Here one of two steps that saved nothing; its rows stand before those of the run that goes on."""
+    saving = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}
+    starts = [{"training.steps": 4, **saving}, {"training.steps": 5, **saving}, {"training.steps": 2},
+              {"training.steps": 6, **saving}, {"training.steps": 7, **saving}]  # fmt: skip
+    for changes in starts:
+        assert run_ranks(run_one_rank, 1, options(str(tmp_path / "run"), "float32", **changes)) == [ExitCode.DONE]
+    logs = [(tmp_path / f"run/attempts/{i}/logs/rank0.log").read_text() for i in range(1, 6)]
+    assert ["is not what this run wrote" in log for log in logs] == [False, False, False, True, False]
+    assert "when the checkpoint of that step was saved, and has" in logs[3] and "the last row of step 2" in logs[3]
+    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 2, 6, 7]
+
+
 def test_the_resolved_config_is_saved_where_asked(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **{"job.save_config_file": "saved/config.json"})
     assert run_ranks(main, 1, [*argv, "--training.steps", "1"]) == [0]

@@ -265,6 +265,15 @@ def test_what_is_gathered_again_for_backward(reshard):
     }
 
 
+@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
+def test_gradients_are_reduced_in_the_type_that_is_asked_for(reduced):
+    (counts,) = outcomes("fsdp-2", **{**MIXED, "reduce_dtype": reduced}, n_layers=1)[0].operators
+    assert dict(counts.keys()) == {
+        "all_gather_into_tensor": torch.bfloat16,
+        "reduce_scatter_tensor": getattr(torch, reduced),
+    }
+
+
 @pytest.mark.parametrize(("reshard", "recompute", "n_layers"), [
     ("default", "full", 2), ("default", "none", 1), ("default", "op", 1), ("always", "full", 1), ("never", "full", 1),
 ])  # fmt: skip

@@ -198,6 +198,16 @@ DATA_RULES = (
         "warning",
     ),
     LayoutRule(
+        "narrow-reduction",
+        lambda at: at.is_resolved and at.dp * at.cp > 1 and at.config.training.mixed_precision_reduce == "bfloat16",
+        "training.mixed_precision_reduce",
+        "adds the gradients of all ranks in 8 bits of precision (copies of the weights: those of micro-batches too): "
+        "small ones are lost, and the numbers depend on the layout",
+        'set it to "float32", unless the network is what a step waits for',
+        DEGREES,
+        "warning",
+    ),
+    LayoutRule(
         "offloaded-simple-fsdp",
         lambda at: at.parallelism.data_parallel_impl == "simple_fsdp" and at.config.training.enable_cpu_offload,
         IMPL,

@@ -146,7 +146,7 @@ class Training(Section):
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = Field(
         "bfloat16", description="Type in which the model computes."
     )
-    mixed_precision_reduce: Literal["float32", "float64"] = Field(
+    mixed_precision_reduce: Literal["bfloat16", "float32", "float64"] = Field(
         "float32", description="Type in which gradients are reduced."
     )
     gc_freq: int = Field(

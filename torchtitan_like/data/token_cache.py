@@ -35,15 +35,7 @@ import numpy as np
 import xxhash
 
 from .errors import DataError
-from .formats.documents import (
-    CACHE_FOLDER_NAME,
-    PIECES_VERSION,
-    Corpus,
-    Piece,
-    piece_size,
-    plan_pieces,
-    read_piece,
-)
+from .formats.documents import CACHE_FOLDER_NAME, PIECES_VERSION, Corpus, Piece, piece_size, plan_pieces, read_piece
 from .formats.records import BadRecord, Span
 from .formats.tokenizer import Tokenizer, load_tokenizer
 from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from torchtitan_like.distributed.collectives import (
-    copy_to,
-    gather_along,
-    gather_whole,
-    reduce_from,
-    scatter_sum_along,
-)
+from torchtitan_like.distributed.collectives import copy_to, gather_along, gather_whole, reduce_from, scatter_sum_along
 from torchtitan_like.distributed.views import to_local, view_parameter
 
 if TYPE_CHECKING:

@@ -62,6 +62,11 @@ class JsonlFile:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
 
+    def end(self) -> tuple[int, dict[str, Any]]:
+        """The file's size in bytes and its last row, of what `rewind` has left: (0, {}) where there is nothing."""
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        return sum(map(len, lines)), decode(lines[-1]) if lines else {}
+
     def rewind(self, step: int, discarded: Path) -> int:
         """Move what lies beyond ``step`` to the end of ``discarded``; returns how many lines moved.
 

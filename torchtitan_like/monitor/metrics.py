@@ -236,9 +236,13 @@ class Metrics:
 
     # ---- start, checkpoints, end
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Call at every start with the step that was loaded (0: none): later rows leave metrics.jsonl and
-        validation.jsonl for ``*.discarded-<attempt>.jsonl``, so that no step stands twice."""
+        validation.jsonl for ``*.discarded-<attempt>.jsonl``, so that no step stands twice.
+
+        ``saved``: what the checkpoint tells of its step and of metrics.jsonl as it was then, where both are of one folder. If
+        that is not the file any more (another run wrote it, or it was deleted or changed), a warning says so.
+        """
         if not self._writer:
             return
         for file in (self._steps_file, self._validation_file):
@@ -246,10 +250,24 @@ class Metrics:
             num_moved = file.rewind(step, discarded)
             if num_moved:
                 logger.info(f"Moved {num_moved} rows beyond step {step} from {file.path.name} to {discarded.name}")
+        if not (saved and saved.get("metrics_bytes") and "digest_chain" in saved):
+            return
+        size, row = self._steps_file.end()
+        wrote = saved["metrics_bytes"], step, f"{saved['digest_chain']:016x}"
+        if (found := (size, row.get("step"), row.get("data_digest_chain"))) != wrote:
+            told = "{} bytes, the last row of step {} with data_digest_chain {}".format
+            logger.warning(
+                f"{self._steps_file.path} is not what this run wrote: it had {told(*wrote)} when the checkpoint of that step "
+                f"was saved, and has {told(*found)}. The rows of this run follow what is there; what is missing may "
+                "be in metrics.discarded-*.jsonl"
+            )
 
-    def byte_offset(self) -> int:
-        """Size of metrics.jsonl in bytes after fsync; a checkpoint stores it. 0 on ranks that do not write."""
-        return self._steps_file.byte_offset() if self._writer else 0
+    def byte_offset(self, step: int) -> int:
+        """Size of metrics.jsonl in bytes after fsync; a checkpoint of ``step`` stores it. 0 on ranks that do not write, and
+        where rows beyond ``step`` are in it.
+        """
+        size = self._steps_file.byte_offset() if self._writer else 0
+        return size if self._last_row.get("step", step) == step else 0
 
     def close(self) -> None:
         """Close files and sinks. No collective: it may be called after a fault, when ``flush`` must not."""

@@ -41,11 +41,7 @@ class Profiler:
 
 @contextmanager
 def maybe_profile(
-    section: Profiling,
-    run_folder: Path,
-    rank: int,
-    step: int,
-    barrier: Barrier = lambda: None,
+    section: Profiling, run_folder: Path, rank: int, step: int, barrier: Barrier = lambda: None
 ) -> Iterator[Profiler]:
     """Profile the loop inside as ``[profiling]`` says; ``step`` is the last step done before it (0 at a fresh start).
 

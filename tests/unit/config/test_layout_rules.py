@@ -43,6 +43,7 @@ SHORT = {
     "ac": "activation_checkpoint.mode",
     "ac_option": "activation_checkpoint.selective_ac_option",
     "early": "optimizer.early_step_in_backward",
+    "reduce": "training.mixed_precision_reduce",
     "check": "resilience.replica_check_freq",
     "local": "training.local_batch_size",
     "global": "training.global_batch_size",
@@ -247,8 +248,8 @@ def test_limits_that_no_shipped_model_meets(
 
 def test_every_rule_is_tried() -> None:
     tried = {case.rule for case in ILLEGAL}
-    tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches"}
-    tried.add("old-zero-bubble")
+    tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches",
+              "narrow-reduction", "old-zero-bubble"}  # fmt: skip
     assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
     assert len({rule.name for rule in LAYOUT_RULES}) == len(LAYOUT_RULES)
 
@@ -316,6 +317,12 @@ def test_micro_batches_too_few_to_keep_the_ranks_busy() -> None:
     (line,) = warnings("pp=4 schedule=GPipe local=3", 4)
     assert "a step has 3 micro-batches for 4 of them" in line
     assert warnings("pp=4 schedule=GPipe local=4", 4) == warnings("pp=4 schedule=GPipe local=2 global=4", 4) == []
+
+
+def test_gradients_may_be_added_up_narrowly() -> None:
+    (line,) = warnings("reduce=bfloat16", 2)
+    assert "8 bits of precision" in line and 'set it to "float32"' in line
+    assert warnings("reduce=bfloat16", 1) == warnings("reduce=float32", 2) == []
 
 
 @pytest.mark.parametrize(

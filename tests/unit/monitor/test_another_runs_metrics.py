@@ -1,0 +1,45 @@
+"""A resume compares metrics.jsonl with what its checkpoint tells of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.monitor.conftest import Clock
+from tests.unit.monitor.test_metrics import run
+from torchtitan_like.monitor.metrics import Metrics
+
+
+def test_metrics_of_another_run_are_told(
+    build: Callable[..., Metrics], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = build(log_freq=1)
+    run(first, clock, range(1, 5))
+    saved = {"metrics_bytes": first.byte_offset(4), "digest_chain": 4}
+    run(first, clock, range(5, 7))
+    assert first.byte_offset(4) == 0, "the file holds more than that step"
+    first.close()
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    garbled = whole.replace(b'"step": 2', b'"step" 2')
+    changed = whole.replace(b'"data_digest_chain": "0000000000000004"', b'"data_digest_chain": "0000000000000005"')
+    cases = {
+        "its own": (whole, saved, ""),
+        "an older checkpoint's, which tells nothing": (b"", {}, ""),
+        "of a run of two steps": (b"".join(lines[:2]), saved, "the last row of step 2"),
+        "deleted": (None, saved, "has 0 bytes"),
+        "garbled": (garbled, saved, f"has {saved['metrics_bytes'] - len(lines[1])} bytes"),
+        "of other samples": (changed, saved, "0000000000000005"),
+    }
+    for name, (content, told, words) in cases.items():
+        caplog.clear()
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        build(log_freq=1, attempt=2).rewind(4, told)
+        warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+        assert [words in text for text in warnings] == [True] * bool(words), (name, warnings)
