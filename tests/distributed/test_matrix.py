@@ -61,7 +61,7 @@ LAYOUTS = {
 VALIDATE = {"validation.enable": "true", "validation.dataset": "shakespeare_validation", "validation.freq": 2,
             "validation.steps": 2, "validation.seq_len": 32, "validation.local_batch_size": 2}  # fmt: skip
 OPTIONS = {
-    "together": {"training.local_batch_size": 2, "activation_checkpoint.mode": "full", **VALIDATE},
+    "together": {"activation_checkpoint.mode": "full", **VALIDATE},  # and accumulation
     "compile": {"compile.enable": "true", "compile.backend": "aot_eager"},
     "validate": VALIDATE,
 }
@@ -90,7 +90,8 @@ def overrides(layout, option):
     """Settings of a cell: the global batch is 8 samples on any number of ranks."""
     ranks, cell = LAYOUTS[layout]
     data_ranks = ranks // (cell.get(TP, 1) * cell.get(PP, 1) * cell.get(CP, 1))
-    return {"training.local_batch_size": 8 // data_ranks, **cell, **OPTIONS[option]}
+    local = 8 // data_ranks if option != "together" else min(2, 4 // data_ranks)  # in two passes or more
+    return {**cell, "training.local_batch_size": local, **OPTIONS[option]}
 
 
 @functools.cache
