@@ -4,7 +4,7 @@
 #   NGPU=8 LOG_RANK=0,1 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --section.key value ...
 #
 #   NGPU         ranks on this machine (default: the number of GPUs; 2 without any)
-#   LOG_RANK     local ranks whose output is shown (default: 0)
+#   LOG_RANK     local ranks whose output is shown, as 0,1 (default: 0)
 #   LOG_PREFIX   what stands before each line: rank, host (name and rank) or digits (those of the host's name, and rank).
 #                Default: rank on one machine, host on several
 #   CONFIG_FILE  default: train_configs/debug_model.toml, run in this repository's folder
@@ -48,6 +48,13 @@ NGPU=${NGPU:-$((gpus > 0 ? gpus : 2))}
 NNODES=${NNODES:-1}
 for number in "$NGPU" "${NNODES%%:*}" "${NNODES#*:}"; do
   [[ "$number" =~ ^[1-9][0-9]*$ ]] || { echo "NGPU and NNODES must be positive integers, got '$number'" >&2; exit 78; }
+done
+LOG_RANK=${LOG_RANK:-0}
+for rank in ${LOG_RANK//,/ }; do
+  [[ "$LOG_RANK" =~ ^[0-9]+(,[0-9]+)*$ ]] && [ "$rank" -lt "$NGPU" ] || {
+    echo "LOG_RANK must be ranks of this machine, 0 to $((NGPU - 1)), with commas between them, got '$LOG_RANK'" >&2
+    exit 78
+  }
 done
 least_nodes=${NNODES%%:*} most_nodes=${NNODES#*:}
 [ "$least_nodes" -le "$most_nodes" ] || { echo "NNODES=MIN:MAX needs MIN <= MAX, got $NNODES" >&2; exit 78; }
@@ -127,13 +134,14 @@ if [ "$most_nodes" -gt 1 ]; then
 fi
 [ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=(--max-restarts="$MAX_RESTARTS")
 
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID # another launcher's: this run has its own, or none
 program=(-m torchtitan_like.train)
 [ -z "${TRACE_TO:-}" ] || program=("$ROOT/scripts/trace_lines.py" -m torchtitan_like.train)
 command=("$PYTHON" "${program[@]}" "${config[@]}")
 if [ $((NGPU * most_nodes)) -gt 1 ] || [ "$MAX_RESTARTS" -gt 0 ] || [ -n "${NUMA_BINDING:-}" ]; then
   command=("$PYTHON" -m torch.distributed.run --nproc_per_node="$NGPU" "${rendezvous[@]}"
     ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"}
-    --local-ranks-filter "${LOG_RANK:-0}" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
+    --local-ranks-filter "$LOG_RANK" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
     "${program[@]}" "${config[@]}")
 fi
 # After a signal torchrun kills workers that are not gone after 30 seconds: a last save may take longer.

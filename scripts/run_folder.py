@@ -92,7 +92,8 @@ def last_words(config: dict[str, Any], folder: Path, command: str, typed_in: Pat
     """Three lines: where everything is, how to resume, how to generate a sample."""
     metrics, elsewhere = config["metrics"], Path.cwd() != typed_in.resolve()
     folder = folder.absolute() if elsewhere else folder
-    steps = published_steps(folder / config["checkpoint"]["folder"])
+    checkpoint = config["checkpoint"]  # switched off, what lies there is an older run's
+    steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
     board = f"tensorboard --logdir {folder / metrics['save_tb_folder']}"
     if not metrics["enable_tensorboard"]:

@@ -56,11 +56,11 @@ def modernise(leaves: Leaves, origin: str) -> tuple[Leaves, list[Problem]]:
     for path, value in leaves:
         new_path, new_value = current_path(path), _current_value(path, value)
         old_key, new_key = ".".join(path), ".".join(new_path)
-        if new_path != path and given.get(new_path, value) != value:
+        if new_path != path and [given.get(new_path, value)] != [value]:  # in lists, as nan is itself only there
             expected = f"no value under the older name of {new_key}, which has another value here"
             findings.append(Problem(old_key, value, expected, f"remove {old_key}", origin))
             continue
-        if new_path != path or new_value != value:
+        if new_path != path or [new_value] != [value]:
             text = f"is the older name of {new_key}" if new_path != path else f"is read as {show(new_value)}"
             findings.append(Problem(old_key, value, text, "write the new name", origin, severity="warning"))
         renewed.append((new_path, new_value))

@@ -61,7 +61,7 @@ def _read(path: FilePath, mentioned_in: str) -> tuple[dict[str, Any], Problem | 
     key = "extends" if mentioned_in else "job.config_file"
     where = mentioned_in or "command line"
     try:
-        return parse_toml(path.read_text(encoding="utf-8")), None
+        return parse_toml(path.read_text(encoding="utf-8-sig")), None
     except FileNotFoundError:
         folder = path.parent
         known = sorted(other.name for other in folder.glob("*.toml")) if folder.is_dir() else []

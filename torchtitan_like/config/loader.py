@@ -143,6 +143,8 @@ def _remedy(expected: str, choices: tuple[str, ...], value: Any) -> str:
         word = value.strip().lower()
         if choices:
             return nearest(value, choices)
+        if _is_number(word) and expected.startswith("an integer") and not word.lstrip("+-").isdecimal():
+            return f"write {int(float(word))}" if float(word).is_integer() else ""
         if _is_number(word) and expected.startswith(("an integer", "a number")):
             return f"remove the quotes: {word}"
         if word in ("true", "false") and expected.startswith("true or false"):

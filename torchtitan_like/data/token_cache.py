@@ -238,7 +238,7 @@ def _check(staging: Staging, corpus: Corpus, policy: TokenPolicy, key: dict[str,
             f"files in {corpus.folder} changed while they were tokenised: start again when they are complete"
         )
     if staging.meta.num_documents == 0:
-        raise DataError(f"no text in the {len(corpus.files)} files of {corpus.folder}")
+        raise DataError(f"no text in {corpus}")
     check_ids(staging, policy)
 
 

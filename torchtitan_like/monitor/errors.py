@@ -13,9 +13,19 @@ from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.run_directory import write_atomically
 
 
+def _gpu() -> int | None:
+    """Number of this process's GPU among those it sees; None without one, and where the driver tells no more."""
+    import torch
+
+    try:
+        return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    except RuntimeError:
+        return None
+
+
 def record_error(attempt_folder: Path, rank: int, phase: str, step: int, error: Exception) -> dict[str, Any]:
     """Leave ``errors/rank-<r>.json`` in the attempt's folder; what stands in it. Never raises."""
-    record = {"time": time.time(), "host": socket.gethostname(), "rank": rank, "phase": phase, "step": step,
+    record = {"time": time.time(), "host": socket.gethostname(), "gpu": _gpu(), "rank": rank, "phase": phase, "step": step,
               "traceback": "".join(traceback.format_exception(error))}  # fmt: skip
     try:
         write_atomically(attempt_folder / "errors" / f"rank-{rank}.json", json.dumps(record) + "\n")
@@ -32,5 +42,6 @@ def errors_of(attempt_folder: Path) -> list[dict[str, Any]]:
 def in_words(record: dict[str, Any]) -> str:
     """Who, where and when, then the traceback."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
-    head = f"{when}, host {record['host']}, rank {record['rank']}, step {record['step']}, phase {record['phase']}:"
+    gpu = "" if record.get("gpu") is None else f"GPU {record['gpu']}, "
+    head = f"{when}, host {record['host']}, {gpu}rank {record['rank']}, step {record['step']}, phase {record['phase']}:"
     return f"{head}\n{record['traceback'].rstrip()}"

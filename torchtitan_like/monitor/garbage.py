@@ -18,7 +18,6 @@ from torchtitan_like.monitor.log import logger
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GarbageCollection"]
 
 NUM_TYPES_SHOWN = 8
 

@@ -406,13 +406,15 @@ class Metrics:
         return "  ".join(paint(text, color, self._colors) for color, text in parts) + self._progress(row["step"])
 
     def _progress(self, step: int) -> str:
-        """Percent of the run and the time to its end: pauses count here, the process's first step does not."""
+        """Percent of the run and the time to its end, as far as a timedelta can tell it: pauses count here, the process's
+        first step does not.
+        """
         num_steps = self._num_recorded - 1
         since = self._first_recorded_at[0]
         if num_steps == 0:  # nothing else to go by
             num_steps, since = 1, self._interval.started
         left = max(0, self._total_steps - step) * (self._clock() - since) / num_steps
-        return f"  {100.0 * step / self._total_steps:.1f}% eta {timedelta(seconds=round(left))}"
+        return f"  {100.0 * step / self._total_steps:.1f}% eta {timedelta(seconds=round(min(left, 1e13)))}"
 
     def _watch(self, row: Row) -> None:
         """Warn when data comes late, at each change to the worse, and once when MFU is past belief."""

@@ -16,8 +16,6 @@ from torchtitan_like.monitor.environment import write_environment
 from torchtitan_like.monitor.jsonl import encode
 from torchtitan_like.monitor.log import logger
 
-__all__ = ["RunDirectory", "write_exit"]
-
 
 class RunDirectory:
     """``job.dump_folder``, and in it the folder of one attempt: one start of the job, of all its ranks together.

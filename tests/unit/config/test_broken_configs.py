@@ -28,6 +28,8 @@ CASES = [
         "key in the wrong section", "[training]\nlr = 1e-3", [("training.lr", 'did you mean "optimizer.lr"?')]
     ),
     Broken("number in quotes", '[training]\nsteps = "3"', [("training.steps", "remove the quotes: 3")]),
+    Broken("power of ten for a count", "", [("training.steps", "write 1000")], ("--training.steps=1e3",),
+           origin="command line"),
     Broken("small number in quotes", '[optimizer]\nlr = "1e-3"', [("optimizer.lr", "remove the quotes: 1e-3")]),
     Broken("fraction for a count", "[training]\nsteps = 3.5", [("training.steps", "expected an integer > 0")]),
     Broken("word for a switch", '[checkpoint]\nenable = "yes"', [("checkpoint.enable", "expected true or false")]),

@@ -45,6 +45,10 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
     ("--training.batch_ramp 8,4,100 --training.global_batch_size 16", "training.batch_ramp", [8, 4, 100]),
     ("--training.skip_steps 11,15 20,20", "training.skip_steps", [[11, 15], [20, 20]]),
+    ("--training.skip_steps [[2,3]]", "training.skip_steps", [[2, 3]]),
+    ("--training.skip_steps [[2, 3], [5, 6]] --training.steps 9", "training.skip_steps", [[2, 3], [5, 6]]),
+    ("--training.batch_ramp=[8,4,100] --training.global_batch_size 16", "training.batch_ramp", [8, 4, 100]),
+    ("--optimizer.no_weight_decay [no]*,*norm*", "optimizer.no_weight_decay", ["[no]*", "*norm*"]),
     ("--data.sources.a.path x --data.sources.a.weight-from 10,0.5 20,3", "data.sources.a.weight_from", [[10, 0.5], [20, 3]]),
     ("--data.sources.my-wiki.path x", "data.sources.my-wiki.path", "x"),
     ("--data.sources.my-wiki.path x --data.sources.my-wiki.max-epochs 2", "data.sources.my-wiki.max_epochs", 2),
@@ -123,6 +127,18 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
 def _metadata(setting: Setting) -> list[Any]:
     inner = [part for kind in get_args(setting.field.annotation) for part in get_args(kind)]
     return [*setting.field.metadata, *inner]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "top.toml").write_text("[training]\nsteps = 5", encoding="utf-8-sig")
+    assert load_config(["--job.config_file", str(tmp_path / "top.toml")]).training.steps == 5
+
+
+def test_no_older_name_is_seen_in_what_is_no_number() -> None:
+    for name in ("optimizer.lr", "lr_scheduler.lr_min"):
+        with pytest.raises(ConfigError) as caught:
+            load_config([f"--{name}", "nan"])
+        assert not [one for one in caught.value.problems if "is read as" in str(one) or "another value" in str(one)]
 
 
 def test_the_word_none_unsets_what_a_base_sets(tmp_path: Path) -> None:

@@ -199,7 +199,12 @@ def mixed(
     dp_rank, dp_size, num_accumulation, local_batch = layout
     sources = {name: {"path": str(texts[name]), **given} for name, given in weights.items()}
     return build_train_batches(
-        Training(seq_len=16, local_batch_size=local_batch, skip_steps=[list(pair) for pair in skip_steps]),
+        Training(
+            seq_len=16,
+            local_batch_size=local_batch,
+            skip_steps=[list(pair) for pair in skip_steps],
+            dataset_path=None if weights else str(texts["plays"]),
+        ),
         Data(**{"sources": sources, **data}),
         tokenizer=tokenizer,
         dump_folder="unused",
@@ -295,6 +300,17 @@ def test_weights_change_at_their_step_whatever_is_left_out(tokenizer: Tokenizer,
         any(tuple(word) == row[i : i + len(word)] for row in rows(next(batches)) for i in range(16)) for _ in range(14)
     ]
     assert has == [True] * 10 + [False] * 4
+
+
+def test_the_log_names_the_text_that_is_read(
+    tokenizer: Tokenizer, texts: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the `dataset` of a config below, which a path or tables take the place of."""
+    caplog.set_level("INFO")
+    for weights, name in (({}, str(texts["plays"])), ({"verse": {"weight": 1.0}}, "verse")):
+        mixed(tokenizer, texts, weights)
+        assert [line for line in caplog.messages if line.startswith(f"training text {name} ")], caplog.messages
+        caplog.clear()
 
 
 def test_the_log_tells_the_steps(

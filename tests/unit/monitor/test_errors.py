@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan_like.monitor.errors import errors_of, in_words, record_error
 
@@ -17,6 +19,10 @@ def fail(text: str) -> ValueError:
         return error
 
 
+def broken_driver() -> int:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def test_it_says_who_where_when_and_why(tmp_path: Path) -> None:
     record = record_error(tmp_path, 3, "save", 12, fail("too small"))
     assert errors_of(tmp_path) == [record]
@@ -24,6 +30,16 @@ def test_it_says_who_where_when_and_why(tmp_path: Path) -> None:
     assert f"host {socket.gethostname()}, rank 3, step 12, phase save:" in first
     assert traceback[0] == "Traceback (most recent call last):" and "in fail" in traceback[1]
     assert traceback[-1] == "ValueError: too small"
+
+
+@pytest.mark.parametrize(("device", "told"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])
+def test_it_names_the_gpu_as_far_as_that_can_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Callable[[], int], told: str
+) -> None:
+    """Other ranks of the host may have left nothing: its logs name GPUs, not ranks."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", device)
+    assert f"host {socket.gethostname()}, {told}, step 12" in in_words(record_error(tmp_path, 3, "save", 12, fail("x")))
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -391,6 +391,15 @@ def test_eta_counts_pauses_but_not_the_first_step(
     assert caplog.messages[-1].endswith("  50.0% eta 0:00:22")  # 11 steps left at 20 s for the last 10
 
 
+def test_a_run_without_an_end_has_an_eta_all_the_same(
+    build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(log_freq=2, total_steps=10**15)
+    with caplog.at_level(logging.INFO):
+        run(metrics, clock, range(1, 3))
+    assert " days, " in caplog.messages[-1].rpartition(" eta ")[2]
+
+
 def test_scalars_have_torchtitans_names(build: Callable[..., Metrics], clock: Clock) -> None:
     metrics = build(peak_flops=1e13)
     metrics._sinks.append(sink := Scalars())

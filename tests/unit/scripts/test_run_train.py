@@ -27,7 +27,7 @@ case "$1 $2" in
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
   "-m torch.distributed.run" | "-m torchtitan_like.train" | */trace_lines.py*)
-    env | grep -E '^(OMP_NUM_THREADS|PYTORCH_|PYTHON|NCCL_DEBUG|TORCH_DISABLE)' >"$here/environment"
+    env >"$here/environment"
     printf '%q ' "$@" >"$here/run"
     cd "$here" && eval "${{RUN:-true}}" ;;
   *) exec {python} "$@" ;;
@@ -75,7 +75,7 @@ def shell(tmp_path: Path) -> Shell:
     resolved = {
         "job": {"dump_folder": str(tmp_path / "outputs")},
         "training": {"steps": 300},
-        "checkpoint": {"folder": "checkpoint"},
+        "checkpoint": {"enable": True, "folder": "checkpoint"},
         "metrics": {"enable_tensorboard": True, "save_tb_folder": "tb"},
     }
     toml = "\n".join(
@@ -131,6 +131,13 @@ def test_torchrun_starts_as_torchtitans_users_know(shell: Shell) -> None:
 def test_one_rank_needs_no_torchrun(shell: Shell) -> None:
     assert shell(CONFIG_FILE="my.toml", NGPU="1").returncode == 0
     assert shell.read("run") == ["-m", "torchtitan_like.train", "--job.config_file", "my.toml"]
+
+
+def test_what_another_launcher_has_left_launches_nothing(shell: Shell) -> None:
+    """One rank without torchrun would look for peers, and return 0 for every end that is agreed on."""
+    left = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
+    assert shell(NGPU="1", **left).returncode == 0
+    assert not [line for line in shell.read("environment") if line.partition("=")[0] in left]
 
 
 def test_with_nothing_set_the_debug_model_trains_on_two_cpu_ranks_and_one_rank_is_shown(shell: Shell) -> None:
@@ -293,6 +300,9 @@ def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
         ({"MAX_RESTARTS": "yes"}, "MAX_RESTARTS must be 0 or more, got 'yes'"),
         ({"NGPU": "all"}, "positive integers, got 'all'"),
         ({"NGPU": "0"}, "positive integers, got '0'"),
+        ({"LOG_RANK": "abc"}, "0 to 1, with commas between them, got 'abc'"),
+        ({"LOG_RANK": "0 1"}, "0 to 1, with commas between them, got '0 1'"),
+        ({"LOG_RANK": "0,5"}, "0 to 1, with commas between them, got '0,5'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
         ({"KNOWN_BAD_GPUS": "nowhere"}, "there is no file nowhere"),
         ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and here are none"),
@@ -410,6 +420,14 @@ def test_without_a_checkpoint_the_last_lines_say_how_to_get_one(shell: Shell) ->
     lines = shell().stdout.splitlines()[-3:]
     assert "--checkpoint.enable" in lines[1]
     assert "generate.py" not in lines[2]
+
+
+def test_a_run_that_saves_nothing_offers_no_older_runs_step(shell: Shell) -> None:
+    publish_step(shell, 7)
+    resolved = shell.folder / "resolved.toml"
+    resolved.write_text(resolved.read_text().replace("enable = true", "enable = false", 1))
+    where, resume, sample = shell().stdout.splitlines()[-3:]
+    assert "Checkpoint: none (checkpoint.enable is off)" in where and "step-7" not in where + resume + sample
 
 
 def test_help_is_the_configs(shell: Shell) -> None:

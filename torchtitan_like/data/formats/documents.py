@@ -68,6 +68,9 @@ class Corpus:
     on_bad_record: OnBadRecord = "error"
     listing: Listing | None = None
 
+    def __str__(self) -> str:
+        return str(self.files[0]) if len(self.files) == 1 else f"the {len(self.files)} files of {self.folder}"
+
     def size_and_time(self, file: Path) -> tuple[int, int]:
         """Bytes, and nanoseconds of the last change; 0 for a file of the Hub, which does not change."""
         if self.listing is not None:
@@ -153,7 +156,7 @@ class Blocks:
         known_by = names if corpus.listing is None else [*names, corpus.listing.revision]
         self.identity = f"{len(names)} files, {xxhash.xxh3_64_hexdigest(json.dumps(known_by).encode())}"
         if not self.ends[-1]:
-            raise DataError(f"no text in the {len(corpus.files)} files of {corpus.folder}")
+            raise DataError(f"no text in {corpus}")
 
     def _count(self, file: Path) -> tuple[int, int]:
         """Blocks of a file, and about the bytes of its text."""
