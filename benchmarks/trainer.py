@@ -76,8 +76,27 @@ class Clock:
         }), flush=True)  # fmt: skip
 
 
+def settings(case: Case, folder: str) -> list[str]:
+    """Of a run of the shipped trainer: every step logged, checkpoints off."""
+    overrides = {
+        "job.dump_folder": folder,
+        "model.hf_assets_path": str(ROOT / "tests/assets/tokenizer"),
+        "training.dataset": "shakespeare",
+        "training.seq_len": case.seq_len,
+        "training.local_batch_size": case.batch,
+        "training.steps": case.warmup + case.steps,
+        "training.mixed_precision_param": case.dtype,
+        "activation_checkpoint.mode": "none",
+        "metrics.log_freq": 1,
+        "lr_scheduler.warmup_steps": 2,
+        "data.cache_folder": str(Path(folder).parent / "tokens"),
+        **{f"model.args.{key}": value for key, value in case.args.items()},
+    }
+    return [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
+
+
 def run_ours(case: Case, launched_at: float, folder: str) -> None:
-    """The shipped trainer with every step logged, checkpoints off; only a clock is added."""
+    """The shipped trainer; only a clock is added."""
     from torchtitan_like import launch, train
 
     clock, modules = Clock(), 0
@@ -97,21 +116,7 @@ def run_ours(case: Case, launched_at: float, folder: str) -> None:
             return super()._finish(*args, **kwargs)
 
     train.run = partial(launch.run_as, Timed)
-    overrides = {
-        "job.dump_folder": folder,
-        "model.hf_assets_path": str(ROOT / "tests/assets/tokenizer"),
-        "training.dataset": "shakespeare",
-        "training.seq_len": case.seq_len,
-        "training.local_batch_size": case.batch,
-        "training.steps": case.warmup + case.steps,
-        "training.mixed_precision_param": case.dtype,
-        "activation_checkpoint.mode": "none",
-        "metrics.log_freq": 1,
-        "lr_scheduler.warmup_steps": 2,
-        "data.cache_folder": str(Path(folder).parent / "tokens"),
-        **{f"model.args.{key}": value for key, value in case.args.items()},
-    }
-    code = train.main([part for key, value in overrides.items() for part in (f"--{key}", str(value))])
+    code = train.main(settings(case, folder))
     assert code == 0, code
     if int(os.environ.get("RANK", 0)) == 0:
         clock.report(case, launched_at, modules)

@@ -46,6 +46,7 @@ from torchtitan_like.checkpoint.step_folders import (
     write_manifest,
 )
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import links, slices, their_shapes
 
@@ -210,7 +211,11 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
     stored = {dtype for _, dtype in source.forms.values() if dtype.is_floating_point}
     # Of several the one that loses nothing: the few tensors kept in a wider one are those that need it.
     dtype = reduce(torch.promote_types, stored or {torch.float32})
-    weights = ModelState([model.to(dtype).to_empty(device="cpu")])
+    model = model.to(dtype)
+    materialize(
+        model, torch.device("cpu")
+    )  # to_empty would make two of a tied weight, and one of them would stay empty
+    weights = ModelState([model])
     start = Start(
         "warm",
         0,

@@ -7,8 +7,9 @@
 tokenizer: the same tokenizer with KEEP entries: its special tokens, the single bytes or characters, and of the rest what
 comes first (BPE: by merges, Unigram: by score, WordPiece: by number). BPE, Unigram or WordPiece, as tokenizer.json.
 dataset: N documents, drawn by a seed from all parts of a source, as JSON lines.
-model: random weights of the config's family in few sizes, with config.json and tokenizer, as `transformers` loads them;
-further arguments are settings of the config (--model.args.dim 128).
+model: random weights of the config's family in few sizes, with config.json and tokenizer, as `transformers` loads them, in
+OUT/step-0 as a checkpoint of this program, and in OUT/make.sh the command that made them; further arguments are settings of the
+config (--model.args.dim 128).
 
 What is made appears under its name when it is complete. No GPU is used. Exit codes: 0 made, 2 it could not be done.
 """
@@ -20,6 +21,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +39,8 @@ from torchtitan_like.data.formats.records import BadRecord
 from torchtitan_like.data.formats.tokenizer import TokenizerError, load_tokenizer
 
 Json = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # ---- tokenizer
 
@@ -315,17 +319,19 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
 
     import torch
 
+    from scripts import checkpoint_contents
     from torchtitan_like.checkpoint.hf.folder import write_model
     from torchtitan_like.checkpoint.step_folders import write_manifest
     from torchtitan_like.checkpoint.votes import Votes
-    from torchtitan_like.config import load_config
+    from torchtitan_like.config import dump_toml, load_config
     from torchtitan_like.distributed.data_parallel import DTYPES
     from torchtitan_like.distributed.initialize import initialize, materialize
     from torchtitan_like.distributed.world import HostGroup
     from torchtitan_like.launch import identify
     from torchtitan_like.models.spec import get_spec, resolve_args
 
-    config = load_config(["--job.config_file", config_file, *settings])
+    asked = ["--job.config_file", config_file, *settings]
+    config = load_config(asked)
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
     spec = get_spec(config.model.name)
@@ -346,6 +352,17 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
         identity = dataclasses.replace(identify(config.model), args=args)
         files = write_model(staged, model.state_dict(), identity, votes, dtype=DTYPES[dtype], by_index=False)
         write_manifest(staged, {"kind": "hf", "step": 0, "files": files})
+        config = load_config([*asked, *(f"--model.args.{name}={json.dumps(value)}" for name, value in changed.items())])
+        checkpoint_contents.convert(
+            checkpoint_contents.open_contents(staged),
+            staged / "step-0",
+            "native",
+            dtype=None,
+            identity=identity,
+            config=dump_toml(config),
+        )
+        command = ["python", "scripts/make_tiny.py", "model", config_file, str(out), "--dtype", dtype, *settings]
+        (staged / "make.sh").write_text(f"# In {ROOT}\n{shlex.join(command)}\n", encoding="utf-8")
     told = "".join(f"\n{name} = {json.dumps(value)}" for name, value in changed.items())
     return f"{out}: {spec.name} with {spec.num_params(args):,} parameters\n\n[model.args]{told}"
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.check_requirements import requirements
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchtitan_like"
 CORE = sorted(PACKAGE.rglob("*.py"))
@@ -27,6 +29,9 @@ NEVER_AT_TOP_LEVEL = {
     "datasets", "huggingface_hub", "pandas", "pyarrow", "tensorboard", "torchao", "torchdata", "transformers", "triton",
     "wandb",
 }  # fmt: skip
+# Imported, and brought by a package that is asked for; asked for, and not imported (pyproject.toml says what for).
+BROUGHT_ALONG = {"annotated_types": "pydantic", "pydantic_core": "pydantic", "huggingface_hub": "datasets"}
+NOT_IMPORTED = {"datasets", "safetensors"}
 # Checking a config, on a login node, must not take the seconds that torch's import takes.
 WITHOUT_TORCH = ["torchtitan_like.config", "torchtitan_like.preflight", "torchtitan_like.data.formats.tokenizer"]
 
@@ -116,6 +121,18 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
         if top_package(name) in NEVER_AT_TOP_LEVEL
     ]
     assert not offenders
+
+
+def test_the_package_imports_what_it_asks_for_and_no_more() -> None:
+    """Third parties, by the lists of pyproject.toml."""
+    found = {
+        top_package(name) for path in CORE for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)
+    }
+    found -= {"__future__", PACKAGE.name, *sys.stdlib_module_names}
+    needed = {re.split(r"[^\w]", line)[0] for line in requirements([])}
+    optional = {re.split(r"[^\w]", line)[0] for line in requirements(["wandb", "float8"])} - needed
+    assert found | NOT_IMPORTED == needed | optional | BROUGHT_ALONG.keys()
+    assert set(BROUGHT_ALONG.values()) <= needed and len(needed) <= 15, "a handful"
 
 
 def test_a_file_can_be_held_in_the_head() -> None:

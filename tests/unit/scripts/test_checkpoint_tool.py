@@ -20,6 +20,7 @@ from scripts.checkpoint_contents import open_contents
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.extents import ExtentSink
+from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.config import dump_toml, load_config
 from torchtitan_like.launch import identify
@@ -32,14 +33,18 @@ MODEL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of":
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A full step of a tiny model: weights in float32, a moment, the step's number, text."""
-    folder = tmp_path_factory.mktemp("run") / "step-7"
+    return make_step(tmp_path_factory.mktemp("run") / "step-7", MODEL)
+
+
+def make_step(folder: Path, sizes: dict[str, Any]) -> Path:
     folder.mkdir()
-    options = {f"model.args.{key}": value for key, value in MODEL.items()}
+    options = {f"model.args.{key}": value for key, value in sizes.items()}
     options |= {"model.hf_assets_path": ROOT / "tests/assets/tokenizer", "training.dtype": "float32"}
     config = load_config([part for key, value in options.items() for part in (f"--{key}", str(value))])
     identity = identify(config.model)
     torch.manual_seed(0)
-    weights = {n: torch.randn(t.shape) for n, t in identity.spec.build(identity.args).state_dict().items()}
+    model = ModelState([identity.spec.build(identity.args)])
+    weights = {n: torch.randn(t.shape) for n, t in model.state_dict().items()}
     state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in weights.items()}
     state |= {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "optimizer.step": torch.tensor(7)}
     write_step(folder, state | {"train_state.json": "{}"}, dump_toml(config))
@@ -193,6 +198,16 @@ def test_weights_come_back_bit_for_bit_from_every_format(
     code, text = run(capsys, "diff", step, tmp_path / "there", *config)
     assert text.splitlines()[-1] == "21 of 21 common tensors are equal bit for bit"
     assert sorted(os.listdir(tmp_path)) == ["back", "there"]
+
+
+def test_the_two_ends_of_a_tied_weight_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = make_step(tmp_path / "step-7", {**MODEL, "enable_weight_tying": "true"})
+    assert run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")[0] == 0
+    config = ("--config", step / "config.toml")
+    assert run(capsys, "convert", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0] == 0
+    weights = open_contents(tmp_path / "back").whole()
+    assert "model.output.weight" not in weights
+    assert all(torch.equal(tensor, open_contents(step).read(name)) for name, tensor in weights.items())
 
 
 def test_torchs_files_have_metas_order_of_rows(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

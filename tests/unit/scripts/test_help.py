@@ -10,7 +10,8 @@ import pytest
 
 from tests.harness.runner import ROOT
 
-SCRIPTS = [path for path in sorted(ROOT.glob("scripts/**/*.py")) if '__name__ == "__main__"' in path.read_text()]
+FILES = sorted([*ROOT.glob("scripts/**/*.py"), ROOT / "benchmarks/scaling.py"])
+SCRIPTS = [path for path in FILES if '__name__ == "__main__"' in path.read_text()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from scripts import make_tiny
+from scripts import checkpoint_contents, generate, make_tiny
 from tests.unit.data.test_documents import write_table
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.data.formats import documents
@@ -210,6 +210,17 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     ids = tokenizer("To be, or not to be", return_tensors="pt")["input_ids"]
     loss = model(ids, labels=ids).loss.item()
     assert 5 < loss < 15, "a guess among 2,048: log 2048 = 7.6"
+    # The same weights as a checkpoint of ours.
+    step = tmp_path / "one/step-0"
+    ours = checkpoint_contents.open_contents(step)
+    assert ours.kind == "native" and ours.manifest["kind"] == "weights" and len(ours.forms) > 20
+    embedding = model.get_input_embeddings().weight.detach()
+    assert checkpoint_contents.difference(ours.read("model.tok_embeddings.weight"), embedding) is None
+    assert generate.main([str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
+    assert (
+        f"make_tiny.py model {repo_root}/train_configs/{config}.toml {tmp_path}/one --dtype float32"
+        in (tmp_path / "one/make.sh").read_text()
+    )
 
 
 FAULTS: dict[str, tuple[list[str], str]] = {

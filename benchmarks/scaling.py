@@ -1,0 +1,78 @@
+"""Weak scaling: the same samples for each rank, on one rank and on more; near-linear means that the rate of a rank stays.
+
+    python benchmarks/scaling.py --ranks 1,2 [--rounds 3] [--case S] [-- SETTINGS]
+    python benchmarks/scaling.py --ranks 1,2,4,8 --case M -- --compile.enable true
+
+Every run is a process of its own (torchrun's, on several ranks of this machine), one size after the other within a round; the
+table gives medians over rounds of tokens per second, of all ranks and of one, and the efficiency: the rate of a rank over
+that of a rank of the smallest size, within the round. Settings behind `--` go to the trainer (layout, compilation).
+
+What it shows is only as good as the machine: ranks on CPU need a core each, which is told where they have not. Several
+machines: the same figure is `tps` in metrics.jsonl of runs of run_train.sh on 1, 2, 4 ... machines with one
+`training.local_batch_size`, as tps is the rate of one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.trainer import CASES, ROOT, Case, settings, spread
+
+
+def rate(case: Case, ranks: int, extra: list[str], folder: Path) -> float:
+    """Tokens per second of one rank: the median of the steps behind the warm-up, of a run of the shipped trainer."""
+    from torchtitan_like.monitor.jsonl import read_rows
+
+    out = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+        command += ["--rdzv-endpoint", "localhost:0"]
+    command += ["-m", "torchtitan_like.train", *settings(case, str(out)), *extra]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{ranks} ranks failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return statistics.median(row["tps"] for row in read_rows(out / "metrics.jsonl") if row["step"] > case.warmup)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2", help="comma separated numbers of ranks, the smallest first")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each")
+    parser.add_argument("--case", choices=list(CASES), default="S", help="the model, as in benchmarks/trainer.py")
+    parser.add_argument("settings", nargs="*", help="behind --: settings of the trainer")
+    arguments = parser.parse_args(argv)
+    sizes = [int(number) for number in arguments.ranks.split(",")]
+    import torch
+
+    places = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    if sizes[-1] > places:
+        print(f"{sizes[-1]} ranks share {places} devices or cores: they wait for each other", file=sys.stderr)
+    rounds: list[list[float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(arguments.rounds):
+            rounds.append([rate(CASES[arguments.case], size, arguments.settings, Path(folder)) for size in sizes])
+            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {device}, {places} devices or cores, torch {torch.__version__}, "
+          f"`python benchmarks/scaling.py {' '.join(argv)}`")  # fmt: skip
+    print("\n| ranks | tokens per second | of one rank | efficiency |\n|---|---|---|---|")
+    for i, size in enumerate(sizes):
+        alone = [rates[i] for rates in rounds]
+        efficiency = spread([rates[i] / rates[0] for rates in rounds], 3)
+        print(f"| {size} | {spread([size * value for value in alone], 0)} | {spread(alone, 0)} | {efficiency} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
