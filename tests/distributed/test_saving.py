@@ -189,6 +189,7 @@ def test_a_finished_run_goes_on_although_its_last_save_was_weights_alone(tmp_pat
 
 TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
 STAGES = {PP: 2, **{f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}}
+SIMPLE = {"parallelism.data_parallel_impl": "simple_fsdp"}
 CHAINS = {
     "data": [
         (4, {"parallelism.data_parallel_shard_degree": 4}),
@@ -197,6 +198,13 @@ CHAINS = {
         (1, {}),
     ],
     "all": [(4, {}), (4, {TP: 2}), (4, STAGES), (2, {CP: 2}), (4, {**STAGES, TP: 2}), (1, {})],
+    "simple_fsdp": [
+        (2, SIMPLE),
+        (2, {}),
+        (4, {**SIMPLE, "parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
+        (2, {**SIMPLE, "compile.enable": "true", "compile.components": "model", "compile.backend": "aot_eager"}),
+        (1, {}),
+    ],
 }
 
 
@@ -215,6 +223,16 @@ def test_a_run_moves_from_layout_to_layout(tmp_path, chain):
         i = EXACT.index(key)
         for mine, theirs in zip(moved, straight, strict=True):
             assert float.fromhex(mine[i]) == pytest.approx(float.fromhex(theirs[i]), rel=1e-5)
+
+
+def test_a_checkpoint_of_simple_fsdp_is_one_of_fsdp2(tmp_path):
+    """The same tensors under the same names, cut at the same places, in the same files."""
+    for name, impl in (("fsdp2", {}), ("simple", SIMPLE)):
+        run(tmp_path / name, **impl, **{"training.steps": 1})
+    one, other = (tmp_path / name / "checkpoint/step-1" for name in ("fsdp2", "simple"))
+    assert (one / ".metadata").read_bytes() == (other / ".metadata").read_bytes()
+    sizes = [{path.name: path.stat().st_size for path in folder.glob("shard-*")} for folder in (one, other)]
+    assert sizes[0] == sizes[1] and len(sizes[0]) == 2
 
 
 def test_the_last_save_as_safetensors_begins_another_run_with_the_same_weights(tmp_path):

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
@@ -183,6 +185,23 @@ def compare(layout):
         logits = model(my_samples(layout, tokens), None, my_samples(layout, positions))
     errors["logits"] = relative(logits, my_samples(layout, expected_logits))
     return errors
+
+
+def norm_where_some_name_an_older_mesh():
+    """Of two equal meshes, the second pair of ranks has a parameter on each, the first pair both on one of them."""
+    older, newer = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")) for _ in range(2))
+    parameters = []
+    for mesh in (newer, older if dist.get_rank() >= 2 else newer):
+        local = torch.full((1, 1), 2.0)  # no operation on a DTensor makes the gradient: its result may name either mesh
+        made = [DTensor.from_local(local.clone(), mesh, (Shard(0), Shard(1)), run_check=False) for _ in range(2)]
+        parameters.append(nn.Parameter(made[0]))
+        parameters[-1].grad = made[1]
+    return clip_gradients(parameters, 1e9).item()
+
+
+def test_the_norm_takes_equal_meshes_for_one():
+    """As after a pipeline, whose first and last stages leave other meshes in DTensor's caches than those between."""
+    assert run_ranks(norm_where_some_name_an_older_mesh, 4, timeout=20) == pytest.approx([32**0.5] * 4)
 
 
 LAYOUTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -170,10 +171,10 @@ def arguments(data: Path, folder: Path, steps: int, **more: object) -> list[str]
     ]
 
 
-def start_nodes(arguments: list[str]) -> subprocess.Popen[str]:
-    """2 nodes of 1 rank, in a session of their own; errors come with the output."""
+def start_nodes(arguments: list[str], ranks_of_each: int = 1) -> subprocess.Popen[str]:
+    """2 nodes, in a session of their own; errors come with the output."""
     return subprocess.Popen(
-        [str(ROOT / "scripts/emulate_multinode.sh"), "2", "1", *arguments],
+        [str(ROOT / "scripts/emulate_multinode.sh"), "2", str(ranks_of_each), *arguments],
         cwd=ROOT,
         env=trainer_environment({"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "GRACE_SECONDS": "5"}),
         stdin=subprocess.DEVNULL,
@@ -185,7 +186,8 @@ def start_nodes(arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
+HYBRID = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
+ACROSS = "cuts layers across machines of 1 ranks"  # a warning of the config's check
 STAGES = {
     "parallelism__pipeline_parallel_degree": 2,
     "parallelism__pipeline_parallel_first_stage_less_layers": 0,
@@ -199,10 +201,10 @@ def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def test_two_nodes_are_one(data: Path, run_forked: ForkedTrainer, tmp_path: Path) -> None:
-    """The numbers of 2 ranks on one node, bit for bit."""
-    one = run_forked(arguments(data, tmp_path / "one", 2, **REPLICAS), 2, tmp_path / "one")
+    """HSDP, sharded inside each node of 2 ranks and copied across: the numbers of 4 ranks on one node, bit for bit."""
+    one = run_forked(arguments(data, tmp_path / "one", 2, **HYBRID), 4, tmp_path / "one")
     assert one.returncode == 0, one.tail
-    process = start_nodes(arguments(data, tmp_path / "two", 2, **REPLICAS))
+    process = start_nodes(arguments(data, tmp_path / "two", 2, **HYBRID), ranks_of_each=2)
     try:
         output, _ = process.communicate(timeout=240)
     finally:
@@ -214,14 +216,18 @@ def test_two_nodes_are_one(data: Path, run_forked: ForkedTrainer, tmp_path: Path
     assert exact(rows) == exact(one.metrics)
     assert len(rows) == 2
     logs = sorted(path.name for path in (tmp_path / "two/attempts/1/logs").iterdir())
-    assert logs == ["rank0.log", "rank1.log"]
+    assert logs == [f"rank{rank}.log" for rank in range(4)]
+    assert "4 ranks = dp_replicate 2 x dp_shard 2, on 2 nodes of 2" in output and "Applied HSDP" in output
+    assert "cuts layers across machines" not in output
 
 
 def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
-    process = start_nodes(arguments(data, tmp_path / "run", 100_000))
+    """Here each layer is cut across the nodes, which the check of the config warns of before it trains."""
+    process = start_nodes(arguments(data, tmp_path / "run", 100_000, parallelism__tensor_parallel_degree=2))
     assert process.stdout is not None
     try:
-        next(line for line in process.stdout if re.search(r"step: +2 ", line))
+        before = list(itertools.takewhile(lambda line: not re.search(r"step: +2 ", line), process.stdout))
+        assert any(ACROSS in line for line in before), before
         everyone = psutil.Process(process.pid).children(recursive=True)
         victim = next(child for child in everyone if is_rank(child))
         victim.kill()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.problems import NOT_AVAILABLE_YET, Problem
+from torchtitan_like.config.problems import NOT_AVAILABLE_YET, Problem, nearest
 from torchtitan_like.config.schema import JobConfig
 
 
@@ -42,6 +44,14 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
     Missing("experimental.custom_args_module", _differs("experimental.custom_args_module", ""), "leave it out"),
 )
+
+
+# Torch's own backends of torch.compile (torch 2.13), but for those that only its own tests use.
+BACKENDS = (
+    "inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_with_mode",
+    "aot_eager_default_partitioner", "aot_ts", "cudagraphs", "eager_debug", "eager_noexcept", "invoke_subgraph", "openxla",
+    "openxla_eval", "pre_dispatch_eager", "ts", "tvm",
+)  # fmt: skip
 
 
 class Switch(NamedTuple):
@@ -232,13 +242,35 @@ SWITCHES: tuple[Switch, ...] = (
 
 
 def not_available(config: JobConfig, *, training: bool) -> Iterable[Problem]:
-    """Settings that ask for what is to come: errors in training, warnings in a check without training."""
+    """Settings that ask for what is not here: always errors; for what is to come: errors in training, else warnings."""
+    yield from _unknown_backend(config)
     for key, is_wanted, instead in NOT_AVAILABLE:
         if is_wanted(config):
             value = value_of(config, key)
             value = ", ".join(value) if isinstance(value, dict) else value
             severity: Literal["error", "warning"] = "error" if training else "warning"
             yield Problem(key, value, NOT_AVAILABLE_YET, instead, config.origin_of(key), severity)
+
+
+def _unknown_backend(config: JobConfig) -> Iterable[Problem]:
+    """A backend of torch.compile that is neither torch's nor registered: by a package, or by experimental.custom_import.
+
+    That module is imported by now, and with it, if it registers a backend, torch's list of them.
+    """
+    name, key = config.compile.backend, "compile.backend"
+    if not config.compile.enable or name in BACKENDS or name in entry_points(group="torch_dynamo_backends").names:
+        return
+    registry = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is not None and name in registry.list_backends(exclude_tags=()):
+        return
+    yield Problem(
+        key,
+        name,
+        f"a backend of torch.compile: {', '.join(BACKENDS[:3])}, or one that experimental.custom_import registers",
+        nearest(name, BACKENDS) or "set it to inductor, or name a module that calls torch._dynamo.register_backend",
+        config.origin_of(key),
+        involves=("compile.enable", "experimental.custom_import"),
+    )
 
 
 def without_effect(config: JobConfig) -> Iterable[Problem]:

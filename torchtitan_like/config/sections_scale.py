@@ -260,7 +260,11 @@ class Compile(Section):
     components: list[Literal["model", "loss"]] = Field(
         ["model", "loss"], description="What is compiled: model (block by block), loss."
     )
-    backend: str = Field("inductor", min_length=1, description="Backend of torch.compile.")
+    backend: str = Field(
+        "inductor",
+        min_length=1,
+        description="Backend of torch.compile. Your own: register it in experimental.custom_import.",
+    )
 
 
 class Float8Linear(Section):

@@ -14,9 +14,11 @@ Tensor = torch.Tensor
 
 @torch.no_grad()  # a DTensor then gives its shard as it is, without a view of it for autograd
 def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
-    """This rank's gradient shards, grouped by the process groups over which they are sharded.
+    """This rank's gradient shards, by (mesh, its dimensions over which they are sharded).
 
-    A replicated gradient has no such group and is counted as it is; nothing is counted twice.
+    A replicated gradient has no such dimension and is counted as it is; nothing is counted twice. NOTE: meshes, since equal
+    ones are one key, and their process groups are not: of two equal meshes in a process DTensor's caches hand out now one,
+    now the other (torch 2.13), and each rank must have the same keys.
     """
     groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -25,12 +27,10 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, ...], list[
             continue
         if hasattr(grad, "placements"):
             # A strided shard (FSDP over tensor parallelism) does not call itself a shard.
-            sharded = tuple(
-                grad.device_mesh.get_group(i) for i, p in enumerate(grad.placements) if not p.is_replicate()
-            )
-            groups[sharded].append(grad.to_local())
+            sharded = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate())
+            groups[grad.device_mesh, sharded].append(grad.to_local())
         else:
-            groups[()].append(grad)
+            groups[None, ()].append(grad)
     return groups
 
 
@@ -40,17 +40,17 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
 
 
 def global_norm(squares: dict[tuple[Any, ...], Tensor], across: Iterable[Any] = ()) -> Tensor:
-    """The 2-norm over all ranks from local sums of squares, keyed by the groups over which they are sharded.
+    """The 2-norm over all ranks from local sums of squares, keyed as `local_gradients` does.
 
     across: groups whose ranks hold other parameters altogether; the sum of all squares is added up over them too.
     """
     if not squares:
         raise ValueError("no parameter has a gradient: was backward run?")
     total: Any = 0.0
-    for groups, square in squares.items():
-        for group in groups:
+    for (mesh, sharded), square in squares.items():
+        for dim in sharded:
             # Each rank of the group holds another shard: the squares add up to those of the full gradient.
-            dist.all_reduce(square, group=group)
+            dist.all_reduce(square, group=mesh.get_group(dim))
         total = total + square
     for group in across:
         dist.all_reduce(total, group=group)

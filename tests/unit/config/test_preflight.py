@@ -322,3 +322,30 @@ def test_a_model_from_outside_is_imported(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     (problem,) = check("--training.steps 1000 --experimental.custom_import my_broken_model")
     assert problem.key == "experimental.custom_import" and "RuntimeError: half written" in problem.expected
+
+
+def test_a_backend_of_the_compiler_is_one_that_there_is() -> None:
+    (problem,) = check("--training.steps 1000 --compile.enable --compile.backend inductr")
+    assert problem.key == "compile.backend" and problem.remedy == 'did you mean "inductor"?'
+    assert "or one that experimental.custom_import registers" in str(problem)
+    (problem,) = check("--training.steps 1000 --compile.enable --compile.backend nonsense", training=False)
+    assert problem.severity == "error" and "torch._dynamo.register_backend" in problem.remedy
+    assert check("--training.steps 1000 --compile.enable --compile.backend aot_eager") == []
+    assert keys(check("--training.steps 1000 --compile.backend nonsense"), "error") == []  # nothing is compiled
+
+
+def test_a_backend_of_ones_own_is_registered_by_an_imported_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.backends import registry
+
+    (tmp_path / "my_backend.py").write_text(
+        "from torch._dynamo import register_backend\n\n"
+        "@register_backend\ndef nonsense(graph, inputs):\n    return graph.forward\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("_BACKENDS", "_COMPILER_FNS"):  # as they are, for other tests
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    line = "--training.steps 1000 --compile.enable --compile.backend nonsense"
+    assert keys(check(line), "error") == ["compile.backend"]
+    assert check(f"{line} --experimental.custom_import my_backend") == []

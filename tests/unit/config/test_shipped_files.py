@@ -10,7 +10,7 @@ from torchtitan_like.config import JobConfig
 from torchtitan_like.preflight import load_checked
 
 TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128}
-LLAMA = {"llama3_1b": 8, "llama3_3b": 8, "llama3_8b": 64, "llama3_70b": 256, "llama3_405b": 512}
+LLAMA = {"llama3_1b": 8, "llama3_3b": 8, "llama3_8b": 64, "llama3_70b": 256, "llama3_405b": 512, "llama3_8b_128k": 64}
 QWEN = {"qwen3_0.6b": 8, "qwen3_1.7b": 8, "qwen3_32b": 64}
 OURS = {"debug_model": 2, **LLAMA, **QWEN}
 

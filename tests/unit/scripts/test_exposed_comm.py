@@ -1,0 +1,80 @@
+"""scripts/exposed_comm.py: what of the sending stands beside no kernel."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import exposed_comm
+
+
+def kernel(name: str, begin: float, end: float, **more: Any) -> dict[str, Any]:
+    """An event from one millisecond to another."""
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": begin * 1000, "dur": (end - begin) * 1000, **more}
+
+
+GATHER, SCATTER = (
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_ReduceScatter_Sum_f32",
+)
+STEP = [
+    kernel("ProfilerStep#99", 0, 100, cat="user_annotation"),
+    kernel("gemm", 0, 10),
+    kernel(GATHER, 5, 25),  # hidden until 10, and from 15 to 20: 10 exposed
+    kernel("gemm", 15, 18),
+    kernel("Memcpy HtoD", 17, 20, cat="gpu_memcpy"),
+    kernel(GATHER, 22, 30),  # on another stream: 5 more
+    kernel(SCATTER, 30, 38),  # hidden but for the last
+    kernel("gemm", 28, 37),
+    kernel("gemm", 50, 60),  # nothing runs in between, and nothing is sent
+    kernel("aten::mm", 0, 90, cat="cpu_op"),
+    {"ph": "M", "name": "process_name"},
+]
+
+
+def write(folder: Path, name: str, events: list[dict[str, Any]]) -> Path:
+    file = folder / name
+    text = json.dumps({"traceEvents": events}).encode()
+    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    return file
+
+
+def test_what_no_kernel_covers_is_exposed() -> None:
+    found = exposed_comm.exposed_in(STEP)
+    assert found is not None
+    assert (found.num_steps, found.total, found.computed, found.sent) == (1, 60, 34, 33)
+    assert found.by_kind == {"AllGather": 13, "ReduceScatter": 1}
+    assert found.exposed == 14
+
+
+def test_each_rank_has_a_line_and_each_kind_the_mean_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "rank0_trace.json", STEP)
+    second = [kernel("ProfilerStep#100", 100, 200, cat="user_annotation")]
+    write(tmp_path, "rank1_trace.json.gz", [*STEP, *second])  # as much work, in two steps
+    assert exposed_comm.main([str(tmp_path)]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["ms", "of", "a", "step", "all", "computing", "sending", "exposed", "of", "all"],
+        ["rank0", "60.0", "34.0", "33.0", "14.0", "23.3%"],
+        ["rank1", "30.0", "17.0", "16.5", "7.0", "23.3%"],
+        ["AllGather", "9.8"],
+        ["ReduceScatter", "0.8"],
+    ]
+
+
+@pytest.mark.parametrize("events", [[], [kernel("aten::mm", 0, 9, cat="cpu_op")]])
+def test_a_trace_without_kernels_tells_nothing(
+    tmp_path: Path, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "rank0_trace.json", events)
+    assert exposed_comm.main([str(file)]) == 2
+    assert "no trace with kernels of a GPU" in capsys.readouterr().err
+
+
+def test_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank0_trace.json").write_text('{"traceEvents": [')
+    assert exposed_comm.main([str(tmp_path)]) == 2
+    assert "rank0_trace.json is no Chrome trace" in capsys.readouterr().err
