@@ -122,11 +122,15 @@ def row(name: str, found: Exposed) -> str:
     return f"{name:>24}" + "".join(f"{value:>11,.1f}" for value in each) + f"{found.exposed / found.total:>9.1%}"
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", type=Path, help="a trace, or a folder of rank<r>_trace.json")
-    place = parser.parse_args(arguments).place
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    place = parse(arguments).place
     files = [place] if place.is_file() else sorted(place.glob("*_trace.json*"))
     rows, kinds = [], Counter[str]()
     for file in files:

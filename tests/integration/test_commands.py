@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts import checkpoint, comm_compute, download_assets, generate, logbook_add, notify, run_folder, trace_ranks
+from scripts import (
+    checkpoint,
+    comm_compute,
+    download_assets,
+    exposed_comm,
+    generate,
+    logbook_add,
+    notify,
+    run_folder,
+    trace_ranks,
+)
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.config import ConfigError
@@ -179,6 +189,7 @@ SHOWN = {
     "python scripts/node_check.py ": lambda words: check_job(words),
     "python scripts/watch.py ": lambda words: check_job(words),
     "python scripts/import_bench.py": lambda words: check_job(words),
+    "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "python scripts/trace_ranks.py ": lambda words: trace_ranks.parse(words[2:]),
     "python scripts/logbook_add.py ": lambda words: logbook_add.parse(words[2:]),
     "python scripts/checkpoint.py ": lambda words: checkpoint.parse(words[2:]),
