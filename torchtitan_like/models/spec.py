@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtitan_like.models.hf_table import Rows, Table
@@ -101,7 +103,10 @@ class ModelSpec:
             )
 
 
-_BUILT_IN = {"llama3": "torchtitan_like.models.llama3", "qwen3": "torchtitan_like.models.qwen3"}
+# A family is a folder beside this file.
+_BUILT_IN = [
+    name for _, name, is_folder in iter_modules([str(Path(__file__).parent)]) if is_folder and name != "layers"
+]
 _registered: dict[str, ModelSpec] = {}
 
 
@@ -114,9 +119,9 @@ def register(spec: ModelSpec) -> None:
 def get_spec(name: str) -> ModelSpec:
     """The registered model of that name; a built-in family is imported when first asked for. Raises KeyError."""
     if name not in _registered and name in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[name])
+        importlib.import_module(f"{__package__}.{name}")
     if name not in _registered:
-        known = sorted(_registered.keys() | _BUILT_IN.keys())
+        known = sorted({*_registered, *_BUILT_IN})
         raise KeyError(f"model {name!r} is not known{_nearest(name, known)}; known: {', '.join(known)}")
     return _registered[name]
 
