@@ -21,17 +21,19 @@ class OperatorLog(TorchDispatchMode):
         self.num_host_reads = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        out = function(*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
+            tensors = [leaf for leaf in tree_leaves((out, args)) if isinstance(leaf, torch.Tensor)]
             size = max(tensor.numel() for tensor in tensors)
             if size > 1 and tensors[0].is_floating_point():
                 self.collectives.append((kind_of(str(function)), str(tensors[-1].dtype), size))
         self.num_host_reads += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+        return out
 
 
 def kind_of(name):
-    return next(kind for kind in ("reduce_scatter", "allgather", "allreduce") if kind in name)
+    kinds = {"reducescatter": "reduce_scatter", "allgather": "allgather", "allreduce": "allreduce"}
+    return next(kinds[kind] for kind in kinds if kind in name.replace("_", ""))
 
 
 def make_step(trainer: Trainer) -> None:
@@ -83,6 +85,44 @@ GROUPS = 4
 def test_collectives_of_a_layout(tmp_path, world_size, overrides, expected):
     local = {"training.local_batch_size": 8 // world_size}
     assert kinds(collectives(tmp_path, world_size, **local, **overrides)) == expected
+
+
+TP = {"parallelism.tensor_parallel_degree": 2}
+
+
+def fsdp(block, embedding, head):
+    """Elements of whole groups: the blocks' are gathered twice."""
+    return {("allgather", block): 4, ("reduce_scatter", block): 2} | {
+        (kind, size): 1 for kind in ("allgather", "reduce_scatter") for size in (embedding, head)
+    }
+
+
+def tp(tokens):
+    """Hidden states, gathered and scattered twice a block in forward and in backward, and half a block's for embedding
+    and head; gradients of the five norms; of the loss one number a token, the largest logit, and two, which are summed.
+    """
+    hidden = {(kind, tokens * 32): 10 for kind in ("allgather", "reduce_scatter")}
+    return hidden | {("allreduce", 32): 5, ("allreduce", tokens): 1, ("allreduce", 2 * tokens): 1}
+
+
+# A block of width 32 has 12,352 parameters, 64 of them in norms; embedding and head have 2,048 x 32, the final norm 32.
+SENT = {
+    "fsdp": (2, {}, fsdp(12352, 65536, 65568)),
+    "hsdp": (4, REPLICATE, fsdp(12352, 65536, 65568) | {
+        ("allreduce", 12352 // 2): 2, ("allreduce", 65536 // 2): 1, ("allreduce", 65568 // 2): 1}),
+    "tp": (2, TP, tp(8 * 32)),
+    "fsdp-tp": (4, TP, fsdp(6144 + 64, 32768, 32768 + 32) | tp(4 * 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_elements_of_a_layout(tmp_path, name):
+    """All float32: four bytes each."""
+    world_size, layout, expected = SENT[name]
+    data_ranks = world_size // (2 if layout is TP else 1)
+    log = collectives(tmp_path, world_size, **{"training.local_batch_size": 8 // data_ranks}, **layout)
+    assert Counter((kind, size) for kind, _, size in log) == expected
+    assert {dtype for _, dtype, _ in log} == {"torch.float32"}
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(2, REPLICATE), (4, REPLICATE)], ids=["ddp", "hsdp"])
