@@ -212,9 +212,8 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
     # Of several the one that loses nothing: the few tensors kept in a wider one are those that need it.
     dtype = reduce(torch.promote_types, stored or {torch.float32})
     model = model.to(dtype)
-    materialize(
-        model, torch.device("cpu")
-    )  # to_empty would make two of a tied weight, and one of them would stay empty
+    # Not to_empty: that makes two of a tied weight, one of which nothing fills.
+    materialize(model, torch.device("cpu"))
     weights = ModelState([model])
     start = Start(
         "warm",

@@ -86,7 +86,9 @@ def _capability(device_type: DeviceType | None) -> tuple[int, int] | None:
         return None
     import torch
 
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    # By its number: no rank has chosen its GPU yet, and all of them would ask the first. One that sees a single GPU has that.
+    number = min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1)
+    return torch.cuda.get_device_capability(number) if number >= 0 else None
 
 
 def layout_of(

@@ -51,6 +51,11 @@ class Layout:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold one weight, in pieces or whole; 0 where that is unknown."""
+        return self.dp * self.cp if self.is_resolved else 0
+
     def size(self, name: str) -> int:
         """A size of the model; 0 where it is unknown."""
         return (self.limits or {}).get(name, 0)

@@ -199,7 +199,7 @@ DATA_RULES = (
     ),
     LayoutRule(
         "narrow-reduction",
-        lambda at: at.is_resolved and at.dp * at.cp > 1 and at.config.training.mixed_precision_reduce == "bfloat16",
+        lambda at: at.sharers > 1 and at.config.training.mixed_precision_reduce == "bfloat16",
         "training.mixed_precision_reduce",
         "adds the gradients of all ranks in 8 bits of precision (copies of the weights: those of micro-batches too): "
         "small ones are lost, and the numbers depend on the layout",
@@ -226,7 +226,7 @@ DATA_RULES = (
     ),
     LayoutRule(
         "bucketing-alone",
-        lambda at: at.parallelism.simple_fsdp_bucketing and at.has_own_graph and at.is_resolved and at.dp * at.cp == 1,
+        lambda at: at.parallelism.simple_fsdp_bucketing and at.has_own_graph and at.sharers == 1,
         BUCKETING,
         "false where no two ranks share the weights: there are no collectives to join",
         "set it to false, or give ranks to data parallelism",
