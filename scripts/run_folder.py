@@ -7,7 +7,8 @@ python scripts/run_folder.py report COMMAND FOLDER
     typed, in FOLDER) and how to sample
 python scripts/run_folder.py errors SINCE
     of a run that crashed: prints the first error of those left since then (in seconds since 1970), as its last words. Exits
-    with 69, and leaves an exit.json that says so, when all that is left are errors of ranks that have lost another; else with 0
+    with 69, and leaves an exit.json that says so, when all that is left are errors of ranks that have lost another; with 78
+    when a rank has refused the config; else with 0
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,9 @@ def report(config: dict[str, Any], command: str, typed_in: Path) -> int:
 def errors(config: dict[str, Any], since: float) -> int:
     """Print why the newest attempt has crashed: the first error, and which ranks have left none."""
     attempts = Path(config["job"]["dump_folder"]) / "attempts"
+    with suppress(OSError, ValueError, KeyError):  # of a rank that was asked to stop because another had crashed
+        if json.loads((attempts.parent / "exit.json").read_text(encoding="utf-8"))["step"] is None:
+            (attempts.parent / "exit.json").unlink()
     left = [(folder, errors_of(folder)) for folder in attempts.glob("[0-9]*")]
     fresh = [(folder, new) for folder, found in left if (new := [one for one in found if one["time"] >= since])]
     if not fresh:
@@ -72,6 +77,10 @@ def errors(config: dict[str, Any], since: float) -> int:
         return 0
     folder, records = max(fresh, key=lambda attempt: max(one["time"] for one in attempt[1]))
     first = min(records, key=lambda record: record["time"])
+    if first["phase"] == "config":  # nothing has started: the launcher's own check had less to go by
+        write_exit(config["job"]["dump_folder"], ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
+        print(in_words(first), file=sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
     words = [f"FIRST ERROR of {len(records)} (all: {folder}/errors): {in_words(first)}"]
     seen = {int(path.stem.removeprefix("rank-")) for path in folder.glob("heartbeat/rank-*.json")}
     silent = seen - {record["rank"] for record in records}

@@ -31,8 +31,5 @@ class Feed:
         """One micro-batch, or all as one batch for the pipeline to cut: (rows, seq)."""
         tokens, labels, positions = (None if x is None else x[micro].view(-1, x.shape[-1]) for x in local)
         assert tokens is not None and labels is not None
-        return (
-            self._to_device(tokens),
-            self._to_device(labels),
-            None if positions is None else self._to_device(positions),
-        )
+        positions = None if positions is None else self._to_device(positions)
+        return self._to_device(tokens), self._to_device(labels), positions

@@ -230,8 +230,7 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
     try:
         config = read_config(argv, launched.world_size)
     except ConfigError as error:
-        if launched.rank == 0:
-            print(error, file=sys.stderr)
+        _refuse(error, launched)
         return int(ExitCode.BAD_CONFIG)
     if config.job.print_config and launched.rank == 0:
         print(dump_toml(config))
@@ -253,6 +252,15 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
             _tell(error, Path(config.job.dump_folder), launched.rank)
             return 1
     return 0 if is_under_torchrun else int(code)
+
+
+def _refuse(error: ConfigError, launched: LaunchedAs) -> None:
+    """Print what is wrong with the config. Ranks may see what no launcher has (their GPUs), and each another: all record it."""
+    if launched.rank == 0:
+        print(error, file=sys.stderr)
+    if launched.world_size > 1 and error.partial is not None:
+        attempt = Path(error.partial.job.dump_folder) / "attempts" / "0"
+        record_error(attempt, launched.rank, "config", 0, error.with_traceback(None))
 
 
 def _tell(error: Exception, dump_folder: Path, rank: int) -> None:

@@ -65,7 +65,7 @@ def load_checked(
     found = check(config, world_size, training=training, device_type=device)
     problems += [problem for problem in found if not _is_doubtful(problem, faulty)]
     if any(problem.severity == "error" for problem in problems):
-        raise ConfigError(problems)
+        raise ConfigError(problems, partial=config, faulty=faulty)
     return config, problems
 
 

@@ -66,13 +66,19 @@ def before(config: dict[str, Any]) -> int:
 def after(config: dict[str, Any], first: int, srun_code: int) -> int:
     """How has the run ended, and is another start worth it?"""
     folder, step, switch = folder_of(config), newest_step(config), kill_switch(config)
-    try:
-        code = int(json.loads((folder / "exit.json").read_text(encoding="utf-8"))["code"])
-        how = f"code {code}"
-    except (OSError, ValueError, KeyError, TypeError):
-        # Nobody could leave a word; of srun's codes only that of a refused config is the run's own.
-        code = srun_code if srun_code == ExitCode.BAD_CONFIG else CRASH
-        how = f"code {code}, without an exit.json (srun returned {srun_code})"
+    if srun_code == ExitCode.BAD_CONFIG:  # a rank has refused it; one that had to wait for that rank may say otherwise
+        code, how = srun_code, f"code {srun_code}"
+    else:
+        try:
+            code = int(json.loads((folder / "exit.json").read_text(encoding="utf-8"))["code"])
+            how = f"code {code}"
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # nobody could leave a word, and srun's codes are not the run's
+            code, how = CRASH, f"code {CRASH}, without an exit.json (srun returned {srun_code})"
     in_vain = 0 if step > first else starts_in_vain(folder) + 1
     write_starts(folder, in_vain)
     most = int(os.environ.get("MAX_IN_VAIN", "3"))

@@ -30,15 +30,15 @@ def traffic(kind):
         step(tokens, labels)
         with Traffic() as counted:
             step(tokens, labels)
-        seen.append(counted.seen)
+        seen.append(counted.sizes())
     return seen
 
 
 # By hand the loss sums three numbers per token (the highest logit, the sum, the label's logit) in as many messages.
-OWN_LOSS = {("allreduce", TOKENS): 1, ("allreduce", 2 * TOKENS): 1}
-LOSS_BY_HAND = {("allreduce", TOKENS): 3}
+OWN_LOSS = {("all_reduce", TOKENS): 1, ("all_reduce", 2 * TOKENS): 1}
+LOSS_BY_HAND = {("all_reduce", TOKENS): 3}
 # By hand the embedding is gathered again for its backward, which reads nothing of it; ours belongs to the outermost group.
-EMBEDDING = {("allgather", VOCAB * benchmark.ARGS.dim): 1}
+EMBEDDING = {("all_gather", VOCAB * benchmark.ARGS.dim): 1}
 
 
 @pytest.mark.parametrize("kind", ["tp + sp", "tp", "fsdp"])

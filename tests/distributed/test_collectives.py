@@ -4,36 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.distributed.parity import build, options, release
+from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.train import Trainer
-
-
-class OperatorLog(TorchDispatchMode):
-    """Notes each collective of more than one float (what is not bookkeeping or a norm), and each value the host reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.collectives = []  # (kind, dtype of what is sent, elements of its largest tensor)
-        self.num_host_reads = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
-            tensors = [leaf for leaf in tree_leaves((out, args)) if isinstance(leaf, torch.Tensor)]
-            size = max(tensor.numel() for tensor in tensors)
-            if size > 1 and tensors[0].is_floating_point():
-                self.collectives.append((kind_of(str(function)), str(tensors[-1].dtype), size))
-        self.num_host_reads += function is torch.ops.aten._local_scalar_dense.default
-        return out
-
-
-def kind_of(name):
-    kinds = {"reducescatter": "reduce_scatter", "allgather": "allgather", "allreduce": "allreduce"}
-    return next(kinds[kind] for kind in kinds if kind in name.replace("_", ""))
 
 
 def make_step(trainer: Trainer) -> None:
@@ -43,15 +18,17 @@ def make_step(trainer: Trainer) -> None:
 
 
 def log_of_a_step(argv):
-    """(collectives, host reads) of the second step, on each rank: the first one also initialises."""
+    """Of the second step, as the first one also initialises: its collectives of more than one float (what is not bookkeeping
+    or a norm), and what the host has read.
+    """
     trainer = build(argv)
     make_step(trainer)
     fetched = trainer._fetch(2)
     sums = fetched.agreement.wait()
-    with OperatorLog() as log:
+    with Traffic() as traffic:
         trainer.train_step(2, fetched, sums)
     release(trainer)
-    return log.collectives, log.num_host_reads
+    return [sent for sent in traffic.sent if sent.elements > 1 and sent.dtype.is_floating_point], traffic.num_host_reads
 
 
 def collectives(tmp_path, world_size, **overrides):
@@ -73,12 +50,12 @@ GROUPS = 4
     ("world_size", "overrides", "expected"),
     [
         (1, {}, {}),
-        (2, REPLICATE, {"allreduce": GROUPS}),
+        (2, REPLICATE, {"all_reduce": GROUPS}),
         # Forward gathers all; backward gathers again what was freed: the blocks.
-        (2, {}, {"allgather": 2 * GROUPS - 2, "reduce_scatter": GROUPS}),
-        (2, {"parallelism.fsdp_reshard_after_forward": "always"}, {"allgather": 2 * GROUPS, "reduce_scatter": GROUPS}),
-        (2, {"parallelism.fsdp_reshard_after_forward": "never"}, {"allgather": GROUPS, "reduce_scatter": GROUPS}),
-        (4, REPLICATE, {"allgather": 2 * GROUPS - 2, "reduce_scatter": GROUPS, "allreduce": GROUPS}),
+        (2, {}, {"all_gather": 2 * GROUPS - 2, "reduce_scatter": GROUPS}),
+        (2, {"parallelism.fsdp_reshard_after_forward": "always"}, {"all_gather": 2 * GROUPS, "reduce_scatter": GROUPS}),
+        (2, {"parallelism.fsdp_reshard_after_forward": "never"}, {"all_gather": GROUPS, "reduce_scatter": GROUPS}),
+        (4, REPLICATE, {"all_gather": 2 * GROUPS - 2, "reduce_scatter": GROUPS, "all_reduce": GROUPS}),
     ],
     ids=["one", "ddp", "fsdp", "fsdp-always", "fsdp-never", "hsdp"],
 )
@@ -92,8 +69,8 @@ TP = {"parallelism.tensor_parallel_degree": 2}
 
 def fsdp(block, embedding, head):
     """Elements of whole groups: the blocks' are gathered twice."""
-    return {("allgather", block): 4, ("reduce_scatter", block): 2} | {
-        (kind, size): 1 for kind in ("allgather", "reduce_scatter") for size in (embedding, head)
+    return {("all_gather", block): 4, ("reduce_scatter", block): 2} | {
+        (kind, size): 1 for kind in ("all_gather", "reduce_scatter") for size in (embedding, head)
     }
 
 
@@ -101,15 +78,15 @@ def tp(tokens):
     """Hidden states, gathered and scattered twice a block in forward and in backward, and half a block's for embedding
     and head; gradients of the five norms; of the loss one number a token, the largest logit, and two, which are summed.
     """
-    hidden = {(kind, tokens * 32): 10 for kind in ("allgather", "reduce_scatter")}
-    return hidden | {("allreduce", 32): 5, ("allreduce", tokens): 1, ("allreduce", 2 * tokens): 1}
+    hidden = {(kind, tokens * 32): 10 for kind in ("all_gather", "reduce_scatter")}
+    return hidden | {("all_reduce", 32): 5, ("all_reduce", tokens): 1, ("all_reduce", 2 * tokens): 1}
 
 
 # A block of width 32 has 12,352 parameters, 64 of them in norms; embedding and head have 2,048 x 32, the final norm 32.
 SENT = {
     "fsdp": (2, {}, fsdp(12352, 65536, 65568)),
     "hsdp": (4, REPLICATE, fsdp(12352, 65536, 65568) | {
-        ("allreduce", 12352 // 2): 2, ("allreduce", 65536 // 2): 1, ("allreduce", 65568 // 2): 1}),
+        ("all_reduce", 12352 // 2): 2, ("all_reduce", 65536 // 2): 1, ("all_reduce", 65568 // 2): 1}),
     "tp": (2, TP, tp(8 * 32)),
     "fsdp-tp": (4, TP, fsdp(6144 + 64, 32768, 32768 + 32) | tp(4 * 32)),
 }  # fmt: skip
@@ -122,7 +99,7 @@ def test_elements_of_a_layout(tmp_path, name):
     data_ranks = world_size // (2 if layout is TP else 1)
     log = collectives(tmp_path, world_size, **{"training.local_batch_size": 8 // data_ranks}, **layout)
     assert Counter((kind, size) for kind, _, size in log) == expected
-    assert {dtype for _, dtype, _ in log} == {"torch.float32"}
+    assert {sent.dtype for sent in log} == {torch.float32}
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(2, REPLICATE), (4, REPLICATE)], ids=["ddp", "hsdp"])
@@ -132,7 +109,7 @@ def test_accumulation_adds_no_all_reduce(tmp_path, world_size, layout):
         [entry for entry in collectives(
             tmp_path, world_size, **layout,
             **{"training.local_batch_size": 1, "training.global_batch_size": world_size * num_micro},
-        ) if entry[0] == "allreduce"]
+        ) if entry[0] == "all_reduce"]
         for num_micro in (1, 8)
     ]  # fmt: skip
     assert logs[0] == logs[1] and len(logs[0]) == GROUPS
@@ -156,8 +133,8 @@ def test_mixed_precision_gathers_narrow_and_reduces_wide(tmp_path, world_size, o
     dtypes = {}
     for kind, dtype, _ in collectives(tmp_path, world_size, **overrides, **narrow):
         dtypes.setdefault(kind, set()).add(dtype)
-    assert dtypes.pop("allgather", {"torch.bfloat16"}) == {"torch.bfloat16"}
-    assert set().union(*dtypes.values()) == {f"torch.{reduced}"}
+    assert dtypes.pop("all_gather", {torch.bfloat16}) == {torch.bfloat16}
+    assert set().union(*dtypes.values()) == {getattr(torch, reduced)}
 
 
 @pytest.mark.parametrize(

@@ -310,12 +310,12 @@ def traffic(layout):
         loss = model(tokens, labels)
     with Traffic() as back:
         loss.backward()
-    return forward.seen, back.seen
+    return forward.sizes(), back.sizes()
 
 
 L, ACTIVATION, TOKENS, DIM = SIZES["n_layers"], BATCH * SEQ * SIZES["dim"], BATCH * SEQ, SIZES["dim"]
-LOSS = {("allreduce", TOKENS): 1, ("allreduce", 2 * TOKENS): 1}  # the highest logit; the sum and the label's logit
-GATHER, SCATTER, SUM = ("allgather", ACTIVATION), ("reducescatter", ACTIVATION), ("allreduce", ACTIVATION)
+LOSS = {("all_reduce", TOKENS): 1, ("all_reduce", 2 * TOKENS): 1}  # the highest logit; the sum and the label's logit
+GATHER, SCATTER, SUM = ("all_gather", ACTIVATION), ("reduce_scatter", ACTIVATION), ("all_reduce", ACTIVATION)
 
 
 @pytest.mark.parametrize(
@@ -324,15 +324,15 @@ GATHER, SCATTER, SUM = ("allgather", ACTIVATION), ("reducescatter", ACTIVATION),
         # Each block has two parents of columns, which gather, and two rows, which scatter; the head gathers and the
         # embedding scatters. In backward each turns into the other. The gradients of 2 L + 1 norms are summed.
         (Layout(), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
-         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("allreduce", DIM): 2 * L + 1}),
+         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
         # Rows and the embedding sum in forward; what enters columns and the head, in backward. A sum is on the wire what
         # a scatter and a gather are together: the same traffic.
         (Layout(sequence_parallel=False), {SUM: 2 * L + 1, **LOSS}, {SUM: 2 * L + 1}),
         # Recomputing a block repeats what it sends.
         (Layout(checkpointing="full"), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
-         {GATHER: 4 * L + 1, SCATTER: 4 * L + 1, ("allreduce", DIM): 2 * L + 1}),
-        (Layout(loss_parallel=False), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("allgather", TOKENS * 36): 1},
-         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("allreduce", DIM): 2 * L + 1}),
+         {GATHER: 4 * L + 1, SCATTER: 4 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
+        (Layout(loss_parallel=False), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_gather", TOKENS * 36): 1},
+         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
     ],
     ids=["sp", "no-sp", "sp-ac-full", "logits-gathered"],
 )  # fmt: skip

@@ -54,6 +54,22 @@ def test_the_first_error_is_the_last_thing_on_the_screen(tmp_path: Path) -> None
     assert "rank 1, step 4, phase step:" in cause and "Planted: planted in the step" in cause, torchruns[-3000:]
 
 
+def test_a_config_that_one_rank_refuses_is_no_crash(tmp_path: Path) -> None:
+    """A rank sees what the launcher's check did not: its own GPU, here its number."""
+    (tmp_path / "mine.py").write_text("import os\nassert os.environ.get('RANK') != '1', 'not on this rank'\n")
+    environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})
+    settings = arguments(tmp_path / "outputs", experimental__custom_import="mine", **COLD)
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh"), *settings], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 78, result.stderr[-3000:]
+    head, error, problem = result.stderr.splitlines()[-3:]
+    assert head.endswith("rank 1, step 0, phase config:") and error.endswith("1 problem in the configuration:")
+    assert "experimental.custom_import" in problem and "not on this rank" in problem
+    assert json.loads((tmp_path / "outputs/exit.json").read_text())["code"] == 78
+
+
 def test_run_train_returns_the_code_all_have_agreed_on(tmp_path: Path) -> None:
     result = run_train(tmp_path / "outputs", Plant("validation", "SIGTERM", 1, 4))
     assert result.returncode == 75, result.stderr[-3000:]

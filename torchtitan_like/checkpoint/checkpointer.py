@@ -40,7 +40,6 @@ logger = logging.getLogger()
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 GRACE_SECONDS = 60.0  # for a save under way when the run crashes: the other ranks may still be able to finish it
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Checkpointer:
@@ -61,7 +60,7 @@ class Checkpointer:
         self.saves = section.enable and not section.load_only
         self.newest_step = 0  # of the last full state loaded or saved
         self._newest_export = -1
-        self._identity = identity
+        self._identity, self._export_dtype = identity, getattr(torch, section.export_dtype)
         self._intervals = Intervals(section.interval_minutes)
         self._pending: list[tuple[Save, int, Future[Path]]] = []
         self._looking: list[Future[Any]] = []
@@ -160,12 +159,8 @@ class Checkpointer:
                 logger.warning("SAVE and EXPORT ask in vain: nothing is saved, see checkpoint.enable and load_only")
             return []
         is_last = step == last_step
-        if (
-            step % section.interval == 0
-            or is_last
-            or save_asked
-            or (step == 1 and section.enable_first_step_checkpoint)
-        ):
+        is_planned = step % section.interval == 0 or (step == 1 and section.enable_first_step_checkpoint)
+        if is_planned or is_last or save_asked:
             saves.append(self._last_save() if is_last else Save("full", self.folder))
         if (section.hf_interval and step % section.hf_interval == 0) or export_asked:
             saves += [] if any(save.kind == "hf" for save in saves) else [self._export(is_last)]
@@ -179,15 +174,12 @@ class Checkpointer:
         return full + ([self._export(True)] if export_asked and self._newest_export != step else [])
 
     def _export(self, is_last: bool) -> Save:
-        return Save("hf", self.folder / HF_EXPORTS, DTYPES[self.section.export_dtype], is_last=is_last)
+        return Save("hf", self.folder / HF_EXPORTS, self._export_dtype, is_last=is_last)
 
     def _last_save(self) -> Save:
-        section = self.section
-        if not section.last_save_model_only:
+        if not self.section.last_save_model_only:
             return Save("full", self.folder, is_last=True)
-        return Save(
-            "hf" if section.last_save_in_hf else "weights", self.folder, DTYPES[section.export_dtype], is_last=True
-        )
+        return Save("hf" if self.section.last_save_in_hf else "weights", self.folder, self._export_dtype, is_last=True)
 
     def is_overdue(self) -> bool:
         """Have `checkpoint.interval_minutes` passed since the last save? For one rank, which then asks all."""

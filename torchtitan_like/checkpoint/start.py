@@ -79,8 +79,7 @@ def decide_start(
         return [_named_step(section.load_step, folder, steps)]
     whole = [step for step in steps if step.damage is None]
     if whole and whole[-1].step >= last_step:
-        newest, why = whole[-1], f"the newest checkpoint, and training.steps is {last_step}"
-        return [_resume(newest, why)]
+        return [_resume(whole[-1], f"the newest checkpoint, and training.steps is {last_step}")]
     may_be_full = [step for step in reversed(steps) if step.manifest.get("kind", "full") == "full"]
     full = [step for step in may_be_full if step.damage is None]
     damage = [step.damage for step in may_be_full if step.damage]

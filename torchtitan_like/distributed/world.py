@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -232,7 +233,21 @@ def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
     store.set_timeout(timeout)
     has_one_launcher = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_launcher else "any"
-    return dist.PrefixStore(f"restart_{restarts}", store)
+    place = dist.PrefixStore(f"restart_{restarts}", store)
+    _meet(place, launch, timeout.total_seconds())
+    return place
+
+
+def _meet(place: dist.Store, launch: LaunchedAs, timeout: float) -> None:
+    """Wait for all ranks here, where a signal ends the wait: where torch waits none is heard. Raises TimeoutError."""
+    place.set(f"here/{launch.rank}", "")
+    place.add("here", 1)
+    deadline = time.monotonic() + timeout
+    while place.add("here", 0) < launch.world_size:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(launch.world_size) if not place.check([f"here/{rank}"])]
+            raise TimeoutError(f"ranks {missing} have not come within {timeout:.0f} s (comm.init_timeout_seconds)")
+        time.sleep(0.05)
 
 
 def join_world(

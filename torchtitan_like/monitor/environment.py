@@ -145,16 +145,9 @@ def git_state(folder: Path) -> tuple[list[str], str] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     """git's output; None when it failed, is not installed or did not answer in time."""
     # GIT_OPTIONAL_LOCKS=0: only look; never refresh the index under a user's own git command.
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command, env = ["git", "-C", str(folder), *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=GIT_TIMEOUT_S,
-            env=environment,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

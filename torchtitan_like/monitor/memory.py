@@ -158,11 +158,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def oom_advice() -> str:
     """What to change first when memory runs out, cheapest in speed first."""
     return (
-        "What to try, cheapest first: "
-        "(1) activation_checkpoint.mode = 'selective', then 'full'; "
-        "(2) half training.local_batch_size and keep training.global_batch_size: "
-        "gradient accumulation makes up for it and the loss stays the same; "
-        "(3) a smaller loss.chunk_mib: fewer logits exist at one time."
+        "What to try, cheapest first: (1) activation_checkpoint.mode = 'selective', then 'full'; (2) half "
+        "training.local_batch_size and keep training.global_batch_size: gradient accumulation makes up for it and the "
+        "loss stays the same; (3) a smaller loss.chunk_mib: fewer logits exist at one time."
     )
 
 

@@ -118,7 +118,6 @@ class Metrics:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.n_tokens_seen = n_tokens_seen
-        self.skipped_steps: list[int] = []  # of this process, as far as logged
         self.observers: list[Callable[[list[Row]], None]] = []  # of the rows that have been written
         self.step_seconds = 0.0  # of a step, as measured for the last log line
         self._section = section
@@ -331,7 +330,6 @@ class Metrics:
             if skipped[i]:
                 known = {str(rank): None if row[i][1] == -math.inf else row[i][1] for rank, row in enumerate(gathered)}
                 rows[-1] |= {"position": record.position, "rank_losses": known}
-        self.skipped_steps += [row["step"] for row in rows if row["skipped"]]
         self._last_row = rows[-1]
         return rows
 

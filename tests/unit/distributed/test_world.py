@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from torchtitan_like.distributed.world import LaunchedAs, launched_as, pick_device
+from torchtitan_like.distributed.world import LaunchedAs, _meet, launched_as, pick_device
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,12 @@ def test_pick_device(monkeypatch, num_visible, local_rank, expected):
         return
     assert str(pick_device(local_rank)) == expected
     assert taken == ([] if expected == "cpu" else [expected])
+
+
+def test_who_has_not_come_is_named():
+    """torch would say that a connection has timed out."""
+    place = dist.HashStore()
+    place.set("here/2", "")
+    place.add("here", 1)
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 3\] have not come within 0 s \(comm.init_timeout_seconds\)"):
+        _meet(place, LaunchedAs(0, 0, 4), 0.1)

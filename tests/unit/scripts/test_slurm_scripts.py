@@ -320,6 +320,7 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
         (None, 137, 1, True),
         (None, 0, 1, True),
         (None, 78, 78, False),
+        (75, 78, 78, False),  # rank 0 was asked to stop when another had refused the config
     ],
 )
 def test_what_is_worth_another_start(config, capsys, exit_code, srun_code, code, again) -> None:
