@@ -184,7 +184,7 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
     step, code, trainer = 0, ExitCode.DONE, None
     with closing(build_checkpointer(config, world)) as checkpointer:
         try:
-            starts = checkpointer.find_start(config.training.steps)
+            starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:
                 logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
