@@ -196,6 +196,8 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
         except tuple(CODES) as problem:
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
+            if isinstance(problem, DataError) and (here := Heartbeat.newest):  # of this rank alone, it may be
+                record_error(here.folder, world.rank, "data", here.at.step, problem)
         except Exception as problem:
             if is_out_of_memory(problem):
                 logger.error(oom_advice())
