@@ -206,10 +206,9 @@ class Checkpointer:
         logger.info(f"Saving step {step} ({forms}){' in the background' if in_background else ''}")
         if in_background:
             tensors = self._staging.copy(tensors)
+        told: dict[str, Any] = {"config_toml": config_toml, "summary": summary, "on_published": on_published}
         for save in saves:
-            commit = partial(
-                self._commit, save, step, tensors, config_toml=config_toml, summary=summary, on_published=on_published
-            )
+            commit = partial(self._commit, save, step, tensors, **told)
             self._pending.append((save, step, self._thread.submit(commit)))
         self._intervals.saved()
         if not in_background:
