@@ -42,6 +42,7 @@ from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     MANIFEST,
+    Manifest,
     StepFolder,
     all_steps,
     file_records,
@@ -260,20 +261,22 @@ def offload(arguments: argparse.Namespace) -> int:
     """Copy every complete step, verify the copy, and then let go of those that are not among the newest here.
 
     A step is taken for copied when `step-N.sha256` stands beside it at the destination: `sha256sum -c` reads it. Before
-    it is removed here, both are compared once more: the run may have gone back and written another one of that number.
+    it is removed here, both are compared once more: the run may have gone back and written another one of that number,
+    while others were copied too, which takes hours.
     """
     folder, target = arguments.folder, arguments.dest
     is_local = "://" not in target
     steps = published_steps(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no complete step")
-    copied_before, safe, damaged = set(), set(), set()
+    copied_before, damaged = set(), set()
+    safe: dict[int, Manifest] = {}
     for step in steps:
         if is_local and (Path(target) / f"{step.path.name}.sha256").exists():
             copied_before.add(step.step)
             continue
         if arguments.dry_run:
-            safe.add(step.step)
+            safe[step.step] = step.manifest
             print(f"{step.path} would be verified and copied to {target}")
             continue
         if _verify(step):
@@ -284,12 +287,12 @@ def offload(arguments: argparse.Namespace) -> int:
         if is_local:
             _check_copy(Path(target) / step.path.name, step, sums)
             (Path(target) / f"{step.path.name}.sha256").write_text(sums)
-            safe.add(step.step)
+            safe[step.step] = step.manifest
             print(f"{step.path} is copied to {target} and verified there")
         else:
             print(f"{step.path} is copied to {target}, where it cannot be read back from here: it is kept")
     # A damaged step is none of the newest that stay: nothing could be resumed from it.
-    for old in doomed([step for step in steps if step.step not in damaged], arguments.keep):
+    for old in doomed([step for step in published_steps(folder) if step.step not in damaged], arguments.keep):
         if arguments.dry_run:
             print(
                 f"{old.path} would be removed here, if its copy is right" if is_local else f"{old.path} would be kept"
@@ -297,7 +300,7 @@ def offload(arguments: argparse.Namespace) -> int:
             continue
         if old.step in copied_before:
             _check_copy(Path(target) / old.path.name, old, _sums(old.path))
-        if old.step in safe | copied_before:
+        if old.step in copied_before or safe.get(old.step) == old.manifest:
             trash = folder / f".trash-{old.step}-offloaded"
             os.rename(old.path, trash)
             shutil.rmtree(trash)

@@ -102,6 +102,8 @@ def last_words(config: dict[str, Any], folder: Path, command: str, typed_in: Pat
     metrics, elsewhere = config["metrics"], Path.cwd() != typed_in.resolve()
     folder = folder.absolute() if elsewhere else folder
     checkpoint = config["checkpoint"]  # switched off, what lies there is an older run's
+    if checkpoint.get("load_step", -1) >= 0:  # with more steps it is another command, and would go back once more
+        command += " --checkpoint.load_step=-1"
     steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
     board = f"tensorboard --logdir {folder / metrics['save_tb_folder']}"

@@ -184,7 +184,7 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
     step, code, trainer = 0, ExitCode.DONE, None
     with closing(build_checkpointer(config, world)) as checkpointer:
         try:
-            starts = checkpointer.find_start(config.training.steps)
+            starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:
                 logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
@@ -196,6 +196,8 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
         except tuple(CODES) as problem:
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
+            if isinstance(problem, DataError) and (here := Heartbeat.newest):  # of this rank alone, it may be
+                record_error(here.folder, world.rank, "data", here.at.step, problem)
         except Exception as problem:
             if is_out_of_memory(problem):
                 logger.error(oom_advice())

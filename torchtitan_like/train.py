@@ -290,7 +290,7 @@ class Trainer:
                 saves = self.checkpointer.due(
                     step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
                 )
-                if self.replicas.are_due(step, is_saved=bool(saves)):
+                if not saves and self.replicas.are_due(step):
                     self.metrics.flush(step)
                     self.replicas.check(step)
                 if saves and self.numbers.last_good() is None:
@@ -422,6 +422,7 @@ class Trainer:
         step = self.progress.step
         self.heartbeat.beat("save", step)
         self.metrics.flush(step)
+        self.replicas.check(step)
         with self.metrics.pause():
             self.garbage.collect("GC collection before checkpoint saving")
             summary = {

@@ -79,8 +79,11 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
             TypeError,
         ):  # nobody could leave a word, and srun's codes are not the run's
             code, how = CRASH, f"code {CRASH}, without an exit.json (srun returned {srun_code})"
-    in_vain = 0 if step > first else starts_in_vain(folder) + 1
-    write_starts(folder, in_vain)
+    in_vain, uncounted = 0 if step > first else starts_in_vain(folder) + 1, ""
+    try:
+        write_starts(folder, in_vain)
+    except OSError as error:  # where nothing can be written no run can, and without a count it would start for ever
+        uncounted = str(error)
     most = int(os.environ.get("MAX_IN_VAIN", "3"))
     ends = {
         "nothing is left to do": code == ExitCode.DONE,
@@ -89,6 +92,7 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
         "the next task of the array continues": "SLURM_ARRAY_JOB_ID" in os.environ,
         "REQUEUE=0": os.environ.get("REQUEUE", "1") == "0",
         f"{in_vain} starts in a row have brought no new checkpoint (MAX_IN_VAIN={most})": in_vain >= most,
+        f"starts in vain cannot be counted, {uncounted}": in_vain > 0 and bool(uncounted),
     }
     reason = next((reason for reason, holds in ends.items() if holds), None)
     decision = f"the job ends: {reason}" if reason else "the job is queued again"

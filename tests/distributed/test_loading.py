@@ -1,5 +1,6 @@
 """What a run is when it starts from a checkpoint, whole or in part, and what a start that fails leaves behind."""
 
+import errno
 import json
 import os
 import signal
@@ -134,6 +135,32 @@ def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path, changes, words
     names = sorted(path.name.split(".superseded")[0] for path in (tmp_path / "run/checkpoint").iterdir())
     assert names == ["step-2", "step-4"]
     assert not (tmp_path / "run/checkpoint/step-4").exists(), "this start takes the folder"
+
+
+def start_of_a_rank_that_sees_late(argv, late):
+    """The step that a run starts from; to rank 1 the files of the folder `late` are not there when it first looks."""
+    stat, looks = Path.stat, []
+
+    def look(path, **options):
+        if os.environ["RANK"] == "1" and path.parent == late and len(looks) < 5:
+            looks.append(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return stat(path, **options)
+
+    Path.stat = look
+    try:
+        return state_at_start(argv)[0]
+    finally:
+        Path.stat = stat
+
+
+def test_a_step_that_a_node_sees_late_is_waited_for(tmp_path):
+    """Rank 0 has seen all of it: an older one must not be taken for it, nor this one be put aside."""
+    run = {**SAVING, "checkpoint.interval": 2}
+    run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
+    argv = options(str(tmp_path / "run"), "float32", **run)
+    assert run_ranks(start_of_a_rank_that_sees_late, 2, argv, tmp_path / "run/checkpoint/step-4") == [4, 4]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == ["step-2", "step-4"]
 
 
 def test_one_rank_that_cannot_read_is_an_error_on_all(folder):

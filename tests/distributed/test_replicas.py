@@ -13,15 +13,15 @@ from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import read_config
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
-from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.train import Trainer, run
 
 FLIPPED_AT, PARAMETER = 3, "layers.0.attention.wk.weight"
 
 
-def run_with_a_flipped_bit(argv, flips):
-    """One rank's run; the last of them flips the lowest bit of one element after its third step."""
-    launched, plain = launched_as(), Trainer.train_step
+def run_with_a_flipped_bit(argv, flips, stops=False):
+    """One rank's run; the last of them flips the lowest bit of one element after its third step, and may ask for a stop."""
+    launched, plain, requests = launched_as(), Trainer.train_step, Requests()
 
     def train_step(trainer, step, *args):
         record = plain(trainer, step, *args)
@@ -29,11 +29,13 @@ def run_with_a_flipped_bit(argv, flips):
             weight = dict(trainer.optimizer.named)[PARAMETER]
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.detach().view(torch.int32).view(-1)[5] ^= 1
+            if stops:
+                requests.note(Request.TERMINATE)
         return record
 
     Trainer.train_step = train_step
     try:
-        return run(read_config(argv, launched.world_size), launched, Requests())
+        return run(read_config(argv, launched.world_size), launched, requests)
     finally:
         Trainer.train_step = plain
 
@@ -72,3 +74,15 @@ def test_a_flipped_bit_is_named_and_not_saved(tmp_path, name, flips):
     assert re.search(rf"At step {FLIPPED_AT} replicas of the weights differ: {re.escape(PARAMETER)} {who}", log), log
     assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((folder / "exit.json").read_text())["code"] == 70
+
+
+def test_a_flipped_bit_is_not_saved_at_a_stop_either(tmp_path):
+    """What a run goes on from is most often what it saved when it was asked to stop."""
+    folder = tmp_path / "run"
+    changes = {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 2, "training.steps": 9,
+               "checkpoint.enable": "true", "checkpoint.interval": 100, "resilience.replica_check_freq": 100}  # fmt: skip
+    codes = run_ranks(run_with_a_flipped_bit, 2, options(str(folder), "float32", **changes), True, True)
+    assert codes == [ExitCode.BAD_NUMBERS] * 2
+    assert published_steps(folder / "checkpoint") == []
+    log = (folder / "attempts/1/logs/rank0.log").read_text()
+    assert re.search(rf"replicas of the weights differ: {re.escape(PARAMETER)} on ranks 0, 1", log), log

@@ -70,6 +70,32 @@ def test_a_config_that_one_rank_refuses_is_no_crash(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "outputs/exit.json").read_text())["code"] == 78
 
 
+SPOILT = """import os
+from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.errors import DataError
+plain, steps = TrainBatches.__next__, []
+def read(batches):
+    steps.append(0)
+    if len(steps) == 4 and os.environ["RANK"] == "1":
+        raise DataError("the tokens of a streamed source were not written: no space on this node")
+    return plain(batches)
+TrainBatches.__next__ = read
+"""
+
+
+def test_data_that_one_rank_cannot_read_are_not_taken_for_a_lost_peer(tmp_path: Path) -> None:
+    """To the others it is a connection that has closed; it was not killed, and no memory is to be looked at."""
+    (tmp_path / "mine.py").write_text(SPOILT)
+    environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh"), *arguments(tmp_path / "outputs", experimental__custom_import="mine", **COLD)],
+        env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr[-3000:]
+    *_, ours = result.stderr.partition("FIRST ERROR of 2")
+    assert "rank 1, step 2, phase data:" in ours and ours.splitlines()[-1].endswith("no space on this node"), ours
+
+
 def test_run_train_returns_the_code_all_have_agreed_on(tmp_path: Path) -> None:
     result = run_train(tmp_path / "outputs", Plant("validation", "SIGTERM", 1, 4))
     assert result.returncode == 75, result.stderr[-3000:]

@@ -121,6 +121,19 @@ def test_stopped_at_7_and_killed_at_13_is_never_stopped(text, straight, warm, ru
     assert exact_rows(folder) == straight
 
 
+def test_a_run_that_went_back_goes_on_when_it_is_killed_and_started_again(text, straight, warm, run_forked, tmp_path):
+    """The same command, with the load_step that it was given to go back."""
+    folder = tmp_path / "outputs"
+    run_forked(arguments(text, folder, **{"training.steps": 12}), 2, folder)
+    back = arguments(text, folder, **{"checkpoint.load_step": 4, "checkpoint.keep_latest_k": 2})
+    kill_behind(back, 2, folder, 17, warm)
+    last = run_forked(back, 2, folder)
+    assert "checkpoint/step-16 at step 16" in last.stdout
+    assert exact_rows(folder) == straight
+    kept = sorted(path.name.partition(".superseded")[0] for path in (folder / "checkpoint").glob("step-*"))
+    assert kept == sorted(["step-4", "step-20", "step-24", "step-8", "step-12"])
+
+
 def test_sigterm_saves_and_asks_for_a_requeue(text, straight, run_forked, tmp_path):
     folder = tmp_path / "outputs"
     output = terminate(arguments(text, folder, **{"checkpoint.interval": 1000}), 2, folder, 5)

@@ -13,8 +13,8 @@ from torchtitan_like.config.loader import build_config
 from torchtitan_like.config.problems import ConfigError
 
 # Patterns of settings -> the part of the run that they shape; the first match counts. A part's settings may not change,
-# unless the part is excluded from loading. "" shapes nothing that is learnt. What is read, and in which order, is compared
-# by the data's fingerprint, whatever the settings (data.allow_change).
+# unless the part is excluded from loading. "" shapes nothing that is learnt, "told" what a run is free to change and tells of.
+# What is read, and in which order, is compared by the data's fingerprint, whatever the settings (data.allow_change).
 PARTS: tuple[tuple[str, str], ...] = (
     ("model.hf_assets_path", ""),
     ("model.tokenizer_path", ""),
@@ -34,6 +34,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("debug.moe_force_load_balance", "numerics"),
     ("training.global_batch_size", "train_state"),
     ("training.batch_ramp", "train_state"),
+    ("training.skip_steps", "told"),
     ("debug.seed", "train_state"),
     ("debug.*", ""),
     ("training.*", ""),
@@ -72,14 +73,14 @@ class Changes(NamedTuple):
     refused: list[Change]
 
     def accepted(self) -> list[str]:
-        """Those of `harmless` that do shape the run: allowed by name or with the part they belong to, or a horizon that has
-        moved with the run's last step.
+        """Those of `harmless` that do shape the run: allowed by name or with the part they belong to, steps that are left out,
+        or a horizon that has moved with the run's last step.
         """
         return [str(change) for change in self.harmless if part_of(change.key)]
 
 
 def part_of(key: str) -> str:
-    """What a setting shapes: a part of the checkpoint, "numerics", or "" for nothing that is learnt.
+    """What a setting shapes: a part of the checkpoint, "numerics", "told", or "" for nothing that is learnt.
 
     Raises KeyError for a setting that no row of `PARTS` matches.
     """
@@ -107,8 +108,8 @@ def diff_settings(
     is_seed = stored_summary.get("step") == 0  # nothing has been learnt yet, and its layout was one rank
 
     def is_free(key: str) -> bool:
-        part = part_of(key)
-        return part in ("", *excluded) or (is_seed and part != "model") or any(fnmatchcase(key, p) for p in allowed)
+        part, is_allowed = part_of(key), any(fnmatchcase(key, pattern) for pattern in allowed)
+        return part in ("", "told", *excluded) or (is_seed and part != "model") or is_allowed
 
     before, now = _complete(stored), _complete(current)
     changes = Changes([], [])

@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.lock import RunLock
-from torchtitan_like.checkpoint.retention import Retention, newest_before, pin_before
+from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import HfLayout, Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
@@ -82,16 +82,15 @@ class Checkpointer:
 
     # ---- start
 
-    def find_start(self, last_step: int) -> list[Start]:
-        """Decide where a run to `last_step` starts; what to try in order. Only rank 0 reads the folder.
+    def find_start(self, last_step: int, config: str = "") -> list[Start]:
+        """Decide where a run to `last_step` starts; what to try in order. Only rank 0 reads the folder. `config`: in TOML.
 
         When there is something to do, every other run is kept out of the folder from here to `close`. Raises
         CheckpointError, also when another run is at work there.
         """
 
-        decide = partial(
-            decide_start, self.section, self.folder, last_step, hf_assets_path=str(self._identity.hf_assets)
-        )
+        assets = str(self._identity.hf_assets)
+        decide = partial(decide_start, self.section, self.folder, last_step, config, hf_assets_path=assets)
 
         def decide_and_lock() -> list[Start]:
             starts = decide()
@@ -124,15 +123,9 @@ class Checkpointer:
 
     def _load(self, start: Start, states: Mapping[str, Stateful]) -> None:
         """On the checkpoint thread."""
-        load_states(
-            start,
-            states,
-            self._votes,
-            self._identity,
-            exclude=self.section.exclude_from_loading,
-            verify=self.section.verify,
-            quantized=self.section.initial_load_in_hf_quantized,
-        )
+        exclude, quantized = self.section.exclude_from_loading, self.section.initial_load_in_hf_quantized
+        options: dict[str, Any] = {"exclude": exclude, "quantized": quantized, "verify": self.section.verify}
+        load_states(start, states, self._votes, self._identity, **options)
 
     def claim(self, start: Start) -> None:
         """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""
@@ -144,6 +137,8 @@ class Checkpointer:
                 logger.info(f"Removed the unfinished {path.name}")
             for path in supersede_later(self.folder, start.step, uuid.uuid4().hex[:8]):
                 logger.warning(f"The run restarts at step {start.step}: a later checkpoint is now {path.name}")
+            if start.path is not None and start.step == self.section.load_step:
+                (start.path / PIN).touch()  # the same command, started again, asks for it once more
 
         self.newest_step = start.step
         if self.saves:
@@ -211,10 +206,9 @@ class Checkpointer:
         logger.info(f"Saving step {step} ({forms}){' in the background' if in_background else ''}")
         if in_background:
             tensors = self._staging.copy(tensors)
+        told: dict[str, Any] = {"config_toml": config_toml, "summary": summary, "on_published": on_published}
         for save in saves:
-            commit = partial(
-                self._commit, save, step, tensors, config_toml=config_toml, summary=summary, on_published=on_published
-            )
+            commit = partial(self._commit, save, step, tensors, **told)
             self._pending.append((save, step, self._thread.submit(commit)))
         self._intervals.saved()
         if not in_background:

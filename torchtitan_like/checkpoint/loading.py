@@ -13,6 +13,7 @@ import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import check_sizes
+from torchtitan_like.checkpoint.probes import see
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
@@ -68,7 +69,7 @@ def load_states(
 
 def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verify: str) -> None:
     """A step of ours: full, or the weights alone."""
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned, verify_rest
+    from torchtitan_like.checkpoint.dcp_storage import METADATA, ExtentReader, load_planned, verify_rest
 
     path, group = start.path, votes.group
     assert path is not None and start.manifest is not None
@@ -90,6 +91,7 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
     targets: dict[str, Any] = {}
 
     def load() -> None:
+        see(path / METADATA)  # rank 0 has found all files whole: what a node does not see is no damage
         stored = reader.read_metadata().state_dict_metadata
         targets.update(_targets(str(path), stored, flat, names, may_convert=start.kind == "warm"))
         load_planned(targets, reader)

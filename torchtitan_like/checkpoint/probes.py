@@ -7,7 +7,9 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 
@@ -63,28 +65,25 @@ def write_marker(folder: Path) -> str:
     return token
 
 
-def see_marker(
-    folder: Path, token: str, *, patience: float = 10.0, sleep: Callable[[float], object] = time.sleep
-) -> None:
-    """Every rank: find the word that rank 0 wrote; raises CheckpointError when it does not appear in `patience` seconds.
+def see(path: Path, is_it: Callable[[Path], bool] = Path.exists, patience: float = 10, sleep: Any = time.sleep) -> None:
+    """Every rank: find what rank 0 sees; raises CheckpointError when it does not appear in `patience` seconds.
 
     Shared file systems show a new file a little later on other nodes.
     """
-    waited = 0.0
-    while True:
-        try:
-            if (folder / _MARKER).read_text() == token:
+    for _ in range(round(10 * patience) + 1):
+        with suppress(OSError):
+            if is_it(path):
                 return
-        except OSError:
-            pass
-        if waited >= patience:
-            break
         sleep(0.1)
-        waited += 0.1
     raise CheckpointError(
-        f"{folder} on {socket.gethostname()} is not the folder that rank 0 writes to: a file written there did not appear "
-        f"within {patience:.0f} s. With several nodes job.dump_folder must lie on a file system that all of them share"
+        f"{path.parent} on {socket.gethostname()} is not the folder that rank 0 sees: {path.name} did not appear there within "
+        f"{patience:.0f} s. With several nodes it must lie on a file system that all of them share"
     )
+
+
+def see_marker(folder: Path, token: str, **waiting: Any) -> None:
+    """Every rank: find the word that rank 0 wrote. `waiting`, and what it raises: as `see`."""
+    see(folder / _MARKER, lambda path: path.read_text() == token, **waiting)
 
 
 def remove_marker(folder: Path) -> None:

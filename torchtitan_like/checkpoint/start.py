@@ -60,11 +60,12 @@ def format_of(path: Path) -> Format | None:
 
 
 def decide_start(
-    section: Checkpoint, folder: Path, last_step: int, *, hf_assets_path: str | None = None
+    section: Checkpoint, folder: Path, last_step: int, config: str = "", *, hf_assets_path: str | None = None
 ) -> list[Start]:
     """Apply `[checkpoint]` start, load_step and initial_load_path to what is on disk.
 
-    `hf_assets_path`: where initial weights are when `initial_load_in_hf` stands without a path.
+    `config`: this run's, as its steps hold it. `hf_assets_path`: where initial weights are when `initial_load_in_hf` stands
+    without a path.
 
     Returns what to try in order: behind the first choice come the older full steps, in case its bytes turn out to be
     damaged. A start at `last_step` or beyond means that nothing is left to do, and nothing is loaded. Raises
@@ -76,7 +77,11 @@ def decide_start(
         return [_new_run(section, folder, hf_assets_path)]
     steps = all_steps(folder)
     if section.load_step >= 0:
-        return [_named_step(section.load_step, folder, steps)]
+        named, later = _named_step(section.load_step, folder, steps), [s for s in steps if s.step > section.load_step]
+        if not later or any(step.manifest and step.manifest.get("config") != config for step in later):
+            return [named]
+        # This very command has gone back already, and is started again, by torchrun or by Slurm.
+        steps = [step for step in steps if step.step >= named.step]
     whole = [step for step in steps if step.damage is None]
     if whole and whole[-1].step >= last_step:
         return [_resume(whole[-1], f"the newest checkpoint, and training.steps is {last_step}")]

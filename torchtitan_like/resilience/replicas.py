@@ -26,12 +26,14 @@ class Replicas:
     def __init__(self, freq: int, world: World, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._freq, self._world, self._named = freq, world, list(named)
 
-    def are_due(self, step: int, *, is_saved: bool) -> bool:
-        """Every ``freq`` steps, and before each save: no checkpoint is to hold a weight that nobody can vouch for."""
-        return self._freq > 0 and (is_saved or step % self._freq == 0)
+    def are_due(self, step: int) -> bool:
+        """Every ``freq`` steps; and before each save: no checkpoint is to hold a weight that nobody can vouch for."""
+        return self._freq > 0 and step % self._freq == 0
 
     def check(self, step: int) -> None:
-        """Raise ReplicaError on every rank when a replica differs from another."""
+        """Raise ReplicaError on every rank when a replica differs from another; with ``freq`` 0 do nothing."""
+        if not self._freq:
+            return
         hashes = torch.stack([bits_hash(tensor) for _, tensor in self._named]).tolist()
         of_ranks = self._world.step_group.gather_objects({n: h for (n, _), h in zip(self._named, hashes, strict=True)})
         found = differences(of_ranks, self._world.dims.peers("dp_replicate"))

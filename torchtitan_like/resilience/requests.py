@@ -70,8 +70,8 @@ class Requests:
 
     def take(self) -> list[int]:
         """Counts for the wire, one per `Request`. A request is sent once; noting it again sends it again."""
-        counts, self._noted = self.noted(), set()
-        return counts
+        taken, self._noted = self._noted, set()  # counted behind that: a signal may come between any two operations
+        return [int(request in taken) for request in Request]
 
     def noted(self) -> list[int]:
         """As `take`, and they will be sent all the same."""

@@ -30,7 +30,7 @@ class Window:
         self._values = torch.full((size,), torch.nan, device=device)
         known = [torch.nan if value is None else value for value in values[-size:]]
         self._values[: len(known)] = torch.tensor(known, device=device)
-        self._num = len(values)
+        self._num = len(known)
 
     @property
     def is_full(self) -> bool:

@@ -199,6 +199,13 @@ def test_a_horizon_that_grows_with_the_run_is_told_and_not_refused() -> None:
     assert differ(f"{fixed} 100", f"{fixed} 200").accepted() == []
 
 
+def test_steps_that_are_left_out_are_told_and_not_refused() -> None:
+    """A run that never stopped would have read them."""
+    changes = differ("", "--training.skip_steps [[5,8]]")
+    assert not changes.refused
+    assert changes.accepted() == ["training.skip_steps [] -> [[5, 8]]"]
+
+
 def test_what_shapes_the_run_is_told_although_it_is_accepted() -> None:
     now = "--optimizer.lr 1 --metrics.log_freq 7 --checkpoint.allow_change optimizer.lr"
     assert differ("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]

@@ -103,9 +103,7 @@ def test_a_folder_of_the_same_name_on_another_disk(tmp_path: Path, stale: bool) 
     waits: list[float] = []
     if stale:
         write_marker(tmp_path)
-    with pytest.raises(
-        CheckpointError, match="within 3 s. With several nodes job.dump_folder must lie on a file system"
-    ):
+    with pytest.raises(CheckpointError, match="within 3 s. With several nodes it must lie on a file system"):
         see_marker(tmp_path, "token", patience=3, sleep=waits.append)
     assert sum(waits) == pytest.approx(3, abs=0.2)
 

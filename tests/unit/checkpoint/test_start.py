@@ -199,6 +199,24 @@ def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) ->
     assert [one.name for one in supersede_later(tmp_path, start.step, "x")] == ["step-10.superseded-x"]
 
 
+@pytest.mark.parametrize(
+    ("on_disk", "config", "expected"),
+    [
+        (["3", "5", "10", "15"], CONFIG, [15, 10, 5]),
+        (["3", "5"], CONFIG, [5]),
+        (["5", "10", "20w"], CONFIG, [20]),  # it is done
+        (["5", "10", "15m"], CONFIG, [10, 5]),
+        (["5", "15m"], CONFIG, [5]),
+        (["5", "10", "15"], "another", [5]),  # those that it goes back before
+    ],
+)
+def test_a_run_that_has_gone_back_goes_on_when_it_is_started_again(tmp_path: Path, on_disk, config, expected) -> None:
+    """torchrun and Slurm start the same command again, load_step and all: what it has saved since is its own."""
+    make_steps(tmp_path, *on_disk)
+    starts = decide_start(section(load_step=5), tmp_path, LAST_STEP, config)
+    assert [start.step for start in starts] == expected
+
+
 def test_formats(tmp_path: Path) -> None:
     make_steps(tmp_path, "1", "2w", "3h", "4H", "5D", "6M", "7?", "8m")
     found = [format_of(tmp_path / f"step-{number}") for number in range(1, 8)]

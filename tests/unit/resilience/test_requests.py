@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -15,6 +16,33 @@ def test_a_request_is_sent_once():
     requests.note(Request.TERMINATE)
     assert requests.take() == [int(r is Request.TERMINATE) for r in Request]
     assert requests.take() == [0] * len(Request)
+
+
+def test_what_a_signal_notes_while_requests_are_taken_is_sent_once():
+    """A handler may run between any two operations; what it notes goes on the wire now or the next time."""
+
+    def take_with_a_note_at(number):
+        requests, at = Requests(), 0
+
+        def look(frame, event, _):
+            nonlocal at
+            frame.f_trace_opcodes = True
+            at += event == "opcode"
+            if event == "opcode" and at == number:
+                requests.note(Request.TERMINATE)
+            return look
+
+        former = sys.gettrace()
+        sys.settrace(look)
+        try:
+            sent = requests.take()
+        finally:
+            sys.settrace(former)
+        return at, sent[Request.TERMINATE] + requests.take()[Request.TERMINATE]
+
+    num_operations, _ = take_with_a_note_at(0)
+    assert num_operations > len(Request)
+    assert [n for n in range(1, num_operations + 1) if take_with_a_note_at(n)[1] != 1] == []
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ def test_a_window_goes_on_where_its_values_were_kept() -> None:
         assert one.limit(3) == other.limit(3) and one.tolist() == other.tolist()
     half = Window(SIZE, CPU, [1.0, 2.0])
     assert half.tolist() == [1.0, 2.0] and not half.is_full
+    shorter = Window(3, CPU, [1.0, 2.0, 3.0, 4.0])
+    shorter.add(torch.tensor(5.0))
+    assert shorter.tolist() == [3.0, 4.0, 5.0]
 
 
 class Told:

@@ -15,13 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from scripts import checkpoint
 from scripts.checkpoint import Meter, in_bytes, in_time, main
 from scripts.checkpoint_contents import open_contents
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.extents import ExtentSink
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import write_manifest
+from torchtitan_like.checkpoint.step_folders import numbered_folders, supersede_later, write_manifest
 from torchtitan_like.config import dump_toml, load_config
 from torchtitan_like.launch import identify
 
@@ -405,6 +406,25 @@ def test_an_earlier_copy_is_looked_at_before_the_step_goes(
     code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
     assert code == 2 and "step-10 is not what was copied" in text and "step-10.sha256 away" in text
     assert sorted(os.listdir(run_folder)) == ["step-10", "step-20", "step-30"]
+
+
+def test_a_step_that_is_written_again_while_others_are_copied_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back to step 10, and is at 40 again; of its new step 20 there is no copy."""
+    folder, copy = tmp_path / "run", checkpoint._copy
+
+    def copy_slowly(path: Path, target: str, command: str | None) -> None:
+        copy(path, target, command)
+        if path.name == "step-40":
+            supersede_later(folder, 10, "x")
+            make_steps(folder, "20w", "30", "40")
+
+    monkeypatch.setattr(checkpoint, "_copy", copy_slowly)
+    make_steps(folder, "10", "20", "30", "40")
+    (tmp_path / "archive").mkdir()
+    assert run(capsys, "offload", folder, tmp_path / "archive", "--keep", 1)[0] == 0
+    assert [number for number, _ in numbered_folders(folder)] == [20, 40]
 
 
 def test_a_damaged_step_is_none_of_those_that_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -416,6 +416,15 @@ def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
     assert f"generate.py {newest} --prompt" in sample
 
 
+def test_a_run_that_went_back_is_not_told_to_go_back_once_more(shell: Shell) -> None:
+    """The line that resumes it has more steps, and so is another command."""
+    publish_step(shell, 300)
+    resolved = shell.folder / "resolved.toml"
+    resolved.write_text(resolved.read_text().replace("enable = true", "enable = true\nload_step = 100", 1))
+    _, resume, _ = shell("--checkpoint.load_step", "100").stdout.splitlines()[-3:]
+    assert resume.endswith("--checkpoint.load_step 100 --checkpoint.load_step=-1 --training.steps 600")
+
+
 def test_without_a_checkpoint_the_last_lines_say_how_to_get_one(shell: Shell) -> None:
     lines = shell().stdout.splitlines()[-3:]
     assert "--checkpoint.enable" in lines[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -335,6 +336,22 @@ def test_what_keeps_a_job_from_being_queued_again(config, monkeypatch, variable)
     ended(config, 75)
     monkeypatch.setenv(*variable)
     assert job.after(config, 0, 0) == 0
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0), (4, 75)])
+def test_where_starts_cannot_be_counted_only_progress_brings_another(
+    config, capsys, monkeypatch, step, expected
+) -> None:
+    """The disk is full and stays so: it would be a start and a crash for ever."""
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    if step:
+        publish(config, step)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert job.after(config, 0, 1) == expected
+    assert ("cannot be counted, [Errno 28] No space left on device" in capsys.readouterr().err) == (expected == 0)
 
 
 def test_starts_without_progress_are_bounded_and_progress_counts_anew(config, monkeypatch) -> None:
