@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from scripts import show_batch
 from tests.distributed.parity import build, options, release
@@ -169,11 +171,17 @@ def stream_arguments(folder, run, local_batch, **overrides):
     return arguments(folder, run, local_batch, **streamed, **overrides)
 
 
-def train_in_small_windows(argv):
+@contextmanager
+def small_windows():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(documents, "BLOCK_BYTES", 200)
         patched.setattr(streaming, "WINDOW_BYTES", 400)
         patched.setattr(streaming, "MIN_SAMPLES", 1)
+        yield
+
+
+def train_in_small_windows(argv):
+    with small_windows():
         return train(argv)
 
 
@@ -201,6 +209,23 @@ def refusal(argv):
         with pytest.raises(DataError) as refused:
             build(argv)
     return str(refused.value)
+
+
+def refusal_of_a_copy(argv, key, other):
+    """Rank 1 lies on a node that has another copy of a text."""
+    return refusal([*argv, f"--{key}", str(other)] if dist.get_rank() else argv)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("data.sources.plays.path", "sources.plays.num_tokens"), ("validation.sources.plays.path", "validation plays")],
+)
+def test_ranks_that_have_different_texts_are_all_told_before_a_model_is_built(folder, key, name):
+    other = folder / "stale" / "plays.jsonl"
+    other.parent.mkdir(exist_ok=True)
+    other.write_text((folder / "plays.jsonl").read_text().replace("hamlet 7 ", "hamlet and macbeth "))
+    first, second = run_ranks(refusal_of_a_copy, 2, arguments(folder, "copies", 4), key, other)
+    assert first == second and f"the ranks would read different texts: {name} is " in first
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
