@@ -213,10 +213,10 @@ SWITCHES: tuple[Switch, ...] = (
         "debug.detect_overflow = true",
     ),
     Switch(
-        ("data.add_bos", "data.add_eos"),
+        ("data.add_bos", "data.add_eos", "data.on_bad_record"),
         "data.sources",
         lambda config: only_tokens(config),
-        'a source of text: with format = "tokens" nothing is put in',
+        'a source of text: with format = "tokens" ids are read as they stand',
     ),
     Switch(
         ("resilience.max_nonfinite_in_a_row",),
