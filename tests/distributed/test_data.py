@@ -241,6 +241,21 @@ def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, caps
         assert tokenizer.decode(row) in told
 
 
+def test_a_step_of_a_stream_is_shown_beside_a_run_that_reads_it(folder, capsys, monkeypatch):
+    """The run's windows stay, and none is added."""
+    run_ranks(train_in_small_windows, 1, stream_arguments(folder, "shown", 8))
+    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+
+    def windows():
+        return {path: path.stat().st_mtime_ns for path in folder.glob("tokens/window-*")}
+
+    before = windows()
+    with small_windows():
+        assert show_batch.main([str(folder / "shown/checkpoint/step-2"), "--step", "5"]) == 0
+    assert "the same" in capsys.readouterr().out
+    assert before and windows() == before
+
+
 def test_another_text_shows_another_digest(folder, reference, capsys, monkeypatch):
     monkeypatch.chdir(Path(show_batch.__file__).parents[1])
     other = folder / "other.jsonl"
