@@ -148,7 +148,7 @@ class TrainBatches:
         if differing:
             logger.warning(
                 f"The data changed since the checkpoint, as data.allow_change permits: {', '.join(differing)}; "
-                f"each source goes on behind the samples that were read of it: {dict(counts)}"
+                f"each source goes on behind as many samples as were read of it: {dict(counts)}"
             )
             self.order.start_at(Origin(position, counts))
         for key, stream in self._streams.items():
