@@ -153,6 +153,14 @@ def fault(path: Path | str, **kwargs: str) -> str:
     return str(caught.value)
 
 
+def test_a_link_whose_file_is_gone_is_named(tmp_path: Path) -> None:
+    """As those into the Hub's cache, when a cluster deletes what nobody has read for long."""
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "blob")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        assert "b.jsonl is a link to a file that is not there" in fault(path)
+
+
 def test_missing_data_are_named(tmp_path: Path) -> None:
     assert f"no data at '{tmp_path}/none.jsonl': it is not a file" in fault(tmp_path / "none.jsonl")
     assert "matching glob" in fault(tmp_path / "*.jsonl")

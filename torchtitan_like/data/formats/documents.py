@@ -109,7 +109,9 @@ def _files_at(path: str, format_name: str) -> list[Path]:
     elif given.is_dir():
         files = _files_below(given, format_name)
     else:
-        files = sorted(match for match in matching(given) if match.is_file())
+        files = sorted(match for match in matching(given) if match.is_file() or not match.exists())
+    if gone := next((file for file in files if not file.exists()), None):
+        raise DataError(f"{gone} is a link to a file that is not there: fetch it again, or remove the link")
     if not given.is_file():
         files = _without_leftovers(files)
     if not files:
