@@ -219,6 +219,18 @@ SWITCHES: tuple[Switch, ...] = (
         'a source of text: with format = "tokens" ids are read as they stand',
     ),
     Switch(
+        ("lr_scheduler.decay_type", "lr_scheduler.min_lr_factor"),
+        "lr_scheduler.decay_ratio",
+        _is("lr_scheduler.decay_ratio", 0.0),
+        "lr_scheduler.decay_ratio > 0, or unset: nothing decays",
+    ),
+    Switch(
+        ("optimizer.no_weight_decay",),
+        "optimizer.weight_decay",
+        _is("optimizer.weight_decay", 0.0),
+        "optimizer.weight_decay > 0",
+    ),
+    Switch(
         ("resilience.max_nonfinite_in_a_row",),
         "resilience.on_nonfinite",
         _is("resilience.on_nonfinite", "stop"),

@@ -167,6 +167,16 @@ def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
     assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
 
 
+def test_what_a_file_has_switched_off_takes_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("training.steps = 1000\noptimizer.weight_decay = 0.0\nlr_scheduler.decay_ratio = 0.0\n")
+    line = f"--job.config_file {file} --optimizer.no_weight_decay *norm*"
+    line += " --lr_scheduler.decay_type cosine --lr_scheduler.min_lr_factor 0.1"
+    names = ["lr_scheduler.decay_type", "lr_scheduler.min_lr_factor", "optimizer.no_weight_decay"]
+    assert keys(check(line), "warning") == names
+    assert check(f"{line} --optimizer.weight_decay 0.1 --lr_scheduler.decay_ratio 0.1") == []
+
+
 def test_what_only_a_mixture_reads_is_told_of_a_validation_text() -> None:
     line = f"--training.steps 1000 --validation.enable --validation.sources.a.path {TEXT}"
     assert check(f"{line} --validation.sources.a.weight 1.0") == []
