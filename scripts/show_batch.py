@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -23,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, load_config
+from torchtitan_like.data import streaming
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats.documents import CACHE_FOLDER_NAME
 from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches
 
@@ -45,6 +49,31 @@ def build(config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer) -> 
         dp_size=1,
         num_accumulation=manifest["global_batch_size"],
     )
+
+
+def with_windows_of_its_own(config: JobConfig, folder: Path) -> JobConfig:
+    """Another place for the windows of streams: a run may be reading its own, and what lies behind a reader is deleted."""
+    place = folder / CACHE_FOLDER_NAME
+    place.mkdir()
+    for entry in streaming.folder_of(config.data, config.job.dump_folder).glob("[!.]*"):
+        if not entry.name.startswith("window-"):
+            (place / entry.name).symlink_to(entry)
+    data = config.data.model_copy(update={"cache_folder": str(place)} if config.data.cache_folder else {})
+    job = config.job.model_copy(update={"dump_folder": str(folder)})
+    return config.model_copy(update={"data": data, "job": job})
+
+
+def read(
+    config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer, step: int
+) -> tuple[TrainBatches, np.ndarray, Batch | None]:
+    """The run's batches, behind those of `step`; the positions that it reads, and its batch, None behind the text's end."""
+    batches = build(config, manifest, tokenizer)
+    # No window ahead is made either: nothing is read on.
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(streaming, "NUM_AHEAD", 0):
+        if batches._streams:
+            batches = build(with_windows_of_its_own(config, Path(folder)), manifest, tokenizer)
+        seek(batches, manifest, step)
+        return batches, batches.next_positions(), next(batches, None)
 
 
 def seek(batches: TrainBatches, manifest: dict[str, Any], step: int) -> None:
@@ -110,10 +139,7 @@ def main(argv: list[str]) -> int:
             raise CheckpointError(f"{arguments.step_dir} is not a step of a run: it has no manifest.json with its data")
         config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml"), *settings])
         tokenizer = load_tokenizer(config.model.tokenizer_folder)
-        batches = build(config, manifest, tokenizer)
-        seek(batches, manifest, arguments.step)
-        positions = batches.next_positions()
-        batch = next(batches, None)
+        batches, positions, batch = read(config, manifest, tokenizer, arguments.step)
     except (ConfigError, TokenizerError, CheckpointError, DataError) as error:
         print(error, file=sys.stderr)
         return 2

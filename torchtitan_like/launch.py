@@ -19,6 +19,7 @@ from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
+from torchtitan_like.config.agreement import check_agreement
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.loading import few_cores
@@ -169,8 +170,9 @@ def identify(model: Model) -> Identity:
 
 
 # What all ranks agree cannot work; the first that matches counts.
-CODES = {
+CODES: dict[type[Exception], ExitCode] = {
     ChangedError: ExitCode.BAD_CONFIG,
+    ConfigError: ExitCode.BAD_CONFIG,
     CheckpointError: ExitCode.STORAGE,
     DataError: ExitCode.BAD_DATA,
     ReplicaError: ExitCode.BAD_NUMBERS,
@@ -184,6 +186,7 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
     step, code, trainer = 0, ExitCode.DONE, None
     with closing(build_checkpointer(config, world)) as checkpointer:
         try:
+            check_agreement(config, world.step_group.gather_objects)
             starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:

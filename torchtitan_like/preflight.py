@@ -179,10 +179,11 @@ def _check_schedule(findings: Findings) -> None:
             involves=("lr_scheduler.warmup_steps", *involves),
         )
     if total < steps:
+        decays = section.warmup_steps < total and (section.decay_ratio is None or round(total * section.decay_ratio))
+        rest = f"min_lr_factor = {section.min_lr_factor} of its peak" if decays else "its peak, as nothing decays"
         findings.warning(
             "lr_scheduler.total_steps",
-            f"the schedule ends at step {total} of {steps}; after it the learning rate stays at min_lr_factor = "
-            f"{section.min_lr_factor} of its peak",
+            f"the schedule ends at step {total} of {steps}; after it the learning rate stays at {rest}",
             involves=("training.steps",),
         )
 
@@ -308,11 +309,24 @@ def _check_tokenizer(findings: Findings, limits: dict[str, int]) -> None:
 def _check_text(findings: Findings, section: str) -> None:
     """The training or validation text is known and there."""
     config = findings.config
+    loader = value_of(config, f"{section}.dataloader")
+    if loader.pin_memory:
+        text = "has no effect in this run: batches go to a GPU through page-locked memory either way"
+        findings.warning(f"{section}.dataloader.pin_memory", text)
+    if loader.persistent_workers and section == "training":
+        text = (
+            "has no effect in this run: the training text is read once on end, by workers that live as long as the run"
+        )
+        findings.warning("training.dataloader.persistent_workers", text)
     table = "data.sources" if section == "training" else "validation.sources"
     sources = sources_of(config, section)
     for name, source in sources.items():
         key = f"{table}.{name}.path"
         _check_files(findings, key, source.path, source.format, f"{table}.{name}.format")
+        for unused in ("weight", "weight_from", "max_epochs") if section == "validation" else ():
+            if getattr(source, unused) != type(source).model_fields[unused].default:
+                text = "has no effect in this run: each validation text is read once, for a loss of its own"
+                findings.warning(f"{table}.{name}.{unused}", text, involves=(table,))
     if sources:
         for key in (f"{section}.dataset", f"{section}.dataset_path"):
             if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):

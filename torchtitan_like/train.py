@@ -156,10 +156,11 @@ class Trainer:
         self.batches = build_train_batches(
             training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
         )
+        self.validation_sets = build_validation_sets(config.validation, config.data, **shared)
+        self.batches.check_ranks(self.world.step_group.gather_objects, self.validation_sets)
         stored = (self.start.manifest or {}).get("data")
         if stored and self.start.kind == "resume" and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored)  # before the model is built, which takes minutes
-        self.validation_sets = build_validation_sets(config.validation, config.data, **shared)
 
     def _build_model(self) -> None:
         """Build on meta, cut over the mesh, materialise, and give every weight its topology-independent value."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from scripts import show_batch
 from tests.distributed.parity import build, options, release
@@ -169,11 +171,17 @@ def stream_arguments(folder, run, local_batch, **overrides):
     return arguments(folder, run, local_batch, **streamed, **overrides)
 
 
-def train_in_small_windows(argv):
+@contextmanager
+def small_windows():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(documents, "BLOCK_BYTES", 200)
         patched.setattr(streaming, "WINDOW_BYTES", 400)
         patched.setattr(streaming, "MIN_SAMPLES", 1)
+        yield
+
+
+def train_in_small_windows(argv):
+    with small_windows():
         return train(argv)
 
 
@@ -203,6 +211,23 @@ def refusal(argv):
     return str(refused.value)
 
 
+def refusal_of_a_copy(argv, key, other):
+    """Rank 1 lies on a node that has another copy of a text."""
+    return refusal([*argv, f"--{key}", str(other)] if dist.get_rank() else argv)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("data.sources.plays.path", "sources.plays.num_tokens"), ("validation.sources.plays.path", "validation plays")],
+)
+def test_ranks_that_have_different_texts_are_all_told_before_a_model_is_built(folder, key, name):
+    other = folder / "stale" / "plays.jsonl"
+    other.parent.mkdir(exist_ok=True)
+    other.write_text((folder / "plays.jsonl").read_text().replace("hamlet 7 ", "hamlet and macbeth "))
+    first, second = run_ranks(refusal_of_a_copy, 2, arguments(folder, "copies", 4), key, other)
+    assert first == second and f"the ranks would read different texts: {name} is " in first
+
+
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, capsys, monkeypatch):
     monkeypatch.chdir(Path(show_batch.__file__).parents[1])
@@ -214,6 +239,21 @@ def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, caps
     tokenizer = show_batch.load_tokenizer(show_batch.load_config([]).model.tokenizer_folder)
     for row in reference[step - 1]:
         assert tokenizer.decode(row) in told
+
+
+def test_a_step_of_a_stream_is_shown_beside_a_run_that_reads_it(folder, capsys, monkeypatch):
+    """The run's windows stay, and none is added."""
+    run_ranks(train_in_small_windows, 1, stream_arguments(folder, "shown", 8))
+    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+
+    def windows():
+        return {path: path.stat().st_mtime_ns for path in folder.glob("tokens/window-*")}
+
+    before = windows()
+    with small_windows():
+        assert show_batch.main([str(folder / "shown/checkpoint/step-2"), "--step", "5"]) == 0
+    assert "the same" in capsys.readouterr().out
+    assert before and windows() == before
 
 
 def test_another_text_shows_another_digest(folder, reference, capsys, monkeypatch):

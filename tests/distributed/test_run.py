@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.parity import options, short_documents
 from tests.harness.rank_pool import run_ranks
@@ -62,6 +63,17 @@ def test_the_resolved_config_is_saved_where_asked(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **{"job.save_config_file": "saved/config.json"})
     assert run_ranks(main, 1, [*argv, "--training.steps", "1"]) == [0]
     assert json.loads((tmp_path / "run/saved/config.json").read_text())["training"]["steps"] == 1
+
+
+def run_with_a_rate_of_its_own(argv):
+    """The node of rank 1 was started with another file."""
+    return run_one_rank([*argv, "--optimizer.lr", "0.1"] if dist.get_rank() else argv)
+
+
+def test_ranks_with_other_settings_end_together(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **TWO)
+    assert run_ranks(run_with_a_rate_of_its_own, 2, argv) == [ExitCode.BAD_CONFIG] * 2
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_the_kill_switch_keeps_a_run_from_starting(tmp_path):

@@ -213,10 +213,22 @@ SWITCHES: tuple[Switch, ...] = (
         "debug.detect_overflow = true",
     ),
     Switch(
-        ("data.add_bos", "data.add_eos"),
+        ("data.add_bos", "data.add_eos", "data.on_bad_record"),
         "data.sources",
         lambda config: only_tokens(config),
-        'a source of text: with format = "tokens" nothing is put in',
+        'a source of text: with format = "tokens" ids are read as they stand',
+    ),
+    Switch(
+        ("lr_scheduler.decay_type", "lr_scheduler.min_lr_factor"),
+        "lr_scheduler.decay_ratio",
+        _is("lr_scheduler.decay_ratio", 0.0),
+        "lr_scheduler.decay_ratio > 0, or unset: nothing decays",
+    ),
+    Switch(
+        ("optimizer.no_weight_decay",),
+        "optimizer.weight_decay",
+        _is("optimizer.weight_decay", 0.0),
+        "optimizer.weight_decay > 0",
     ),
     Switch(
         ("resilience.max_nonfinite_in_a_row",),

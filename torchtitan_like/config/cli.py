@@ -98,8 +98,10 @@ def _convert(texts: list[str], setting: Setting | None, path: Path) -> Any:
         return None
     if setting.is_free or setting.section is not None:
         return _toml_value(text)
-    if get_origin(setting.kind) is list and get_args(setting.kind) != (str,) and text.startswith("["):
-        return _toml_value(" ".join(texts))  # as in a file
+    if get_origin(setting.kind) is list and text.startswith("["):
+        value = _toml_value(" ".join(texts))  # as in a file
+        if get_args(setting.kind) != (str,) or isinstance(value, list):  # else a pattern, as in [ab]*
+            return value
     if _is_list_of_lists(setting):
         if get_args(get_args(setting.kind)[0]) != (str,):
             return [[_toml_value(item) for item in _split(group)] for group in texts]

@@ -98,8 +98,10 @@ class DataLoader(Section):
     """Worker processes that prepare batches."""
 
     num_workers: int = Field(0, ge=0, description="Worker processes per rank; 0 prepares batches in the main process.")
-    persistent_workers: bool = Field(False, description="Keep workers alive between epochs.")
-    pin_memory: bool = Field(False, description="Put batches in page-locked memory, for faster copies to a GPU.")
+    persistent_workers: bool = Field(
+        False, description="Keep workers alive between validations; those of the training text live as long as the run."
+    )
+    pin_memory: bool = Field(False, description="No effect: batches go to a GPU through page-locked memory either way.")
     prefetch_factor: int | None = Field(
         None, gt=0, description="Batches each worker prepares ahead. Unset: PyTorch's default."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from .mixture import Origin, SampleOrder
 from .packing import NO_SAMPLE, JoinedSamples
 from .steps import StepPositions
 from .streaming import StreamedSamples
+from .validation import ValidationBatches
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
@@ -142,15 +143,14 @@ class TrainBatches:
         Where the differences are allowed, every source goes on behind its last sample: the pattern begins anew there.
         """
         position, counts = int(state["position"]), _counts_of(state)
-        differing = self.check_state(state)
+        self.changes = differing = self.check_state(state)
         self.order.start_at(_origin_of(state))
         if differing:
             logger.warning(
                 f"The data changed since the checkpoint, as data.allow_change permits: {', '.join(differing)}; "
-                f"each source goes on behind the samples that were read of it: {dict(counts)}"
+                f"each source goes on behind as many samples as were read of it: {dict(counts)}"
             )
             self.order.start_at(Origin(position, counts))
-        self.changes = differing
         for key, stream in self._streams.items():
             stream.go_to(*state.get("cursors", {}).get(key, (0, counts.get(key, 0))))
         self._go_to(position)
@@ -158,13 +158,12 @@ class TrainBatches:
     def check_state(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between a saved stream and this one. Raises DataMismatch if any of it is not allowed."""
         position, counts = int(state["position"]), _counts_of(state)
-        missing = object()
         saved, here = dict(state["fingerprint"]), dict(self.fingerprint)
         if saved == here:
             # What the fingerprint leaves out, as max_epochs, may have moved samples before this position.
             now = self.order.starting_at(_origin_of(state)).counts_at(position)
             saved["samples read"], here["samples read"] = dict(counts), now
-        differing = [key for key in sorted({*saved, *here}) if saved.get(key, missing) != here.get(key, missing)]
+        differing = _differing(saved, here)
         refused = [key for key in differing if not any(fnmatchcase(key, name) for name in self._allow_change)]
         if refused:
             lines = (
@@ -178,6 +177,15 @@ class TrainBatches:
                 '(checkpoint.start = "warm", checkpoint.initial_load_path = the folder of the step)'
             )
         return differing
+
+    def check_ranks(self, gather: Callable[[Any], list[Any]], validation: Mapping[str, ValidationBatches]) -> None:
+        """A collective. Raises DataMismatch, on all ranks, unless they read the same texts: nodes may have their own copies."""
+        texts = {f"validation {name}".strip(): batches.identity for name, batches in validation.items()}
+        first, *others = gather({**self.fingerprint, **texts})
+        for rank, other in enumerate(others, start=1):
+            for key in _differing(first, other):
+                told = f"{key} is {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}"
+                raise DataMismatch(f"the ranks would read different texts: {told}; give every node the same files")
 
     def pass_over(self, num_steps: int) -> None:
         """Go on by so many steps without reading them."""
@@ -205,10 +213,14 @@ class TrainBatches:
         return self._ahead[positions - self._ahead_from]
 
 
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    missing = object()
+    return [key for key in sorted({*one, *other}) if one.get(key, missing) != other.get(key, missing)]
+
+
 def _counts_of(state: Mapping[str, Any]) -> Mapping[str, int]:
     """Samples read of each source; a state from before there were mixtures knows of one without a name."""
-    counts: Mapping[str, int] = state.get("counts", {"": int(state["position"])})
-    return counts
+    return dict(state.get("counts", {"": int(state["position"])}))
 
 
 def _origin_of(state: Mapping[str, Any]) -> Origin:

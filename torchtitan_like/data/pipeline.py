@@ -63,8 +63,11 @@ def build_train_batches(
     )
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    parts = [
-        _training_samples(one, training.seq_len, data, tokenizer, dump_folder, with_positions, seed) for one in named
+    parts: list[PackedSamples | StreamedSamples] = [
+        _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
+        if one.source.streaming
+        else pack(_tokens(one, data, tokenizer, dump_folder, with_positions), training.seq_len, data, dump_folder)
+        for one in named
     ]
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
     steps = StepPositions(sizes, training.skip_steps)
@@ -126,7 +129,8 @@ def build_validation_sets(
     )
     sets = {}
     for one in named:
-        samples = _samples(one, validation.seq_len, data, tokenizer, dump_folder, with_positions)
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions)
+        samples = pack(tokens, validation.seq_len, data, dump_folder)
         logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
@@ -162,25 +166,10 @@ def resolve_sources(
     return [NamedSource(dataset, DataSource(path=entry.source_path, streaming=entry.streaming))]
 
 
-def _samples(
-    named: NamedSource, seq_len: int, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool
-) -> PackedSamples:
-    return pack(_tokens(named, data, tokenizer, dump_folder, with_positions), seq_len, data, dump_folder)
-
-
-def _training_samples(
-    named: NamedSource,
-    seq_len: int,
-    data: Data,
-    tokenizer: Tokenizer,
-    dump_folder: str,
-    with_positions: bool,
-    seed: int,
-) -> PackedSamples | StreamedSamples:
-    source = named.source
-    if not source.streaming:
-        return _samples(named, seq_len, data, tokenizer, dump_folder, with_positions)
-    downloads = folder_of(data, dump_folder)
+def _stream(
+    named: NamedSource, seq_len: int, data: Data, tokenizer: Tokenizer, dump_folder: str, seed: int
+) -> StreamedSamples:
+    source, downloads = named.source, folder_of(data, dump_folder)
     corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record, downloads)
     policy, key = _policy(source, data, tokenizer), seed_of(named.key, seed) if data.shuffle else None
     return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)

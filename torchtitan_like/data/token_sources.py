@@ -7,7 +7,6 @@ list of 8 bytes for each. A source is known by the sizes of its files and by sam
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torchtitan_like.config.sections_training import DataSource
 
 from .errors import DataError
-from .formats.documents import files_below
+from .formats.documents import files_below, matching
 from .formats.token_formats import ENDINGS, is_cache, open_part
 from .formats.tokenizer import Tokenizer
 from .token_cache import Progress, find_or_build
@@ -66,7 +65,7 @@ def find_token_files(path: str) -> list[Path]:
     files and folders. Raises DataError where there is none, or a file of another kind.
     """
     given = Path(path)
-    matches = [given] if given.exists() else [Path(match) for match in glob.glob(str(given), recursive=True)]
+    matches = [given] if given.exists() else matching(given)
     matches = matches or [Path(f"{given}{ending}") for ending in ENDINGS if os.path.isfile(f"{given}{ending}")]
     files = [file for match in matches for file in (files_below(match, ENDINGS) if match.is_dir() else [match])]
     unknown = [file for file in files if file.suffix not in ENDINGS]

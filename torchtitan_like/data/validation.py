@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class ValidationBatches:
-    """Can be iterated any number of times. ``num_batches``: how many of the text's batches are read, -1 for all.
+    """Can be iterated any number of times. ``num_batches``: how many of the text's batches are read, -1 for all. ``identity``:
+    what the text is known by.
 
     Every rank gets the same number of batches (its ``len``), as `Batch` with num_micro = 1; rows beyond the last
     sample are masked wholly.
@@ -38,7 +39,7 @@ class ValidationBatches:
         with_positions: bool,
         dataloader: DataLoader,
     ) -> None:
-        self._local_batch_size = local_batch_size
+        self._local_batch_size, self.identity = local_batch_size, samples.identity
         self._dp_rank, self._dp_size = sharing
         in_text = -(-samples.num_samples // local_batch_size)
         self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)

@@ -49,6 +49,7 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--training.skip_steps [[2, 3], [5, 6]] --training.steps 9", "training.skip_steps", [[2, 3], [5, 6]]),
     ("--training.batch_ramp=[8,4,100] --training.global_batch_size 16", "training.batch_ramp", [8, 4, 100]),
     ("--optimizer.no_weight_decay [no]*,*norm*", "optimizer.no_weight_decay", ["[no]*", "*norm*"]),
+    ('--optimizer.no_weight_decay ["*norm*","*.bias"]', "optimizer.no_weight_decay", ["*norm*", "*.bias"]),
     ("--data.sources.a.path x --data.sources.a.weight-from 10,0.5 20,3", "data.sources.a.weight_from", [[10, 0.5], [20, 3]]),
     ("--data.sources.my-wiki.path x", "data.sources.my-wiki.path", "x"),
     ("--data.sources.my-wiki.path x --data.sources.my-wiki.max-epochs 2", "data.sources.my-wiki.max_epochs", 2),

@@ -69,6 +69,12 @@ WARNINGS = [
      "Warmup steps (200) exceed total training steps (10). Adjusting warmup steps to 10."),
     ("--training.steps 1000 --lr_scheduler.decay_ratio 0.9", "lr_scheduler.decay_ratio", "800 steps"),
     ("--training.steps 1000 --lr_scheduler.total_steps 500", "lr_scheduler.total_steps", "ends at step 500 of 1000"),
+    ("--training.steps 1000 --lr_scheduler.total_steps 500", "lr_scheduler.total_steps", "at min_lr_factor = 0.0 of its"),
+    ("--training.steps 1000 --lr_scheduler.total_steps 500 --lr_scheduler.decay_ratio 0.0", "lr_scheduler.total_steps",
+     "the learning rate stays at its peak, as nothing decays"),
+    ("--training.steps 1000 --training.dataloader.pin_memory", "training.dataloader.pin_memory", "either way"),
+    ("--training.steps 1000 --training.dataloader.num_workers 1 --training.dataloader.persistent_workers",
+     "training.dataloader.persistent_workers", "as long as the run"),
     ("--training.steps 1000 --training.dtype bfloat16 --training.mixed_precision_param float32",
      "training.mixed_precision_param", "bfloat16"),
     ("--training.steps 1000 --compile.components loss", "compile.components", "it needs compile.enable = true"),
@@ -156,8 +162,27 @@ def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     (warning,) = check(f"{line} --data.no_add_eos")
     assert (warning.severity, warning.key) == ("warning", "data.add_eos") and "has no effect" in str(warning)
+    assert keys(check(f"{line} --data.on_bad_record skip"), "warning") == ["data.on_bad_record"]
     text = f"--validation.enable --validation.dataset_path {TEXT}"
     assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
+
+
+def test_what_a_file_has_switched_off_takes_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("training.steps = 1000\noptimizer.weight_decay = 0.0\nlr_scheduler.decay_ratio = 0.0\n")
+    line = f"--job.config_file {file} --optimizer.no_weight_decay *norm*"
+    line += " --lr_scheduler.decay_type cosine --lr_scheduler.min_lr_factor 0.1"
+    names = ["lr_scheduler.decay_type", "lr_scheduler.min_lr_factor", "optimizer.no_weight_decay"]
+    assert keys(check(line), "warning") == names
+    assert check(f"{line} --optimizer.weight_decay 0.1 --lr_scheduler.decay_ratio 0.1") == []
+
+
+def test_what_only_a_mixture_reads_is_told_of_a_validation_text() -> None:
+    line = f"--training.steps 1000 --validation.enable --validation.sources.a.path {TEXT}"
+    assert check(f"{line} --validation.sources.a.weight 1.0") == []
+    set_ = "--validation.sources.a.weight 2 --validation.sources.a.weight_from 9,3 --validation.sources.a.max_epochs 1"
+    names = [f"validation.sources.a.{name}" for name in ("weight", "weight_from", "max_epochs")]
+    assert keys(check(f"{line} {set_}"), "warning") == names
 
 
 def test_names_of_texts_on_the_hub_are_known_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:

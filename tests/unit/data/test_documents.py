@@ -70,14 +70,22 @@ def test_a_saved_hugging_face_data_set_is_read_from_its_folder(tmp_path: Path) -
     # In a process of its own: the library is slow to import and must not be needed for reading.
     script = (
         "import sys, json, datasets; d = datasets.Dataset.from_dict({'text': json.loads(sys.argv[2])});"
+        "d.save_to_disk(sys.argv[1] + '/one', num_shards=3);"  # of which files stay
         "d.select(range(1, len(d))).save_to_disk(sys.argv[1] + '/one', num_shards=2);"
-        "datasets.DatasetDict({'train': d, 'test': d}).save_to_disk(sys.argv[1] + '/splits')"
+        "datasets.DatasetDict({'train': d, 'test': d}).save_to_disk(sys.argv[1] + '/splits');"
+        # Who looks at it with the library may leave its rows there once more.
+        "datasets.load_from_disk(sys.argv[1] + '/one').map(lambda row: {'size': len(row['text'])})"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path), json.dumps(TEXTS)], check=True, capture_output=True)
-    assert read(tmp_path / "one") == TEXTS[1:]
+    found = sorted(file.name[:6] for file in (tmp_path / "one").glob("*.arrow"))
+    assert found == ["cache-"] + ["data-0"] * 5
+    assert read(tmp_path / "one") == read(tmp_path / "one" / "*.arrow") == TEXTS[1:]
     assert read(tmp_path / "splits" / "train") == TEXTS
     with pytest.raises(DataError, match=r"several splits \(test, train\)"):
         read(tmp_path / "splits")
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"one lacks data-00001-of-00002.arrow, which its state.json lists"):
+        read(tmp_path / "one")
 
 
 def test_a_text_file_is_one_document_whatever_its_size(tmp_path: Path, piece_bytes: int) -> None:
@@ -128,15 +136,29 @@ def test_paths_mean_files_in_the_order_of_their_names(tmp_path: Path, monkeypatc
     assert read(tmp_path) == folder
     assert read(tmp_path / "b" / "*.jsonl") == folder[1:]
     assert read(tmp_path / "**" / "1*.jsonl") == ["b/10.jsonl"]
+    assert read(tmp_path / "**" / "[ab0-9]*.jsonl") == folder == read(tmp_path / "**" / "*.jsonl")
+    assert read(tmp_path / "token_cache" / "*.jsonl") == ["token_cache/x.jsonl"]
     assert read(tmp_path / "b" / "readme.md", "jsonl") == ["b/readme.md"]
     monkeypatch.chdir(tmp_path)
     assert read("b/2.jsonl") == ["b/2.jsonl"]
+    (tmp_path / "links").mkdir()
+    for name, target in (("elsewhere", "../b"), ("once-more", "../b"), ("in-a-circle", "../links")):
+        (tmp_path / "links" / name).symlink_to(target)
+    assert read("links") == folder[1:]
 
 
 def fault(path: Path | str, **kwargs: str) -> str:
     with pytest.raises(DataError) as caught:
         read(path, **kwargs)
     return str(caught.value)
+
+
+def test_a_link_whose_file_is_gone_is_named(tmp_path: Path) -> None:
+    """As those into the Hub's cache, when a cluster deletes what nobody has read for long."""
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "blob")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        assert "b.jsonl is a link to a file that is not there" in fault(path)
 
 
 def test_missing_data_are_named(tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def test_the_hard_cases_are_there() -> None:
     assert engines("Qwen 2")[0]._id_of_rank is None
     assert engines("Qwen 2")[0].accepts("中文 мир é 🙂") and not engines("Qwen 2")[0].accepts("\U00020000")
     vocabulary = engines("Llama 3, converted")[1].get_vocab(with_added_tokens=False)
-    not_made = vocabulary.keys() - fast_bpe._made_by_merges(vocabulary, engines("Llama 3, converted")[1])
+    model = json.loads(engines("Llama 3, converted")[1].to_str())["model"]
+    not_made = vocabulary.keys() - fast_bpe._made_by_merges(vocabulary, fast_bpe.merges_of(model))
     assert "ousands" in not_made and engines("Llama 3, converted")[0].encode("ousands") == [vocabulary["ousands"]]
 
 
@@ -302,6 +303,28 @@ def test_the_tokenizer_uses_it_and_takes_the_library_where_it_must(monkeypatch: 
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
     monkeypatch.setattr(tokenizer._fast, "encode_to_array", lambda text: array("I", [1]))
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [[1], [1], *expected[2:]]
+
+
+def test_texts_are_encoded_alike_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of several streams are made in threads, and the first text of one of them makes the engine."""
+    content = json.loads(trained(CASES["Llama 3, converted"][0]))
+    CASES["Llama 3, converted"][1](content)
+    library = library_of(content)
+    expected, seen = library.encode("ousands").ids, []
+    make = fast_bpe._made_by_merges
+
+    def made(vocabulary: dict[str, int], *given: Any) -> set[str]:
+        class Watched(dict[str, int]):
+            def items(self) -> Any:
+                for item in super().items():
+                    seen.append(library.encode("ousands").ids)
+                    yield item
+
+        return make(Watched(vocabulary), *given)
+
+    monkeypatch.setattr(fast_bpe, "_made_by_merges", made)
+    FastBPE(content, library)
+    assert seen and all(ids == expected for ids in seen)
 
 
 def test_the_reason_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -370,7 +370,7 @@ def test_a_changed_mixture_is_refused_or_goes_on_without_a_repeat(
 
     other = mixed(tokenizer, texts, changed, allow_change=names)
     other.load_state_dict(state)
-    assert other.changes == names and "each source goes on behind" in caplog.text
+    assert other.changes == names and "each source goes on behind as many samples" in caplog.text
     read += Counter(itertools.chain.from_iterable(rows(next(other)) for _ in range(10)))
     assert max(read.values()) == 1, "no sample twice in the first epoch"
     # A restart of the changed run, without the permission, is that run.

@@ -167,7 +167,8 @@ def test_the_ways_to_name_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for one in (prefix, f"{prefix}.bin", f"{prefix}.idx", folder / "b.*", folder / "[b]*"):
         assert read(one) == [1, 2, 3]
     assert read(folder) == read(f"{tmp_path}/a*") == read(folder / "[abc]*") == [4, 5, 1, 2, 3, 6, 7]
-    assert read(folder / "a") == [4, 5]
+    assert read(folder / "a") == [4, 5] == read(folder / "**" / "[xz].bin")
+    assert read(folder / "token_cache" / "*.bin") == [9]
     for path, message in ((folder / "no", "no files with tokens at"), (folder / "README.md", "no file with tokens: ")):
         with pytest.raises(DataError, match=f"{message}.*expected .bin"):
             read(path)

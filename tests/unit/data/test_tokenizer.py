@@ -114,6 +114,14 @@ def test_truncation_and_padding_saved_in_the_file_do_not_cut_documents(copy: Cal
     assert load_tokenizer(folder).encode("to be or not to be " * 50) == plain
 
 
+def test_a_tokenizer_that_draws_is_refused(copy: Callable[..., Path]) -> None:
+    """The same text would have other ids in a cache, in a window of a stream, and in one that is made again."""
+    folder = copy("tokenizer.json")
+    edit_json(folder / "tokenizer.json", lambda content: content["model"].update(dropout=0.5))
+    with pytest.raises(TokenizerError, match=r"other ids each time.*dropout is 0.5.*expected null"):
+        load_tokenizer(folder)
+
+
 NAMED = {
     "as text": ({"bos_token": "<|end_of_text|>", "eos_token": "<|begin_of_text|>"}, (2047, 2046)),
     "as object": ({"bos_token": {"content": "<|end_of_text|>"}}, (2047, 2047)),

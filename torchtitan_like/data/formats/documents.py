@@ -109,14 +109,46 @@ def _files_at(path: str, format_name: str) -> list[Path]:
     elif given.is_dir():
         files = _files_below(given, format_name)
     else:
-        matches = glob.glob(str(given), recursive=True)
-        files = sorted(Path(match) for match in matches if os.path.isfile(match))
+        files = sorted(match for match in matching(given) if match.is_file() or not match.exists())
+    if gone := next((file for file in files if not file.exists()), None):
+        raise DataError(f"{gone} is a link to a file that is not there: fetch it again, or remove the link")
+    if not given.is_file():
+        files = _without_leftovers(files)
     if not files:
         what = "a folder without files of a known ending" if given.is_dir() else "not a file, folder or matching glob"
         raise DataError(
             f"no data at {path!r}: it is {what} (relative paths start at {os.getcwd()}; {_known_endings()})"
         )
     return [file.absolute() for file in files]
+
+
+def matching(pattern: Path) -> list[Path]:
+    """What a glob means: nothing in a token cache, unless it names one."""
+    found = map(Path, glob.glob(str(pattern), recursive=True))
+    return [path for path in found if CACHE_FOLDER_NAME in pattern.parts or CACHE_FOLDER_NAME not in path.parts]
+
+
+def _without_leftovers(files: list[Path]) -> list[Path]:
+    """Of each data set that `datasets` has saved, the files that it lists: others hold rows of an earlier one, or the same
+    rows once more, as `map` keeps them there.
+    """
+    listed = {folder: _listed(folder) for folder in {file.parent for file in files if file.suffix == ".arrow"}}
+    names = {folder: found for folder, found in listed.items() if found is not None}
+    return [file for file in files if file.suffix != ".arrow" or file.name in names.get(file.parent, [file.name])]
+
+
+def _listed(folder: Path) -> list[str] | None:
+    """Names of the files of the data set that is saved in ``folder``; None where there is none, or it does not tell."""
+    if not all((folder / mark).exists() for mark in _DATASET_MARKS):
+        return None
+    try:
+        state = json.loads((folder / _DATASET_MARKS[1]).read_text(encoding="utf-8"))
+        names = [str(file["filename"]) for file in state["_data_files"]]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise DataError(f"{folder} lacks {missing[0]}, which its {_DATASET_MARKS[1]} lists: save or fetch it again")
+    return names
 
 
 def plan_pieces(corpus: Corpus) -> list[Piece]:
@@ -235,10 +267,17 @@ def _files_below(folder: Path, format_name: str) -> list[Path]:
 
 
 def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files with these endings in ``folder`` and the folders in it, sorted; without hidden ones and token caches."""
+    """Files with these endings in ``folder`` and the folders in it, sorted; without hidden ones and token caches. Links are
+    followed, as they are in globs, but no folder is read twice.
+    """
     found = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != CACHE_FOLDER_NAME]
+    seen = set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        place = os.path.realpath(parent)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != CACHE_FOLDER_NAME)
+        if place in seen:
+            folders[:], files = [], []
+        seen.add(place)
         found += [Path(parent, name) for name in files if name.endswith(endings) and not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).parts)
 

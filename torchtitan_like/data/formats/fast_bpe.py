@@ -76,7 +76,7 @@ class FastBPE:
         _check_added_tokens(library)
         model = content["model"]
         _check_model(model)
-        ids = _ranked_ids(model, library)
+        ids = _ranked_ids(model)
         # tiktoken's ids are ranks: those of the file where they are in the order of the merges, else 0, 1, 2, ...
         in_order = all(first < second for first, second in pairwise(list(ids.values())[256:]))
         self._id_of_rank = None if in_order else np.array(list(ids.values()), np.uint32)
@@ -141,16 +141,16 @@ def _check_model(model: dict[str, Any]) -> None:
             raise Unproven(f"its model has {key} = {model[key]!r}")
 
 
-def _ranked_ids(model: dict[str, Any], library: Any) -> dict[bytes, int]:
+def _ranked_ids(model: dict[str, Any]) -> dict[bytes, int]:
     """Token -> id: first the 256 bytes, then what merges make in the order in which they do, then what none makes."""
     byte_of = bytes_of_characters()
     vocabulary = {token: token_id for token, token_id in model["vocab"].items() if byte_of.keys() >= set(token)}
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    merges = merges_of(model)
     if missing := [character for character in byte_of if character not in vocabulary]:
         raise Unproven(f"{len(missing)} of the 256 bytes have no token")
     if len(set(vocabulary.values())) < len(vocabulary):
         raise Unproven("two tokens have the same id")
-    made = _made_by_merges(vocabulary, library)
+    made = _made_by_merges(vocabulary, merges)
     keep = vocabulary.keys() if model.get("ignore_merges") else made
     ranked = dict.fromkeys(byte_of)
     last = ""
@@ -166,15 +166,18 @@ def _ranked_ids(model: dict[str, Any], library: Any) -> dict[bytes, int]:
     return {bytes(byte_of[character] for character in token): vocabulary[token] for token in ranked}
 
 
-def _made_by_merges(vocabulary: dict[str, int], library: Any) -> set[str]:
+def merges_of(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The pairs that are joined, in their order."""
+    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+
+
+def _made_by_merges(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> set[str]:
     """The tokens that the merges alone make of their own bytes."""
-    model = library.model
-    ignores_merges = model.ignore_merges
-    model.ignore_merges = False
-    try:
-        return {word for word, token_id in vocabulary.items() if [t.id for t in model.tokenize(word)] == [token_id]}
-    finally:
-        model.ignore_merges = ignores_merges
+    from tokenizers import models
+
+    # One of its own: with that of the library, where it ignores merges, other threads may be encoding.
+    model = models.BPE(vocabulary, [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()])
+    return {word for word, token_id in vocabulary.items() if [t.id for t in model.tokenize(word)] == [token_id]}
 
 
 def _check_not_made(ranked: dict[str, None], made: set[str], merges: list[tuple[str, ...]]) -> None:

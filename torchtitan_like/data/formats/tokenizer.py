@@ -136,6 +136,11 @@ class _HuggingFaceTokenizer(Tokenizer):
             self._inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+        if dropout := content["model"].get("dropout"):
+            raise TokenizerError(
+                f"{file} gives other ids each time that a text is encoded (model.dropout is {dropout}): expected null, with "
+                "which they follow from the text"
+            )
         # What the file may carry from whoever saved it must not cut documents or turn their text into special tokens.
         self._inner.no_truncation()
         self._inner.no_padding()
