@@ -257,6 +257,9 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
         )
         if reason:
             findings.error("model.args", f"attention that can be computed here; {reason}", involves=MODEL_KEYS)
+    for section in ("training", "validation"):
+        if is_used(config, section) and value_of(config, key := f"{section}.dataloader.pin_memory"):
+            findings.warning(key, "has no effect in this run: batches always go to a GPU by way of page-locked memory")
     if config.debug.launch_blocking:
         slow = "makes the run much slower: the host waits for each kernel"
         findings.warning(

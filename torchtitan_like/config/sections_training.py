@@ -99,7 +99,9 @@ class DataLoader(Section):
 
     num_workers: int = Field(0, ge=0, description="Worker processes per rank; 0 prepares batches in the main process.")
     persistent_workers: bool = Field(False, description="Keep workers alive between epochs.")
-    pin_memory: bool = Field(False, description="Put batches in page-locked memory, for faster copies to a GPU.")
+    pin_memory: bool = Field(
+        False, description="Without effect: batches always go to a GPU by way of page-locked memory."
+    )
     prefetch_factor: int | None = Field(
         None, gt=0, description="Batches each worker prepares ahead. Unset: PyTorch's default."
     )

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch.utils.data import Dataset
 
 from .batch import Batch, Plan, assemble
@@ -57,7 +56,6 @@ def reader(
             num_workers=section.num_workers,
             prefetch_factor=section.prefetch_factor,
             persistent_workers=section.persistent_workers,
-            pin_memory=section.pin_memory and torch.cuda.is_available(),
             worker_init_fn=_ignore_signals,
             # A memory-mapped file is shared by fork; spawned workers would get a copy of what it holds.
             multiprocessing_context="fork",

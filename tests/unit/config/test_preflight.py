@@ -94,6 +94,7 @@ WARNINGS = [
      "before the gradient norm is known"),
     ("--training.steps 1000 --profiling.enable_profiling --profiling.profile_freq 1001", "profiling.profile_freq",
      "no trace is written: the first one would be at step 1001, and the run ends at step 1000"),
+    ("--training.steps 1000 --training.dataloader.pin_memory", "training.dataloader.pin_memory", "has no effect"),
     ("--training.steps 1000 --debug.trace_batch_nums 3", "debug.trace_batch_nums", "it needs debug.detect_overflow = true"),
 ]  # fmt: skip
 
