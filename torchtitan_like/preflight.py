@@ -441,6 +441,7 @@ def _check_packages(findings: Findings) -> None:
     rules: tuple[tuple[str, str, str], ...] = (
         ("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"),
         ("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'"),
+        ("activation_checkpoint.visualize_memory_budget_pareto", "matplotlib", "pip install matplotlib"),
     )
     for key, package, remedy in rules:
         if value_of(findings.config, key) and importlib.util.find_spec(package) is None:

@@ -72,12 +72,8 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
         try:
             code = int(json.loads((folder / "exit.json").read_text(encoding="utf-8"))["code"])
             how = f"code {code}"
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # nobody could leave a word, and srun's codes are not the run's
+        except (OSError, ValueError, KeyError, TypeError):
+            # Nobody could leave a word, and srun's other codes are not the run's.
             code, how = CRASH, f"code {CRASH}, without an exit.json (srun returned {srun_code})"
     in_vain, uncounted = 0 if step > first else starts_in_vain(folder) + 1, ""
     try:

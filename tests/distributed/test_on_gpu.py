@@ -109,13 +109,14 @@ def timeouts(rank, port):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ["WORLD_SIZE"] = "2"
     long, short = timedelta(seconds=300), timedelta(seconds=17)
-    world = join_world(launched_as(), ParallelDims(2, dp_shard=2), long, long, needs_mesh=True)
+    # Two groups: `tp` is the default one, `dp_shard`, of one rank, is the mesh's own.
+    world = join_world(launched_as(), ParallelDims(2, tp=2), long, long, needs_mesh=True)
 
     def read(groups):
         backends = [group._get_backend(device) for group in groups for device in group._device_types]
         return {(backend.name(), backend.options._timeout) for backend in backends}
 
-    torch.distributed.all_reduce(torch.ones(1, device=world.device), group=world.group("dp_shard"))
+    torch.distributed.all_reduce(torch.ones(1, device=world.device), group=world.group("tp"))
     assert read(world._training_groups) == {("nccl", long), ("gloo", long)}
     world.tighten_timeouts(short)
     assert read(world._training_groups) == {("nccl", short), ("gloo", short)}

@@ -23,6 +23,8 @@ def timeouts(argv):
     groups |= {mesh.get_group(name) for name in mesh.mesh_dim_names}
     checkpoint = trainer.world.checkpoint_group.group
     groups.remove(checkpoint)
+    own = {seconds(group) for group in groups - {dist.group.WORLD}}
+    assert own == {LONG}, "also those that a mesh makes, to which torch gives 1,800 seconds"
 
     def read():
         return sorted({seconds(group) for group in groups})

@@ -242,7 +242,9 @@ class ActivationCheckpoint(Section):
         0.5, ge=0, le=1, description="With memory_budget: share of activation memory to keep; 0 is as full, 1 as none."
     )
     visualize_memory_budget_pareto: bool = Field(
-        False, description="With memory_budget: write a picture of time against memory to job.dump_folder."
+        False,
+        description="With memory_budget: write pictures of time against memory (memory_budget_pareto_....svg) to where the run "
+        "is started. Needs matplotlib.",
     )
     preserve_rng_state: bool = Field(
         True, description="Restore the random state for recomputation, so that dropout repeats itself."

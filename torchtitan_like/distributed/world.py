@@ -279,9 +279,9 @@ def join_world(
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
     ranks = list(range(dims.world_size))
     step_group, checkpoint_group = HostGroup(ranks, timeout), HostGroup(ranks, checkpoint_timeout)
-    training = [group for group in (step_group.group, *groups.values()) if group is not None]
-    if dims.world_size > 1:
-        training += [dist.group.WORLD] if owns and dist.group.WORLD not in training else []
+    training = {step_group.group, *groups.values(), dist.group.WORLD if owns else None} - {None}
+    for group in training - {dist.group.WORLD}:  # a mesh's own groups have torch's time-out, half an hour
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     return World(
-        launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, groups, training
+        launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, groups, list(training)
     )

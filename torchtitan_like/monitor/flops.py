@@ -76,7 +76,7 @@ def _find(device_name: str) -> str | None:
     if "mig" in words:
         return None
     found = [key for key in PEAK_FLOPS if words.issuperset(key.lower().split())]
-    return max(found, key=lambda key: len(key.split()), default=None)
+    return max(found, key=lambda key: (len(key.split()), PEAK_FLOPS[key]), default=None)  # "MI250X / MI250": the larger
 
 
 def mfu(flops_per_token: float, tps: float, peak: float | None) -> float | None:

@@ -147,12 +147,12 @@ def build_memory_monitor(device: torch.device) -> MemoryMonitor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says so: CUDA's OutOfMemoryError, the CPU allocator's RuntimeError, Python's MemoryError."""
+    """Whether ``error`` or its cause is one: CUDA's OutOfMemoryError, the CPU allocator's RuntimeError, a MemoryError."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return "DefaultCPUAllocator" in str(error) or bool(error.__cause__ and is_out_of_memory(error.__cause__))
 
 
 def oom_advice() -> str:

@@ -166,8 +166,8 @@ class Metrics:
         rows = self._collect()
         row = rows[-1] if rows else self._last_row
         assert row.get("step") == step, f"step {step} was not recorded"
-        memory = self._memory.read()
-        row.update(self._measure(memory))
+        memory, ended = self._memory.read(), self._active_clock()
+        row.update(self._measure(memory, ended))
         self.step_seconds = row.get("step_s", self.step_seconds)
         self._write(rows)
         scalars = self._scalars(row, memory)
@@ -176,7 +176,8 @@ class Metrics:
         logger.info(self._line(row, memory))
         self._watch(row)
         self._memory.reset()
-        self._interval = _Interval(self._active_clock())
+        # What has been written here takes time as well. The first line imports what it needs: that is warming up.
+        self._interval = _Interval(ended if self._num_recorded > 1 else self._active_clock())
         return row
 
     def flush(self, step: int) -> None:
@@ -343,11 +344,11 @@ class Metrics:
         }
         return {"sources": found} if found else {}
 
-    def _measure(self, memory: MemoryReading) -> Row:
-        """Means over the interval that ends now; ``tps`` and what follows from it are per device."""
+    def _measure(self, memory: MemoryReading, ended: float) -> Row:
+        """Means over the interval that has `ended`; ``tps`` and what follows from it are per device."""
         interval = self._interval
         measured: Row = {"memory_gib": memory.gib}
-        seconds = self._active_clock() - interval.started
+        seconds = ended - interval.started
         if interval.num_steps == 0 or seconds <= 0:
             return measured
         # NOTE: equals TorchTitan's (tokens of one data rank) / (seconds * cp * tp * pp), as num_tokens is global.

@@ -150,6 +150,8 @@ class OptimizerInBackward(Optimizer):
     def _update_hook(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def update(parameter: Tensor) -> None:
             ((groups, (grad,)),) = local_gradients([parameter]).items()
+            if grad.is_cpu and torch.cuda.is_initialized():  # offloaded: torch 2.11 does not wait for the copy
+                torch.cuda.current_stream().synchronize()
             square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
             self._squares.append((groups, square))
             skip = square.isfinite().logical_not().float()

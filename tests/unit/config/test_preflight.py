@@ -100,6 +100,7 @@ WARNINGS = [
      "before the gradient norm is known"),
     ("--training.steps 1000 --profiling.enable_profiling --profiling.profile_freq 1001", "profiling.profile_freq",
      "no trace is written: the first one would be at step 1001, and the run ends at step 1000"),
+    ("--training.steps 1000 --training.dataloader.pin_memory", "training.dataloader.pin_memory", "has no effect"),
     ("--training.steps 1000 --debug.trace_batch_nums 3", "debug.trace_batch_nums", "it needs debug.detect_overflow = true"),
 ]  # fmt: skip
 
@@ -374,3 +375,12 @@ def test_a_backend_of_ones_own_is_registered_by_an_imported_module(
     line = "--training.steps 1000 --compile.enable --compile.backend nonsense"
     assert keys(check(line), "error") == ["compile.backend"]
     assert check(f"{line} --experimental.custom_import my_backend") == []
+
+
+def test_pictures_of_the_compiler_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch imports it in the middle of the first step."""
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
+    line = "--compile.enable --activation_checkpoint.mode memory_budget"
+    line += " --activation_checkpoint.visualize_memory_budget_pareto --training.steps 1000"
+    (problem,) = check(line)
+    assert problem.key.endswith("visualize_memory_budget_pareto") and "package matplotlib" in problem.expected

@@ -110,6 +110,15 @@ def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> N
     assert is_out_of_memory(error) is expected
 
 
+def test_a_pipeline_that_runs_out_of_memory_has_a_cause() -> None:
+    """Its stages raise a RuntimeError of their own from whatever ends a pass."""
+    wrapped = RuntimeError("[Stage 1] failed to run forward")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_out_of_memory(wrapped)
+    wrapped.__cause__ = ValueError("shape mismatch")
+    assert not is_out_of_memory(wrapped)
+
+
 @pytest.mark.parametrize("key", ["activation_checkpoint.mode", "training.local_batch_size", "loss.chunk_mib"])
 def test_advice_names_the_three_cheapest_keys(key: str) -> None:
     assert key in oom_advice()

@@ -293,6 +293,15 @@ def test_the_first_step_is_shown_when_there_is_nothing_else(build: Callable[...,
     assert metrics.log(1)["step_s"] == 50.0
 
 
+def test_the_time_that_a_log_line_takes_counts(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    """But for that of the first one, which imports what it needs."""
+    metrics, sink = build(log_freq=2), Scalars()
+    sink.write = lambda step, scalars: setattr(clock, "now", clock.now + (7.0 if step == 1 else 0.5))
+    metrics._sinks = [sink]
+    run(metrics, clock, range(1, 7))
+    assert [row["step_s"] for row in read_rows(tmp_path / "metrics.jsonl") if "step_s" in row] == [1, 1, 1.25, 1.25]
+
+
 @pytest.mark.parametrize("pause_after", [1, 2, 3])
 def test_pauses_are_left_out(pause_after: int, build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
     metrics = build(log_freq=4)

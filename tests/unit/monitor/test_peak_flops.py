@@ -28,6 +28,7 @@ from torchtitan_like.monitor import flops
         ("AMD Instinct MI300X", 1300),
         ("AMD Instinct MI355X", 2500),
         ("AMD Instinct MI250X", 191.5),  # one of the card's two devices
+        ("AMD Instinct MI250X / MI250", 191.5),  # as some are called: the larger of both, which flatters neither
         ("TPU v5p", 459),
     ],
 )

@@ -125,3 +125,17 @@ def test_in_backward_never_lets_a_bad_gradient_in(implementation):
     optimizer.step(skip=torch.ones(()))
     loss().backward()  # a good one after the halt
     assert torch.equal(weights(model), before)
+
+
+def test_in_backward_waits_for_a_gradient_that_is_on_its_way_to_the_host(monkeypatch):
+    """FSDP2 of torch 2.11 calls the hook of an offloaded parameter before the copy of its gradient has arrived."""
+    model, _ = model_and_loss()
+    optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))
+    weight = model[0].weight
+    weight.grad = torch.full_like(weight, 9.0)  # what was in that memory before
+    stream = SimpleNamespace(synchronize=lambda: weight.grad.fill_(1.0))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    for hook in weight._post_accumulate_grad_hooks.values():
+        hook(weight)
+    assert optimizer.clip_gradients(1.0) == pytest.approx(weight.numel() ** 0.5)
