@@ -123,9 +123,11 @@ class Checkpointer:
 
     def _load(self, start: Start, states: Mapping[str, Stateful]) -> None:
         """On the checkpoint thread."""
-        exclude, quantized = self.section.exclude_from_loading, self.section.initial_load_in_hf_quantized
-        options: dict[str, Any] = {"exclude": exclude, "quantized": quantized, "verify": self.section.verify}
-        load_states(start, states, self._votes, self._identity, **options)
+        section = self.section
+        load_states(
+            start, states, self._votes, self._identity, exclude=section.exclude_from_loading, verify=section.verify,
+            quantized=section.initial_load_in_hf_quantized,
+        )  # fmt: skip
 
     def claim(self, start: Start) -> None:
         """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""

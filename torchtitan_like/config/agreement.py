@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,10 @@ _PLACES = ("path", "folder", "file", "csv", "description")
 def check_agreement(config: JobConfig, gather: Callable[[Any], list[Any]]) -> None:
     """A collective. Raises ConfigError, on all ranks, where two of them have other settings: each has read its own file."""
     ours = dict(_shared(config))
-    if len(set(gather(json.dumps(ours, default=str)))) == 1:
+    text = json.dumps(ours, default=str)
+    if (
+        len(set(gather(hashlib.sha256(text.encode()).digest()))) == 1
+    ):  # of thousands of ranks the texts would be megabytes
         return
     first, *others = gather(ours)
     problems: dict[str, Problem] = {}
