@@ -140,8 +140,7 @@ class Trainer:
 
     def _build_data(self) -> None:
         """Tokenizer and the stream of batches, at a global position."""
-        config, dims = self.config, self.world.dims
-        training, model = config.training, config.model
+        config, model, dims = self.config, self.config.model, self.world.dims
         self.spec = get_spec(model.name)
         self.args = resolve_args(self.spec, model.flavor, model.args)
         tokenizer = load_tokenizer(config.model.tokenizer_folder)
@@ -154,7 +153,7 @@ class Trainer:
             "with_positions": has_documents(self.args),
         }
         self.batches = build_train_batches(
-            training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
+            config.training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
         )
         self.validation_sets = build_validation_sets(config.validation, config.data, **shared)
         self.batches.check_ranks(self.world.step_group.gather_objects, self.validation_sets)

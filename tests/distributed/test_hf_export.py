@@ -488,13 +488,6 @@ def test_nothing_is_overwritten(tmp_path):
     assert (tmp_path / "model.safetensors").read_text() == "precious"
 
 
-def test_a_system_that_takes_no_advice_exports_all_the_same(tmp_path, monkeypatch):
-    """As macOS, where native saves work too."""
-    monkeypatch.delattr("os.posix_fadvise")
-    write_export(tmp_path, {"w": torch.ones(3)}, rows=(("w", "w"),), tied=(), dtype=None, group=HostGroup.alone())
-    assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [1, 1, 1]
-
-
 def export_different_tensors(folder):
     tensors = {"w": torch.zeros(2 + dist.get_rank())}
     write_export(Path(folder), tensors, rows=(("w", "w"),), tied=(), dtype=None, group=my_group())
