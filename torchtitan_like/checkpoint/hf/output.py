@@ -86,7 +86,8 @@ class Output:
                 count = os.pwrite(descriptor, view, offset)
                 offset, view = offset + count, view[count:]
             # The disk starts now, not at fsync: DONTNEED starts writing what is dirty, and waits for nothing.
-            os.posix_fadvise(descriptor, begin, offset - begin, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
     def remove(self) -> None:
         """After a failure, on one rank: nothing that looks like a model stays."""
