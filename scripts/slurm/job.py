@@ -50,10 +50,11 @@ def before(config: dict[str, Any]) -> int:
     """Is there anything to do? Nothing is built to find out: the tasks of a queue end in seconds."""
     folder, switch, step = folder_of(config), kill_switch(config), newest_step(config)
     wanted = int(config["training"]["steps"])
+    goes_back = config["checkpoint"].get("load_step", -1) >= 0  # such a run knows itself when it is done
     if switch.exists():
         print("none")
         print(f"Nothing is started: {switch} is there", file=sys.stderr)
-    elif step >= wanted:
+    elif step >= wanted and not goes_back:
         print("none")
         print(f"Nothing to do: step {step} of {wanted} is done already", file=sys.stderr)
     else:

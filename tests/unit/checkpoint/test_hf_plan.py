@@ -16,8 +16,10 @@ from tests.harness.hf_weights import to_theirs
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import plan
+from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.plan import Held, assign, check_cover, divide, group_by, lay_out_all, merge, moves
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, PAGE, lay_out, read_header, render_index
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, links
 
 MIXED = [
@@ -299,3 +301,10 @@ def test_what_cannot_be_exported(told, words):
 def test_a_dtype_that_the_format_lacks():
     with pytest.raises(CheckpointError, match="hold no torch.complex128"):
         plan.hold({"w": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_a_system_that_takes_no_advice_exports_all_the_same(tmp_path, monkeypatch):
+    """As macOS, where native saves work too."""
+    monkeypatch.delattr("os.posix_fadvise")
+    write_export(tmp_path, {"w": torch.ones(3)}, rows=(("w", "w"),), tied=(), dtype=None, group=HostGroup.alone())
+    assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [1, 1, 1]

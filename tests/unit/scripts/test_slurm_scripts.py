@@ -300,6 +300,13 @@ def test_a_finished_run_is_not_started(config, capsys, step: int | None, expecte
     assert (Path(config["job"]["dump_folder"]) / "exit.json").exists() == (expected == "none")
 
 
+def test_a_finished_run_may_go_back(config, capsys) -> None:
+    publish(config, 10)
+    config["checkpoint"]["load_step"] = 4
+    assert job.before(config) == 0
+    assert capsys.readouterr().out.split() == ["10"]
+
+
 def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
     config["resilience"]["kill_switch_path"] = str(tmp_path / "stop")
     (tmp_path / "stop").touch()
