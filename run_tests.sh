@@ -17,6 +17,8 @@ setup_env dev || exit 1
 cd "$ROOT" || exit 1
 # One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
 export OMP_NUM_THREADS=1
+# Where this is set, each of some hundred processes would compile the package for itself.
+unset PYTHONDONTWRITEBYTECODE
 
 if [ "${1:-}" = --faults ]; then
   exec "$PYTHON" -m tests.faults.campaign "${@:2}"
