@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
 from torchtitan_like.config.availability import (
+    KEEPING_ALL,
     NOT_AVAILABLE,
     is_used,
     not_available,
@@ -178,6 +179,10 @@ def _check_schedule(findings: Findings) -> None:
             f"total training steps ({total}). The decay begins after the warmup: {total - section.warmup_steps} steps.",
             involves=("lr_scheduler.warmup_steps", *involves),
         )
+    if section.decay_ratio and not round(total * section.decay_ratio):
+        findings.warning(
+            "lr_scheduler.decay_ratio", f"is less than one of {total} steps: nothing decays", involves=involves
+        )
     if total < steps:
         decays = section.warmup_steps < total and (section.decay_ratio is None or round(total * section.decay_ratio))
         rest = f"min_lr_factor = {section.min_lr_factor} of its peak" if decays else "its peak, as nothing decays"
@@ -211,13 +216,10 @@ def _check_numerics(findings: Findings) -> None:
             'set training.dtype = "float32" for mixed precision, or mixed_precision_param = "bfloat16"',
             involves=("training.dtype",),
         )
-    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
-        findings.error(
-            "activation_checkpoint.mode",
-            'a compiled model with "memory_budget": the compiler decides what is kept',
-            'set compile.enable = true with "model" among compile.components',
-            involves=("compile.enable", "compile.components"),
-        )
+    if config.compile.enable and not config.compile.components:
+        text = "has no effect in this run: compile.components is empty"
+        findings.warning("compile.enable", text, involves=("compile.components",))
+    _check_recomputation(findings, compiled)
     if config.debug.detect_overflow and config.compile.enable:
         findings.error(
             "debug.detect_overflow",
@@ -241,6 +243,32 @@ def _check_numerics(findings: Findings) -> None:
                 f'set optimizer.early_step_in_backward = false, or {name} = "{other}"',
                 involves=("optimizer.early_step_in_backward",),
             )
+
+
+def _check_recomputation(findings: Findings, compiled: bool) -> None:
+    """What is kept for the backward pass: by the compiler, by operation, block by block."""
+    section, backend = findings.config.activation_checkpoint, findings.config.compile.backend
+    if section.mode == "memory_budget" and not compiled:
+        findings.error(
+            "activation_checkpoint.mode",
+            'a compiled model with "memory_budget": the compiler decides what is kept',
+            'set compile.enable = true with "model" among compile.components',
+            involves=("compile.enable", "compile.components"),
+        )
+    elif section.mode == "memory_budget" and backend in KEEPING_ALL:
+        findings.error(
+            "compile.backend",
+            'a backend that chooses what is kept, as activation_checkpoint.mode = "memory_budget" asks for: this keeps all',
+            'set it to "inductor" or "aot_eager"',
+            involves=("activation_checkpoint.mode", "compile.enable"),
+        )
+    if section.debug and section.mode == "selective" and section.selective_ac_option == "op":
+        findings.error(
+            "activation_checkpoint.debug",
+            'false with selective_ac_option = "op": torch records the operations of blocks that are recomputed whole',
+            'set it to false, or selective_ac_option = "1"',
+            involves=("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
+        )
 
 
 def _check_hardware(findings: Findings, device_type: DeviceType | None, args: Any) -> None:
@@ -351,12 +379,25 @@ def _check_text(findings: Findings, section: str) -> None:
 
 
 def _check_files(findings: Findings, key: str, path: str, format_name: str = "auto", *involves: str) -> None:
-    """They are there, and of a kind that can be read. What lies on the Hub is not looked at."""
+    """They are there, and of a kind that can be read. Of what lies on the Hub only the name is looked at."""
     from torchtitan_like.data.errors import DataError
     from torchtitan_like.data.formats.documents import find_corpus
+    from torchtitan_like.data.formats.hub import PREFIX, check_name
 
     is_tokens = format_name == "tokens"
-    if path.startswith("hf://") or (is_tokens and any(_matches(path + ending) for ending in (".bin", ".idx"))):
+    if path.startswith(PREFIX):
+        if is_tokens:
+            remedy = "download them, and name the folder they are in"
+            findings.error(
+                key, 'files that lie here: with format = "tokens" they are read in place', remedy, involves=involves
+            )
+            return
+        try:
+            check_name(path)
+        except DataError as error:
+            findings.error(key, f"files that can be read; {error}")
+        return
+    if is_tokens and any(_matches(path + ending) for ending in (".bin", ".idx")):
         return
     if not _matches(path):
         findings.missing_file(key, f"a file, folder or glob with files; {_where(Path(path))}")
@@ -385,6 +426,8 @@ def _check_folders(findings: Findings) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         kind = "is not writable" if existing.is_dir() else "is a file"
         findings.missing_file("job.dump_folder", f"a folder that can be written; {existing} {kind}")
+    if config.job.save_config_file and (folder / config.job.save_config_file).is_dir():
+        findings.error("job.save_config_file", "the name of a file; there is a folder of that name")
 
 
 def _check_checkpoint(findings: Findings, world_size: int | None, device_type: DeviceType | None) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from torchtitan_like.config import ConfigError, Problem, dump_toml
+from torchtitan_like.config.cli import wants_help
 from torchtitan_like.config.problems import report
 from torchtitan_like.preflight import load_checked
 
@@ -23,7 +25,9 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     try:
         arguments, options = _split(argv)
-        config, warnings = load_checked(arguments, **options)
+        # What a module of the user's prints when it is imported is no part of the configuration.
+        with nullcontext() if wants_help(arguments) else redirect_stdout(sys.stderr):
+            config, warnings = load_checked(arguments, **options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return os.EX_CONFIG

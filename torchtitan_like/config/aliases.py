@@ -48,16 +48,16 @@ def _current_value(path: Path, value: Any) -> Any:
 def modernise(leaves: Leaves, origin: str) -> tuple[Leaves, list[Problem]]:
     """Translate older names. Returns the leaves and one warning for each translation.
 
-    Giving a setting under both names is an error unless the values agree.
+    Giving a setting under two names is an error unless the values agree.
     """
-    given = dict(leaves)
+    given = {path: value for path, value in leaves if current_path(path) == path}
     renewed: Leaves = []
     findings = []
     for path, value in leaves:
         new_path, new_value = current_path(path), _current_value(path, value)
         old_key, new_key = ".".join(path), ".".join(new_path)
-        if new_path != path and [given.get(new_path, value)] != [value]:  # in lists, as nan is itself only there
-            expected = f"no value under the older name of {new_key}, which has another value here"
+        if [given.setdefault(new_path, value)] != [value]:  # in lists, as nan is itself only there
+            expected = f"no value under an older name of {new_key}, which has another value here"
             findings.append(Problem(old_key, value, expected, f"remove {old_key}", origin))
             continue
         if new_path != path or [new_value] != [value]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_like.config.fields import all_settings
@@ -52,6 +53,10 @@ BACKENDS = (
     "aot_eager_default_partitioner", "aot_ts", "cudagraphs", "eager_debug", "eager_noexcept", "invoke_subgraph", "openxla",
     "openxla_eval", "pre_dispatch_eager", "ts", "tvm",
 )  # fmt: skip
+# Those of them that torch only passes graphs on to, and the package that it imports for it when the first step begins.
+_PACKAGE_OF_BACKEND = {"openxla": "torch_xla", "openxla_eval": "torch_xla", "tvm": "tvm"}
+# Those of them that leave to autograd what is kept for the backward pass: all of it.
+KEEPING_ALL = ("eager", "aot_eager_default_partitioner", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
 
 
 class Switch(NamedTuple):
@@ -149,7 +154,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         ("checkpoint.initial_load_model_only",),
         "checkpoint.initial_load_path",
-        _is("checkpoint.initial_load_path", None),
+        lambda config: not config.checkpoint.initial_load_path,
         "checkpoint.initial_load_path",
     ),
     Switch(
@@ -256,6 +261,7 @@ SWITCHES: tuple[Switch, ...] = (
 def not_available(config: JobConfig, *, training: bool) -> Iterable[Problem]:
     """Settings that ask for what is not here: always errors; for what is to come: errors in training, else warnings."""
     yield from _unknown_backend(config)
+    yield from _missing_backend(config, "error" if training else "warning")
     for key, is_wanted, instead in NOT_AVAILABLE:
         if is_wanted(config):
             value = value_of(config, key)
@@ -283,6 +289,15 @@ def _unknown_backend(config: JobConfig) -> Iterable[Problem]:
         config.origin_of(key),
         involves=("compile.enable", "experimental.custom_import"),
     )
+
+
+def _missing_backend(config: JobConfig, severity: Literal["error", "warning"]) -> Iterable[Problem]:
+    key, package = "compile.backend", _PACKAGE_OF_BACKEND.get(config.compile.backend)
+    if config.compile.enable and package is not None and find_spec(package) is None:
+        text = f"the package {package}, which is not installed"
+        text = text if severity == "error" else f"expected {text}"
+        remedy = "install it, or set compile.backend to inductor"
+        yield Problem(key, config.compile.backend, text, remedy, config.origin_of(key), severity, ("compile.enable",))
 
 
 def without_effect(config: JobConfig) -> Iterable[Problem]:

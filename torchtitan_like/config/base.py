@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -52,10 +51,13 @@ def _not_one(value: int) -> int:
     return value
 
 
+MOST_MINUTES = 100_000_000  # 190 years: the end of a run is a date, and dates end
+
+
 def _minutes_or_auto(value: object) -> float | str:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MINUTES:
         raise ValueError("expected minutes or auto")
     return float(value)
 
@@ -79,7 +81,7 @@ StepWeights = Annotated[
 Minutes = Annotated[
     float | Literal["auto"],
     PlainValidator(_minutes_or_auto),  # a union's own would report a wrong value twice
-    Field(json_schema_extra={"expected": 'a number of minutes >= 0, or "auto"'}),
+    Field(json_schema_extra={"expected": f'a number of minutes >= 0 and <= {MOST_MINUTES}, or "auto"'}),
 ]
 NthOrOp = Annotated[
     str,

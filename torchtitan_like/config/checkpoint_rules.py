@@ -59,7 +59,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("initial_load_in_hf",),
     ),
     Rule(
-        lambda c: c.start == "warm" and c.initial_load_path is None and not c.initial_load_in_hf,
+        lambda c: c.start == "warm" and not c.initial_load_path and not c.initial_load_in_hf,
         "start",
         'a checkpoint.initial_load_path, whose weights "warm" takes',
         "set checkpoint.initial_load_path to the path of a checkpoint",
@@ -80,7 +80,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("start",),
     ),
     Rule(
-        lambda c: c.start == "scratch" and (c.initial_load_path is not None or c.initial_load_in_hf),
+        lambda c: c.start == "scratch" and (bool(c.initial_load_path) or c.initial_load_in_hf),
         "start",
         'neither checkpoint.initial_load_path nor initial_load_in_hf: "scratch" begins with new weights',
         'set checkpoint.start = "warm" to use those weights, or remove them',
@@ -122,7 +122,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("create_seed_checkpoint",),
     ),
     Rule(
-        lambda c: c.create_seed_checkpoint and (c.initial_load_path is not None or c.initial_load_in_hf),
+        lambda c: c.create_seed_checkpoint and (bool(c.initial_load_path) or c.initial_load_in_hf),
         "initial_load_path",
         f"unset, and initial_load_in_hf = false, {_SEED}",
         "remove one of the two",

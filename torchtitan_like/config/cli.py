@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from torchtitan_like.config.aliases import current_path
 from torchtitan_like.config.fields import Path, Setting, all_settings, find
-from torchtitan_like.config.layers import Layer, TOMLDecodeError, parse_toml
+from torchtitan_like.config.layers import Layer, parse_toml
 from torchtitan_like.config.problems import Problem, nearest
 
 ORIGIN = "command line"
@@ -26,7 +26,12 @@ def parse_arguments(argv: list[str]) -> tuple[Layer, list[Problem]]:
     """Read all of ``argv``; returns its settings (the last one wins) and what could not be understood."""
     leaves: dict[Path, Any] = {}
     problems = []
-    words = list(argv)
+    words = [word for word in argv if _is_text(word)]
+    for word in argv:
+        if not _is_text(word):
+            shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            expected = f'UTF-8 text, found the word "{shown}": the configuration is written down with each run'
+            problems.append(Problem("", None, expected, "rename that file or folder", ORIGIN))
     while words:
         word = words.pop(0)
         if not word.startswith("--") or word[2:3] in ("", "="):
@@ -41,7 +46,7 @@ def parse_arguments(argv: list[str]) -> tuple[Layer, list[Problem]]:
             leaves[path] = False
             continue
         texts = [text] if has_value else _take_values(words, setting)
-        if not texts and setting is not None and setting.kind is bool:
+        if not texts and setting is not None and (setting.kind is bool or (setting.is_free and path != setting.path)):
             leaves[path] = True
         elif not texts and setting is not None:
             expected = f"a value after it: {setting.expected}"
@@ -49,6 +54,11 @@ def parse_arguments(argv: list[str]) -> tuple[Layer, list[Problem]]:
         else:
             leaves[path] = _convert(texts, setting, path) if texts else ""
     return Layer(ORIGIN, list(leaves.items())), problems
+
+
+def _is_text(word: str) -> bool:
+    """False for bytes that are no UTF-8, such as names of files may have."""
+    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def _stray(word: str) -> Problem:
@@ -96,6 +106,8 @@ def _convert(texts: list[str], setting: Setting | None, path: Path) -> Any:
         return " ".join(texts)
     if text == "None" and len(texts) == 1 and (setting.optional or setting.is_free):
         return None
+    if setting.is_free and text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
     if setting.is_free or setting.section is not None:
         return _toml_value(text)
     if get_origin(setting.kind) is list and text.startswith("["):
@@ -103,6 +115,8 @@ def _convert(texts: list[str], setting: Setting | None, path: Path) -> Any:
         if get_args(setting.kind) != (str,) or isinstance(value, list):  # else a pattern, as in [ab]*
             return value
     if _is_list_of_lists(setting):
+        if texts == [""]:
+            return []
         if get_args(get_args(setting.kind)[0]) != (str,):
             return [[_toml_value(item) for item in _split(group)] for group in texts]
         return [_split(group) for group in texts]
@@ -128,7 +142,7 @@ def _toml_value(text: str) -> Any:
         return text
     try:
         return parse_toml(f"value = {text}")["value"]
-    except TOMLDecodeError:
+    except ValueError:  # no TOML, or more digits than Python reads
         return text
 
 

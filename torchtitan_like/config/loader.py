@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +14,9 @@ from torchtitan_like.config.fields import Path, find, names_at
 from torchtitan_like.config.layers import Layer, delete, lay, read_files
 from torchtitan_like.config.problems import ConfigError, Problem, nearest
 from torchtitan_like.config.schema import JobConfig
+
+# What pydantic adds to the place of a fault: in a table's own names, and in a value that could be of two types.
+_NO_KEYS = ("[key]", "int", "float")
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -32,7 +36,19 @@ def load_config(argv: list[str]) -> JobConfig:
     unreadable: list[Problem] = []
     if file is not None:
         layers, unreadable = read_files(file)
-    return build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
+    config = build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
+    config._notices += tuple(_unread(layers))
+    return config
+
+
+def _unread(layers: list[Layer]) -> Iterator[Problem]:
+    """A file that is named in a file is not read."""
+    for layer in layers:
+        for path, value in layer.leaves:
+            if path == ("job", "config_file"):
+                text = "has no effect in a file: it stands for a file to read on the command line alone"
+                remedy = 'to start from another file write `extends = "..."` at the top'
+                yield Problem("job.config_file", value, text, remedy, layer.origin, severity="warning")
 
 
 def build_config(layers: list[Layer], problems: list[Problem] | None = None, *, complete: bool = True) -> JobConfig:
@@ -86,8 +102,10 @@ def _validate(
                 if error["type"] == "conflict":
                     removed |= _report_conflicts(path, error, merged, origins, faulty, problems)
                 else:
-                    path = path[:-1] if path[-1:] == ("[key]",) else path
-                    problems.append(_explain(path, error, origins))
+                    if path[-1] in _NO_KEYS and error["type"] != "extra_forbidden" and find(path) is None:
+                        path = path[:-1]
+                    if ".".join(path) not in faulty:  # an item that could have been of two types is refused twice
+                        problems.append(_explain(path, error, origins))
                     faulty.add(".".join(path))
                     removed |= delete(merged, path) or delete(merged, path[:-1])
             if not removed:
@@ -153,7 +171,7 @@ def _remedy(expected: str, choices: tuple[str, ...], value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and expected.startswith("an integer"):
         return f"write {int(value)}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    wants_words = expected.startswith("a string") or '"' in expected
+    wants_words = expected.startswith("a string") or ('"' in expected and not expected.startswith("a number"))
     return f'put it in quotes: "{value}"' if is_number and wants_words else ""
 
 

@@ -90,18 +90,25 @@ class Metrics(Section):
     )
 
 
+MOST_SECONDS = 1_000_000_000  # 31 years: what waits counts in nanoseconds, and 300 years are too many of them
+
+
 class Comm(Section):
     """Process groups: time limits and the flight recorder."""
 
     init_timeout_seconds: int = Field(
-        300, gt=0, description="Seconds a collective may take until the first step of a process is done."
+        300,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds a collective may take until the first step of a process is done.",
     )
     train_timeout_seconds: int = Field(
-        100, gt=0, description="Seconds a collective may take after the first step of a process."
+        100, gt=0, le=MOST_SECONDS, description="Seconds a collective may take after the first step of a process."
     )
     checkpoint_timeout_seconds: int = Field(
         1800,
         gt=0,
+        le=MOST_SECONDS,
         description="Seconds ranks wait for the slowest one in a save or a load: longer than its disk may take, and not longer "
         "than a hung one may cost.",
     )
@@ -286,3 +293,8 @@ class Debug(Section):
         description="Wait for each GPU kernel (CUDA_LAUNCH_BLOCKING=1), so that an error shows the line that it comes from. "
         "Slow.",
     )
+
+    def conflicts(self) -> list[Conflict]:
+        if all(step >= 1 for step in self.trace_batch_nums):
+            return []
+        return [Conflict("trace_batch_nums", "steps, which are counted from 1", "write [1, 5], say")]

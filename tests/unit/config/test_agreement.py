@@ -37,6 +37,20 @@ def test_settings_that_differ_are_told_by_name(other: str, told: str) -> None:
     assert told in compared("--training.steps 3", f"--training.steps 3 {other}")
 
 
+def test_the_same_settings_in_another_order_are_the_same() -> None:
+    """And 500000 is 500000.0. But texts are read in the order in which they stand."""
+    one, other = (
+        "--model.args.dim 256 --model.args.rope_theta 500000",
+        "--model.args.rope_theta 500000.0 --model.args.dim 256",
+    )
+    first, second = (load_config(line.split()) for line in (one, other))
+    check_agreement(first, lambda ours: [ours, dict(_shared(second)) if isinstance(ours, dict) else b"another"])
+    one, other = (f"--validation.sources.{a}.path x --validation.sources.{b}.path x" for a, b in ("ab", "ba"))
+    assert 'validation.sources = ["a", "b"]: expected the same on every rank; rank 1 has ["b", "a"]' in compared(
+        one, other
+    )
+
+
 def test_places_are_each_nodes_own() -> None:
     line = "--job.dump_folder {0} --model.hf_assets_path {0} --data.sources.a.path {0} --data.cache_folder {0}"
     ours, theirs = (dict(_shared(load_config(line.format(place).split()))) for place in ("a", "b"))

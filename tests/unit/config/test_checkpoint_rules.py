@@ -38,6 +38,7 @@ CONTRADICTIONS = [
 # More ways to break a row.
 OTHERS = [
     ("--start scratch --initial_load_in_hf", "start", "or remove them"),
+    ("--start warm --initial_load_path=", "start", "set checkpoint.initial_load_path"),
     ("--start warm --initial_load_path x --load_step 5", "load_step", "or remove load_step"),
     (f"{ON} {SEED} --start warm --initial_load_path x", "start", "remove one of the two"),
     (f"{ON} {SEED} --initial_load_in_hf", "initial_load_path", "remove one of the two"),
@@ -108,6 +109,7 @@ def test_saves(line: str, is_right: bool) -> None:
         "--interval 10 --keep_every 20 --interval_minutes 2.5",
         f"--export_dtype float16 --hf_interval 10 {FULL_LAST}",
         "--folder /absolute/folder",
+        "--start scratch --initial_load_path=",
     ],
 )
 def test_what_may_be_combined(line: str) -> None:

@@ -28,6 +28,16 @@ def test_prints_toml_that_can_be_run_again(capsys: pytest.CaptureFixture[str], t
     assert capsys.readouterr().out == captured.out
 
 
+def test_what_an_imported_module_prints_is_no_part_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talkative.py").write_text("print('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train_configs/debug_model.toml", "--experimental.custom_import", "talkative"]) == 0
+    captured = capsys.readouterr()
+    assert parse_toml(captured.out)["experimental"]["custom_import"] == "talkative" and "hello" in captured.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -45,6 +45,7 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
     ("--training.batch_ramp 8,4,100 --training.global_batch_size 16", "training.batch_ramp", [8, 4, 100]),
     ("--training.skip_steps 11,15 20,20", "training.skip_steps", [[11, 15], [20, 20]]),
+    ("--training.skip_steps 2,3 --training.skip_steps=", "training.skip_steps", []),
     ("--training.skip_steps [[2,3]]", "training.skip_steps", [[2, 3]]),
     ("--training.skip_steps [[2, 3], [5, 6]] --training.steps 9", "training.skip_steps", [[2, 3], [5, 6]]),
     ("--training.batch_ramp=[8,4,100] --training.global_batch_size 16", "training.batch_ramp", [8, 4, 100]),
@@ -56,6 +57,9 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--model.args.dim 256", "model.args.dim", 256),
     ("--model.args.depth_init false", "model.args.depth_init", False),
     ("--model.args.init_std sqrt(1/(3h))", "model.args.init_std", "sqrt(1/(3h))"),
+    ("--model.args.depth_init False", "model.args.depth_init", False),
+    ("--model.args.depth_init=True", "model.args.depth_init", True),
+    ("--model.args.depth_init --training.steps 3", "model.args.depth_init", True),
     ("--model.args.n_kv_heads None", "model.args.n_kv_heads", None),
     ("--activation_checkpoint.selective_ac_option 2", "activation_checkpoint.selective_ac_option", "2"),
     ("--job.print_config", "job.print_config", True),
@@ -140,6 +144,12 @@ def test_no_older_name_is_seen_in_what_is_no_number() -> None:
         with pytest.raises(ConfigError) as caught:
             load_config([f"--{name}", "nan"])
         assert not [one for one in caught.value.problems if "is read as" in str(one) or "another value" in str(one)]
+
+
+def test_a_file_that_is_named_in_a_file_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('[job]\nconfig_file = "other.toml"')
+    (notice,) = load_config(["--job.config_file", str(tmp_path / "one.toml")]).notices
+    assert notice.origin.endswith("one.toml") and 'write `extends = "..."`' in str(notice)
 
 
 def test_the_word_none_unsets_what_a_base_sets(tmp_path: Path) -> None:

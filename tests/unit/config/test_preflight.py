@@ -98,6 +98,8 @@ WARNINGS = [
      "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
     ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
      "before the gradient norm is known"),
+    ("--training.steps 1000 --lr_scheduler.decay_ratio 0.0001", "lr_scheduler.decay_ratio", "nothing decays"),
+    ("--training.steps 1000 --compile.enable --compile.components=", "compile.enable", "compile.components is empty"),
     ("--training.steps 1000 --profiling.enable_profiling --profiling.profile_freq 1001", "profiling.profile_freq",
      "no trace is written: the first one would be at step 1001, and the run ends at step 1000"),
     ("--training.steps 1000 --training.dataloader.pin_memory", "training.dataloader.pin_memory", "has no effect"),
@@ -184,6 +186,15 @@ def test_what_only_a_mixture_reads_is_told_of_a_validation_text() -> None:
     set_ = "--validation.sources.a.weight 2 --validation.sources.a.weight_from 9,3 --validation.sources.a.max_epochs 1"
     names = [f"validation.sources.a.{name}" for name in ("weight", "weight_from", "max_epochs")]
     assert keys(check(f"{line} {set_}"), "warning") == names
+
+
+def test_names_of_files_on_the_hub_are_whole() -> None:
+    line = "--training.steps 1000 --data.sources.a.path hf://datasets/owner/name@v1/*.parquet"
+    assert check(line) == []
+    (problem,) = check(line.replace("@v1", ""))
+    assert problem.key == "data.sources.a.path" and "hf://datasets/OWNER/NAME@REVISION/PATTERN" in str(problem)
+    (problem,) = check(f"{line} --data.sources.a.format tokens")
+    assert problem.key == "data.sources.a.path" and "download them" in problem.remedy
 
 
 def test_names_of_texts_on_the_hub_are_known_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +348,12 @@ def test_what_may_change_is_a_setting(pattern: str, remedy: str | None) -> None:
     assert [problem.remedy for problem in found] == ([] if remedy is None else [remedy])
 
 
+def test_the_config_is_not_saved_over_a_folder(tmp_path: Path) -> None:
+    line = f"--training.steps 1000 --job.dump_folder {tmp_path} --job.save_config_file"
+    assert keys(check(f"{line} ."), "error") == ["job.save_config_file"]
+    assert check(f"{line} config.json") == []
+
+
 def test_dump_folder_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (problem,) = check(f"--training.steps 1000 --job.dump_folder {tmp_path}/file/outputs")
@@ -358,6 +375,15 @@ def test_a_backend_of_the_compiler_is_one_that_there_is() -> None:
     assert problem.severity == "error" and "torch._dynamo.register_backend" in problem.remedy
     assert check("--training.steps 1000 --compile.enable --compile.backend aot_eager") == []
     assert keys(check("--training.steps 1000 --compile.backend nonsense"), "error") == []  # nothing is compiled
+
+
+def test_a_backend_in_a_package_of_its_own_is_installed() -> None:
+    """Torch imports it in the middle of the first step."""
+    line = "--training.steps 1000 --compile.enable --compile.backend tvm"
+    (problem,) = check(line)
+    assert (problem.key, problem.severity) == ("compile.backend", "error") and "the package tvm" in problem.expected
+    (problem,) = check(line, training=False)
+    assert problem.severity == "warning"
 
 
 def test_a_backend_of_ones_own_is_registered_by_an_imported_module(

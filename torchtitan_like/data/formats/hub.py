@@ -193,14 +193,20 @@ def local_path(path: str) -> str:
         return f"{complete.read_text(encoding='utf-8')}/{pattern}"
 
 
-def _parts(path: str) -> tuple[str, str, str]:
-    """Repository, revision, pattern."""
+def check_name(path: str) -> re.Match[str]:
+    """The parts of a name of files of the Hub. Raises DataError where it is none; asks nobody."""
     parts = _PARTS.fullmatch(path)
     if parts is None:
         raise DataError(
             f"{path!r} names no text of the Hub: expected hf://datasets/OWNER/NAME@REVISION/PATTERN, say "
             "hf://datasets/roneneldan/TinyStories@f54c09f/data/*.parquet; REVISION is a tag or a commit"
         )
+    return parts
+
+
+def _parts(path: str) -> tuple[str, str, str]:
+    """Repository, revision, pattern."""
+    parts = check_name(path)
     try:
         import huggingface_hub  # noqa: F401
     except ImportError as error:

@@ -86,15 +86,15 @@ def check(args: LlamaArgs) -> list[str]:
     problems = check_attention(args.attn_type, args.attn_mask_type)
     for key in ("dim", "n_layers", "n_heads", "num_kv_heads", "vocab_size", "multiple_of", "max_seq_len",
                 "norm_eps", "rope_theta", "rope_scaling_factor", "rope_original_max_seq_len"):  # fmt: skip
-        if not getattr(args, key) > 0:
+        if not 0 < getattr(args, key) < math.inf:
             problems.append(f"{key.replace('num_', 'n_')} = {getattr(args, key)}: expected a number above 0")
     if isinstance(args.init_std, str) and args.init_std not in INIT_STD:
         problems.append(f"init_std = {args.init_std!r}: expected a number or one of {', '.join(INIT_STD)}")
-    elif not isinstance(args.init_std, str) and not args.init_std > 0:
+    elif not isinstance(args.init_std, str) and not 0 < args.init_std < math.inf:
         problems.append(f"init_std = {args.init_std}: expected a number above 0 or one of {', '.join(INIT_STD)}")
-    if args.ffn_dim_multiplier is not None and not args.ffn_dim_multiplier > 0:
+    if args.ffn_dim_multiplier is not None and not 0 < args.ffn_dim_multiplier < math.inf:
         problems.append(f"ffn_dim_multiplier = {args.ffn_dim_multiplier}: expected a number above 0")
-    if not 0 < args.rope_low_freq_factor < args.rope_high_freq_factor:
+    if not 0 < args.rope_low_freq_factor < args.rope_high_freq_factor < math.inf:
         problems.append(f"rope_low_freq_factor = {args.rope_low_freq_factor}: expected a number between 0 and "
                         f"rope_high_freq_factor = {args.rope_high_freq_factor}")  # fmt: skip
     if problems:

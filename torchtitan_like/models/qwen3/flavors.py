@@ -54,7 +54,9 @@ def check(args: Qwen3Args) -> list[str]:
                 "max_seq_len", "rope_theta", "init_std")  # fmt: skip
     problems = check_attention(args.attn_type, args.attn_mask_type)
     problems += [
-        f"{key} = {getattr(args, key)}: expected a number above 0" for key in positive if not getattr(args, key) > 0
+        f"{key} = {getattr(args, key)}: expected a number above 0"
+        for key in positive
+        if not 0 < getattr(args, key) < math.inf
     ]
     if args.head_dim % 2:
         problems.append(f"head_dim = {args.head_dim}: expected an even number, since it is rotated in pairs")
