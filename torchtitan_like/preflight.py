@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
 from torchtitan_like.config.availability import (
-    KEEPING_ALL,
     NOT_AVAILABLE,
     is_used,
     not_available,
@@ -208,7 +207,7 @@ def _check_profiling(findings: Findings) -> None:
 def _check_numerics(findings: Findings) -> None:
     """Combinations of types, compilation and recomputation."""
     config = findings.config
-    training, compiled = config.training, config.compile.enable and "model" in config.compile.components
+    training = config.training
     if training.dtype == "bfloat16" and training.mixed_precision_param == "float32":
         findings.warning(
             "training.mixed_precision_param",
@@ -219,7 +218,6 @@ def _check_numerics(findings: Findings) -> None:
     if config.compile.enable and not config.compile.components:
         text = "has no effect in this run: compile.components is empty"
         findings.warning("compile.enable", text, involves=("compile.components",))
-    _check_recomputation(findings, compiled)
     if config.debug.detect_overflow and config.compile.enable:
         findings.error(
             "debug.detect_overflow",
@@ -243,32 +241,6 @@ def _check_numerics(findings: Findings) -> None:
                 f'set optimizer.early_step_in_backward = false, or {name} = "{other}"',
                 involves=("optimizer.early_step_in_backward",),
             )
-
-
-def _check_recomputation(findings: Findings, compiled: bool) -> None:
-    """What is kept for the backward pass: by the compiler, by operation, block by block."""
-    section, backend = findings.config.activation_checkpoint, findings.config.compile.backend
-    if section.mode == "memory_budget" and not compiled:
-        findings.error(
-            "activation_checkpoint.mode",
-            'a compiled model with "memory_budget": the compiler decides what is kept',
-            'set compile.enable = true with "model" among compile.components',
-            involves=("compile.enable", "compile.components"),
-        )
-    elif section.mode == "memory_budget" and backend in KEEPING_ALL:
-        findings.error(
-            "compile.backend",
-            'a backend that chooses what is kept, as activation_checkpoint.mode = "memory_budget" asks for: this keeps all',
-            'set it to "inductor" or "aot_eager"',
-            involves=("activation_checkpoint.mode", "compile.enable"),
-        )
-    if section.debug and section.mode == "selective" and section.selective_ac_option == "op":
-        findings.error(
-            "activation_checkpoint.debug",
-            'false with selective_ac_option = "op": torch records the operations of blocks that are recomputed whole',
-            'set it to false, or selective_ac_option = "1"',
-            involves=("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
-        )
 
 
 def _check_hardware(findings: Findings, device_type: DeviceType | None, args: Any) -> None:

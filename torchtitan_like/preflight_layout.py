@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchtitan_like.config.availability import KEEPING_ALL
 from torchtitan_like.config.layout import SPLIT_BACKWARD, Layout
 from torchtitan_like.config.layout_rules import COMPILE, DEGREES, IMPL, PIPELINE_KEYS, broken_rules, text_of
 from torchtitan_like.distributed.dims import resolve_degrees
@@ -45,6 +46,7 @@ def check_layout(
         _check_pipeline(findings, layout, spec)
     if "quantize.linear.float8" in findings.config.model.converters:
         _check_float8(findings, layout)
+    _check_recomputation(findings, layout.compiles_model)
 
 
 def _check_pipeline(findings: Findings, layout: Layout, spec: ModelSpec) -> None:
@@ -77,6 +79,39 @@ def _check_float8(findings: Findings, layout: Layout) -> None:
     for finding in problems(layout.config.quantize.linear.float8, run):
         findings.add(
             finding.key, finding.expected, finding.remedy, finding.severity, ("model.converters", *COMPILE, IMPL)
+        )
+
+
+def _check_recomputation(findings: Findings, compiled: bool) -> None:
+    """What is kept for the backward pass: by the compiler, by operation, block by block."""
+    section, backend = findings.config.activation_checkpoint, findings.config.compile.backend
+    if section.mode == "memory_budget" and not compiled:
+        findings.error(
+            "activation_checkpoint.mode",
+            'a compiled model with "memory_budget": the compiler decides what is kept',
+            'set compile.enable = true with "model" among compile.components',
+            involves=("compile.enable", "compile.components"),
+        )
+    elif section.mode == "memory_budget" and backend in KEEPING_ALL:
+        findings.error(
+            "compile.backend",
+            'a backend that chooses what is kept, as activation_checkpoint.mode = "memory_budget" asks for: this keeps all',
+            'set it to "inductor" or "aot_eager"',
+            involves=("activation_checkpoint.mode", "compile.enable"),
+        )
+    if section.debug and compiled and section.mode in ("selective", "full"):
+        findings.error(
+            "activation_checkpoint.debug",
+            "false with a compiled model: inside compiled code no operations are recorded",
+            "set it to false, or compile.enable = false while you look",
+            involves=("activation_checkpoint.mode", "compile.enable", "compile.components"),
+        )
+    elif section.debug and section.mode == "selective" and section.selective_ac_option == "op":
+        findings.error(
+            "activation_checkpoint.debug",
+            'false with selective_ac_option = "op": torch records the operations of blocks that are recomputed whole',
+            'set it to false, or selective_ac_option = "1"',
+            involves=("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
         )
 
 

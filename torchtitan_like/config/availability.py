@@ -47,16 +47,16 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
 )
 
 
-# Torch's own backends of torch.compile (torch 2.13), but for those that only its own tests use.
+# Torch's own backends of torch.compile (torch 2.13), but for those that only its own tests use, and those that cannot compile
+# a model of today: "ts" and "aot_ts" (TorchScript), "aot_eager_decomp_partition_with_mode" (wants an argument).
 BACKENDS = (
-    "inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_with_mode",
-    "aot_eager_default_partitioner", "aot_ts", "cudagraphs", "eager_debug", "eager_noexcept", "invoke_subgraph", "openxla",
-    "openxla_eval", "pre_dispatch_eager", "ts", "tvm",
+    "inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner", "cudagraphs",
+    "eager_debug", "eager_noexcept", "invoke_subgraph", "openxla", "openxla_eval", "pre_dispatch_eager", "tvm",
 )  # fmt: skip
 # Those of them that torch only passes graphs on to, and the package that it imports for it when the first step begins.
 _PACKAGE_OF_BACKEND = {"openxla": "torch_xla", "openxla_eval": "torch_xla", "tvm": "tvm"}
 # Those of them that leave to autograd what is kept for the backward pass: all of it.
-KEEPING_ALL = ("eager", "aot_eager_default_partitioner", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "ts")
+KEEPING_ALL = ("eager", "aot_eager_default_partitioner", "eager_debug", "eager_noexcept", "pre_dispatch_eager")
 
 
 class Switch(NamedTuple):

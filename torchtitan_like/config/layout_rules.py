@@ -290,6 +290,19 @@ DATA_RULES = (
         (PP, "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
     ),
     LayoutRule(
+        "zero-bubble-debug",
+        lambda at: (
+            at.splits_backward
+            and at.config.activation_checkpoint.debug
+            and at.config.activation_checkpoint.mode in ("selective", "full")
+        ),
+        SCHEDULE,
+        "a schedule that computes each backward pass as a whole with activation_checkpoint.debug: a block's operations are "
+        "recorded once",
+        'set it to "Interleaved1F1B", or activation_checkpoint.debug = false',
+        (PP, "activation_checkpoint.mode", "activation_checkpoint.debug"),
+    ),
+    LayoutRule(
         "experts-of-dense-model",
         lambda at: at.ep > 1 and at.limits is not None and not at.size("n_experts"),
         EP,

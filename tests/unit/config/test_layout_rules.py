@@ -42,6 +42,7 @@ SHORT = {
     "ep": "parallelism.expert_parallel_degree",
     "ac": "activation_checkpoint.mode",
     "ac_option": "activation_checkpoint.selective_ac_option",
+    "ac_debug": "activation_checkpoint.debug",
     "early": "optimizer.early_step_in_backward",
     "reduce": "training.mixed_precision_reduce",
     "check": "resilience.replica_check_freq",
@@ -160,6 +161,8 @@ ILLEGAL = [
                 'selective_ac_option = "1"', "zero-bubble-per-op")
         for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ),
+    Illegal("pp=2 schedule=ZBVZeroBubble ac=full ac_debug=true", 2, "parallelism.pipeline_parallel_schedule",
+            "activation_checkpoint.debug = false", "zero-bubble-debug"),
     Illegal("pp=2 local=1 global=4 ramp=1,1,12", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer"),
     Illegal("pp=2 schedule=Interleaved1F1B local=1 global=8 ramp=2,3,60", 2, "parallelism.pipeline_parallel_microbatch_size",
             "5 on 2 ranks"),
@@ -208,6 +211,7 @@ LEGAL = [
     ("pp=2 layers=2 stages=tok_embeddings,layers.0|layers.1,norm,output", 2),
     ("pp=2 tp=2 cp=2", 16), ("pp=2 tp=2 replicate=2", 16), ("pp=2 impl=ddp replicate=2", 4),
     ("pp=2 schedule=ZBVZeroBubble ac=full", 2), ("pp=2 schedule=DualPipeV ac=selective ac_option=1", 2),
+    ("pp=2 ac=full ac_debug=true", 2),
     ("pp=2 ac=selective ac_option=op", 2), ("tied=true", 2), ("early=true", 2), ("local=2 global=16", 4),
     (f"{FLOAT8} emulate=true device=cpu", 2), (f"{FLOAT8} emulate=true tp=2 device=cpu", 2),
     (f"{FLOAT8} compile=true device=cuda", 2),

@@ -374,6 +374,7 @@ def test_a_backend_of_the_compiler_is_one_that_there_is() -> None:
     (problem,) = check("--training.steps 1000 --compile.enable --compile.backend nonsense", training=False)
     assert problem.severity == "error" and "torch._dynamo.register_backend" in problem.remedy
     assert check("--training.steps 1000 --compile.enable --compile.backend aot_eager") == []
+    assert keys(check("--training.steps 1000 --compile.enable --compile.backend ts"), "error") == ["compile.backend"]
     assert keys(check("--training.steps 1000 --compile.backend nonsense"), "error") == []  # nothing is compiled
 
 
