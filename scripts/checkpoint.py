@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from scripts.custom_model import import_custom
+from scripts.custom_model import import_custom, with_assets
 from scripts.watch import rows_of
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
@@ -250,7 +250,7 @@ def _identify(source: Contents, config_file: Path | None) -> tuple[Identity, str
         )
     config = load_config(["--job.config_file", str(path)])
     import_custom(config)
-    return identify(config.model), dump_toml(config)
+    return identify(with_assets(config.model, path.parent)), dump_toml(config)
 
 
 # ---- offload

@@ -7,7 +7,6 @@ inside it, or the tokenizer that `--assets` names. One process, on the GPU if th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from scripts.custom_model import import_custom
+from scripts.custom_model import find_assets, import_custom
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
@@ -29,30 +28,6 @@ from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import identify
 from torchtitan_like.models.spec import get_spec, resolve_args
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def find_assets(named: str, step_folder: Path) -> Path:
-    """The folder that a run's config names: seen from here, from where one of the run's attempts was started, newest first, or
-    from the repository. Where it is nowhere, as it is named.
-    """
-    path = Path(named).expanduser()
-    places = [Path.cwd(), *started_in(step_folder), REPOSITORY]
-    return next((place / path for place in places if (place / path).exists()), path)
-
-
-def started_in(step_folder: Path) -> list[Path]:
-    """Working folders of the attempts of the run that the step lies in, as far as they are recorded."""
-    found = []
-    for folder in step_folder.resolve().parents:
-        records = (path for path in folder.glob("attempts/*/environment/facts.json") if path.parts[-3].isdigit())
-        for path in sorted(records, key=lambda path: int(path.parts[-3]), reverse=True):
-            try:
-                found.append(Path(json.loads(path.read_text(encoding="utf-8"))["folder"]))
-            except (OSError, ValueError, KeyError, TypeError):  # an attempt that was killed while it wrote
-                continue
-    return found
 
 
 def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:

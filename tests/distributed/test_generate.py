@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from scripts.custom_model import import_custom
-from scripts.generate import continuation, find_assets, generate, main
+from scripts import checkpoint, export
+from scripts.custom_model import find_assets, import_custom
+from scripts.generate import continuation, generate, main
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
@@ -64,6 +65,10 @@ def test_a_relative_tokenizer_is_found_from_other_folders(tmp_path, monkeypatch,
     (tmp_path / "run/attempts/2/environment").mkdir(parents=True)
     (tmp_path / "run/attempts/2/environment/facts.json").write_text("{")  # killed
     monkeypatch.chdir(tmp_path)
+    to_hf = ["convert", str(step), "converted", "--to", "hf"]
+    assert export.main([str(step), "exported"]) == 0 == checkpoint.main(to_hf)
+    assert (tmp_path / "exported/tokenizer.json").exists() and (tmp_path / "converted/tokenizer.json").exists()
+    assert export.main([str(step), "."]) == 2
     asked = [str(step), "--prompt", "To be", "--num-tokens", "2"]
     assert main(asked) == 0
     facts.unlink()
