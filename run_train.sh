@@ -31,12 +31,14 @@ source "$ROOT/scripts/setup_env.sh"
 setup_env || exit 1
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-typed= # what a person would type to run this again
-for name in NGPU NNODES MAX_RESTARTS CONFIG_FILE; do
-  [ -z "${!name:-}" ] || typed+=$(printf '%s=%q ' "$name" "${!name}")
-done
-typed+=$(printf '%q ' "$0" "$@")
-typed=${typed% }
+typed=${TYPED:-} # what a person would type to run this again; scripts/emulate_multinode.sh says it itself
+if [ -z "$typed" ]; then
+  for name in NGPU ${NNODES:+NNODES MASTER_ADDR MASTER_PORT RDZV_ID NODE_RANK} MAX_RESTARTS CONFIG_FILE; do
+    [ -z "${!name:-}" ] || typed+=$(printf '%s=%q ' "$name" "${!name}")
+  done
+  typed+=$(printf '%q ' "$0" "$@")
+  typed=${typed% }
+fi
 typed_in=$PWD
 
 listed=$(nvidia-smi -L 2>/dev/null | grep '^GPU ') || true # with their UUIDs

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
+from scripts.custom_model import import_custom, with_assets
 from scripts.watch import rows_of
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
@@ -249,9 +249,8 @@ def _identify(source: Contents, config_file: Path | None) -> tuple[Identity, str
             "file of a run with this model"
         )
     config = load_config(["--job.config_file", str(path)])
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)
-    return identify(config.model), dump_toml(config)
+    import_custom(config)
+    return identify(with_assets(config.model, path.parent)), dump_toml(config)
 
 
 # ---- offload
@@ -283,7 +282,9 @@ def offload(arguments: argparse.Namespace) -> int:
             damaged.add(step.step)
             continue
         sums = _sums(step.path)
-        _copy(step.path, target, arguments.command)
+        # One of ours that has its name is complete: an earlier offload ended before it was verified.
+        if arguments.command or not (is_local and (Path(target) / step.path.name).exists()):
+            _copy(step.path, target, arguments.command)
         if is_local:
             _check_copy(Path(target) / step.path.name, step, sums)
             (Path(target) / f"{step.path.name}.sha256").write_text(sums)
@@ -323,7 +324,12 @@ def _sums(path: Path) -> str:
 def _copy(path: Path, target: str, command: str | None) -> None:
     """By the command of the user, or file by file into a folder that has its name only when it is complete."""
     if command:
-        line = [part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)]
+        try:
+            line = [part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)]
+        except (LookupError, ValueError) as error:
+            raise CheckpointError(
+                f"--command {command}: {error!r}; expected {{src}}, {{dst}} and {{name}}, other braces doubled"
+            ) from error
         if code := subprocess.run(line).returncode:
             raise CheckpointError(f"{shlex.join(line)} ended with code {code}: nothing is removed")
         return
@@ -460,6 +466,9 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     if arguments.command_name == "offload" and arguments.keep < 1:
         print(f"--keep {arguments.keep}: expected at least 1", file=sys.stderr)
+        return 2
+    if arguments.command_name == "interval" and not arguments.mtbf_hours > 0:
+        print(f"--mtbf-hours {arguments.mtbf_hours:g}: expected more than 0", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:

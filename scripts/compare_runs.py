@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -49,8 +50,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def largest_difference(pairs: list[tuple[float, float]]) -> float:
-    """Of the numbers relative to the first of each pair."""
-    return max((abs(a - b) / abs(a) if a else abs(b)) for a, b in pairs)
+    """Of the numbers relative to the first of each pair; infinite where only one of them is a number."""
+    found = [0.0 if same(a, b) else abs(a - b) / abs(a) if a else abs(b) for a, b in pairs]
+    return max(math.inf if math.isnan(one) else one for one in found)
 
 
 def report(ours: dict[int, Row], theirs: dict[int, Row], keys: tuple[str, ...]) -> tuple[list[str], bool]:

@@ -196,7 +196,9 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         arguments += [*SETTINGS, f"--job.dump_folder={folder}"]
         check = [sys.executable, "-m", "torchtitan_like.config", "--training", "--world-size", str(options.world_size)]
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        # The working folder, as python -m has it: a model from outside may lie there.
+        path = os.pathsep.join(filter(None, (str(ROOT), os.getcwd(), os.environ.get("PYTHONPATH"))))
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         checked = subprocess.run(
             [*check, "--device-type", "cpu", *arguments], capture_output=True, text=True, env=environ
         )

@@ -10,7 +10,6 @@ holds a part of the weights only. No GPU is used. The directory appears under it
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import shutil
 import sys
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
+from scripts.custom_model import import_custom, with_assets
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord
@@ -84,9 +84,8 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
     if manifest is None or manifest["kind"] == "hf":
         raise CheckpointError(f"{step} is no step to export: give a published step-N, full or weights alone")
     config = load_config(["--job.config_file", str(step / "config.toml")])
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)
-    identity = identify(config.model)
+    import_custom(config)
+    identity = identify(with_assets(config.model, step))
     weights = Weights(step, manifest, votes.group.size)
     load_states(
         Start("warm", 0, step, "named on the command line", manifest=manifest), {"model": weights}, votes, identity
@@ -140,7 +139,7 @@ def main(argv: list[str]) -> int:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     group = HostGroup(list(range(launched.world_size)), TIMEOUT)
     try:
-        export(arguments.step_dir, arguments.out, arguments, Votes(group, is_leader=launched.rank == 0))
+        export(arguments.step_dir, arguments.out.absolute(), arguments, Votes(group, is_leader=launched.rank == 0))
     except (CheckpointError, ConfigError, TokenizerError) as error:
         if launched.rank == 0:
             print(error, file=sys.stderr)

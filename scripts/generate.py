@@ -7,8 +7,6 @@ inside it, or the tokenizer that `--assets` names. One process, on the GPU if th
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
+from scripts.custom_model import find_assets, import_custom
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
@@ -30,35 +29,10 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import identify
 from torchtitan_like.models.spec import get_spec, resolve_args
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def find_assets(named: str, step_folder: Path) -> Path:
-    """The folder that a run's config names: seen from here, from where one of the run's attempts was started, newest first, or
-    from the repository. Where it is nowhere, as it is named.
-    """
-    path = Path(named).expanduser()
-    places = [Path.cwd(), *started_in(step_folder), REPOSITORY]
-    return next((place / path for place in places if (place / path).exists()), path)
-
-
-def started_in(step_folder: Path) -> list[Path]:
-    """Working folders of the attempts of the run that the step lies in, as far as they are recorded."""
-    found = []
-    for folder in step_folder.resolve().parents:
-        records = (path for path in folder.glob("attempts/*/environment/facts.json") if path.parts[-3].isdigit())
-        for path in sorted(records, key=lambda path: int(path.parts[-3]), reverse=True):
-            try:
-                found.append(Path(json.loads(path.read_text(encoding="utf-8"))["folder"]))
-            except (OSError, ValueError, KeyError, TypeError):  # an attempt that was killed while it wrote
-                continue
-    return found
-
 
 def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
     """Build the config's model, in the type its weights are stored in, and fill it. Raises CheckpointError."""
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)
+    import_custom(config)
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
     with torch.device("meta"):
@@ -98,6 +72,12 @@ def generate(
             break
         tokens = torch.cat([tokens, chosen[None]], dim=1)
     return tokens[0, len(prompt) :].tolist()
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], added: list[int]) -> str:
+    """The text of `added` behind `prompt`: of tokens alone, some tokenizers leave out the blank that begins them."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *added])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(added)
 
 
 def main(argv: list[str]) -> int:
@@ -143,7 +123,7 @@ def main(argv: list[str]) -> int:
         stop=tokenizer.eos_id,
         window=limits.get("max_seq_len", config.training.seq_len),
     )
-    print(arguments.prompt + tokenizer.decode(added))
+    print(arguments.prompt + continuation(tokenizer, prompt, added))
     return 0
 
 

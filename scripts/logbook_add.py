@@ -11,7 +11,6 @@ or the folder is no run's.
 from __future__ import annotations
 
 import argparse
-import getpass
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.compare_runs import environment_of
+from scripts.notify import user_name
 from scripts.watch import rows_of
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "docs/logbook_template.md"
@@ -51,7 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("logbook", type=Path, help="a Markdown file")
     parser.add_argument("text", nargs="?", help="default: standard input")
     parser.add_argument("--run", type=Path, help="the run's folder (job.dump_folder)")
-    parser.add_argument("--author", default=getpass.getuser())
+    parser.add_argument("--author", default=user_name())
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args(arguments)
 

@@ -315,11 +315,11 @@ SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "head_dim": 16, "hidden_dim": 1
 def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> str:
     """Raises ConfigError, DataError, CheckpointError, or ValueError for sizes that do not fit each other."""
     import dataclasses
-    import importlib
 
     import torch
 
     from scripts import checkpoint_contents
+    from scripts.custom_model import import_custom
     from torchtitan_like.checkpoint.hf.folder import write_model
     from torchtitan_like.checkpoint.step_folders import write_manifest
     from torchtitan_like.checkpoint.votes import Votes
@@ -332,8 +332,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
 
     asked = ["--job.config_file", config_file, *settings]
     config = load_config(asked)
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)
+    import_custom(config)
     spec = get_spec(config.model.name)
     large = resolve_args(spec, config.model.flavor, config.model.args)
     vocab_size = load_tokenizer(config.model.tokenizer_folder).vocab_size
@@ -361,8 +360,9 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
             identity=identity,
             config=dump_toml(config),
         )
-        command = ["python", "scripts/make_tiny.py", "model", config_file, str(out), "--dtype", dtype, *settings]
-        (staged / "make.sh").write_text(f"# In {ROOT}\n{shlex.join(command)}\n", encoding="utf-8")
+        script = str(ROOT / "scripts/make_tiny.py")
+        command = shlex.join(["python", script, "model", config_file, str(out), "--dtype", dtype, *settings])
+        (staged / "make.sh").write_text(f"cd {shlex.quote(os.getcwd())} &&\n    {command}\n", encoding="utf-8")
     told = "".join(f"\n{name} = {json.dumps(value)}" for name, value in changed.items())
     return f"{out}: {spec.name} with {spec.num_params(args):,} parameters\n\n[model.args]{told}"
 

@@ -29,6 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 GIB = 2**30
+ANSWER = 60.0  # seconds for nvidia-smi, which a broken driver lets hang
 HOT = 84  # degrees Celsius: beyond it cards slow down
 XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
 # What is asked of nvidia-smi, and the answers that are well. A card that does not have the thing answers [N/A].
@@ -78,10 +79,13 @@ def xid_problems(kernel_log: str) -> list[str]:
 
 
 def output(*command: str) -> str:
-    """What a command prints; "" where it cannot be run or fails."""
+    """What a command prints; "" where there is no such command. One that hangs is said to."""
     if shutil.which(command[0]) is None:
         return ""
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER).stdout
+    except subprocess.TimeoutExpired:
+        return f"no answer within {ANSWER:g} s"
 
 
 def pair_problems(num_gpus: int, timeout: float) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import http.client
 import json
 import os
 import shutil
@@ -44,14 +45,22 @@ def run_command(command: str, text: str) -> None:
 def post(address: str, text: str) -> None:
     """Send {"text": ...} to a webhook. OSError when it is not taken: without the address, which is a secret."""
     body = json.dumps({"text": text}).encode()
-    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=TIMEOUT).close()
     except urllib.error.HTTPError as error:
         raise OSError(f"the server of NOTIFY_WEBHOOK answered {error.code} {error.reason}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", type(error).__name__)
         raise OSError(f"the server of NOTIFY_WEBHOOK is not reached: {reason}") from None
+
+
+def user_name() -> str:
+    """Who runs this; in a container that knows no name for its user, the number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def mail(to: str, text: str, env: Mapping[str, str]) -> None:
@@ -59,7 +68,7 @@ def mail(to: str, text: str, env: Mapping[str, str]) -> None:
     host = socket.gethostname()
     message = EmailMessage()
     message["Subject"] = f"{host}: {text.splitlines()[0][:150]}"
-    message["From"] = env.get("MAIL_FROM") or f"{getpass.getuser()}@{host}"
+    message["From"] = env.get("MAIL_FROM") or f"{user_name()}@{host}"
     message["To"] = to
     message.set_content(text)
     if not env.get("SMTP_HOST"):
@@ -117,7 +126,7 @@ def main(arguments: list[str]) -> int:
             continue
         try:
             send(text)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:  # SMTPException is an OSError
+        except Exception as error:  # whatever it is, the other ways are tried
             failed = True
             print(f"not sent by {name}: {error}", file=sys.stderr)
     return int(failed)

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 import torch
 
+from scripts.custom_model import see_working_folder
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
@@ -238,6 +239,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="also write what was found to this file, as JSON")
     options, settings = parser.parse_known_args(argv)
     init_logger()
+    see_working_folder()  # where a model from outside may lie
     run = options.bundle.absolute().parents[3] if len(options.bundle.absolute().parents) > 3 else Path()
     try:
         bundle = read_bundle(options.bundle)

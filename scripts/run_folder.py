@@ -106,7 +106,7 @@ def last_words(config: dict[str, Any], folder: Path, command: str, typed_in: Pat
         command += " --checkpoint.load_step=-1"
     steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
-    board = f"tensorboard --logdir {folder / metrics['save_tb_folder']}"
+    board = f"tensorboard --logdir {shlex.quote(str(folder / metrics['save_tb_folder']))}"
     if not metrics["enable_tensorboard"]:
         board = "off (metrics.enable_tensorboard)"
     script = os.path.relpath(ROOT / "scripts" / "generate.py")
@@ -127,8 +127,9 @@ def how_to_resume(steps: list[StepFolder], command: str, wanted: int, last_step:
         return "Resume: needs a checkpoint: --checkpoint.enable"
     if not full:
         return (
-            f"Resume: not from weights alone; a new run can begin with them: --checkpoint.initial_load_path "
-            f"{steps[-1].path} and a new --job.dump_folder. Next time: --checkpoint.last_save_model_only=false"
+            "Resume: not from weights alone; a new run can begin with them: --checkpoint.initial_load_path "
+            f"{shlex.quote(str(steps[-1].path))} and a new --job.dump_folder. "
+            "Next time: --checkpoint.last_save_model_only=false"
         )
     if steps[-1].step == last_step < wanted:
         return f"Resume (all data is read; allow more epochs: max_epochs of the source): {command}"

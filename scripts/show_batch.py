@@ -32,6 +32,7 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.documents import CACHE_FOLDER_NAME
 from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.monitor.jsonl import read_rows
 
 WIDTH = 100  # characters of a sample that are shown
 
@@ -114,12 +115,8 @@ def lines_of(
 
 def recorded_digest(folder: Path, step: int) -> str | None:
     """What the run's metrics.jsonl says of the step."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
-        return None
     found = None
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_rows(folder / "metrics.jsonl"):
         if row.get("step") == step and "data_digest" in row:
             found = row["data_digest"]
     return found

@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import sys
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.data.formats.fast_bpe import bytes_of_characters

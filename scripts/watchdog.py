@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +119,13 @@ def held(folder: Path) -> tuple[int, int]:
 
 def newest_save(folder: Path) -> Save | None:
     """Of a run's folder: its newest checkpoint, whatever its folder of checkpoints is called."""
-    steps = sorted(manifest.stat().st_mtime for manifest in folder.glob("*/step-*/manifest.json"))
-    newest = max(folder.glob("*/step-*/manifest.json"), key=lambda manifest: manifest.stat().st_mtime, default=None)
-    if newest is None:
+    times = {}
+    for manifest in folder.glob("*/step-*/manifest.json"):
+        with suppress(FileNotFoundError):  # a run deletes its old ones meanwhile
+            times[manifest] = manifest.stat().st_mtime
+    if not times:
         return None
+    newest, steps = max(times, key=times.__getitem__), sorted(times.values())
     return Save(*held(newest.parent), seconds=steps[-1] - steps[-2] if len(steps) > 1 else None)
 
 

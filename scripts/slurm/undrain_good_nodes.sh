@@ -23,7 +23,7 @@ look='ps -eo uid=,user=,pid=,comm= | awk -v me="$(id -un)" "
   \$1 >= 1000 && \$1 != 65534 && !(\$2 == me && \$4 ~ /^(sshd|sshd-session|systemd|.sd-pam.|ps|awk|sh|bash)\$/)"'
 
 code=0
-nodes=$(sinfo --noheader --Node --states=drain --format='%N|%E' | sort -u | sed -n 's/|Kill task failed *$//p')
+nodes=$(sinfo --noheader --Node --states=drain --format='%N|%E' | sort -u | sed -n 's/|Kill task failed *$//p') || exit 1
 for node in $nodes; do
   if ! left=$(ssh -n -o BatchMode=yes -o ConnectTimeout=10 "$node" "$look"); then
     echo "$node does not answer: it stays drained" >&2

@@ -2,15 +2,21 @@
 
 import os
 import shutil
+import sys
 import threading
 
 import pytest
 import torch
 
-from scripts.generate import find_assets, generate, main
+from scripts import checkpoint, export
+from scripts.custom_model import find_assets, import_custom
+from scripts.generate import continuation, generate, main
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
+from tests.unit.scripts.test_make_tiny import llama2
+from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 
 
 def train(argv):
@@ -59,6 +65,10 @@ def test_a_relative_tokenizer_is_found_from_other_folders(tmp_path, monkeypatch,
     (tmp_path / "run/attempts/2/environment").mkdir(parents=True)
     (tmp_path / "run/attempts/2/environment/facts.json").write_text("{")  # killed
     monkeypatch.chdir(tmp_path)
+    to_hf = ["convert", str(step), "converted", "--to", "hf"]
+    assert export.main([str(step), "exported"]) == 0 == checkpoint.main(to_hf)
+    assert (tmp_path / "exported/tokenizer.json").exists() and (tmp_path / "converted/tokenizer.json").exists()
+    assert export.main([str(step), "."]) == 2
     asked = [str(step), "--prompt", "To be", "--num-tokens", "2"]
     assert main(asked) == 0
     facts.unlink()
@@ -84,3 +94,28 @@ def test_the_window_moves_and_the_end_ends():
     added = generate(model, [1, 2], num_tokens=9, temperature=0, top_k=1, stop=6, window=3)
     assert added == [3, 4, 5]
     assert seen == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+
+
+def test_the_blank_before_the_first_word_stays(tmp_path):
+    """Llama 2's decoder takes one from the beginning of every text."""
+    llama2().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    prompt, both = tokenizer.encode("To be"), tokenizer.encode("To be or not")
+    assert both[: len(prompt)] == prompt and tokenizer.decode(both[len(prompt) :]) == "or not"
+    assert continuation(tokenizer, prompt, both[len(prompt) :]) == " or not"
+    assert continuation(tokenizer, prompt, []) == ""
+
+
+def test_a_model_from_outside_is_found_where_one_stands(tmp_path, monkeypatch):
+    """As training finds it, though a script sees the modules beside it, and not those of the working folder."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "model_of_mine.py").touch()
+    config = load_config(["--experimental.custom_import", "model_of_mine"])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"No module named 'model_of_mine'.*the folder where the run was started"):
+        import_custom(config)
+    monkeypatch.chdir(home)
+    import_custom(config)
+    assert "model_of_mine" in sys.modules

@@ -161,6 +161,14 @@ def test_what_is_said_about_resuming_is_what_resuming_does(saved: dict, last_ste
     assert expected in run_folder.how_to_resume(steps, "./run", wanted=100, last_step=last_step)
 
 
+def test_a_folder_with_a_blank_can_be_pasted() -> None:
+    only = [StepFolder(100, Path("my run/step-100"), WEIGHTS)]
+    assert "path 'my run/step-100' and" in run_folder.how_to_resume(only, "./run", wanted=100, last_step=100)
+    metrics = {"enable_tensorboard": True, "save_tb_folder": "tb"}
+    config = {"metrics": metrics, "checkpoint": {"enable": False, "folder": "c"}, "training": {"steps": 1}}
+    assert "--logdir 'my run/tb'" in run_folder.last_words(config, Path("my run"), "./run", Path.cwd(), 1)[0]
+
+
 # ---- what the guides say
 
 

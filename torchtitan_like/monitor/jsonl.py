@@ -26,10 +26,10 @@ def _in_words(value: object) -> object:
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All rows of a file, with ``"nan"``, ``"inf"`` and ``"-inf"`` as floats again; [] when there is no file."""
+    """The whole rows of a file, ``"nan"``, ``"inf"`` and ``"-inf"`` as floats; [] without a file. A torn last line is none."""
     if not Path(path).exists():
         return []
-    return [decode(line) for line in Path(path).read_bytes().splitlines()]
+    return [decode(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
 
 
 def decode(line: bytes) -> dict[str, Any]:

@@ -359,9 +359,25 @@ def test_offload_copies_what_is_complete_and_keeps_the_newest_here(
     assert "is copied" not in text
 
 
+def test_offload_goes_on_after_one_that_ended_before_it_had_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder, archive = tmp_path / "run", tmp_path / "archive"
+    make_steps(run_folder, "10", "20", "30")
+    shutil.copytree(run_folder / "step-10", archive / "step-10")
+    assert run(capsys, "offload", run_folder, archive, "--keep", 1)[0] == 0
+    assert (archive / "step-10.sha256").exists() and sorted(os.listdir(run_folder)) == ["step-30"]
+    make_steps(run_folder, "40", "50")
+    shutil.copytree(run_folder / "step-50", archive / "step-40")  # of another run, say
+    code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
+    assert code == 2 and "step-40 is not what was copied" in text and (run_folder / "step-40").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "text"),
     [
+        ("echo {source}", "expected {src}, {dst} and {name}"),
+        ("echo 'a", "expected {src}, {dst} and {name}"),
         ("false", "false ended with code 1"),
         ("true", "is not what was copied"),
         ("sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'", "shard-00000.bin"),
@@ -446,6 +462,11 @@ def test_what_is_copied_out_of_reach_stays_here(tmp_path: Path, capsys: pytest.C
 
 
 # ---- interval, and how numbers are written
+
+
+def test_a_time_between_failures_is_above_0(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 0)
+    assert code == 2 and text == "--mtbf-hours 0: expected more than 0\n"
 
 
 def test_the_best_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,23 @@ def test_only_the_loss_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([runs[1], runs[1]]) == 0
 
 
+def test_what_both_lack_hides_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nan = float("nan")
+    runs = [write(tmp_path / "a", 5, loss={1: nan}), write(tmp_path / "b", 5, loss={1: nan, 4: 1.5})]
+    assert main(runs) == 1
+    assert "differs from step 4 on: 1.0 and 1.5; largest relative difference 5.00e-01" in capsys.readouterr().out
+    runs.append(write(tmp_path / "c", 5, loss={1: nan, 4: 1.5, 5: nan}))
+    assert main([runs[0], runs[2]]) == 1
+    assert "largest relative difference inf" in capsys.readouterr().out
+
+
+def test_a_row_that_is_still_being_written_is_none(tmp_path: Path) -> None:
+    runs = [write(tmp_path / "a", 5), write(tmp_path / "b", 5)]
+    with (tmp_path / "b/metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert main(runs) == 0
+
+
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write(tmp_path / "a", 5), str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err

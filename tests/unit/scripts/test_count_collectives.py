@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,18 @@ def test_a_config_that_cannot_work_starts_no_rank(repo_root: Path, capsys, monke
     assert count_collectives.main(["train_configs/debug_model.toml", "--world-size", "3", "--model.flavor", "9B"]) == 78
     captured = capsys.readouterr()
     assert captured.out == "" and "model.flavor" in captured.err
+
+
+def test_a_model_from_outside_is_found_by_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one stands, as training finds it, and where PYTHONPATH says."""
+    seen = []
+
+    def refuse(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.append(env["PYTHONPATH"].split(os.pathsep))
+        return subprocess.CompletedProcess(command, 78, "", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/models")
+    monkeypatch.setattr(count_collectives.subprocess, "run", refuse)
+    assert count_collectives.main(["x.toml"]) == 78
+    assert seen == [[str(count_collectives.ROOT), str(tmp_path), "/models"]]

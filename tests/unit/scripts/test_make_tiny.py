@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -217,10 +219,11 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     embedding = model.get_input_embeddings().weight.detach()
     assert checkpoint_contents.difference(ours.read("model.tok_embeddings.weight"), embedding) is None
     assert generate.main([str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
-    assert (
-        f"make_tiny.py model {repo_root}/train_configs/{config}.toml {tmp_path}/one --dtype float32"
-        in (tmp_path / "one/make.sh").read_text()
-    )
+    # The command again, wherever it is typed: relative paths are those of the folder that one stood in.
+    command = (tmp_path / "one/make.sh").read_text()
+    script = repo_root / "scripts/make_tiny.py"
+    assert command.startswith(f"cd {shlex.quote(os.getcwd())} &&\n    python {shlex.quote(str(script))} model ")
+    assert f" {repo_root}/train_configs/{config}.toml {tmp_path}/one --dtype float32 " in command
 
 
 FAULTS: dict[str, tuple[list[str], str]] = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,17 @@ def test_a_machine_by_itself(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert capsys.readouterr().out == f"{node_check.host()} is OK (0 GPUs)\n"
     assert node_check.main(["--gpus", "8", "--host-memory-gib", "1e6"]) == 1
     assert "is BAD: 0 GPUs instead of 8; " in capsys.readouterr().out
+
+
+def test_a_driver_that_hangs_makes_a_machine_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(node_check, "ANSWER", 0.1)
+    assert node_check.main(["--no-pairs"]) == 1
+    assert f"{node_check.host()} is BAD: nvidia-smi says 'no answer within 0.1 s'" in capsys.readouterr().out
 
 
 # ---- all_reduce

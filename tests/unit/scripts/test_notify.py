@@ -87,6 +87,28 @@ def test_a_way_that_fails_keeps_none_of_the_others(
     assert (tmp_path / "told").read_text() == "x"
 
 
+@pytest.mark.parametrize("address", [f"hooks.example.org/{SECRET}", f"http://x:a/{SECRET}", f"http://x/{SECRET} 2"])
+def test_an_address_that_is_none_is_not_shown(
+    address: str, webhook: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NOTIFY_WEBHOOK", address)
+    assert notify.main(["x", "--webhook"]) == 1
+    told = capsys.readouterr()
+    assert "not sent by webhook: the server of NOTIFY_WEBHOOK is not reached" in told.err
+    assert SECRET not in told.err + told.out
+
+
+def test_a_user_without_a_name_sends_by_number(webhook: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under somebody's number."""
+
+    def getuser() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(notify.getpass, "getuser", getuser)
+    assert notify.main(["x", "--mail", "you@example.org", "--webhook"]) == 0
+    assert f"From: {notify.os.getuid()}@" in (tmp_path / "mail").read_text() and len(webhook) == 1
+
+
 def test_a_webhook_that_refuses_is_told(webhook: list, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NOTIFY_WEBHOOK", notify.os.environ["NOTIFY_WEBHOOK"] + "/refuse")
     assert notify.main(["x", "--webhook"]) == 1

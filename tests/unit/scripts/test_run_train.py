@@ -86,7 +86,15 @@ def shell(tmp_path: Path) -> Shell:
     executable(python, FAKE_PYTHON.format(here=shlex.quote(str(tmp_path)), python=shlex.quote(sys.executable)))
     executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 1\n")
     dropped = {"NGPU", "NNODES", "MAX_RESTARTS", "BREAK_RANK", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX"}
-    dropped |= {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    dropped |= {
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RDZV_ID",
+        "NODE_RANK",
+        "TYPED",
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+    }
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return Shell(tmp_path, env | {"PYTHON": str(python), "PATH": path, "RUN": ENDS % ("done", 0)})
@@ -414,6 +422,16 @@ def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
     script = str(ROOT / "run_train.sh")
     assert resume.endswith(f"NGPU=1 {script} --job.description two\\ words --training.steps 600")
     assert f"generate.py {newest} --prompt" in sample
+
+
+def test_the_line_that_resumes_says_where_machines_meet_and_who_has_started_them(shell: Shell) -> None:
+    publish_step(shell, 300)
+    several = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "node-1", "MASTER_PORT": "29511", "RDZV_ID": "run 1"}
+    resume = shell(**several).stdout.splitlines()[-2]
+    meeting = "NGPU=1 NNODES=2 MASTER_ADDR=node-1 MASTER_PORT=29511 RDZV_ID=run\\ 1"
+    assert resume.endswith(f"{meeting} {ROOT / 'run_train.sh'} --training.steps 600")
+    resume = shell(**several, TYPED="scripts/emulate_multinode.sh 2 1").stdout.splitlines()[-2]
+    assert resume.endswith(": scripts/emulate_multinode.sh 2 1 --training.steps 600")
 
 
 def test_a_run_that_went_back_is_not_told_to_go_back_once_more(shell: Shell) -> None:

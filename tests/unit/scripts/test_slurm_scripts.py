@@ -191,8 +191,11 @@ def test_py_spy_runs_beside_a_job_without_its_gpus(slurm: Path, tmp_path: Path) 
 
 def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
     """Each rank is a process that says the words and waits."""
-    sleeps = [sys.executable, "-c", "print(flush=True); input()", "-m", "torchtitan_like.train"]
-    commands = {"3": sleeps, "": [*sleeps, "torch.distributed.run"]}
+    waits = ["-c", "print(flush=True); input()"]
+    words = ["-m", "torchtitan_like.train"]
+    bash_words = ["bash", "-c", "echo; read -r line", "python"]
+    sleeps = [sys.executable, *waits, "/home/bashir/a.toml", *words]
+    commands = {"3": sleeps, "": [*sleeps[:3], "torch.distributed.run", *words], "4": [*bash_words, *words]}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = [
         subprocess.Popen([*command, str(tmp_path)], env={**os.environ, "RANK": rank}, text=True, **pipes)
@@ -233,6 +236,8 @@ def test_only_nodes_without_users_processes_are_given_back(slurm: Path, tmp_path
     assert bash("undrain_good_nodes.sh", "--do").stdout == "n1 is resumed\n"
     assert slurm.read_text() == "scontrol update NodeName=n1 State=RESUME\n"
     assert bash("undrain_good_nodes.sh", "--yes").returncode == 78
+    (tmp_path / "bin/sinfo").write_text("#!/bin/sh\nexit 1\n")
+    assert bash("undrain_good_nodes.sh").returncode == 1, "nobody knows which are drained"
 
 
 def test_the_diagnosis_of_a_node_names_it(slurm: Path, tmp_path: Path) -> None:

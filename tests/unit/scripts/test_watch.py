@@ -142,3 +142,11 @@ def test_an_alert_is_handed_on_and_logged(tmp_path: Path, capfd: pytest.CaptureF
     assert told.exists() and f"would run: rm {told}" in capfd.readouterr().out
     assert watchdog.main([*missing, "--notify", "false"]) == 2
     assert "false returned 1" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = watchdog.newest_save(run)
+    glob = Path.glob
+    gone = run / "checkpoint/step-1/manifest.json"
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, *glob(folder, pattern)])
+    assert expected is not None and watchdog.newest_save(run) == expected
