@@ -295,9 +295,9 @@ class Trainer:
                     self.replicas.check(step)
                 if saves and self.numbers.last_good() is None:
                     self.save(saves)
-                is_first_or_last = step in (1, config.training.steps)
-                if self.validation_sets and (is_first_or_last or step % config.validation.freq == 0):
+                if self.validation_sets and (step in (1, config.training.steps) or step % config.validation.freq == 0):
                     self.validate(step)
+        asked += agreed(self._ask("step").wait())  # what came too late for a step, as while the last one was validated
         return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
 
     def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
@@ -391,10 +391,10 @@ class Trainer:
         for request in found + (self.switches.read() if self.is_leader else []):
             self.requests.note(request)
 
-    def _ask(self) -> PendingSum:
+    def _ask(self, phase: str = "validate") -> PendingSum:
         """This rank's requests to all, apart from a step's; they are sent with the next one's all the same."""
         self._look_for_requests()
-        self.heartbeat.beat("validate", self.progress.step)
+        self.heartbeat.beat(phase, self.progress.step)
         return self.world.step_group.sum_async(self.requests.noted())
 
     @torch.no_grad()

@@ -63,7 +63,8 @@ LAYOUTS = {
 
 def run(tmp_path, spoil, layout, implementation, **overrides):
     """Whether all weights are those before the bad step, and what was saved."""
-    overrides |= {"training.steps": 10, "checkpoint.enable": "true", "optimizer.implementation": implementation}
+    overrides |= {"training.steps": 10, "checkpoint.enable": "true", "optimizer.implementation": implementation,
+                  "checkpoint.interval": BAD_STEP}  # fmt: skip
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **overrides)
     endings = run_ranks(train_with_a_fault, 2, argv, spoil)
     assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2

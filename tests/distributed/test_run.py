@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.distributed.parity import options, short_documents
+from tests.distributed.parity import LR, build, options, release, short_documents
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
@@ -30,6 +31,36 @@ def test_validates_after_the_first_step_every_few_and_at_the_end(tmp_path):
                "validation.seq_len": 32, "validation.dataset": "shakespeare_validation"}  # fmt: skip
     assert run_ranks(run_one_rank, 1, options(str(tmp_path / "run"), "float32", **changes)) == [ExitCode.DONE]
     assert [row["step"] for row in read_rows(tmp_path / "run/validation.jsonl")] == [1, 3, 5]
+
+
+def rates_and_norms(argv):
+    """Of each update: the learning rates of the optimizer, and the norm of what it is given."""
+    trainer = build(argv)
+    seen, step = [], trainer.optimizer.step
+
+    def traced(skip):
+        rates = {group["lr"] for one in trainer.optimizer._optimizers for group in one.param_groups}
+        seen.append((rates, torch.stack([p.grad.norm() for p in trainer.optimizer.parameters]).norm().item()))
+        step(skip)
+
+    trainer.optimizer.step = traced
+    trainer.train()
+    release(trainer)
+    return seen
+
+
+def test_an_update_has_the_rate_of_its_step_and_clipped_gradients(tmp_path):
+    """Two steps of warm-up, two down to nothing; the third is the first of a run that goes on."""
+    changes = {"lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": 4, "training.max_norm": 0.125,
+               "checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}  # fmt: skip
+    seen = []
+    for steps in (2, 4):
+        argv = options(str(tmp_path / "run"), "float32", **changes, **{"training.steps": steps})
+        seen += run_ranks(rates_and_norms, 1, argv)[0]
+    assert [rates for rates, _ in seen] == [{LR / 2}, {LR}, {LR / 2}, {0.0}]
+    assert [norm for _, norm in seen] == pytest.approx([0.125] * 4, rel=1e-4)
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert [row["lr"] for row in rows] == [LR / 2, LR, LR / 2, 0.0] and all(row["grad_norm"] > 0.25 for row in rows)
 
 
 def test_what_only_fills_the_last_batch_is_not_counted(tmp_path):

@@ -122,6 +122,54 @@ def test_an_export_asked_for_at_the_very_end_is_written(tmp_path):
     assert steps_of(tmp_path / "run", "checkpoint/hf") == [3]
 
 
+def train_and_ask_in_the_last_validation(argv):
+    trainer = build(argv)
+    validate = trainer.validate
+
+    def asking(step):
+        if trainer.is_leader and step == trainer.config.training.steps:
+            (trainer.run_directory.folder / "EXPORT").touch()
+        validate(step)
+
+    trainer.validate = asking
+    code = trainer.train()
+    release(trainer)
+    return code
+
+
+def test_an_export_asked_for_while_the_last_step_is_validated_is_written(tmp_path):
+    changes = {"training.steps": 3, "validation.enable": "true", "validation.steps": 2, "validation.seq_len": 32,
+               "validation.local_batch_size": 2, "validation.dataset": "shakespeare_validation"}  # fmt: skip
+    argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
+    assert run_ranks(train_and_ask_in_the_last_validation, 2, argv) == [ExitCode.DONE] * 2
+    assert steps_of(tmp_path / "run", "checkpoint/hf") == [3] and not (tmp_path / "run/EXPORT").exists()
+
+
+def train_and_look(argv):
+    """(step, how many rows are on disk when it is published) of each save."""
+    trainer = build(argv)
+    folder, seen, publish = trainer.run_directory.folder, [], trainer.checkpointer._writer._publish
+
+    def look(staged, final, records, content):
+        seen.append((content["step"], len(read_rows(folder / "metrics.jsonl")), content["position"]))
+        assert (content["data"]["position"], content["metrics_bytes"]) == (
+            content["position"], (folder / "metrics.jsonl").stat().st_size,
+        )  # fmt: skip
+        publish(staged, final, records, content)
+
+    trainer.checkpointer._writer._publish = look
+    trainer.train()
+    release(trainer)
+    return seen
+
+
+def test_the_rows_of_a_step_are_on_disk_before_it_is_published(tmp_path):
+    """Else a run that is killed then goes on behind rows that nobody has written. All that is told of the data is of then."""
+    changes = {"training.steps": 5, "checkpoint.interval": 2, "metrics.log_freq": 100}
+    seen, _ = run_ranks(train_and_look, 2, options(str(tmp_path / "run"), "float32", **SAVING | changes))
+    assert seen == [(step, step, 8 * step) for step in (2, 4, 5)]
+
+
 def test_minutes_ask_for_a_save_as_steps_do(tmp_path):
     """With next to no time between two saves every step is saved, from the third on at the latest."""
     run(tmp_path / "run", **{"training.steps": 6, "checkpoint.interval_minutes": 1e-9, "checkpoint.keep_latest_k": 0})

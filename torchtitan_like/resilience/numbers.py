@@ -44,7 +44,7 @@ class BadNumbers(Generic[Place]):
         left_out = torch.maximum(is_bad, self._halted)
         if self._norms is not None:
             left_out = torch.maximum(left_out, (grad_norm > self._norms.limit(self._threshold)).float())
-            self._norms.add(grad_norm)
+            self._norms.add(grad_norm, unless=self._halted)
         return left_out
 
     def passed(self, place: Place) -> None:
@@ -62,8 +62,9 @@ class BadNumbers(Generic[Place]):
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on, of where the run was last good. Waits for the device."""
-        norms = {} if self._norms is None else {"grad_norms": self._norms.tolist()}
-        return {"nonfinite_in_a_row": int(self._good()[-1][1].read()), **norms}
+        good = self._good()
+        norms = {} if self._norms is None else {"grad_norms": self._norms.tolist(len(self._recent) - len(good))}
+        return {"nonfinite_in_a_row": int(good[-1][1].read()), **norms}
 
     def _good(self) -> list[tuple[Place, HostCopy]]:
         return [(place, in_a_row) for place, halted, in_a_row in self._recent if not halted.read()]

@@ -44,15 +44,16 @@ class Window:
         mad = (self._values - median).abs().nanmedian()
         return median + threshold * torch.maximum(mad / 0.6745, 0.001 * median.abs())
 
-    def add(self, value: torch.Tensor) -> None:
-        """One more value (0-dim), in the place of the oldest."""
-        self._values[self._num % len(self._values)].copy_(torch.where(value.isfinite(), value, torch.nan))
+    def add(self, value: torch.Tensor, unless: torch.Tensor | None = None) -> None:
+        """One more value (0-dim), in the place of the oldest; that stays there where ``unless`` (0-dim) is 1."""
+        place, value = self._values[self._num % len(self._values)], torch.where(value.isfinite(), value, torch.nan)
+        place.copy_(value if unless is None else torch.where(unless.bool(), place, value))
         self._num += 1
 
-    def tolist(self) -> list[float | None]:
-        """The values, oldest first, for JSON: None is one that is not finite. Waits for the device."""
-        first = self._num % len(self._values) if self.is_full else 0
-        values: list[float] = self._values.roll(-first)[: self._num].tolist()
+    def tolist(self, num_later: int = 0) -> list[float | None]:
+        """As they were before the last ``num_later``, oldest first, for JSON: None is not finite. Waits for the device."""
+        num = self._num - num_later
+        values: list[float] = self._values.roll(-(num % len(self._values)) * (num >= len(self._values)))[:num].tolist()
         return [value if math.isfinite(value) else None for value in values]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,34 @@ def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
         publish(staged, tmp_path / "step-5")
     publish(staged, tmp_path / "step-6")
     assert (tmp_path / "step-6").is_dir() and not staged.exists()
+
+
+def test_a_name_is_given_only_to_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut there is the step and all of it, or no step."""
+    staged, final, done = tmp_path / "checkpoint" / "step-5.tmp-x", tmp_path / "checkpoint" / "step-5", list[str]()
+    staged.mkdir(parents=True)
+    rename, fsync = os.rename, os.fsync
+
+    def seen_rename(old: Path, new: Path) -> None:
+        done.append(f"rename {new.name}")
+        rename(old, new)
+
+    def seen_fsync(descriptor: int) -> None:
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "rename", seen_rename)
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    write_manifest(staged, {"kind": "full", "step": 5})
+    publish(staged, final)
+    assert done == [
+        "fsync checkpoint/step-5.tmp-x/manifest.json.tmp",
+        "rename manifest.json",
+        "fsync checkpoint/step-5.tmp-x",
+        "rename step-5",
+        "fsync checkpoint",
+        "fsync .",
+    ]
 
 
 def test_steps_beyond_the_start_are_kept_under_another_name(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 def test_equals_torch(name, implementation):
     ours, our_loss = model_and_loss()
     theirs, their_loss = model_and_loss()
-    optimizer = build_optimizer(ours.named_parameters(), section(name=name, implementation=implementation))
-    reference = getattr(torch.optim, name)(theirs.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = build_optimizer(ours.named_parameters(), section(name=name, eps=1e-3, implementation=implementation))
+    reference = getattr(torch.optim, name)(theirs.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     for _ in range(3):
         optimizer.zero_grad()
         our_loss().backward()

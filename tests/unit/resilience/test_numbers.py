@@ -73,3 +73,17 @@ def test_spikes_of_the_norm_are_left_out_and_become_the_rule_when_they_stay() ->
             state = numbers.state_dict()
         assert decisions == expected
         assert numbers.last_good() is None
+
+
+@pytest.mark.parametrize("num_before", [3, 8, 13])
+def test_norms_of_steps_that_do_not_count_are_not_kept(num_before: int) -> None:
+    """A run that halts is told two steps later; what it saves is where it was before, with the norms of then."""
+    section = Resilience(on_spike="skip", spike_window=8)
+    numbers, states = BadNumbers(section, CPU, 0, {}), []
+    for step, norm in enumerate([*range(1, num_before + 1), BAD, 2.5, 3.5], start=1):
+        numbers.gate(torch.tensor(float(norm)))
+        numbers.passed(step)
+        states.append(numbers.state_dict())
+    kept = [float(norm) for norm in range(max(1, num_before - 7), num_before + 1)]
+    assert states[num_before - 1] == {"nonfinite_in_a_row": 0, "grad_norms": kept}
+    assert states[num_before:] == [states[num_before - 1]] * 3
