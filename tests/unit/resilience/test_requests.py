@@ -18,6 +18,14 @@ def test_a_request_is_sent_once():
     assert requests.take() == [0] * len(Request)
 
 
+def test_what_is_told_during_a_validation_is_sent_all_the_same():
+    requests = Requests()
+    requests.note(Request.TERMINATE)
+    told = requests.noted()
+    assert told == requests.noted() == requests.take() == [int(r is Request.TERMINATE) for r in Request]
+    assert not any(requests.noted())
+
+
 def test_what_a_signal_notes_while_requests_are_taken_is_sent_once():
     """A handler may run between any two operations; what it notes goes on the wire now or the next time."""
 
