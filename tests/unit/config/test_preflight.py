@@ -367,7 +367,9 @@ def test_a_model_from_outside_is_imported(tmp_path: Path, monkeypatch: pytest.Mo
     assert problem.key == "experimental.custom_import" and "RuntimeError: half written" in problem.expected
 
 
-def test_a_backend_of_the_compiler_is_one_that_there_is() -> None:
+def test_a_backend_of_the_compiler_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in the launcher, whose check imports no torch: it is the first to look.
+    monkeypatch.delitem(sys.modules, "torch._dynamo.backends.registry", raising=False)
     (problem,) = check("--training.steps 1000 --compile.enable --compile.backend inductr")
     assert problem.key == "compile.backend" and problem.remedy == 'did you mean "inductor"?'
     assert "or one that experimental.custom_import registers" in str(problem)
