@@ -319,7 +319,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
     import torch
 
     from scripts import checkpoint_contents
-    from scripts.custom_model import import_custom
+    from scripts.named_in_config import import_custom
     from torchtitan_like.checkpoint.hf.folder import write_model
     from torchtitan_like.checkpoint.step_folders import write_manifest
     from torchtitan_like.checkpoint.votes import Votes

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 import torch
 
-from scripts.custom_model import see_working_folder
+from scripts.named_in_config import see_working_folder
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from scripts import checkpoint, export
-from scripts.custom_model import find_assets, import_custom
 from scripts.generate import continuation, generate, main
+from scripts.named_in_config import find_assets, import_custom
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT

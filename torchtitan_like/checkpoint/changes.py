@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
-from torchtitan_like.config.layers import Layer, parse_toml
+from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import build_config
 from torchtitan_like.config.problems import ConfigError
 
@@ -144,20 +144,12 @@ def check_changes(changes: Changes) -> str | None:
 def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
     """Every setting by its dotted key, under today's name, with today's defaults."""
     try:
-        leaves = list(_leaves(parse_toml(tables) if isinstance(tables, str) else tables))
-        config = build_config([Layer("the checkpoint", leaves)])
+        given = parse_toml(tables) if isinstance(tables, str) else tables
+        config = build_config([Layer("the checkpoint", list(leaves(given)))])
     except ConfigError as error:
         if error.partial is None:
             raise CheckpointError(f"the configuration in the checkpoint cannot be read: {error}") from error
         config = error.partial  # settings of another version: they mean nothing here
     except ValueError as error:
         raise CheckpointError(f"the configuration in the checkpoint is no TOML: {error}") from error
-    return {".".join(path): value for path, value in _leaves(config.model_dump())}
-
-
-def _leaves(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
+    return {".".join(path): value for path, value in leaves(config.model_dump()) if value != {}}

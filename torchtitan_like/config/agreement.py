@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_like.config.base import Section
+from torchtitan_like.config.layers import leaves
 from torchtitan_like.config.problems import ConfigError, Problem, show
 from torchtitan_like.config.schema import JobConfig
 
@@ -17,7 +17,7 @@ _PLACES = ("path", "folder", "file", "csv", "description")
 
 def check_agreement(config: JobConfig, gather: Callable[[Any], list[Any]]) -> None:
     """A collective. Raises ConfigError, on all ranks, where two of them have other settings: each has read its own file."""
-    ours = dict(_shared(config))
+    ours = _shared(config)
     digest = hashlib.sha256(json.dumps(ours, default=str, sort_keys=True).encode()).digest()
     if len(set(gather(digest))) == 1:  # of thousands of ranks the texts would be megabytes
         return
@@ -33,14 +33,8 @@ def check_agreement(config: JobConfig, gather: Callable[[Any], list[Any]]) -> No
         raise ConfigError(problems.values())
 
 
-def _shared(section: Section | dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    """Every setting that is no place, by its dotted key. Of tables by name also their order, in which texts are read."""
-    found: list[tuple[str, Any]] = []
-    for name, value in section.items() if isinstance(section, dict) else section:
-        if isinstance(value, Section | dict):
-            found += _shared(value, f"{path}{name}.")
-            if name == "sources":
-                found.append((f"{path}{name}", list(value)))
-        elif not name.endswith(_PLACES):
-            found.append((f"{path}{name}", value))
-    return found
+def _shared(config: JobConfig) -> dict[str, Any]:
+    """Every setting that is no place, by its dotted key; of the texts also their order, in which they are read."""
+    found = [(path, value) for path, value in leaves(config.model_dump()) if value != {}]
+    shared = {".".join(path): value for path, value in found if not path[-1].endswith(_PLACES)}
+    return shared | {f"{name}.sources": list(getattr(config, name).sources) for name in ("data", "validation")}

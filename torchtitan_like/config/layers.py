@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -48,7 +48,7 @@ def read_files(file: str) -> tuple[list[Layer], list[Problem]]:
         if problem is not None:
             return layers, [problem]
         base = table.pop("extends", None)
-        layers.insert(0, Layer(origin, list(_leaves(table))))
+        layers.insert(0, Layer(origin, list(leaves(table))))
         if base is None:
             return layers, []
         if not isinstance(base, str):
@@ -75,11 +75,11 @@ def _read(path: FilePath, mentioned_in: str) -> tuple[dict[str, Any], Problem | 
         return {}, Problem(key, str(path), f"a readable file ({error.strerror})", "", where)
 
 
-def _leaves(table: dict[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(table: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value below ``table`` with its path; an empty table is a value."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, name))
+            yield from leaves(value, (*path, name))
         else:
             yield (*path, name), value
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from tests.harness.extents import record_file
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.step_folders import MANIFEST, write_manifest
+from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.distributed.world import HostGroup
 
 CONFIG = '[job]\ndescription = "stored"\n'
 SHARD = "shard-00000.bin"
@@ -40,3 +45,15 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1 << bit
     path.write_bytes(content)
+
+
+def one_rank(dump_folder: Path) -> Checkpointer:
+    """The checkpointer of a run of one process, which is not to ask what its model is."""
+    return Checkpointer(
+        Checkpoint(enable=True),
+        dump_folder=str(dump_folder),
+        group=HostGroup.alone(),
+        is_leader=True,
+        device=torch.device("cpu"),
+        identity=None,  # type: ignore[arg-type]
+    )

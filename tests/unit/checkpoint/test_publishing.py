@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.checkpoint.folders import one_rank
 from torchtitan_like.checkpoint import saving
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.lock import LOCK
 from torchtitan_like.checkpoint.saving import Save
-from torchtitan_like.config.sections_scale import Checkpoint
-from torchtitan_like.distributed.world import HostGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as a run of one process does
 
@@ -32,14 +31,7 @@ class Weights:
 @pytest.fixture
 def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
     """Of a run that holds its folder."""
-    made = Checkpointer(
-        Checkpoint(enable=True),
-        dump_folder=str(tmp_path),
-        group=HostGroup.alone(),
-        is_leader=True,
-        device=torch.device("cpu"),
-        identity=None,  # type: ignore[arg-type]
-    )
+    made = one_rank(tmp_path)
     assert made._lock is not None
     made._lock.acquire()
     yield made

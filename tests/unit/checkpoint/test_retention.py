@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.unit.checkpoint.folders import make_steps
-from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from tests.unit.checkpoint.folders import make_steps, one_rank
 from torchtitan_like.checkpoint.retention import PIN, Retention, pin_before
 from torchtitan_like.checkpoint.step_folders import numbered_folders
-from torchtitan_like.config.sections_scale import Checkpoint
-from torchtitan_like.distributed.world import HostGroup
 
 
 @pytest.fixture
@@ -122,14 +118,7 @@ def test_the_trash_of_an_earlier_run_is_emptied(tmp_path: Path, retention: Reten
 @pytest.mark.parametrize("why", ["", "for a bad step"])
 def test_a_pin_that_says_why_outlives_the_one_that_is_taken_back(tmp_path: Path, why: str) -> None:
     make_steps(tmp_path / "checkpoint", "10", "20")
-    checkpointer = Checkpointer(
-        Checkpoint(enable=True),
-        dump_folder=str(tmp_path),
-        group=HostGroup.alone(),
-        is_leader=True,
-        device=torch.device("cpu"),
-        identity=None,  # type: ignore[arg-type]
-    )
+    checkpointer = one_rank(tmp_path)
     unpin = checkpointer.pin_before(30)
     pin = tmp_path / "checkpoint/step-20" / PIN
 

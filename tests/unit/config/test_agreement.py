@@ -16,7 +16,7 @@ def compared(one: str, other: str) -> str:
     first, second = (load_config(line.split()) for line in (one, other))
 
     def gather(value: Any) -> list[Any]:
-        theirs = dict(_shared(second))
+        theirs = _shared(second)
         return [value, theirs if isinstance(value, dict) else b"the digest of theirs"]
 
     with pytest.raises(ConfigError) as refused:
@@ -44,7 +44,7 @@ def test_the_same_settings_in_another_order_are_the_same() -> None:
         "--model.args.rope_theta 500000.0 --model.args.dim 256",
     )
     first, second = (load_config(line.split()) for line in (one, other))
-    check_agreement(first, lambda ours: [ours, dict(_shared(second)) if isinstance(ours, dict) else b"another"])
+    check_agreement(first, lambda ours: [ours, _shared(second) if isinstance(ours, dict) else b"another"])
     one, other = (f"--validation.sources.{a}.path x --validation.sources.{b}.path x" for a, b in ("ab", "ba"))
     assert 'validation.sources = ["a", "b"]: expected the same on every rank; rank 1 has ["b", "a"]' in compared(
         one, other
@@ -53,14 +53,14 @@ def test_the_same_settings_in_another_order_are_the_same() -> None:
 
 def test_places_are_each_nodes_own() -> None:
     line = "--job.dump_folder {0} --model.hf_assets_path {0} --data.sources.a.path {0} --data.cache_folder {0}"
-    ours, theirs = (dict(_shared(load_config(line.format(place).split()))) for place in ("a", "b"))
+    ours, theirs = (_shared(load_config(line.format(place).split())) for place in ("a", "b"))
     assert ours == theirs and "data.sources.a.format" in ours
 
 
 def test_all_other_settings_are_compared() -> None:
     keys = {setting.key for setting in all_settings() if "<" not in setting.key and not setting.is_free}
     keys -= {"data.sources", "validation.sources"}
-    left_out = {key.rsplit(".", 1)[1] for key in keys - dict(_shared(load_config([]))).keys()}
+    left_out = {key.rsplit(".", 1)[1] for key in keys - _shared(load_config([])).keys()}
     assert left_out == {
         "cache_folder", "config_file", "dataset_path", "description", "dump_folder", "folder", "hf_assets_path",
         "initial_load_path", "kill_switch_path", "pipeline_parallel_schedule_csv", "save_config_file",

@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
 from torchtitan_like.config.availability import value_of
 from torchtitan_like.config.fields import Setting, all_settings
-from torchtitan_like.config.layers import Layer, _leaves, parse_toml
+from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import build_config
 
 ARGUMENTS: list[tuple[str, str, Any]] = [
@@ -217,7 +217,7 @@ def _named(path: tuple[str, ...]) -> tuple[str, ...]:
 def test_dumped_toml_loads_as_the_same_configuration(layer: Layer) -> None:
     config = _valid_part(layer)
     text = dump_toml(config)
-    again = build_config([Layer("dumped", list(_leaves(parse_toml(text))))])
+    again = build_config([Layer("dumped", list(leaves(parse_toml(text))))])
     assert again.model_dump() == config.model_dump()
     assert dump_toml(again) == text
 
