@@ -113,9 +113,8 @@ def _join_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 def _exchange(x: Tensor, cut: int, joined: int, group: ProcessGroup) -> Tensor:
     one_each = [1] * group.size()
-    pieces = x.unflatten(cut, (group.size(), _share(x, cut, group))).movedim(
-        cut, 0
-    )  # the first dimension: for which rank
+    # (ranks, *piece), contiguous: what goes to one rank lies together.
+    pieces = x.unflatten(cut, (group.size(), _share(x, cut, group))).movedim(cut, 0)
     exchanged = _ops.all_to_all_single(pieces.contiguous(), one_each, one_each, group.group_name)
     return arrived(exchanged).movedim(0, joined).flatten(joined, joined + 1)
 

@@ -26,8 +26,6 @@ from torchtitan_like.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
 
-__all__ = ["Metrics", "StepRecord", "announce_hardware"]
-
 Row = dict[str, Any]
 # Takes this rank's (num_steps, columns) float64 CPU tensor, returns all data ranks': (data_ranks, num_steps, columns).
 Gather = Callable[[torch.Tensor], torch.Tensor]
