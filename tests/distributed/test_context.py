@@ -397,7 +397,7 @@ FAULTS = {
     ),
     "unmerged": lambda: mock.patch.object(ring, "_merge", _unmerged),
     "all keys seen": lambda: mock.patch.object(
-        ring.Ring, "piece", lambda self, source, seq: (slice(0, seq), slice(0, seq))
+        ring, "_piece", lambda ring, source, seq: (slice(0, seq), slice(0, seq))
     ),
     "nothing arrives": lambda: mock.patch.object(ring, "_pass_on", lambda x, ring: lambda: x.clone()),
     "heads repeated in turn": lambda: mock.patch.object(
