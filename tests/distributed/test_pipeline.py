@@ -116,11 +116,9 @@ def assemble(
 
 BLOCKS = {
     "plain": lambda modules: None,
-    "recomputed": lambda modules: apply_activation_checkpointing(
-        modules, ActivationCheckpoint(mode="full"), compiled=False
-    ),
+    "recomputed": lambda modules: apply_activation_checkpointing(modules, ActivationCheckpoint(mode="full")),
     "recomputed per op": lambda modules: apply_activation_checkpointing(
-        modules, ActivationCheckpoint(mode="selective", selective_ac_option="op"), compiled=False
+        modules, ActivationCheckpoint(mode="selective", selective_ac_option="op")
     ),
     "compiled": lambda modules: compile_blocks(modules, "aot_eager"),
     "with other strides": lambda modules: [_with_other_strides(block) for block in modules.values()],

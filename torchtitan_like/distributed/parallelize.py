@@ -177,8 +177,7 @@ def parallelize(
     if sections.activation_checkpoint.mode != "none":
         from torchtitan_like.distributed.activation import apply_activation_checkpointing
 
-        section = sections.activation_checkpoint
-        lines.append(apply_activation_checkpointing(blocks, section, compiled=compiled))
+        lines.append(apply_activation_checkpointing(blocks, sections.activation_checkpoint))
     simple = parallelism.data_parallel_impl == "simple_fsdp"
     if compiled:
         backend = sections.compile.backend
