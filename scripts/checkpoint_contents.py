@@ -223,7 +223,7 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
         format="meta" if source.kind == "pt" else source.kind,
         manifest=source.manifest or None,
     )
-    load_states(start, {"model": weights}, Votes(HostGroup.alone(), is_leader=True), identity)
+    load_states(start, {"model": weights}, Votes(HostGroup.alone()), identity)
     return {name: tensor.detach() for name, tensor in weights.state_dict().items()}
 
 
@@ -307,7 +307,7 @@ def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, ident
     staged.mkdir()
     others: dict[str, bytes] = {}
     if identity:
-        votes = Votes(HostGroup.alone(), is_leader=True)
+        votes = Votes(HostGroup.alone())
         records = write_model(staged, state, identity, votes, dtype=None)
     else:
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)

@@ -41,7 +41,7 @@ def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> to
     materialize(model, device)
     found = format_of(step_folder) or "step"
     start = Start("warm", 0, step_folder, "named on the command line", None, found, read_manifest(step_folder))
-    votes = Votes(HostGroup.alone(), is_leader=True)
+    votes = Votes(HostGroup.alone())
     load_states(start, {"model": ModelState([model])}, votes, identify(config.model))
     return model.eval()
 

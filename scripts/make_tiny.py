@@ -345,7 +345,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
         model = spec.build(args).to(DTYPES[dtype])
     materialize(model, torch.device("cpu"))
     initialize(model, spec.init_table(args), config.debug.seed or 0)
-    votes = Votes(HostGroup.alone(), is_leader=True)
+    votes = Votes(HostGroup.alone())
     with _made(out) as staged:
         staged.mkdir()
         identity = dataclasses.replace(identify(config.model), args=args)

@@ -90,7 +90,6 @@ def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
         config.checkpoint,
         dump_folder=config.job.dump_folder,
         group=world.checkpoint_group,
-        is_leader=world.rank == 0,
         device=world.device,
         identity=identify(config.model),
     )

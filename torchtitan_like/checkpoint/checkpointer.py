@@ -23,7 +23,7 @@ from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
-from torchtitan_like.checkpoint.saving import HfLayout, Save, StepWriter
+from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
 from torchtitan_like.checkpoint.start import Start, decide_start
@@ -51,7 +51,6 @@ class Checkpointer:
         *,
         dump_folder: str,
         group: HostGroup,
-        is_leader: bool,
         device: torch.device,
         identity: Identity,
     ) -> None:
@@ -65,7 +64,7 @@ class Checkpointer:
         self._pending: list[tuple[Save, int, Future[Path]]] = []
         self._looking: list[Future[Any]] = []
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
-        self._votes = Votes(group, is_leader=is_leader)
+        self._votes = Votes(group)
         self._lock: RunLock | None = None
         self._retention: Retention | None = None
         if not section.enable:
@@ -73,12 +72,11 @@ class Checkpointer:
         self._thread = SavingThread(device, group.adopt)
         # One name for all ranks: they must stage into one folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
-        if is_leader:  # also to load alone: one run writes metrics, logs and config beside the checkpoints
+        if self._votes.is_leader:  # also to load alone: one run writes metrics, logs and config beside the checkpoints
             self._lock = RunLock(self.folder)
-        if is_leader and self.saves:
+        if self._votes.is_leader and self.saves:
             self._retention = Retention(self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every)
-        layout = HfLayout(section.hf_executor, round(section.hf_shard_gb * 1e9))
-        self._writer = StepWriter(self._votes, identity, layout, run_id, self._lock, self._retention)
+        self._writer = StepWriter(section, self._votes, identity, run_id, self._lock, self._retention)
 
     # ---- start
 

@@ -28,6 +28,7 @@ from torchtitan_like.checkpoint.votes import Votes
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.lock import RunLock
     from torchtitan_like.checkpoint.retention import Retention
+    from torchtitan_like.config.sections_scale import Checkpoint
 
 logger = logging.getLogger()
 
@@ -42,27 +43,19 @@ class Save:
     is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
 
 
-@dataclass(frozen=True)
-class HfLayout:
-    """How an export is cut into files and who writes them."""
-
-    executor: Literal["direct", "consolidate"]
-    shard_bytes: int
-
-
 class StepWriter:
     """Writes steps on the checkpoint thread of every rank together. `lock` and `retention` are rank 0's, else None."""
 
     def __init__(
         self,
+        section: Checkpoint,
         votes: Votes,
         identity: Identity,
-        layout: HfLayout,
         run_id: str,
         lock: RunLock | None,
         retention: Retention | None,
     ) -> None:
-        self._votes, self._identity, self._layout, self._run_id = votes, identity, layout, run_id
+        self._section, self._votes, self._identity, self._run_id = section, votes, identity, run_id
         self._lock, self._retention = lock, retention
         self._is_visible = False  # to every rank, as far as is known
 
@@ -114,7 +107,7 @@ class StepWriter:
             raise CheckpointError(f"{final} exists already: a published checkpoint is never overwritten")
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
-        if save.kind == "hf" and self._layout.executor == "consolidate":
+        if save.kind == "hf" and self._section.hf_executor == "consolidate":
             needed *= 2  # the shards stay until the files are whole
         check_space(staged, needed, 2 * self._votes.group.size + 8)
         check_writable(staged)
@@ -162,8 +155,8 @@ class StepWriter:
             self._identity,
             self._votes,
             dtype=dtype,
-            executor=self._layout.executor,
-            shard_bytes=self._layout.shard_bytes,
+            executor=self._section.hf_executor,
+            shard_bytes=round(self._section.hf_shard_gb * 1e9),
         )
 
     def _publish(

@@ -25,11 +25,10 @@ from torchtitan_like.checkpoint.votes import Votes
 class Output:
     """The files of one export: `create`, `write` every extent on one rank, `finish`; all but `write` on all ranks together."""
 
-    def __init__(self, folder: Path, files: Sequence[FileLayout], votes: Votes, rank: int) -> None:
+    def __init__(self, folder: Path, files: Sequence[FileLayout], votes: Votes) -> None:
         self.folder = folder
         self.files = files
         self._votes = votes
-        self._rank = rank
         self._descriptors: dict[int, int] = {}
         self._locks = [threading.Lock() for _ in files]
         self._digests: dict[ExtentId, str] = {}
@@ -117,7 +116,7 @@ class Output:
             os.fsync(self._descriptors[f])
 
     def _write_headers(self) -> None:
-        mine = range(self._rank, len(self.files), self._votes.group.size)
+        mine = range(self._votes.group.rank, len(self.files), self._votes.group.size)
         self._open_all(f for f in mine if f not in self._descriptors)
         for f in mine:
             self._write_at(f, 0, memoryview(self.files[f].header))
