@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,7 +26,6 @@ from torchtitan_like.checkpoint.dcp_storage import (
     ExtentWriter,
     _Bounce,
     _Box,
-    _boxes,
     _read_boxes,
     unwrap,
     verify_rest,
@@ -182,19 +179,6 @@ def test_a_large_strided_tensor_is_copied_in_pieces() -> None:
         lengths.append(len(piece))
         begin += len(piece) // 4
     assert sum(lengths) == tensor.nbytes and max(lengths) <= BOUNCE
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_boxes_are_the_elements_in_order(data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    begin = data.draw(st.integers(0, math.prod(shape)))
-    end = data.draw(st.integers(begin, math.prod(shape)))
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    boxes = [tuple(slice(a, a + n) for a, n in zip(*box, strict=True)) for box in _boxes(shape, begin, end)]
-    found = [number for box in boxes for number in numbers[box].flatten().tolist()]
-    assert found == list(range(begin, end))
-    assert len(boxes) <= 2 * len(shape) - 1
 
 
 def load_damaged(folder: str, records: dict[str, FileRecord]) -> tuple[type[Exception], str, bool]:

@@ -90,6 +90,13 @@ class ExtentSink:
         self._file.close()
 
 
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Write a whole new file durably; what was written."""
+    with ExtentSink(path) as sink:
+        sink.write(content)
+        return sink.close()
+
+
 class ExtentSource:
     """A recorded file, read by whole extents. Every extent read is verified before its bytes are handed out.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord, check_sizes
+from torchtitan_like.checkpoint.extents import FileRecord, check_sizes, write_file
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
@@ -124,12 +124,8 @@ class StepWriter:
     def _write_files(
         self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
     ) -> dict[str, FileRecord]:
-        def write_config() -> FileRecord:
-            sink = ExtentSink(staged / "config.toml")
-            sink.write(config_toml.encode())
-            return sink.close()
-
-        records = {"config.toml": self._votes.leader_does(write_config)}
+        config = staged / "config.toml"
+        records = {config.name: self._votes.leader_does(lambda: write_file(config, config_toml.encode()))}
         write = partial(self._export, save.dtype or torch.float32) if save.kind == "hf" else self._write_native
         for part in self._votes.all_do(lambda: write(staged, tensors)):
             records.update(part)

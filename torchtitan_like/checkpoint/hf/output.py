@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import EXTENT, ExtentSink, FileRecord, hash_extent, naming
+from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, hash_extent, naming, write_file
 from torchtitan_like.checkpoint.hf.plan import ExtentId, extents_of
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX, FileLayout, read_header, render_index
 from torchtitan_like.checkpoint.step_folders import fsync_directory
@@ -126,9 +126,7 @@ class Output:
         for file in self.files:
             if read_header(self.folder / file.name)[0] != list(file.entries):
                 raise CheckpointError(f"{self.folder / file.name} does not hold the header written to it")
-        with ExtentSink(self.folder / INDEX) as sink:
-            sink.write(render_index(self.files))
-            record = sink.close()
+        record = write_file(self.folder / INDEX, render_index(self.files))
         fsync_directory(self.folder)
         return record
 
