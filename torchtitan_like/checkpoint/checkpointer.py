@@ -86,9 +86,7 @@ class Checkpointer:
         When there is something to do, every other run is kept out of the folder from here to `close`. Raises
         CheckpointError, also when another run is at work there.
         """
-
-        assets = str(self._identity.hf_assets)
-        decide = partial(decide_start, self.section, self.folder, last_step, config, hf_assets_path=assets)
+        decide = partial(decide_start, self.section, self.folder, last_step, self._identity.hf_assets, config)
 
         def decide_and_lock() -> list[Start]:
             starts = decide()
