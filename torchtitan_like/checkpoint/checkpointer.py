@@ -106,24 +106,21 @@ class Checkpointer:
 
         Raises DamagedError when none is whole, CheckpointError when one does not fit this run; on every rank.
         """
+        section = self.section
+        load = partial(
+            load_states, states=states, votes=self._votes, identity=self._identity, exclude=section.exclude_from_loading,
+            verify=section.verify, quantized=section.initial_load_in_hf_quantized,
+        )  # fmt: skip
         for number, start in enumerate(starts):
             if number > 0:  # the first has been considered before anything was built
                 consider(start)
             try:
-                self._thread.run(partial(self._load, start, states))
+                self._thread.run(partial(load, start))
                 return
             except DamagedError as damage:
                 logger.error(f"step-{start.step} is damaged and is not used: {damage}")
                 last = damage
         raise last
-
-    def _load(self, start: Start, states: Mapping[str, Stateful]) -> None:
-        """On the checkpoint thread."""
-        section = self.section
-        load_states(
-            start, states, self._votes, self._identity, exclude=section.exclude_from_loading, verify=section.verify,
-            quantized=section.initial_load_in_hf_quantized,
-        )  # fmt: skip
 
     def claim(self, start: Start) -> None:
         """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""

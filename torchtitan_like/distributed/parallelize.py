@@ -146,9 +146,7 @@ def parallelize(
     dims, training, parallelism = world.dims, sections.training, sections.parallelism
     num_shards, compiled = dims.dp_shard * dims.cp, sections.compiles_model
     if FLOAT8 in sections.converters:
-        lines += convert_to_float8(
-            model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled, device=world.device
-        )
+        lines += convert_to_float8(model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled)
     options: dict[str, Any] = {}
     if dims.tp > 1:
         from torchtitan_like.distributed.tensor import apply_tensor_parallel, overlap_tensor_parallel
