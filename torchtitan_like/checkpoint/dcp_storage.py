@@ -42,7 +42,6 @@ from torchtitan_like.checkpoint.extents import (
     ExtentSink,
     ExtentSource,
     FileRecord,
-    Progress,
     all_extents,
     check_sizes,
     find_damage,
@@ -336,7 +335,6 @@ def verify_rest(
     records: Mapping[str, FileRecord],
     verified: Mapping[str, set[int]],
     group: HostGroup,
-    progress: Progress | None = None,
 ) -> None:
     """Verify what no rank has read, split over the ranks, which call this together; `verified`: what this one has.
 
@@ -346,7 +344,7 @@ def verify_rest(
     rest = [extent for extent in all_extents(records) if extent not in seen]
     rank = group.rank
     mine = rest[len(rest) * rank // group.size : len(rest) * (rank + 1) // group.size]
-    for error in find_damage(folder, records, mine, progress):
+    for error in find_damage(folder, records, mine):
         raise error
 
 
