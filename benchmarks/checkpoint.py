@@ -180,7 +180,7 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
         section = Checkpoint(enable=True, async_mode=mode, keep_latest_k=0)
         group, identity = HostGroup(ranks, timedelta(hours=1)), identify(Model())
         return Checkpointer(
-            section, dump_folder=str(folder / mode), group=group, is_leader=rank == 0, device=torch.device("cpu"),
+            section, dump_folder=str(folder / mode), group=group, device=torch.device("cpu"),
             identity=identity,
         )  # fmt: skip
 

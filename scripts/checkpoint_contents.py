@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, unwrap
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord, find_damage
+from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
@@ -223,7 +223,7 @@ def our_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
         format="meta" if source.kind == "pt" else source.kind,
         manifest=source.manifest or None,
     )
-    load_states(start, {"model": weights}, Votes(HostGroup.alone(), is_leader=True), identity)
+    load_states(start, {"model": weights}, Votes(HostGroup.alone()), identity)
     return {name: tensor.detach() for name, tensor in weights.state_dict().items()}
 
 
@@ -307,7 +307,7 @@ def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, ident
     staged.mkdir()
     others: dict[str, bytes] = {}
     if identity:
-        votes = Votes(HostGroup.alone(), is_leader=True)
+        votes = Votes(HostGroup.alone())
         records = write_model(staged, state, identity, votes, dtype=None)
     else:
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
@@ -332,10 +332,6 @@ def _complete(
     more: Mapping[str, str],
 ) -> None:
     """Write the small files and, last, the manifest."""
-    found = dict(records)
-    for name, content in others.items():
-        with ExtentSink(staged / name) as sink:
-            sink.write(content)
-            found[name] = sink.close()
-    files = dict(sorted(found.items()))
+    written = {name: write_file(staged / name, content) for name, content in others.items()}
+    files = dict(sorted({**records, **written}.items()))
     write_manifest(staged, {"kind": kind, "step": source.manifest.get("step", 0), "files": files, **more})

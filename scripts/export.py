@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     group = HostGroup(list(range(launched.world_size)), TIMEOUT)
     try:
-        export(arguments.step_dir, arguments.out.absolute(), arguments, Votes(group, is_leader=launched.rank == 0))
+        export(arguments.step_dir, arguments.out.absolute(), arguments, Votes(group))
     except (CheckpointError, ConfigError, TokenizerError) as error:
         if launched.rank == 0:
             print(error, file=sys.stderr)

@@ -27,22 +27,18 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import identify
-from torchtitan_like.models.spec import get_spec, resolve_args
 
 
 def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
     """Build the config's model, in the type its weights are stored in, and fill it. Raises CheckpointError."""
     import_custom(config)
-    spec = get_spec(config.model.name)
-    args = resolve_args(spec, config.model.flavor, config.model.args)
+    identity = identify(config.model)
     with torch.device("meta"):
-        model = spec.build(args)
-        model = model.to(DTYPES[config.training.dtype])
+        model = identity.spec.build(identity.args).to(DTYPES[config.training.dtype])
     materialize(model, device)
     found = format_of(step_folder) or "step"
     start = Start("warm", 0, step_folder, "named on the command line", None, found, read_manifest(step_folder))
-    votes = Votes(HostGroup.alone(), is_leader=True)
-    load_states(start, {"model": ModelState([model])}, votes, identify(config.model))
+    load_states(start, {"model": ModelState([model])}, Votes(HostGroup.alone()), identity)
     return model.eval()
 
 
@@ -112,8 +108,8 @@ def main(argv: list[str]) -> int:
     if not prompt:
         print("the model was trained without a beginning-of-text token: give a --prompt", file=sys.stderr)
         return 2
-    spec = get_spec(config.model.name)
-    limits = spec.constraints(resolve_args(spec, config.model.flavor, config.model.args))
+    identity = identify(config.model)
+    limits = identity.spec.constraints(identity.args)
     added = generate(
         model,
         prompt,

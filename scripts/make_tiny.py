@@ -35,6 +35,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import ConfigError
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.documents import ENDINGS, Corpus, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.formats.fast_bpe import merges_of
 from torchtitan_like.data.formats.records import BadRecord
 from torchtitan_like.data.formats.tokenizer import TokenizerError, load_tokenizer
 
@@ -112,19 +113,14 @@ def _filled(required: set[str], room: int, candidates: Iterable[str]) -> set[str
 def _shrink_bpe(model: Json, required: set[str], room: int) -> set[str]:
     """Merges in their order, each with the two parts that it joins: what is kept, can be reached."""
     kept = _filled(required, room, filter(model["vocab"].__contains__, _characters(model)))
-    for parts in _merges(model):
+    for parts in merges_of(model):
         new = {*parts, _joined(model, parts)} - kept
         if len(kept) + len(new) <= room:
             kept |= new
     return kept
 
 
-def _merges(model: Json) -> list[tuple[str, str]]:
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-    return [(first, second) for first, second in pairs]
-
-
-def _joined(model: Json, parts: tuple[str, str]) -> str:
+def _joined(model: Json, parts: tuple[str, ...]) -> str:
     return parts[0] + parts[1].removeprefix(model.get("continuing_subword_prefix") or "")
 
 
@@ -164,7 +160,7 @@ def _with_entries(model: Json, kept: list[str]) -> Json:
         return {**model, "vocab": places}
     merges = [
         merge
-        for merge, parts in zip(model["merges"], _merges(model), strict=True)
+        for merge, parts in zip(model["merges"], merges_of(model), strict=True)
         if {*parts, _joined(model, parts)} <= places.keys()
     ]
     return {**model, "vocab": places, "merges": merges}
@@ -345,7 +341,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
         model = spec.build(args).to(DTYPES[dtype])
     materialize(model, torch.device("cpu"))
     initialize(model, spec.init_table(args), config.debug.seed or 0)
-    votes = Votes(HostGroup.alone(), is_leader=True)
+    votes = Votes(HostGroup.alone())
     with _made(out) as staged:
         staged.mkdir()
         identity = dataclasses.replace(identify(config.model), args=args)

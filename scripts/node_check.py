@@ -106,13 +106,9 @@ def pair_problems(num_gpus: int, timeout: float) -> list[str]:
 
 def available_gib() -> float:
     """Of the host's memory."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    told = (
-        re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-        if os.path.exists("/proc/meminfo")
-        else None
-    )
-    return (int(told[1]) * 1024 if told else pages) / GIB
+    import psutil
+
+    return float(psutil.virtual_memory().available) / GIB
 
 
 def check_alone(options: argparse.Namespace) -> int:

@@ -297,9 +297,7 @@ def model_of(params: float) -> Model:
         return Model(num_params(args), *sizes, args.enable_weight_tying, f"Llama 3 {name}")
     layers = max(1, round((params / (13 * 128**2)) ** (1 / 3)))
     dim = 128 * layers
-    return Model(
-        params, layers, dim, round(3.5 * dim), max(layers, 1), math.gcd(layers, 8), 128256, False, "estimated sizes"
-    )
+    return Model(params, layers, dim, round(3.5 * dim), layers, math.gcd(layers, 8), 128256, False, "estimated sizes")
 
 
 # ---- command

@@ -31,7 +31,7 @@ from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.documents import CACHE_FOLDER_NAME
 from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.pipeline import build_train_batches, resolve_sources
 from torchtitan_like.monitor.jsonl import read_rows
 
 WIDTH = 100  # characters of a sample that are shown
@@ -68,11 +68,12 @@ def read(
     config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer, step: int
 ) -> tuple[TrainBatches, np.ndarray, Batch | None]:
     """The run's batches, behind those of `step`; the positions that it reads, and its batch, None behind the text's end."""
-    batches = build(config, manifest, tokenizer)
+    named = resolve_sources("training", config.training, config.data.sources)
     # No window ahead is made either: nothing is read on.
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(streaming, "NUM_AHEAD", 0):
-        if batches._streams:
-            batches = build(with_windows_of_its_own(config, Path(folder)), manifest, tokenizer)
+        if any(one.source.streaming for one in named):
+            config = with_windows_of_its_own(config, Path(folder))
+        batches = build(config, manifest, tokenizer)
         seek(batches, manifest, step)
         return batches, batches.next_positions(), next(batches, None)
 

@@ -16,7 +16,6 @@ import torch
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
-from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
@@ -91,7 +90,6 @@ def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
         config.checkpoint,
         dump_folder=config.job.dump_folder,
         group=world.checkpoint_group,
-        is_leader=world.rank == 0,
         device=world.device,
         identity=identify(config.model),
     )
@@ -145,12 +143,6 @@ def build_metrics(
         num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
         run_config=config.model_dump() if config.metrics.enable_wandb else None,
     )
-
-
-def fingerprint(config: JobConfig, world: World) -> dict[str, str]:
-    """What decides about a run's bits, in words."""
-    sections = config.parallelism, config.training, config.optimizer, config.loss, config.compile, config.resilience
-    return numeric_fingerprint(world.device, world.dims.mesh_shape(), *sections)
 
 
 def identify(model: Model) -> Identity:

@@ -254,7 +254,6 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
             device_type=device_type,
             dtype=config.training.mixed_precision_param,
             head_dim=args.head_dim,
-            compiled=config.compile.enable and "model" in config.compile.components,
         )
         if reason:
             findings.error("model.args", f"attention that can be computed here; {reason}", involves=MODEL_KEYS)

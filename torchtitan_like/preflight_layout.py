@@ -149,7 +149,6 @@ def layout_of(
         is_resolved=dims is not None,
         limits=spec.constraints(args) if spec else None,
         args=args,
-        is_tied=bool(spec and spec.tied(args)),
         device_type=device_type,
         local_world_size=int(local) if local.isdecimal() else None,
         splits_backward=parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism),

@@ -21,7 +21,7 @@ import torch
 from torchtitan_like.bad_steps import BadSteps
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.fingerprint import resume_line
+from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
@@ -36,7 +36,7 @@ from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
-from torchtitan_like.launch import build_metrics, build_model, fingerprint, launch, run_as
+from torchtitan_like.launch import build_metrics, build_model, launch, run_as
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
@@ -209,7 +209,7 @@ class Trainer:
         self.replicas = Replicas(config.resilience.replica_check_freq, world, self.optimizer.named)
         self.switches = Switches(self.run_directory.folder, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
-        self.numeric = fingerprint(config, world)
+        self.numeric = numeric_fingerprint(config, world.device, world.dims.mesh_shape())
 
     def _load(self) -> None:
         """Fill the run from its checkpoint, if it starts from one; then say what it is about to do."""

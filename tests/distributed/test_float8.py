@@ -75,8 +75,7 @@ def train(section, dims, param_dtype):
         model = spec.build(args)
     if section is not None:
         settings = Float8Linear(**{"emulate": True, **section})
-        device = torch.device("cpu")
-        convert_to_float8(model, settings, num_shards=dims.dp_shard, tp=1, compiled=False, device=device)
+        convert_to_float8(model, settings, num_shards=dims.dp_shard, tp=1, compiled=False)
         after = after_optimizer_step([model], settings)
     blocks, mesh = find_blocks(model, spec).values(), dims.build_mesh("cpu")
     types = {"param_dtype": param_dtype, "reduce_dtype": "float32"}

@@ -380,9 +380,9 @@ def test_shards_that_do_not_fit_together(tmp_path):
 
 def write_our_shards(folder):
     told, views = hold(laid_out("rows"))
-    votes = Votes(my_group(), is_leader=dist.get_rank() == 0)
+    votes = Votes(my_group())
     found = targets(merge(votes.all_do(lambda: told), ["0", "1", "2", "3"]), ROWS, (), None)
-    write_shards(Path(folder), found, views, votes, dist.get_rank())
+    write_shards(Path(folder), found, views, votes)
 
 
 def test_that_the_last_of_our_shards_is_missing_is_noticed_too(tmp_path, reference):
@@ -453,7 +453,7 @@ def rounds_until_it_fails(failing_rank):
         calls["exchange"] += 1
         my_group().barrier()  # fails the test by its timeout if a rank stays away
 
-    error, _ = failing(in_rounds, Votes(my_group(), is_leader=dist.get_rank() == 0), 50, work, exchange)
+    error, _ = failing(in_rounds, Votes(my_group()), 50, work, exchange)
     return calls, error
 
 

@@ -122,7 +122,7 @@ def load_and_compare(folder, tied, kind, shape, tokens):
 
     safetensors_source.read_box = counting
     try:
-        report = load_into(model, args, folder, kind, Votes(group, is_leader=dist.get_rank() == 0))
+        report = load_into(model, args, folder, kind, Votes(group))
     finally:
         safetensors_source.read_box = read_box
         group.destroy()
@@ -195,7 +195,7 @@ def load_columns_and_strides(folder):
     group = HostGroup(list(range(4)), TIMEOUT)
     load_hf(
         folder / "hf", model, rows=LLAMA.hf_names(args), tied=(), quantized=False,
-        votes=Votes(group, is_leader=dist.get_rank() == 0),
+        votes=Votes(group),
     )  # fmt: skip
     group.destroy()
     expected = torch.load(folder / "ours.pt")
@@ -238,7 +238,7 @@ def load_stage(folder, change):
         source.fill = blind
     try:
         report = load_hf(
-            folder / "hf", mine, rows=LLAMA.hf_names(args), tied=(), quantized=False, votes=Votes(group, is_leader=rank == 0)
+            folder / "hf", mine, rows=LLAMA.hf_names(args), tied=(), quantized=False, votes=Votes(group)
         )  # fmt: skip
     except CheckpointError as error:
         return str(error)
@@ -300,7 +300,7 @@ def test_a_dcp_index_that_leaves_a_hole_is_damage(tmp_path):
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size([8, 2])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    votes = Votes(HostGroup.alone(), is_leader=True)
+    votes = Votes(HostGroup.alone())
     with pytest.raises(DamagedError, match=r"does not say where all of w \[8, 2\] is"):
         load_torchtitan(tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), votes=votes)
 
@@ -308,7 +308,7 @@ def test_a_dcp_index_that_leaves_a_hole_is_damage(tmp_path):
 def test_metas_files_agree_on_what_each_holds_as_a_whole(tmp_path):
     for i in range(2):
         torch.save({"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth")
-    votes, rows = Votes(HostGroup.alone(), is_leader=True), (("norm.weight", "norm.weight"),)
+    votes, rows = Votes(HostGroup.alone()), (("norm.weight", "norm.weight"),)
     with pytest.raises(DamagedError, match="norm.weight stands in each file as a whole, with other numbers"):
         load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
 

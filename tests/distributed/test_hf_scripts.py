@@ -53,7 +53,7 @@ def my_group():
 
 def export_together(step, out, executor):
     arguments = argparse.Namespace(dtype=None, executor=executor, shard_gb=0.0001)
-    export.export(Path(step), Path(out), arguments, Votes(my_group(), is_leader=dist.get_rank() == 0))
+    export.export(Path(step), Path(out), arguments, Votes(my_group()))
 
 
 def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, capsys):

@@ -122,7 +122,7 @@ def build(dims, options, graphs):
     section = {"mode": options.recompute}
     if options.recompute == "op":
         section = {"mode": "selective", "selective_ac_option": "op"}
-    apply_activation_checkpointing(blocks, ActivationCheckpoint(**section), compiled=options.backend is not None)
+    apply_activation_checkpointing(blocks, ActivationCheckpoint(**section))
     shared = {"param_dtype": options.param_dtype, "reduce_dtype": options.reduce_dtype, "reshard": options.reshard}
     name = ""
     if options.impl in ("simple_fsdp", "casts"):

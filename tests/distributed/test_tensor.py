@@ -118,7 +118,7 @@ def cut(layout, mesh):
     apply_tensor_parallel(model, spec, mesh["tp"], sequence_parallel=layout.sequence_parallel)
     blocks = find_blocks(model, spec)
     section = ActivationCheckpoint(mode=layout.checkpointing, selective_ac_option=layout.ac_option)
-    apply_activation_checkpointing(blocks, section, compiled=False)
+    apply_activation_checkpointing(blocks, section)
     if layout.backend:
         for block in blocks.values():
             block.forward = on_local_parameters(

@@ -123,7 +123,7 @@ def start_here(folder: Path, like: Path, **section: Any) -> Loaded:
     logging.getLogger().addHandler(handler)
     states = states_like(like)
     checkpointer = Checkpointer(
-        Checkpoint(enable=True, **section), dump_folder=str(folder), group=HostGroup.alone(), is_leader=True,
+        Checkpoint(enable=True, **section), dump_folder=str(folder), group=HostGroup.alone(),
         device=torch.device("cpu"), identity=identity(),
     )  # fmt: skip
     step = None

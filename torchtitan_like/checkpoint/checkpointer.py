@@ -23,7 +23,7 @@ from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
-from torchtitan_like.checkpoint.saving import HfLayout, Save, StepWriter
+from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
 from torchtitan_like.checkpoint.start import Start, decide_start
@@ -51,7 +51,6 @@ class Checkpointer:
         *,
         dump_folder: str,
         group: HostGroup,
-        is_leader: bool,
         device: torch.device,
         identity: Identity,
     ) -> None:
@@ -65,7 +64,7 @@ class Checkpointer:
         self._pending: list[tuple[Save, int, Future[Path]]] = []
         self._looking: list[Future[Any]] = []
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
-        self._votes = Votes(group, is_leader=is_leader)
+        self._votes = Votes(group)
         self._lock: RunLock | None = None
         self._retention: Retention | None = None
         if not section.enable:
@@ -73,12 +72,11 @@ class Checkpointer:
         self._thread = SavingThread(device, group.adopt)
         # One name for all ranks: they must stage into one folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
-        if is_leader:  # also to load alone: one run writes metrics, logs and config beside the checkpoints
+        if self._votes.is_leader:  # also to load alone: one run writes metrics, logs and config beside the checkpoints
             self._lock = RunLock(self.folder)
-        if is_leader and self.saves:
+        if self._votes.is_leader and self.saves:
             self._retention = Retention(self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every)
-        layout = HfLayout(section.hf_executor, round(section.hf_shard_gb * 1e9))
-        self._writer = StepWriter(self._votes, identity, layout, run_id, self._lock, self._retention)
+        self._writer = StepWriter(section, self._votes, identity, run_id, self._lock, self._retention)
 
     # ---- start
 
@@ -88,9 +86,7 @@ class Checkpointer:
         When there is something to do, every other run is kept out of the folder from here to `close`. Raises
         CheckpointError, also when another run is at work there.
         """
-
-        assets = str(self._identity.hf_assets)
-        decide = partial(decide_start, self.section, self.folder, last_step, config, hf_assets_path=assets)
+        decide = partial(decide_start, self.section, self.folder, last_step, self._identity.hf_assets, config)
 
         def decide_and_lock() -> list[Start]:
             starts = decide()
@@ -110,24 +106,21 @@ class Checkpointer:
 
         Raises DamagedError when none is whole, CheckpointError when one does not fit this run; on every rank.
         """
+        section = self.section
+        load = partial(
+            load_states, states=states, votes=self._votes, identity=self._identity, exclude=section.exclude_from_loading,
+            verify=section.verify, quantized=section.initial_load_in_hf_quantized,
+        )  # fmt: skip
         for number, start in enumerate(starts):
             if number > 0:  # the first has been considered before anything was built
                 consider(start)
             try:
-                self._thread.run(partial(self._load, start, states))
+                self._thread.run(partial(load, start))
                 return
             except DamagedError as damage:
                 logger.error(f"step-{start.step} is damaged and is not used: {damage}")
                 last = damage
         raise last
-
-    def _load(self, start: Start, states: Mapping[str, Stateful]) -> None:
-        """On the checkpoint thread."""
-        section = self.section
-        load_states(
-            start, states, self._votes, self._identity, exclude=section.exclude_from_loading, verify=section.verify,
-            quantized=section.initial_load_in_hf_quantized,
-        )  # fmt: skip
 
     def claim(self, start: Start) -> None:
         """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""

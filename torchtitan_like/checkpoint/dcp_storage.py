@@ -42,11 +42,12 @@ from torchtitan_like.checkpoint.extents import (
     ExtentSink,
     ExtentSource,
     FileRecord,
-    Progress,
     all_extents,
     check_sizes,
     find_damage,
+    write_file,
 )
+from torchtitan_like.checkpoint.hf.plan import contiguous, rectangles
 from torchtitan_like.checkpoint.step_folders import fsync_directory
 from torchtitan_like.distributed.world import HostGroup
 
@@ -112,9 +113,7 @@ class ExtentWriter(StorageWriter):
                 properties = TensorProperties(dtype=entry.properties.dtype)
                 metadata.state_dict_metadata[name] = replace(entry, properties=properties)
         temporary = self.folder / f"{METADATA}.tmp"
-        with ExtentSink(temporary) as sink:
-            sink.write(pickle.dumps(metadata))
-            self.records[METADATA] = sink.close()
+        self.records[METADATA] = write_file(temporary, pickle.dumps(metadata))
         os.rename(temporary, self.folder / METADATA)
         fsync_directory(self.folder)
 
@@ -259,13 +258,13 @@ class _Box:
         self,
         offset: int,
         dtype: torch.dtype,
-        stored: Sequence[int],
+        stored: tuple[int, ...],
         starts: Sequence[int],
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
         self.stored, self.starts, self.lengths, self.target, self.dtype = stored, starts, lengths, target, dtype
-        strides = [math.prod(stored[dim + 1 :]) for dim in range(len(stored))]
+        strides = contiguous(stored)
         # The stretch of stored elements, in C order, from the box's first to its last; and of bytes in the file.
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
@@ -286,11 +285,12 @@ class _Box:
         if self.flat is not None:
             self.flat[first - self.first : first - self.first + len(elements)].copy_(elements)
             return
-        for starts, sizes in _boxes(self.stored, first, first + len(elements)):
+        for bounds in rectangles(self.stored, first, first + len(elements)):
+            sizes = [stop - start for start, stop in bounds]
             part, elements = elements[: math.prod(sizes)].view(sizes), elements[math.prod(sizes) :]
             here, there = [], []
-            for start, size, begin, length in zip(starts, sizes, self.starts, self.lengths, strict=True):
-                low, high = max(start, begin), min(start + size, begin + length)
+            for (start, stop), begin, length in zip(bounds, self.starts, self.lengths, strict=True):
+                low, high = max(start, begin), min(stop, begin + length)
                 here.append(slice(low - start, max(low, high) - start))
                 there.append(slice(low - begin, max(low, high) - begin))
             self.target[tuple(there)].copy_(part[tuple(here)])
@@ -325,22 +325,6 @@ def _in_place(boxes: Sequence[_Box], begin: int, end: int) -> list[memoryview] |
     return [*views, memoryview(bytearray(end - at))] if end - at < ALIGNMENT else None
 
 
-def _boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(starts, sizes) of boxes that are, one after the other, the elements `begin` to `end` of a tensor in C order."""
-    row_size = math.prod(shape[1:])
-    while begin < end:
-        row, skipped = divmod(begin, row_size)
-        rows = 0 if skipped else (end - begin) // row_size
-        if rows:
-            yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
-            begin += rows * row_size
-        else:
-            stop = min(end, (row + 1) * row_size)
-            for starts, sizes in _boxes(shape[1:], skipped, stop - row * row_size):
-                yield (row, *starts), (1, *sizes)
-            begin = stop
-
-
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
     return tensor.view(-1).view(torch.uint8).numpy().data
@@ -351,7 +335,6 @@ def verify_rest(
     records: Mapping[str, FileRecord],
     verified: Mapping[str, set[int]],
     group: HostGroup,
-    progress: Progress | None = None,
 ) -> None:
     """Verify what no rank has read, split over the ranks, which call this together; `verified`: what this one has.
 
@@ -361,7 +344,7 @@ def verify_rest(
     rest = [extent for extent in all_extents(records) if extent not in seen]
     rank = group.rank
     mine = rest[len(rest) * rank // group.size : len(rest) * (rank + 1) // group.size]
-    for error in find_damage(folder, records, mine, progress):
+    for error in find_damage(folder, records, mine):
         raise error
 
 

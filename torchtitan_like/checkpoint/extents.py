@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import xxhash
@@ -87,10 +86,15 @@ class ExtentSink:
     def __enter__(self) -> ExtentSink:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Write a whole new file durably; what was written."""
+    with ExtentSink(path) as sink:
+        sink.write(content)
+        return sink.close()
 
 
 class ExtentSource:
@@ -152,9 +156,7 @@ class ExtentSource:
     def __enter__(self) -> ExtentSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

@@ -8,24 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_run import Resilience
-    from torchtitan_like.config.sections_scale import Compile, Parallelism
-    from torchtitan_like.config.sections_training import Loss, Optimizer, Training
+    from torchtitan_like.config import JobConfig
 
 
-def numeric_fingerprint(
-    device: torch.device,
-    layout: Mapping[str, int],
-    parallelism: Parallelism,
-    training: Training,
-    optimizer: Optimizer,
-    loss: Loss,
-    compile_section: Compile,
-    resilience: Resilience,
-) -> dict[str, str]:
-    """What decides about bits, in words. `layout`: degrees by the mesh's names; `parallelism`: how they are used."""
+def numeric_fingerprint(config: JobConfig, device: torch.device, layout: Mapping[str, int]) -> dict[str, str]:
+    """What decides about bits, in words. `layout`: degrees by the mesh's names."""
+    training, optimizer, resilience = config.training, config.optimizer, config.resilience
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    parts = f"{', '.join(compile_section.components)} by {compile_section.backend}"
+    parts = f"{', '.join(config.compile.components)} by {config.compile.backend}"
     deterministic = torch.are_deterministic_algorithms_enabled()
     found = {
         "torch": torch.__version__,
@@ -37,16 +27,14 @@ def numeric_fingerprint(
         "layout": " ".join(f"{name} {degree}" for name, degree in layout.items()) or "one rank",
         "micro-batch": str(training.local_batch_size),
         "dtypes": "/".join(dtypes),
-        "loss chunk": f"{loss.chunk_mib} MiB",
+        "loss chunk": f"{config.loss.chunk_mib} MiB",
         "optimizer": f"{optimizer.name} {optimizer.implementation}{' on CPU' if training.enable_cpu_offload else ''}",
-        "compile": parts if compile_section.enable else "no",
+        "compile": parts if config.compile.enable else "no",
     }
-    defaults = type(parallelism)()
-    used = {
-        name: value for name, value in parallelism if value != getattr(defaults, name) and not name.endswith("_degree")
-    }
-    if used:
-        found["parallelism"] = ", ".join(f"{name} {value}" for name, value in used.items())
+    defaults = type(config.parallelism)()
+    chosen = [(name, value) for name, value in config.parallelism if value != getattr(defaults, name)]
+    if used := [f"{name} {value}" for name, value in chosen if not name.endswith("_degree")]:
+        found["parallelism"] = ", ".join(used)
     if resilience.on_spike == "skip" and resilience.spike_threshold:
         found["spikes left out"] = f"above {resilience.spike_threshold} in {resilience.spike_window} steps"
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord, check_sizes
+from torchtitan_like.checkpoint.extents import FileRecord, check_sizes, write_file
 from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
@@ -28,6 +28,7 @@ from torchtitan_like.checkpoint.votes import Votes
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.lock import RunLock
     from torchtitan_like.checkpoint.retention import Retention
+    from torchtitan_like.config.sections_scale import Checkpoint
 
 logger = logging.getLogger()
 
@@ -42,27 +43,19 @@ class Save:
     is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
 
 
-@dataclass(frozen=True)
-class HfLayout:
-    """How an export is cut into files and who writes them."""
-
-    executor: Literal["direct", "consolidate"]
-    shard_bytes: int
-
-
 class StepWriter:
     """Writes steps on the checkpoint thread of every rank together. `lock` and `retention` are rank 0's, else None."""
 
     def __init__(
         self,
+        section: Checkpoint,
         votes: Votes,
         identity: Identity,
-        layout: HfLayout,
         run_id: str,
         lock: RunLock | None,
         retention: Retention | None,
     ) -> None:
-        self._votes, self._identity, self._layout, self._run_id = votes, identity, layout, run_id
+        self._section, self._votes, self._identity, self._run_id = section, votes, identity, run_id
         self._lock, self._retention = lock, retention
         self._is_visible = False  # to every rank, as far as is known
 
@@ -114,7 +107,7 @@ class StepWriter:
             raise CheckpointError(f"{final} exists already: a published checkpoint is never overwritten")
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
-        if save.kind == "hf" and self._layout.executor == "consolidate":
+        if save.kind == "hf" and self._section.hf_executor == "consolidate":
             needed *= 2  # the shards stay until the files are whole
         check_space(staged, needed, 2 * self._votes.group.size + 8)
         check_writable(staged)
@@ -131,12 +124,8 @@ class StepWriter:
     def _write_files(
         self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
     ) -> dict[str, FileRecord]:
-        def write_config() -> FileRecord:
-            sink = ExtentSink(staged / "config.toml")
-            sink.write(config_toml.encode())
-            return sink.close()
-
-        records = {"config.toml": self._votes.leader_does(write_config)}
+        config = staged / "config.toml"
+        records = {config.name: self._votes.leader_does(lambda: write_file(config, config_toml.encode()))}
         write = partial(self._export, save.dtype or torch.float32) if save.kind == "hf" else self._write_native
         for part in self._votes.all_do(lambda: write(staged, tensors)):
             records.update(part)
@@ -162,8 +151,8 @@ class StepWriter:
             self._identity,
             self._votes,
             dtype=dtype,
-            executor=self._layout.executor,
-            shard_bytes=self._layout.shard_bytes,
+            executor=self._section.hf_executor,
+            shard_bytes=round(self._section.hf_shard_gb * 1e9),
         )
 
     def _publish(

@@ -60,12 +60,12 @@ def format_of(path: Path) -> Format | None:
 
 
 def decide_start(
-    section: Checkpoint, folder: Path, last_step: int, config: str = "", *, hf_assets_path: str | None = None
+    section: Checkpoint, folder: Path, last_step: int, hf_assets_path: Path, config: str = ""
 ) -> list[Start]:
     """Apply `[checkpoint]` start, load_step and initial_load_path to what is on disk.
 
-    `config`: this run's, as its steps hold it. `hf_assets_path`: where initial weights are when `initial_load_in_hf` stands
-    without a path.
+    `hf_assets_path`: where initial weights are when `initial_load_in_hf` stands without a path. `config`: this run's, as its
+    steps hold it.
 
     Returns what to try in order: behind the first choice come the older full steps, in case its bytes turn out to be
     damaged. A start at `last_step` or beyond means that nothing is left to do, and nothing is loaded. Raises
@@ -109,7 +109,7 @@ def _resume(found: StepFolder, why: str) -> Start:
     return Start("resume", found.step, found.path, why, manifest.get("seed"), manifest=manifest)
 
 
-def _new_run(section: Checkpoint, folder: Path, hf_assets_path: str | None) -> Start:
+def _new_run(section: Checkpoint, folder: Path, hf_assets_path: Path) -> Start:
     """A start that takes nothing from this folder, which must hold nothing for it."""
     asked = "create_seed_checkpoint = true" if section.create_seed_checkpoint else f"start = {section.start!r}"
     present = [path.name for _, path in _checkpoints(folder)]
@@ -146,7 +146,7 @@ def _named_step(number: int, folder: Path, steps: list[StepFolder]) -> Start:
     )
 
 
-def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_path: str | None) -> Start:
+def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_path: Path) -> Start:
     """`auto` in a folder from which nothing can be resumed: step-0 of the user's, initial weights, or new ones."""
     found = _checkpoints(folder)
     if [number for number, _ in found] == [0]:
@@ -170,14 +170,12 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
     return Start("scratch", 0, None, f"{why}, no initial_load_path")
 
 
-def _initial(section: Checkpoint, last_step: int | None, hf_assets_path: str | None, why: str) -> Start:
+def _initial(section: Checkpoint, last_step: int | None, hf_assets_path: Path, why: str) -> Start:
     """What `initial_load_path` names: weights or, with `initial_load_model_only = false`, a whole run."""
     if section.initial_load_path:
         path, why = Path(section.initial_load_path), f"{why}, initial_load_path is set"
-    elif section.initial_load_in_hf and hf_assets_path:
-        path, why = Path(hf_assets_path), f"{why}, initial_load_in_hf: those of model.hf_assets_path"
     else:
-        raise CheckpointError("a warm start needs checkpoint.initial_load_path: where the weights are")
+        path, why = hf_assets_path, f"{why}, initial_load_in_hf: those of model.hf_assets_path"
     start = _weights(section, path, why)
     if section.initial_load_model_only:
         return start

@@ -14,9 +14,9 @@ T = TypeVar("T")
 class Votes:
     """Runs actions on the ranks of a group; nobody goes on before everybody is known to have succeeded."""
 
-    def __init__(self, group: HostGroup, *, is_leader: bool) -> None:
+    def __init__(self, group: HostGroup) -> None:
         self.group = group
-        self.is_leader = is_leader
+        self.is_leader = group.rank == 0
 
     def all_do(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; what each returned, in rank order.

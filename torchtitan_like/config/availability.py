@@ -15,35 +15,27 @@ from torchtitan_like.config.schema import JobConfig
 
 
 class Missing(NamedTuple):
-    """A feature to come: the setting that asks for it, when it does, and what to do instead."""
+    """A feature to come: the setting that asks for it, with which values, and what to do instead."""
 
     key: str
-    is_wanted: Callable[[JobConfig], bool]
+    is_wanted: Callable[[Any], bool]
     instead: str
 
 
-def _more_than_one(key: str) -> Callable[[JobConfig], bool]:
-    return lambda config: int(value_of(config, key)) > 1
-
-
-def _differs(key: str, default: Any) -> Callable[[JobConfig], bool]:
-    return lambda config: bool(value_of(config, key) != default)
-
-
 NOT_AVAILABLE: tuple[Missing, ...] = (
-    Missing("parallelism.expert_parallel_degree", _more_than_one("parallelism.expert_parallel_degree"), "set it to 1"),
+    Missing("parallelism.expert_parallel_degree", lambda degree: degree > 1, "set it to 1"),
     Missing(
         "model.converters",
-        lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
+        lambda names: not {"quantize.linear.float8"}.issuperset(names),
         'take all but "quantize.linear.float8" out',
     ),
-    Missing("fault_tolerance.enable", _differs("fault_tolerance.enable", False), "set it to false"),
-    Missing("memory_estimation.enable", _differs("memory_estimation.enable", False), "set it to false"),
-    Missing("comm.mode", _differs("comm.mode", "default"), 'set it to "default"'),
-    Missing("debug.moe_force_load_balance", _differs("debug.moe_force_load_balance", False), "set it to false"),
-    Missing("model.print_after_conversion", _differs("model.print_after_conversion", False), "set it to false"),
-    Missing("job.custom_config_module", _differs("job.custom_config_module", ""), "leave it out"),
-    Missing("experimental.custom_args_module", _differs("experimental.custom_args_module", ""), "leave it out"),
+    Missing("fault_tolerance.enable", bool, "set it to false"),
+    Missing("memory_estimation.enable", bool, "set it to false"),
+    Missing("comm.mode", lambda mode: mode != "default", 'set it to "default"'),
+    Missing("debug.moe_force_load_balance", bool, "set it to false"),
+    Missing("model.print_after_conversion", bool, "set it to false"),
+    Missing("job.custom_config_module", bool, "leave it out"),
+    Missing("experimental.custom_args_module", bool, "leave it out"),
 )
 
 
@@ -68,13 +60,13 @@ class Switch(NamedTuple):
     needs: str
 
 
-def _is(key: str, value: Any) -> Callable[[JobConfig], bool]:
-    return lambda config: bool(value_of(config, key) == value)
+def _off_at(keys: tuple[str, ...], switch: str, value: Any, needs: str) -> Switch:
+    return Switch(keys, switch, lambda config: bool(value_of(config, switch) == value), needs)
 
 
 def _degree(name: str, keys: tuple[str, ...]) -> Switch:
     switch = f"parallelism.{name}_parallel_degree"
-    return Switch(tuple(f"parallelism.{key}" for key in keys), switch, _is(switch, 1), f"{switch} > 1")
+    return _off_at(tuple(f"parallelism.{key}" for key in keys), switch, 1, f"{switch} > 1")
 
 
 def _converter(name: str) -> Switch:
@@ -99,10 +91,10 @@ SWITCHES: tuple[Switch, ...] = (
     _degree("tensor", ("disable_loss_parallel", "enable_sequence_parallel")),
     _degree("pipeline", ("pipeline_parallel_*", "module_fqns_per_model_part")),
     _degree("context", ("context_parallel_*",)),
-    Switch(
+    _off_at(
         ("parallelism.context_parallel_load_balancer",),
         "parallelism.context_parallel_rotate_method",
-        _is("parallelism.context_parallel_rotate_method", "ulysses"),
+        "ulysses",
         'context_parallel_rotate_method = "allgather" or "alltoall": under "ulysses" all ranks do the same',
     ),
     _degree("expert", ("expert_*",)),
@@ -117,19 +109,19 @@ SWITCHES: tuple[Switch, ...] = (
     _converter("quantize.grouped_mm.float8"),
     _converter("quantize.grouped_mm.mx"),
     *(
-        Switch((f"{section}.*",), f"{section}.enable", _is(f"{section}.enable", False), f"{section}.enable = true")
+        _off_at((f"{section}.*",), f"{section}.enable", False, f"{section}.enable = true")
         for section in ("checkpoint", "compile", "validation", "fault_tolerance", "memory_estimation")
     ),
-    Switch(
+    _off_at(
         ("profiling.save_traces_folder", "profiling.profiler_*"),
         "profiling.enable_profiling",
-        _is("profiling.enable_profiling", False),
+        False,
         "profiling.enable_profiling = true",
     ),
-    Switch(
+    _off_at(
         ("profiling.save_memory_snapshot_folder",),
         "profiling.enable_memory_snapshot",
-        _is("profiling.enable_memory_snapshot", False),
+        False,
         "profiling.enable_memory_snapshot = true",
     ),
     Switch((f"{_AC}.selective_ac_option",), f"{_AC}.mode", _mode_is_not("selective"), f'{_AC}.mode = "selective"'),
@@ -163,22 +155,19 @@ SWITCHES: tuple[Switch, ...] = (
         lambda config: not (config.checkpoint.last_save_in_hf or config.checkpoint.hf_interval),
         "checkpoint.last_save_in_hf = true or checkpoint.hf_interval > 0",
     ),
-    Switch(
-        ("checkpoint.keep_every",),
-        "checkpoint.keep_latest_k",
-        _is("checkpoint.keep_latest_k", 0),
-        "checkpoint.keep_latest_k > 0: nothing is deleted",
+    _off_at(
+        ("checkpoint.keep_every",), "checkpoint.keep_latest_k", 0, "checkpoint.keep_latest_k > 0: nothing is deleted"
     ),
-    Switch(
+    _off_at(
         tuple(f"checkpoint.{name}" for name in _SAVING),
         "checkpoint.load_only",
-        _is("checkpoint.load_only", True),
+        True,
         "checkpoint.load_only = false: nothing is saved",
     ),
-    Switch(
+    _off_at(
         ("checkpoint.initial_load_*",),
         "checkpoint.start",
-        _is("checkpoint.start", "resume"),
+        "resume",
         'checkpoint.start = "auto" or "warm": with "resume" there must be a checkpoint of this run',
     ),
     Switch(
@@ -193,28 +182,23 @@ SWITCHES: tuple[Switch, ...] = (
         lambda config: config.checkpoint.start == "scratch" or config.checkpoint.create_seed_checkpoint,
         'checkpoint.start = "auto" or "resume": nothing is loaded',
     ),
-    Switch(
+    _off_at(
         ("checkpoint.allow_change",),
         "checkpoint.start",
-        _is("checkpoint.start", "warm"),
+        "warm",
         'checkpoint.start = "auto" or "resume": no run is resumed',
     ),
-    Switch(
+    _off_at(
         ("checkpoint.enable_ft_dataloader_checkpoints",),
         "fault_tolerance.enable",
-        _is("fault_tolerance.enable", False),
+        False,
         "fault_tolerance.enable = true",
     ),
-    Switch(
-        ("debug.deterministic_warn_only",),
-        "debug.deterministic",
-        _is("debug.deterministic", False),
-        "debug.deterministic = true",
-    ),
-    Switch(
+    _off_at(("debug.deterministic_warn_only",), "debug.deterministic", False, "debug.deterministic = true"),
+    _off_at(
         ("debug.detect_overflow_frames", "debug.trace_batch_nums", "debug.abort_after_batch_num"),
         "debug.detect_overflow",
-        _is("debug.detect_overflow", False),
+        False,
         "debug.detect_overflow = true",
     ),
     Switch(
@@ -223,32 +207,24 @@ SWITCHES: tuple[Switch, ...] = (
         lambda config: only_tokens(config),
         'a source of text: with format = "tokens" ids are read as they stand',
     ),
-    Switch(
+    _off_at(
         ("lr_scheduler.decay_type", "lr_scheduler.min_lr_factor"),
         "lr_scheduler.decay_ratio",
-        _is("lr_scheduler.decay_ratio", 0.0),
+        0.0,
         "lr_scheduler.decay_ratio > 0, or unset: nothing decays",
     ),
-    Switch(
-        ("optimizer.no_weight_decay",),
-        "optimizer.weight_decay",
-        _is("optimizer.weight_decay", 0.0),
-        "optimizer.weight_decay > 0",
+    _off_at(("optimizer.no_weight_decay",), "optimizer.weight_decay", 0.0, "optimizer.weight_decay > 0"),
+    _off_at(
+        ("resilience.max_nonfinite_in_a_row",), "resilience.on_nonfinite", "stop", 'resilience.on_nonfinite = "skip"'
     ),
-    Switch(
-        ("resilience.max_nonfinite_in_a_row",),
-        "resilience.on_nonfinite",
-        _is("resilience.on_nonfinite", "stop"),
-        'resilience.on_nonfinite = "skip"',
-    ),
-    Switch(
+    _off_at(
         ("resilience.spike_window", "resilience.on_spike"),
         "resilience.spike_threshold",
-        _is("resilience.spike_threshold", 0.0),
+        0.0,
         "resilience.spike_threshold > 0",
     ),
-    Switch(("comm.save_traces_*",), "comm.trace_buf_size", _is("comm.trace_buf_size", 0), "comm.trace_buf_size > 0"),
-    Switch(("training.gc_debug",), "training.gc_freq", _is("training.gc_freq", 0), "training.gc_freq > 0"),
+    _off_at(("comm.save_traces_*",), "comm.trace_buf_size", 0, "comm.trace_buf_size > 0"),
+    _off_at(("training.gc_debug",), "training.gc_freq", 0, "training.gc_freq > 0"),
     Switch(
         ("metrics.save_for_all_ranks", "metrics.save_tb_folder"),
         "metrics.enable_tensorboard",
@@ -263,8 +239,8 @@ def not_available(config: JobConfig, *, training: bool) -> Iterable[Problem]:
     yield from _unknown_backend(config)
     yield from _missing_backend(config, "error" if training else "warning")
     for key, is_wanted, instead in NOT_AVAILABLE:
-        if is_wanted(config):
-            value = value_of(config, key)
+        value = value_of(config, key)
+        if is_wanted(value):
             value = ", ".join(value) if isinstance(value, dict) else value
             severity: Literal["error", "warning"] = "error" if training else "warning"
             yield Problem(key, value, NOT_AVAILABLE_YET, instead, config.origin_of(key), severity)

@@ -36,7 +36,6 @@ class Layout:
     is_resolved: bool = False
     limits: Mapping[str, int] | None = None
     args: Any = None
-    is_tied: bool = False
     device_type: Literal["cpu", "cuda"] | None = None
     local_world_size: int | None = None
     splits_backward: bool = False

@@ -62,17 +62,13 @@ class TrainBatches:
         self.changes: list[str] = []  # what differs from the data of the checkpoint, where that is allowed
         self._allow_change, self._dataloader = allow_change, dataloader
         self._reader: Iterator[Batch] | None = None
-        self._position = 0
+        # Where the stream is, behind all samples handed out so far over all ranks and those left out before them.
+        self.position = 0
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
         by_key = zip(order.supplies, samples.parts, strict=True)
         self._streams = {supply.key: part for supply, part in by_key if isinstance(part, StreamedSamples)}
         self._batches = PlannedBatches(samples, local_batch_size, with_positions=with_positions)
         self._sharing, self._local_batch_size = sharing, local_batch_size
-
-    @property
-    def position(self) -> int:
-        """Where the stream is, behind all samples handed out so far over all ranks and those left out before them."""
-        return self._position
 
     @property
     def sources(self) -> list[str]:
@@ -87,7 +83,7 @@ class TrainBatches:
         if self._reader is None:
             self._reader = reader(self._batches, self._plans, self._dataloader)()
         batch = self._follow(next(self._reader)) if self._streams else next(self._reader)
-        self._position = batch.position
+        self.position = batch.position
         return batch
 
     def _follow(self, batch: Batch) -> Batch:
@@ -96,7 +92,7 @@ class TrainBatches:
         What lies before this step is not needed any more: no rank begins a step before all have read the one before it.
         """
         end = batch.position
-        before, behind = self.order.counts_at(self._position), self.order.counts_at(end)
+        before, behind = self.order.counts_at(self.position), self.order.counts_at(end)
         for key, stream in self._streams.items():
             end -= behind[key] - stream.advance(behind[key])  # only a stream that is alone has an end
             stream.delete_before(before[key])
@@ -109,7 +105,7 @@ class TrainBatches:
 
     def _plans(self) -> Iterator[Plan]:
         """What this rank reads in the steps from here on."""
-        position, end = self._position, self.order.end
+        position, end = self.position, self.order.end
         while True:
             whole = self.steps.next_from(position)
             if end is not None and whole[0] >= end:
@@ -127,7 +123,7 @@ class TrainBatches:
         """State of a run that has consumed ``position`` samples: the `position` of the last batch that was trained
         on, which need not be the last handed out. Without it, of all handed out. The same on every rank.
         """
-        position = self._position if position is None else position
+        position = self.position if position is None else position
         origin, counts = self.order.origin, self.order.counts_at(position)
         return {
             "position": position,
@@ -189,17 +185,17 @@ class TrainBatches:
 
     def pass_over(self, num_steps: int) -> None:
         """Go on by so many steps without reading them."""
-        position = self._position
+        position = self.position
         for _ in range(num_steps):
             position = int(self.steps.next_from(position)[-1]) + 1
         self._go_to(position)
 
     def next_positions(self) -> NDArray[np.int64]:
         """The positions that the next step reads, on all ranks: (samples,)."""
-        return self.steps.next_from(self._position)
+        return self.steps.next_from(self.position)
 
     def _go_to(self, position: int) -> None:
-        self._position, self._reader = position, None
+        self.position, self._reader = position, None
         self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

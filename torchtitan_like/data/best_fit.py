@@ -86,10 +86,7 @@ class BestFitSamples(PackedSamples):
 
     def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         row, column, _, _ = self._pieces(samples)
-        begins = np.zeros((len(samples), self.seq_len), np.int64)
-        begins[row, column] = column
-        positions: NDArray[np.int64] = np.arange(self.seq_len) - np.maximum.accumulate(begins, axis=1)
-        return positions
+        return self._places(samples, row, column)
 
     def _pieces(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Row, column, first token and length of each piece of ``samples`` (rows,), in order."""

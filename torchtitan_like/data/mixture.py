@@ -84,14 +84,13 @@ class SampleOrder:
         *,
         seed: int | None,
         changes: Sequence[tuple[int, Mapping[str, float]]] = (),
-        origin: Origin | None = None,
     ) -> None:
         self.supplies = tuple(supplies)
         self._sizes = np.array([supply.num_samples for supply in supplies])
         self.starts = np.cumsum([0, *self._sizes])
         self._seeds = None if seed is None else [seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
-        self.start_at(origin or Origin(0, {}))
+        self.start_at(Origin(0, {}))
 
     def start_at(self, origin: Origin) -> None:
         """Begin the pattern at ``origin``; nothing before it is asked for any more."""

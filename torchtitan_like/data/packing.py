@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .token_file import TokenFile
-from .token_stream import sample_rows
+from .token_stream import row_reader
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding
@@ -45,7 +45,7 @@ class PackedSamples:
         # The text's very first token is no label anyway.
         self.num_labels = num_labels - (file.meta.num_documents - 1 if mask_document_starts else 0)
         self._num_full = num_labels // seq_len
-        self._full = sample_rows(file.tokens, seq_len, self._num_full)
+        self._read_full = row_reader(file.tokens, seq_len, self._num_full)
 
     def __str__(self) -> str:
         meta = self.file.meta
@@ -68,9 +68,9 @@ class PackedSamples:
         lengths = np.full(samples.shape, self.seq_len + 1, np.int64)
         full = (samples >= 0) & (samples < self._num_full)
         if full.all():
-            return self._full[samples], lengths
+            return self._read_full(samples), lengths
         rows = np.zeros((len(samples), self.seq_len + 1), self.file.tokens.dtype)
-        rows[full] = self._full[samples[full]]
+        rows[full] = self._read_full(samples[full])
         tail = self.file.tokens[self._num_full * self.seq_len :]
         is_tail = samples == self._num_full
         rows[is_tail, : len(tail)] = tail
@@ -83,8 +83,7 @@ class PackedSamples:
         if not self.mask_document_starts:
             return _NONE, _NONE
         first_label = np.maximum(samples, 0) * self.seq_len + 1
-        row, document = self._starts_within(first_label)
-        column = self.file.offsets[document].astype(np.int64) - first_label[row]
+        row, column = self._starts_within(first_label)
         real = samples[row] >= 0
         return row[real], column[real]
 
@@ -92,23 +91,26 @@ class PackedSamples:
         """Of each token of ``samples`` (rows,) the place in its document, (rows, seq_len); a document that goes on from the
         sample before begins anew. Padding continues the document before it.
         """
-        first = np.maximum(samples, 0) * self.seq_len
-        row, document = self._starts_within(first)
-        place = np.arange(self.seq_len)
+        return self._places(samples, *self._starts_within(np.maximum(samples, 0) * self.seq_len))
+
+    def _places(
+        self, samples: NDArray[np.int64], row: NDArray[np.int64], column: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """How far each token of ``samples`` stands behind the last of the places (row, column) before it."""
         begins = np.zeros((len(samples), self.seq_len), np.int64)
-        column = self.file.offsets[document].astype(np.int64) - first[row]
         begins[row, column] = column
-        positions: NDArray[np.int64] = place - np.maximum.accumulate(begins, axis=1)
-        return positions
+        places: NDArray[np.int64] = np.arange(self.seq_len) - np.maximum.accumulate(begins, axis=1)
+        return places
 
     def _starts_within(self, first: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The documents that begin within ``seq_len`` tokens from each of ``first`` (rows,): their rows, their numbers."""
+        """Where documents begin within ``seq_len`` tokens from each of ``first`` (rows,): rows, and how far behind it."""
         starts = self.file.offsets[:-1]
         low = np.searchsorted(starts, first.astype(np.uint64))
         high = np.searchsorted(starts, (first + self.seq_len).astype(np.uint64))
         counts = high - low
         row = np.repeat(np.arange(len(first)), counts)
-        return row, np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+        document = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+        return row, starts[document].astype(np.int64) - first[row]
 
 
 class JoinedSamples:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
@@ -58,9 +58,7 @@ def build_train_batches(
     ``with_positions``: tell where each token stands in its document. Raises DataError for what is wrong with the texts or
     their configuration.
     """
-    named = resolve_sources(
-        training.dataset, training.dataset_path, data.sources, section="training", table="data.sources"
-    )
+    named = resolve_sources("training", training, data.sources)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
     parts: list[PackedSamples | StreamedSamples] = [
@@ -120,13 +118,7 @@ def build_validation_sets(
     """
     if not validation.enable:
         return {}
-    named = resolve_sources(
-        validation.dataset,
-        validation.dataset_path,
-        validation.sources,
-        section="validation",
-        table="validation.sources",
-    )
+    named = resolve_sources("validation", validation, validation.sources)
     sets = {}
     for one in named:
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions)
@@ -144,25 +136,27 @@ def build_validation_sets(
 
 
 def resolve_sources(
-    dataset: str, dataset_path: str | None, sources: dict[str, DataSource], *, section: str, table: str
+    name: Literal["training", "validation"], section: Training | Validation, sources: dict[str, DataSource]
 ) -> list[NamedSource]:
-    """The sources that are meant: ``sources``, else ``dataset_path``, else where the name ``dataset`` points.
+    """The sources that a section of that name means: ``sources``, else its ``dataset_path``, else where its ``dataset`` points.
 
-    Raises DataError for an unknown name.
+    Raises DataError for an unknown data set.
     """
+    dataset = section.dataset
     if sources:
-        return [NamedSource(name, source, key=name) for name, source in sources.items()]
-    if dataset_path is not None:
-        return [NamedSource(dataset, DataSource(path=dataset_path))]
-    known = datasets_for(section)
+        return [NamedSource(key, source, key=key) for key, source in sources.items()]
+    if section.dataset_path is not None:
+        return [NamedSource(dataset, DataSource(path=section.dataset_path))]
+    known = datasets_for(name)
     entry = known.get(dataset)
     if entry is None:
         near = get_close_matches(dataset, known, n=1)
         hint = f", perhaps you meant {near[0]!r}" if near else ""
-        own_text = f"give your own text as {section}.dataset_path or in [{table}.<name>]"
-        raise DataError(f"{section}.dataset is {dataset!r}: expected one of {', '.join(known)}{hint}; or {own_text}")
+        table = "data.sources" if name == "training" else "validation.sources"
+        own_text = f"give your own text as {name}.dataset_path or in [{table}.<name>]"
+        raise DataError(f"{name}.dataset is {dataset!r}: expected one of {', '.join(known)}{hint}; or {own_text}")
     if entry.note:
-        logger.info(f"{section}.dataset: {entry.note}")
+        logger.info(f"{name}.dataset: {entry.note}")
     return [NamedSource(dataset, DataSource(path=entry.source_path, streaming=entry.streaming))]
 
 

@@ -101,21 +101,13 @@ class TokenStream:
         )
 
 
-class _SampleRows:
-    def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        self._stream, self._seq_len = stream, seq_len
-
-    def __getitem__(self, samples: NDArray[np.int64]) -> NDArray[Any]:
-        return self._stream.rows(samples * self._seq_len, self._seq_len + 1)
-
-
 Tokens: TypeAlias = "NDArray[Any] | TokenStream"
 
 
-def sample_rows(tokens: Tokens, seq_len: int, num_samples: int) -> NDArray[Any] | _SampleRows:
-    """Sample i, tokens [i * seq_len, i * seq_len + seq_len], as row i: (num_samples, seq_len + 1), copied when indexed."""
+def row_reader(tokens: Tokens, seq_len: int, num_samples: int) -> Callable[[NDArray[np.int64]], NDArray[Any]]:
+    """What copies samples (rows,): of sample i tokens [i * seq_len, i * seq_len + seq_len], as (rows, seq_len + 1)."""
     if isinstance(tokens, TokenStream):
-        return _SampleRows(tokens, seq_len)
+        return lambda samples: tokens.rows(samples * seq_len, seq_len + 1)
     stride = tokens.itemsize
     shape, strides = (num_samples, seq_len + 1), (seq_len * stride, stride)
-    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
+    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False).__getitem__

@@ -29,17 +29,16 @@ SAVED_OPS = (
 )
 
 
-def apply_activation_checkpointing(
-    blocks: dict[str, nn.Module], section: ActivationCheckpoint, *, compiled: bool
-) -> str:
+def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: ActivationCheckpoint) -> str:
     """Apply `[activation_checkpoint]` to the blocks (fqn -> module), in place; returns a line for the log.
 
-    Numbers do not change: a recomputed activation is computed by the same operations on the same inputs.
+    Numbers do not change: a recomputed activation is computed by the same operations on the same inputs. A memory budget
+    is for the compiler to spend: without one it does nothing.
     """
     if section.mode == "none":
         return ""
     if section.mode == "memory_budget":
-        return _set_memory_budget(section, compiled)
+        return _set_memory_budget(section)
     every = 1
     contexts: Callable[[], Any] | None = None
     if section.mode == "selective" and section.selective_ac_option == "op":
@@ -112,12 +111,7 @@ def _mm_shapes(blocks: dict[str, nn.Module], fqns: list[str]) -> set[tuple[int, 
     }
 
 
-def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> str:
-    if not compiled:
-        raise ValueError(
-            "activation_checkpoint.mode = 'memory_budget' is decided by the compiler: set compile.enable = true with "
-            "'model' among compile.components"
-        )
+def _set_memory_budget(section: ActivationCheckpoint) -> str:
     import torch._functorch.config as functorch_config
 
     functorch_config.activation_memory_budget = section.memory_budget

@@ -39,8 +39,6 @@ def bucketing_backend(
     """
     if backend == "inductor":
         return _inductor(tuple(blocks), tuple(groups), options or {})
-    if backend != "aot_eager":
-        raise ValueError(f"cannot merge collectives under the backend {backend!r}: expected inductor or aot_eager")
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -6,6 +6,7 @@ backend, and are traced by torch.compile into one graph (which puts the waiting 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    Local = Callable[[Tensor, ProcessGroup, int], Tensor]
+
 # The operators that a compiled graph holds too, by the names they have in all supported versions of torch. Their Python
 # wrappers change names between versions and return tensors that wait at first use, of a type that must not leak.
 _ops = torch.ops._c10d_functional
@@ -21,14 +24,12 @@ _ops = torch.ops._c10d_functional
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     """`x`, equal on every rank, as input of what each rank does alone: its gradients are summed over the ranks."""
-    y: Tensor = _CopyTo.apply(x, group)
-    return y
+    return _apply(x, _same, _sum, group)
 
 
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' `x`, equal on every rank; so is its gradient, which is passed on as it is."""
-    y: Tensor = _ReduceFrom.apply(x, group)
-    return y
+    return _apply(x, _sum, _same, group)
 
 
 def gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -36,8 +37,7 @@ def gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     In backward the ranks' gradients are summed, and each gets its own slice back.
     """
-    y: Tensor = _GatherAlong.apply(x, dim, group)
-    return y
+    return _apply(x, _gather, _scatter_sum, group, dim)
 
 
 def scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -45,118 +45,81 @@ def scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     Raises ValueError when the ranks do not divide that dimension, as do the others that cut.
     """
-    y: Tensor = _ScatterSumAlong.apply(x, dim, group)
-    return y
+    return _apply(x, _scatter_sum, _gather, group, dim)
 
 
 def gather_whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """As `gather_along` for what every rank then does alike: the gradients are equal, each takes its slice, no sum."""
-    y: Tensor = _GatherWhole.apply(x, dim, group)
-    return y
+    return _apply(x, _gather, _slice, group, dim)
 
 
 def all_to_all_heads_seq(x: Tensor, group: ProcessGroup) -> Tensor:
     """All heads of some tokens -> some heads of all tokens: (batch, heads, seq / n, d) -> (batch, heads / n, seq, d)."""
-    y: Tensor = _AllToAll.apply(x, 1, 2, group)
-    return y
+    return _apply(x, _cut_heads, _join_heads, group)
 
 
 def all_to_all_seq_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     """The way back: (batch, heads / n, seq, d) -> (batch, heads, seq / n, d)."""
-    y: Tensor = _AllToAll.apply(x, 2, 1, group)
+    return _apply(x, _join_heads, _cut_heads, group)
+
+
+def _apply(x: Tensor, there: Local, back: Local, group: ProcessGroup, dim: int = 0) -> Tensor:
+    """`there(x, group, dim)`, whose gradient is `back(gradient, group, dim)`."""
+    y: Tensor = _ThereAndBack.apply(x, there, back, group, dim)
     return y
 
 
-class _CopyTo(torch.autograd.Function):
+class _ThereAndBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group)
+    def forward(ctx: Any, x: Tensor, there: Local, back: Local, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.back, ctx.group, ctx.dim = back, group, dim
+        return there(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-class _GatherAlong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_sum(grad, ctx.dim, ctx.group), None, None
+# ---- the same without gradients, all called alike. A `chunk` and a `cat` around a collective is the form in which Inductor
+# recognises one that is next to a matrix product, for asynchronous tensor parallelism; any other form of these copies it
+# leaves alone.
 
 
-class _ScatterSumAlong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scatter_sum(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.dim, ctx.group), None, None
+def _same(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return x.view_as(x)
 
 
-class _GatherWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _slice(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: int, joined: int, group: ProcessGroup) -> Tensor:
-        ctx.cut, ctx.joined, ctx.group = cut, joined, group
-        return _exchange(x, cut, joined, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.joined, ctx.cut, ctx.group), None, None, None
-
-
-# ---- the same without gradients. A `chunk` and a `cat` around a collective is the form in which Inductor recognises one
-# that is next to a matrix product, for asynchronous tensor parallelism; any other form of these copies it leaves alone.
-
-
-def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return arrived(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     stacked = arrived(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
     return torch.cat(stacked.chunk(group.size()), dim) if dim else stacked
 
 
-def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _scatter_sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     stacked = torch.cat(x.split(_share(x, dim, group), dim)) if dim else x.contiguous()
     return arrived(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
+def _cut_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return _exchange(x, 1, 2, group)
+
+
+def _join_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return _exchange(x, 2, 1, group)
+
+
 def _exchange(x: Tensor, cut: int, joined: int, group: ProcessGroup) -> Tensor:
     one_each = [1] * group.size()
-    pieces = _ops.all_to_all_single(_cut(x, cut, group), one_each, one_each, group.group_name)
-    return _join(arrived(pieces), joined)
+    # (ranks, *piece), contiguous: what goes to one rank lies together.
+    pieces = x.unflatten(cut, (group.size(), _share(x, cut, group))).movedim(cut, 0)
+    exchanged = _ops.all_to_all_single(pieces.contiguous(), one_each, one_each, group.group_name)
+    return arrived(exchanged).movedim(0, joined).flatten(joined, joined + 1)
 
 
-def _slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     length = _share(x, dim, group)
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
@@ -165,17 +128,6 @@ def arrived(x: Tensor) -> Tensor:
     """What a functional collective has returned, when it is there."""
     y: Tensor = _ops.wait_tensor(x)
     return y
-
-
-def _cut(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """(ranks, *piece), contiguous: what goes to one rank lies together."""
-    pieces: Tensor = x.unflatten(dim, (group.size(), _share(x, dim, group)))
-    return pieces.movedim(dim, 0).contiguous()
-
-
-def _join(pieces: Tensor, dim: int) -> Tensor:
-    """(ranks, *piece) -> the pieces one behind the other along `dim`."""
-    return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _share(x: Tensor, dim: int, group: ProcessGroup) -> int:

@@ -30,7 +30,6 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     pp: int = 1
-    ep: int = 1
     loss_at_first: bool = False
 
     @property
@@ -100,20 +99,11 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> tuple[Parallel
         "tp": parallelism.tensor_parallel_degree,
         "pp": parallelism.pipeline_parallel_degree,
     }
-    errors = [f"{name} = {n} is not a degree: it must be >= 1" for name, n in degrees.items() if n < 1 and n != -1]
-    errors += [f"{name} = -1: only dp_shard can take the leftover ranks" for name, n in degrees.items()
-               if n == -1 and name != "dp_shard"]  # fmt: skip
-    if errors:
-        return None, errors
-
-    fixed = 1
-    for name, n in degrees.items():
-        fixed *= n if name != "dp_shard" else 1
+    fixed = math.prod(n for name, n in degrees.items() if name != "dp_shard")
     if degrees["dp_shard"] == -1:
         degrees["dp_shard"] = max(1, world_size // fixed)
     formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
     if fixed * degrees["dp_shard"] != world_size:
         return None, [f"{formula} = {fixed * degrees['dp_shard']}, but the world has {world_size} ranks"]
     at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
-    ep = parallelism.expert_parallel_degree
-    return ParallelDims(world_size=world_size, ep=ep, loss_at_first=at_first, **degrees), []
+    return ParallelDims(world_size=world_size, loss_at_first=at_first, **degrees), []

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from torchtitan_like.config.sections_scale import Float8Linear
@@ -119,19 +118,16 @@ def problems(section: Float8Linear, run: Run) -> list[Finding]:
 
 
 def convert_to_float8(
-    model: nn.Module, section: Float8Linear, *, num_shards: int, tp: int, compiled: bool, device: torch.device
+    model: nn.Module, section: Float8Linear, *, num_shards: int, tp: int, compiled: bool
 ) -> list[str]:
     """Convert the linear layers of a model on meta, in place, before anything else is applied; returns lines for the log.
 
     Converted are plain `nn.Linear` whose dimensions are multiples of 16 on each of `tp` ranks, and whose name contains
     none of `filter_fqns`; a subclass, as the output head is one, has a forward of its own and stays. num_shards: ranks over
-    which FSDP2 cuts a weight; compiled: so will the model be. Raises ValueError where `device` has no kernels for float8.
+    which FSDP2 cuts a weight; compiled: so will the model be.
     """
-    import torch
     from torch import nn
 
-    if not section.emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY):
-        raise ValueError(f"{FLOAT8}.emulate is false on {device}: expected {_NO_KERNELS}")
     unit = MULTIPLE * tp
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen = {

@@ -30,7 +30,6 @@ InitTable = tuple[tuple[str, "InitRule"], ...]
 
 # Elements drawn at a time: the temporaries stay in a core's cache, and memory does not grow with the model.
 BLOCK = 32_768
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -59,16 +58,16 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
-    """Fill the parameters by the first matching rule of `init_table` (fnmatch pattern of the canonical name, rule).
+    """Fill the parameters by the first matching rule of `init_table` (fnmatch pattern of the name, rule).
 
     Parameters may be plain or DTensors, on any device and of any floating dtype. A tied one is filled once, under the
     name that comes first. Raises ValueError naming the parameters that no rule matches.
     """
-    rules = {name: _find_rule(init_table, name) for name, _ in _parameters(model)}
+    rules = {name: _find_rule(init_table, name) for name, _ in model.named_parameters()}
     unmatched = [name for name, rule in rules.items() if rule is None]
     if unmatched:
         raise ValueError(f"no rule of the init table matches {unmatched}: add a (pattern, InitRule) row for them")
-    for name, parameter in _parameters(model):
+    for name, parameter in model.named_parameters():
         rule = rules[name]
         assert rule is not None
         local, _ = _owned(parameter)
@@ -82,16 +81,16 @@ def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
 
 
 @torch.no_grad()
-def weight_hash(model: nn.Module, *, counts_plain: bool = True) -> int:
+def weight_hash(model: nn.Module) -> int:
     """This rank's share of a 64-bit hash of all weights: the sum mod 2^64 over all ranks is equal on every topology.
 
     Each element's name, place and fp32 value enter the sum once: of the copies of a DTensor only the first counts. What
-    is not a DTensor is taken as whole on this rank; where several ranks hold it, all but one pass counts_plain=False.
+    is not a DTensor is on this rank alone.
     """
     total = 0
-    for name, parameter in _parameters(model):
+    for name, parameter in model.named_parameters():
         local, counts = _owned(parameter)
-        if not (counts if _is_dtensor(parameter) else counts_plain):
+        if not counts:
             continue
         key = _key(0, name)
         for index, values in _blocks(local, parameter):
@@ -99,18 +98,6 @@ def weight_hash(model: nn.Module, *, counts_plain: bool = True) -> int:
             mixed = _mix(_mix(index * _GOLDEN + key) + bits)
             total += int(mixed.sum(dtype=np.uint64))
     return total % 2**64
-
-
-def canonical_name(fqn: str) -> str:
-    """A parameter's name as the model calls it, without what compiled and checkpointed wrappers add."""
-    for wrapper in WRAPPERS:
-        fqn = fqn.replace(wrapper, "")
-    return fqn
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for fqn, parameter in model.named_parameters():
-        yield canonical_name(fqn), parameter
 
 
 def _find_rule(init_table: InitTable, name: str) -> InitRule | None:

@@ -83,9 +83,8 @@ def build_parts(
     training, lines = sections.training, []
     context = build_context(world, sections.parallelism)
     whole = _on_meta(spec, args, training)
-    parts, finish = [whole], None
-    if world.dims.pp > 1:
-        parts, finish = _stages(spec, args, world, sections, whole)
+    pipeline = _build_pipeline(spec, args, world, sections, whole) if world.dims.pp > 1 else None
+    parts: list[Any] = [whole] if pipeline is None else pipeline.parts
     for part in parts:
         head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
         if head is not None:
@@ -94,7 +93,6 @@ def build_parts(
         materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
         if training.enable_cpu_offload:
             part.init_buffers(world.device)  # parameters alone live on the host
-    pipeline = None if finish is None else finish()
     if pipeline is not None:
         lines += pipeline.lines(num_samples // sections.parallelism.pipeline_parallel_microbatch_size)
     return Built(nn.ModuleList(parts), pipeline, context, list(dict.fromkeys(lines)))
@@ -105,30 +103,23 @@ def _on_meta(spec: ModelSpec, args: Any, training: Training) -> Any:
         return spec.build(args).to(DTYPES[training.dtype])
 
 
-def _stages(
-    spec: ModelSpec, args: Any, world: World, sections: Sections, whole: nn.Module
-) -> tuple[list[Any], Callable[[], Pipeline]]:
-    """This rank's stages on meta, and what makes a pipeline of them once they are cut."""
+def _build_pipeline(spec: ModelSpec, args: Any, world: World, sections: Sections, whole: nn.Module) -> Pipeline:
+    """This rank's stages, on meta and still uncut: each is the model without the modules of the others."""
     from torchtitan_like.distributed import pipeline, stages
 
-    section, dims = sections.parallelism, world.dims
+    section, training = sections.parallelism, sections.training
     plan = stages.plan_stages(spec, args, section)
-    parts = pipeline.build_parts(lambda: _on_meta(spec, args, sections.training), spec, plan, world.coordinate("pp"))
-    width = pipeline.hidden_width(whole, spec)
-
-    def finish() -> Pipeline:
-        return pipeline.Pipeline(
-            parts,
-            plan,
-            world.group("pp"),
-            device=world.device,
-            microbatch_size=section.pipeline_parallel_microbatch_size,
-            width=width,
-            dtype=DTYPES[sections.training.mixed_precision_param],
-            sequence_shards=dims.tp if section.enable_sequence_parallel else 1,
-        )
-
-    return parts, finish
+    own = [plan.fqns[stage] for stage in plan.ranks[world.coordinate("pp")]]
+    return pipeline.Pipeline(
+        [stages.prune(_on_meta(spec, args, training), spec, fqns) for fqns in own],
+        plan,
+        world.group("pp"),
+        device=world.device,
+        microbatch_size=section.pipeline_parallel_microbatch_size,
+        width=pipeline.hidden_width(whole, spec),
+        dtype=DTYPES[training.mixed_precision_param],
+        sequence_shards=world.dims.tp if section.enable_sequence_parallel else 1,
+    )
 
 
 def build_context(world: World, parallelism: Parallelism) -> ContextParallel | None:
@@ -155,9 +146,7 @@ def parallelize(
     dims, training, parallelism = world.dims, sections.training, sections.parallelism
     num_shards, compiled = dims.dp_shard * dims.cp, sections.compiles_model
     if FLOAT8 in sections.converters:
-        lines += convert_to_float8(
-            model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled, device=world.device
-        )
+        lines += convert_to_float8(model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled)
     options: dict[str, Any] = {}
     if dims.tp > 1:
         from torchtitan_like.distributed.tensor import apply_tensor_parallel, overlap_tensor_parallel
@@ -177,8 +166,7 @@ def parallelize(
     if sections.activation_checkpoint.mode != "none":
         from torchtitan_like.distributed.activation import apply_activation_checkpointing
 
-        section = sections.activation_checkpoint
-        lines.append(apply_activation_checkpointing(blocks, section, compiled=compiled))
+        lines.append(apply_activation_checkpointing(blocks, sections.activation_checkpoint))
     simple = parallelism.data_parallel_impl == "simple_fsdp"
     if compiled:
         backend = sections.compile.backend

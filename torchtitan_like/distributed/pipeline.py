@@ -8,7 +8,7 @@ tensors (rows, positions, width), of a shape that is known before they are sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime, get_schedule_class
 
 from torchtitan_like.distributed.schedule_view import has_messages, timeline_lines
-from torchtitan_like.distributed.stages import SCHEDULES, StagePlan, prune
+from torchtitan_like.distributed.stages import SCHEDULES, StagePlan
 
 if TYPE_CHECKING:
     from torchtitan_like.models.spec import ModelSpec
@@ -34,16 +34,6 @@ class _Shape(NamedTuple):
     rows: int
     seq: int
     trains: bool
-
-
-def build_parts(build: Callable[[], nn.Module], spec: ModelSpec, plan: StagePlan, pp_rank: int) -> list[nn.Module]:
-    """This rank's stages on meta, in ascending order: each is the model that `build` makes, without the others' modules."""
-    parts = []
-    for stage in plan.ranks[pp_rank]:
-        with torch.device("meta"):
-            model = build()
-        parts.append(prune(model, spec, plan.fqns[stage]))
-    return parts
 
 
 def hidden_width(model: nn.Module, spec: ModelSpec) -> int:
@@ -70,7 +60,7 @@ class Pipeline:
         dtype: torch.dtype,
         sequence_shards: int = 1,
     ) -> None:
-        """`parts` are parallelised, materialised stages in the order of `plan.ranks[rank in group]`.
+        """`parts` are stages in the order of `plan.ranks[rank in group]`, parallelised and materialised before the first step.
 
         width, dtype: of the hidden states between stages. sequence_shards: pieces into which a stage cuts its tokens'
         positions (sequence parallel).
@@ -111,8 +101,6 @@ class Pipeline:
         return self._run(tokens, labels, positions, rows, trains=False)
 
     def _run(self, tokens: Tensor, labels: Tensor, positions: Tensor | None, rows: int, *, trains: bool) -> Tensor:
-        if tokens.shape[0] % rows:
-            raise ValueError(f"{tokens.shape[0]} samples are no multiple of micro-batches of {rows}")
         shape = _Shape(tokens.shape[0] // rows, rows, tokens.shape[1], trains)
         kwargs = {"labels": labels} if self.has_last else {}
         if positions is not None:
@@ -142,7 +130,7 @@ class Pipeline:
         if not shape.trains:  # the same stages, and any number of micro-batches
             name = "ZBVZeroBubble" if SCHEDULES[name].is_v_shaped else "LoopedBFS"
         follows_file = shape.trains and self.plan.csv != ""
-        kind: Any = _file_runtime() if follows_file else get_schedule_class(name)
+        kind: Any = _PipelineScheduleRuntime if follows_file else get_schedule_class(name)
         stages = [self._stage(part, number, shape) for part, number in zip(self.parts, self.stage_numbers, strict=True)]
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
@@ -193,13 +181,6 @@ class _Runner(NamedTuple):
         (self.schedule.step if self.trains else self.schedule.eval)(*args, **kwargs)
         for stage in self.stages:
             stage.clear_runtime_states()
-
-
-def _file_runtime() -> Any:
-    """What runs a schedule from a file; torch has no public name for it."""
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    return _PipelineScheduleRuntime
 
 
 class _Stage(PipelineStage):

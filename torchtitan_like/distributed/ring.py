@@ -8,7 +8,7 @@ backward the keys travel again, and their gradients with them, until they are ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,37 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torchtitan_like.distributed.context import ContextParallel
 
 _aten = torch.ops.aten
 
 
-class Ring(NamedTuple):
-    """The ranks of `group` and the chunks of each sequence that each of them holds, by number and in order."""
-
-    group: ProcessGroup
-    rank: int
-    chunks: tuple[tuple[int, ...], ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.chunks)
-
-    def piece(self, source: int, seq: int) -> tuple[slice, slice] | None:
-        """Which of this rank's `seq` queries see which keys of rank `source`; None where none do.
-
-        Of another rank's chunks a query sees those before its own, whole. So whatever is seen is a rectangle.
-        """
-        mine, theirs = self.chunks[self.rank], self.chunks[source]
-        length = seq // len(mine)
-        queries = [i for i, chunk in enumerate(mine) if chunk >= theirs[0]]
-        keys = [i for i, chunk in enumerate(theirs) if chunk <= mine[-1]]
-        if not queries or not keys:
-            return None
-        return slice(queries[0] * length, seq), slice(0, (keys[-1] + 1) * length)
-
-
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: ContextParallel) -> Tensor:
     """Causal attention over all ranks' keys; (batch, heads, local seq, head_dim) each, k and v perhaps with fewer heads."""
     out: Tensor = _RingAttention.apply(q, k, v, ring)
     return out
@@ -54,7 +29,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: ContextParallel) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels take a head's dimensions as neighbours, unchecked
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
@@ -63,7 +38,7 @@ class _RingAttention(torch.autograd.Function):
         extras: tuple[Tensor, ...] = ()
         for step in range(ring.size):
             next_kv = _pass_on(kv, ring) if step + 1 < ring.size else None
-            piece = ring.piece((ring.rank - step) % ring.size, q.shape[2])
+            piece = _piece(ring, (ring.rank - step) % ring.size, q.shape[2])
             if piece is not None:
                 rows, columns = piece
                 k, v = kv[:, :, columns].split([q.shape[-1], out.shape[-1]], dim=-1)
@@ -88,7 +63,7 @@ class _RingAttention(torch.autograd.Function):
             next_kv = _pass_on(kv, ring) if step + 1 < ring.size else None
             if step > 0:  # gradients of the keys that are here now, by the ranks that they have been to
                 dkv = torch.zeros_like(own) if next_dkv is None else next_dkv()
-            piece = ring.piece((ring.rank - step) % ring.size, q.shape[2])
+            piece = _piece(ring, (ring.rank - step) % ring.size, q.shape[2])
             if piece is not None:
                 rows, columns = piece
                 k, v = kv[:, :, columns].split(sizes, dim=-1)
@@ -104,7 +79,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None
 
 
-def _pass_on(x: Tensor, ring: Ring) -> Callable[[], Tensor]:
+def _pass_on(x: Tensor, ring: ContextParallel) -> Callable[[], Tensor]:
     """Start sending `x` to the next rank; the result waits for what the rank before has sent, and returns it.
 
     Every rank passes on equally many tensors in the same order. All of the ring's messages are under way at once, so no rank
@@ -124,6 +99,20 @@ def _pass_on(x: Tensor, ring: Ring) -> Callable[[], Tensor]:
         return arriving
 
     return wait
+
+
+def _piece(ring: ContextParallel, source: int, seq: int) -> tuple[slice, slice] | None:
+    """Which of this rank's `seq` queries see which keys of rank `source`; None where none do.
+
+    Of another rank's chunks a query sees those before its own, whole. So whatever is seen is a rectangle.
+    """
+    mine, theirs = ring.chunks[ring.rank], ring.chunks[source]
+    length = seq // len(mine)
+    queries = [i for i, chunk in enumerate(mine) if chunk >= theirs[0]]
+    keys = [i for i, chunk in enumerate(theirs) if chunk <= mine[-1]]
+    if not queries or not keys:
+        return None
+    return slice(queries[0] * length, seq), slice(0, (keys[-1] + 1) * length)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

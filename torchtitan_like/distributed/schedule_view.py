@@ -228,10 +228,8 @@ def _legend(order: Order, *, with_numbers: bool) -> str:
 
 def _formula(schedule: str, pp: int, num_micro_batches: int) -> str:
     """What theory says of schedules with one stage per rank."""
-    total = num_micro_batches + pp - 1
-    if schedule in ("GPipe", "1F1B"):
-        return f"; (p - 1) / (m + p - 1) = {pp - 1}/{total} = {(pp - 1) / total:.1%}"
-    return f"; of 1F1B: (p - 1) / (m + p - 1) = {pp - 1}/{total} = {(pp - 1) / total:.1%}"
+    total, of_another = num_micro_batches + pp - 1, "" if schedule in ("GPipe", "1F1B") else "of 1F1B: "
+    return f"; {of_another}(p - 1) / (m + p - 1) = {pp - 1}/{total} = {(pp - 1) / total:.1%}"
 
 
 def few_micro_batches(num_micro_batches: int, pp: int) -> str:

@@ -181,12 +181,6 @@ def prune(model: nn.Module, spec: ModelSpec, fqns: Iterable[str]) -> nn.Module:
     return model
 
 
-def owned(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
-    """Those of the modules that a stage has."""
-    present = dict(model.named_modules())
-    return [present[fqn] for fqn in fqns if fqn in present]
-
-
 # ---- stages of ranks
 
 

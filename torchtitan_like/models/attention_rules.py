@@ -22,9 +22,7 @@ def check_attention(attn_type: str, attn_mask_type: str) -> list[str]:
     return problems
 
 
-def unsupported_attention(
-    attn_type: str, *, device_type: str, dtype: str, head_dim: int, compiled: bool = False
-) -> str:
+def unsupported_attention(attn_type: str, *, device_type: str, dtype: str, head_dim: int) -> str:
     """Why a device cannot compute an attention type in `dtype`, as one sentence; empty when it can.
 
     dtype: that of the computation (training.mixed_precision_param).

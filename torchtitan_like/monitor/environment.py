@@ -15,8 +15,6 @@ from pathlib import Path
 
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 
-__all__ = ["git_state", "mask_text", "mask_value", "numeric_facts", "packages", "write_environment"]
-
 GIT_TIMEOUT_S = 10.0
 MAX_DIFF_BYTES = 4 * 1024**2
 MASKED = "<masked>"

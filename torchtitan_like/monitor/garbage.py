@@ -32,8 +32,6 @@ class GarbageCollection:
         self._freq = freq
         self._debug = debug
         self._clock = clock
-        if debug and freq == 0:
-            logger.warning("training.gc_debug has no effect with training.gc_freq = 0")
         if self._freq > 0:
             gc.disable()
             self._settle("Initial GC collection")

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["JsonlFile", "encode", "read_rows"]
-
 
 def encode(row: Mapping[str, object]) -> bytes:
     """One line of valid JSON. Floats are written by ``repr``, so they come back bit for bit; JSON has no word for a

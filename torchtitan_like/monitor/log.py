@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["add_file", "init_logger", "logger", "paint", "use_colors"]
-
 LINE_FORMAT = "[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 logger = logging.getLogger()

@@ -26,8 +26,6 @@ from torchtitan_like.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
 
-__all__ = ["Metrics", "StepRecord", "announce_hardware"]
-
 Row = dict[str, Any]
 # Takes this rank's (num_steps, columns) float64 CPU tensor, returns all data ranks': (data_ranks, num_steps, columns).
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -109,7 +107,6 @@ class Metrics:
         world_size: int,
         memory_monitor: MemoryMonitor,
         total_steps: int,
-        n_tokens_seen: int = 0,
         sources: Sequence[str] = (),
         rank: int = 0,
         num_passes: float = 3.0,
@@ -117,7 +114,7 @@ class Metrics:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.n_tokens_seen = n_tokens_seen
+        self.n_tokens_seen = 0
         self.observers: list[Callable[[list[Row]], None]] = []  # of the rows that have been written
         self.step_seconds = 0.0  # of a step, as measured for the last log line
         self._section = section

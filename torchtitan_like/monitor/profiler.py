@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import is_out_of_memory
@@ -15,23 +15,15 @@ from torchtitan_like.monitor.memory import is_out_of_memory
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Profiling
 
-__all__ = ["Profiler", "maybe_profile"]
-
 MAX_MEMORY_EVENTS = 100_000
 
 Barrier = Callable[[], None]
 
 
-class _Part(Protocol):
-    def step(self) -> None: ...
-
-    def stop(self, error: BaseException | None) -> None: ...
-
-
 class Profiler:
     """What ``maybe_profile`` yields: call ``step`` once after every training step."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, parts: list[_Traces | _MemorySnapshots]) -> None:
         self._parts = parts
 
     def step(self) -> None:
@@ -50,7 +42,7 @@ def maybe_profile(
     ``iteration_<step>_exit``, when the loop ends by running out of memory. ``barrier`` is called after each dump.
     With both switched off nothing is imported.
     """
-    parts: list[_Part] = []
+    parts: list[_Traces | _MemorySnapshots] = []
     if section.enable_profiling:
         parts.append(_Traces(section, run_folder / section.save_traces_folder, rank, step, barrier))
     if section.enable_memory_snapshot and _has_cuda():

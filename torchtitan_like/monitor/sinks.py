@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import time
@@ -11,15 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from torchtitan_like.monitor.log import logger
-
-__all__ = ["MissingPackage", "Sink", "TensorBoard", "WeightsAndBiases"]
-
-
-class MissingPackage(Exception):
-    """A sink is switched on whose package is not installed."""
-
-    def __init__(self, key: str, package: str, remedy: str) -> None:
-        super().__init__(f"{key} = true needs the package {package}, which is missing: {remedy}, or set {key} = false")
 
 
 class Sink(Protocol):
@@ -38,8 +28,6 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, rank: int = 0, wall_clock: Callable[[], float] = time.time) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise MissingPackage("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard")
         self.folder = _make_new(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_clock())), rank)
         self._wall_clock = wall_clock
         self._file: BinaryIO | None = None
@@ -91,8 +79,6 @@ class WeightsAndBiases:
     """A W&B run. Project, entity and name come from WANDB_PROJECT, WANDB_ENTITY (or WANDB_TEAM) and WANDB_RUN_NAME."""
 
     def __init__(self, folder: Path, run_config: Mapping[str, object]) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise MissingPackage("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'")
         import wandb  # type: ignore[import-not-found,unused-ignore]
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -121,18 +121,13 @@ def _softmax_in_tiles(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """As `_softmax`; on CPU the gradients overwrite the logits and no wide copy of them is ever whole."""
     if not logits.is_cpu:
         return _softmax(logits, labels)
-    all_losses = []
-    for some_logits, some_labels in _tiles(logits, labels):
+    all_losses, tokens = [], max(TILE // logits.shape[-1], 1)
+    for some_logits, some_labels in zip(logits.split(tokens), labels.split(tokens), strict=True):
         losses, p, total = _losses(some_logits, some_labels)
         index = some_labels.unsqueeze(-1)
         some_logits.copy_(p.mul_(total.reciprocal_()).scatter_add_(-1, index, _minus_one(index, p.dtype)))
         all_losses.append(losses)
     return torch.cat(all_losses), logits
-
-
-def _tiles(logits: Tensor, labels: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    tokens = max(TILE // logits.shape[-1], 1) if logits.is_cpu else max(len(logits), 1)
-    return zip(logits.split(tokens), labels.split(tokens), strict=True)
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

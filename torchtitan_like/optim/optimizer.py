@@ -21,11 +21,10 @@ OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 def _groups(named: list[tuple[str, Tensor]], section: OptimizerSection) -> list[dict[str, Any]]:
     """Parameter groups: all decayed, except those whose name matches `optimizer.no_weight_decay`."""
-    exempt = [p for n, p in named if any(fnmatch(n, pattern) for pattern in section.no_weight_decay)]
-    ids = {id(p) for p in exempt}
+    exempt = {name for name, _ in named if any(fnmatch(name, pattern) for pattern in section.no_weight_decay)}
     groups: list[dict[str, Any]] = [
-        {"params": [p for _, p in named if id(p) not in ids]},
-        {"params": exempt, "weight_decay": 0.0},
+        {"params": [p for n, p in named if n not in exempt]},
+        {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

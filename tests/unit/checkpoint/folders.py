@@ -53,7 +53,6 @@ def one_rank(dump_folder: Path) -> Checkpointer:
         Checkpoint(enable=True),
         dump_folder=str(dump_folder),
         group=HostGroup.alone(),
-        is_leader=True,
         device=torch.device("cpu"),
         identity=None,  # type: ignore[arg-type]
     )

@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from torchtitan_like.checkpoint.fingerprint import compare, numeric_fingerprint, resume_line
-from torchtitan_like.config.sections_run import Resilience
-from torchtitan_like.config.sections_scale import Compile, Parallelism
-from torchtitan_like.config.sections_training import Loss, Optimizer, Training
+from torchtitan_like.config import JobConfig
 
 
 def fingerprint(layout: dict[str, int] | None = None, **changes: Any) -> dict[str, str]:
-    """Of a run on four ranks; `changes` are settings of the six sections."""
-    sections = (Parallelism, Training, Optimizer, Loss, Compile, Resilience)
-    chosen = [cls(**{name: v for name, v in changes.items() if name in cls.model_fields}) for cls in sections]
-    return numeric_fingerprint(torch.device("cpu"), {"dp_shard": 4} if layout is None else layout, *chosen)
+    """Of a run on four ranks; `changes` are settings of the six sections that count."""
+    names = ("parallelism", "training", "optimizer", "loss", "compile", "resilience")
+    kinds = {name: type(getattr(JobConfig(), name)) for name in names}
+    config = JobConfig(
+        **{
+            name: cls(**{key: v for key, v in changes.items() if key in cls.model_fields})
+            for name, cls in kinds.items()
+        }
+    )
+    return numeric_fingerprint(config, torch.device("cpu"), {"dp_shard": 4} if layout is None else layout)
 
 
 def test_the_same_run_is_bit_exact() -> None:

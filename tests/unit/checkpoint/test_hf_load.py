@@ -30,7 +30,7 @@ TIED = (("head", "embedding"),)
 
 
 def alone():
-    return Votes(HostGroup.alone(), is_leader=True)
+    return Votes(HostGroup.alone())
 
 
 def random(shapes, dtype=torch.float32):

@@ -14,6 +14,7 @@ from torchtitan_like.checkpoint.step_folders import MANIFEST, supersede_later
 from torchtitan_like.config.sections_scale import Checkpoint
 
 LAST_STEP = 20
+ASSETS = Path("nowhere")
 
 
 def section(**changes: Any) -> Checkpoint:
@@ -115,7 +116,6 @@ REFUSED = [
     (path("FULL") | {"start": "warm"}, ["5"], "Choose another job.dump_folder"),
     (path("FULL") | {"start": "warm"}, ["0H"], "Choose another job.dump_folder"),
     (path("FULL") | {"exclude_from_loading": ["model"]}, [], "loads the weights and nothing else"),
-    ({"start": "warm"}, [], "a warm start needs checkpoint.initial_load_path"),
     (path("FULL") | {"initial_load_in_hf": True}, [], "holds a checkpoint of this program, not Hugging Face"),
     (path("DCP") | {"initial_load_in_hf": True}, [], "holds a torch.distributed.checkpoint folder"),
     ({"initial_load_in_hf": True}, ["0D"], "holds a torch.distributed.checkpoint folder"),
@@ -149,7 +149,7 @@ def decide(tmp_path: Path, elsewhere: Path) -> Any:
         if wanted in ELSEWHERE:
             number = ELSEWHERE[wanted].rstrip("whmHDM?")
             asked = asked | {"initial_load_path": str(elsewhere / f"step-{number}")}
-        return decide_start(section(**asked), tmp_path, LAST_STEP, hf_assets_path=str(elsewhere / "assets" / "step-0"))
+        return decide_start(section(**asked), tmp_path, LAST_STEP, elsewhere / "assets" / "step-0")
 
     return decide
 
@@ -185,7 +185,7 @@ def test_the_first_format_brings_its_configuration_too(tmp_path: Path) -> None:
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-5" / MANIFEST).write_text('{"format_version": 1, "kind": "full", "step": 5, "seed": 3}')
     (tmp_path / "step-5" / "config.toml").write_text(CONFIG)
-    (start,) = decide_start(section(), tmp_path, LAST_STEP)
+    (start,) = decide_start(section(), tmp_path, LAST_STEP, ASSETS)
     assert (start.kind, start.step, start.seed) == ("resume", 5, 3)
     assert start.manifest is not None and start.manifest["config"] == CONFIG
 
@@ -193,8 +193,8 @@ def test_the_first_format_brings_its_configuration_too(tmp_path: Path) -> None:
 def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) -> None:
     """The last save, of weights alone, does not hide it, and makes room for that step's new save."""
     make_steps(tmp_path, "5", "10w")
-    assert decide_start(section(), tmp_path, 10)[0].step == 10
-    (start,) = decide_start(section(), tmp_path, 20)
+    assert decide_start(section(), tmp_path, 10, ASSETS)[0].step == 10
+    (start,) = decide_start(section(), tmp_path, 20, ASSETS)
     assert (start.kind, start.step) == ("resume", 5)
     assert [one.name for one in supersede_later(tmp_path, start.step, "x")] == ["step-10.superseded-x"]
 
@@ -213,7 +213,7 @@ def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) ->
 def test_a_run_that_has_gone_back_goes_on_when_it_is_started_again(tmp_path: Path, on_disk, config, expected) -> None:
     """torchrun and Slurm start the same command again, load_step and all: what it has saved since is its own."""
     make_steps(tmp_path, *on_disk)
-    starts = decide_start(section(load_step=5), tmp_path, LAST_STEP, config)
+    starts = decide_start(section(load_step=5), tmp_path, LAST_STEP, ASSETS, config)
     assert [start.step for start in starts] == expected
 
 

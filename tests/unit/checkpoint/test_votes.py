@@ -28,5 +28,5 @@ def test_only_damage_sends_a_run_back_to_an_older_step(others: list[Any], kind: 
         raise DamagedError("step-5")
 
     with pytest.raises(CheckpointError, match=told) as found:
-        Votes(group, is_leader=True).all_do(read)
+        Votes(group).all_do(read)
     assert type(found.value) is kind

@@ -406,10 +406,19 @@ def test_a_backend_of_ones_own_is_registered_by_an_imported_module(
     assert check(f"{line} --experimental.custom_import my_backend") == []
 
 
-def test_pictures_of_the_compiler_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch imports it in the middle of the first step."""
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
-    line = "--compile.enable --activation_checkpoint.mode memory_budget"
-    line += " --activation_checkpoint.visualize_memory_budget_pareto --training.steps 1000"
-    (problem,) = check(line)
-    assert problem.key.endswith("visualize_memory_budget_pareto") and "package matplotlib" in problem.expected
+PARETO = "activation_checkpoint.visualize_memory_budget_pareto"
+
+
+@pytest.mark.parametrize(
+    ("key", "line", "package"),
+    [
+        ("metrics.enable_tensorboard", "", "tensorboard"),
+        ("metrics.enable_wandb", "", "wandb"),
+        (PARETO, "--compile.enable --activation_checkpoint.mode memory_budget", "matplotlib"),
+    ],
+)
+def test_packages_that_some_settings_need(key: str, line: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be imported in the middle of the first step."""
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == package else object())
+    (problem,) = check(f"--{key} {line} --training.steps 1000")
+    assert problem.key == key and f"package {package}" in problem.expected and "pip install" in problem.remedy

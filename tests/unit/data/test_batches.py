@@ -319,4 +319,4 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
 
 def test_reading_does_not_copy_the_corpus(build: Build, corpus_file: Path) -> None:
     (samples,) = build(corpus_file)._batches._samples.parts
-    assert np.shares_memory(samples._full, samples.file.tokens)
+    assert np.shares_memory(samples._read_full.__self__, samples.file.tokens)

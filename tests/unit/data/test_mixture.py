@@ -169,7 +169,8 @@ def test_a_source_keeps_its_order_whatever_stands_beside_it() -> None:
 
 def test_the_pattern_begins_anew_behind_an_origin() -> None:
     supplies = [Supply("a", 100, 16.0), Supply("b", 100, 16.0)]
-    order = SampleOrder(supplies, seed=None, origin=Origin(10, {"a": 7, "b": 103}))
+    order = SampleOrder(supplies, seed=None)
+    order.start_at(Origin(10, {"a": 7, "b": 103}))
     assert order.samples_at(np.arange(10, 14)).tolist() == [7, 103, 8, 104]
     assert order.counts_at(12) == {"a": 8, "b": 104}
 

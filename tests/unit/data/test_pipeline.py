@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.config.sections_training import DataSource
+from torchtitan_like.config.sections_training import DataSource, Training, Validation
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.pipeline import resolve_sources
 
 
 def resolve(dataset: str = "shakespeare", path: str | None = None, **sources: str) -> tuple[str, str]:
     tables = {name: DataSource(path=source) for name, source in sources.items()}
-    (named,) = resolve_sources(dataset, path, tables, section="training", table="data.sources")
+    (named,) = resolve_sources("training", Training(dataset=dataset, dataset_path=path), tables)
     return named.name, named.source.path
 
 
@@ -41,10 +41,13 @@ def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(caplog: pytest.LogC
 
 @pytest.mark.parametrize(
     ("name", "section", "files", "streaming"),
-    [("c4", "training", "train", True), ("c4_validation", "validation", "validation", False)],
+    [
+        ("training", Training(dataset="c4"), "train", True),
+        ("validation", Validation(dataset="c4_validation"), "validation", False),
+    ],
 )
-def test_c4_lies_on_the_hub_at_a_commit(name: str, section: str, files: str, streaming: bool) -> None:
-    (named,) = resolve_sources(name, None, {}, section=section, table="")
+def test_c4_lies_on_the_hub_at_a_commit(name: Any, section: Any, files: str, streaming: bool) -> None:
+    (named,) = resolve_sources(name, section, {})
     commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
     assert named.source == DataSource(
         path=f"hf://datasets/allenai/c4@{commit}/en/c4-{files}.*.json.gz", streaming=streaming
@@ -52,20 +55,19 @@ def test_c4_lies_on_the_hub_at_a_commit(name: str, section: str, files: str, str
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("name", "section", "message"),
     [
         (
-            {"dataset": "shakespear"},
-            "training.dataset is 'shakespear': .*perhaps you meant 'shakespeare'.*dataset_path",
+            "training",
+            Training(dataset="shakespear"),
+            r"training.dataset is 'shakespear': .*perhaps you meant 'shakespeare'.*dataset_path or in \[data.sources",
         ),
-        ({"dataset": "c4", "section": "validation"}, "validation.dataset is 'c4': .* c4_validation"),
+        ("validation", Validation(dataset="c4"), "validation.dataset is 'c4': .* c4_validation"),
     ],
 )
-def test_what_cannot_be_read_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_read_is_refused(name: Any, section: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        resolve_sources(
-            **{"dataset_path": None, "sources": {}, "section": "training", "table": "data.sources", **given}
-        )
+        resolve_sources(name, section, {})
 
 
 def test_shipped_text_is_what_its_note_says(repo_root: Path) -> None:

@@ -36,7 +36,7 @@ def backward(*, compiled=False, **section):
     model = spec.build(args)
     initialize(model, spec.init_table(args), seed=0)
     blocks = find_blocks(model, spec)
-    apply_activation_checkpointing(blocks, ActivationCheckpoint(**section), compiled=compiled)
+    apply_activation_checkpointing(blocks, ActivationCheckpoint(**section))
     if compiled:
         compile_blocks(blocks, "aot_eager")
     tokens = torch.arange(64).view(2, 32)
@@ -115,8 +115,3 @@ def test_a_memory_budget_is_the_compilers_to_spend(plain, budget, least, most):
 def test_compiled_blocks_compute_the_same_again(plain):
     operators = backward(compiled=True, mode="selective", selective_ac_option="op")[0]
     assert operators["mm.default"] - plain[0]["mm.default"] == 3 * NUM_BLOCKS
-
-
-def test_a_memory_budget_needs_the_compiler():
-    with pytest.raises(ValueError, match="decided by the compiler"):
-        apply_activation_checkpointing({}, ActivationCheckpoint(mode="memory_budget"), compiled=False)

@@ -104,8 +104,3 @@ def test_debug_reports_cycles_with_their_tensors_and_frees_them(caplog: pytest.L
     assert dead() is None and gc.garbage == [] and gc.get_debug() == 0
     assert "1 Node" in caplog.text and "1 tensors of 60 bytes, shapes (3, 5)" in caplog.text
     assert describe_objects([]) == "no reference cycles"
-
-
-def test_debug_without_taking_over_warns(caplog: pytest.LogCaptureFixture) -> None:
-    GarbageCollection(0, debug=True)
-    assert "training.gc_debug has no effect" in caplog.text

@@ -433,7 +433,8 @@ def test_scalars_have_torchtitans_names(build: Callable[..., Metrics], clock: Cl
 def test_validation_row_scalars_and_line(
     build: Callable[..., Metrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics = build(world_size=2, n_tokens_seen=5000)
+    metrics = build(world_size=2)
+    metrics.n_tokens_seen = 5000
     metrics._sinks.append(sink := Scalars())
     caplog.set_level(logging.INFO)
     metrics.validation(20, 5.25, 2.125, num_tokens=4000, seconds=4.0)

@@ -20,7 +20,7 @@ from scripts.checkpoint import Meter, in_bytes, in_time, main
 from scripts.checkpoint_contents import open_contents
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
-from torchtitan_like.checkpoint.extents import ExtentSink
+from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import numbered_folders, supersede_later, write_manifest
 from torchtitan_like.config import dump_toml, load_config
@@ -55,9 +55,7 @@ def make_step(folder: Path, sizes: dict[str, Any]) -> Path:
 def write_step(folder: Path, state: dict[str, Any], config: str) -> None:
     writer = ExtentWriter(folder, 0)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    with ExtentSink(folder / "config.toml") as sink:
-        sink.write(config.encode())
-        records = writer.records | {"config.toml": sink.close()}
+    records = writer.records | {"config.toml": write_file(folder / "config.toml", config.encode())}
     files = {name: dataclasses.asdict(record) for name, record in records.items()}
     write_manifest(folder, {"kind": "full", "step": 7, "seed": 1, "files": files, "config": config})
 

@@ -86,9 +86,7 @@ def consolidate(
         raise CheckpointError(f"num_threads = {num_threads}: expected at least 1")
     group = _Members(process_group)
     try:
-        rank = group.rank
-        votes = Votes(group, is_leader=rank == 0)
-        return consolidate_together(Path(input_dir), Path(output_dir), fqn_to_index_mapping, num_threads, votes, rank)
+        return consolidate_together(Path(input_dir), Path(output_dir), fqn_to_index_mapping, num_threads, Votes(group))
     finally:
         group.leave()
 
@@ -114,7 +112,7 @@ class _Members(HostGroup):
 
 
 def consolidate_together(
-    source: Path, folder: Path, numbers: Mapping[str, int] | None, num_threads: int, votes: Votes, rank: int
+    source: Path, folder: Path, numbers: Mapping[str, int] | None, num_threads: int, votes: Votes
 ) -> dict[str, FileRecord]:
     """As `consolidate`, among the ranks of `votes`."""
     begin = time.monotonic()
@@ -122,7 +120,7 @@ def consolidate_together(
     found = _targets(shards)
     files = lay_out_all(found, _groups(found, numbers))
     extents = extents_of(files)
-    size = votes.group.size
+    size, rank = votes.group.size, votes.group.rank
     shares = [extents[len(extents) * r // size : len(extents) * (r + 1) // size] for r in range(size)]
     mine = set(shares[rank])
     into: dict[ExtentId, list[Move]] = defaultdict(list)
@@ -130,7 +128,7 @@ def consolidate_together(
         into[move.extent].append(move)
     batch = ROUND * num_threads
     turns = math.ceil(max(map(len, shares)) / batch)
-    with Output(folder, files, votes, rank) as output, _Copier(shards, into, output, num_threads) as copier:
+    with Output(folder, files, votes) as output, _Copier(shards, into, output, num_threads) as copier:
         votes.all_do(copier.open)
         output.create(mine)
         try:
@@ -293,14 +291,12 @@ def _read_shard(path: Path) -> ShardFile:
     return ShardFile(path, entries, boxes, shapes)
 
 
-def write_shards(
-    folder: Path, found: Mapping[str, Target], views: Mapping[Key, Tensor], votes: Votes, rank: int
-) -> None:
+def write_shards(folder: Path, found: Mapping[str, Target], views: Mapping[Key, Tensor], votes: Votes) -> None:
     """Every rank writes its rectangles of `found` into files of its own, replicas one of them; all ranks together.
 
     The format is that of torch's HuggingFaceStorageWriter(save_distributed=True). Raises CheckpointError on all ranks.
     """
-    loads: Counter[int] = Counter()
+    rank, loads = votes.group.rank, Counter[int]()
     files: list[dict[str, Part | None]] = []  # one rectangle of a tensor a file
     for name, target in found.items():
         parts: Sequence[Part | None] = target.parts or [None]

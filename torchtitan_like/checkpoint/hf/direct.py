@@ -71,8 +71,7 @@ def write_export(
     Raises CheckpointError on all ranks when any of them fails, with rank, file and reason; the folder is then the caller's
     to remove.
     """
-    rank = group.rank
-    votes = Votes(group, is_leader=rank == 0)
+    rank, votes = group.rank, Votes(group)
     views: dict[Key, Tensor] = {}
 
     def tell() -> Sequence[Any]:
@@ -86,12 +85,12 @@ def write_export(
     groups = _grouped(found, shard_bytes, index)
     begin = time.monotonic()
     if executor == "consolidate":
-        return _by_shards(folder, found, groups, views, votes, rank)
+        return _by_shards(folder, found, groups, views, votes)
     files = lay_out_all(found, groups)
     owners = assign(files, found)
-    with Output(folder, files, votes, rank) as output:
+    with Output(folder, files, votes) as output:
         output.create(extent for extent, owner in owners.items() if owner == rank)
-        _Exchange(files, found, owners, views, votes, rank).run(output)
+        _Exchange(files, found, owners, views, votes).run(output)
         records = output.finish()
     _report(files, begin)
     return records
@@ -122,9 +121,9 @@ class _Exchange:
         owners: Mapping[ExtentId, int],
         views: Mapping[Key, Tensor],
         votes: Votes,
-        rank: int,
     ) -> None:
-        self._views, self._votes, self._rank = views, votes, rank
+        self._views, self._votes = views, votes
+        rank = self._rank = votes.group.rank
         counts: dict[int, int] = defaultdict(int)
         turn_of: dict[ExtentId, int] = {}
         self._mine: dict[int, list[ExtentId]] = defaultdict(list)
@@ -229,15 +228,14 @@ def _by_shards(
     groups: Sequence[Sequence[str]],
     views: Mapping[Key, Tensor],
     votes: Votes,
-    rank: int,
 ) -> dict[str, FileRecord]:
     """The executor `consolidate`: shards first, then whole files of them."""
     begin = time.monotonic()
     sharded = folder / "sharded"
-    write_shards(sharded, found, views, votes, rank)
+    write_shards(sharded, found, views, votes)
     logger.info(f"Wrote the shards of the export to {sharded} in {time.monotonic() - begin:.2f} seconds")
     numbers = {name: number for number, names in enumerate(groups) for name in names}
-    records = consolidate_together(sharded, folder, numbers, NUM_THREADS, votes, rank)
+    records = consolidate_together(sharded, folder, numbers, NUM_THREADS, votes)
     votes.leader_does(lambda: shutil.rmtree(sharded))
     return records
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import ExtentSink, FileRecord
+from torchtitan_like.checkpoint.extents import FileRecord, write_file
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
 from torchtitan_like.checkpoint.step_folders import fsync_directory
@@ -95,11 +95,7 @@ def write_folder(
     contents.setdefault("generation_config.json", _as_json({"_from_model_config": True, **ids}))
     # Without it the class is guessed from the model's type, and the tokens that begin and end a text are unknown.
     contents.setdefault("tokenizer_config.json", _as_json({"tokenizer_class": "PreTrainedTokenizerFast", **texts}))
-    records = {}
-    for file, content in contents.items():
-        with ExtentSink(folder / file) as sink:
-            sink.write(content)
-            records[file] = sink.close()
+    records = {file: write_file(folder / file, content) for file, content in contents.items()}
     fsync_directory(folder)
     return records
 

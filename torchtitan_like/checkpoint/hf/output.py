@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import EXTENT, ExtentSink, FileRecord, hash_extent, naming
+from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, hash_extent, naming, write_file
 from torchtitan_like.checkpoint.hf.plan import ExtentId, extents_of
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX, FileLayout, read_header, render_index
 from torchtitan_like.checkpoint.step_folders import fsync_directory
@@ -25,11 +25,10 @@ from torchtitan_like.checkpoint.votes import Votes
 class Output:
     """The files of one export: `create`, `write` every extent on one rank, `finish`; all but `write` on all ranks together."""
 
-    def __init__(self, folder: Path, files: Sequence[FileLayout], votes: Votes, rank: int) -> None:
+    def __init__(self, folder: Path, files: Sequence[FileLayout], votes: Votes) -> None:
         self.folder = folder
         self.files = files
         self._votes = votes
-        self._rank = rank
         self._descriptors: dict[int, int] = {}
         self._locks = [threading.Lock() for _ in files]
         self._digests: dict[ExtentId, str] = {}
@@ -117,7 +116,7 @@ class Output:
             os.fsync(self._descriptors[f])
 
     def _write_headers(self) -> None:
-        mine = range(self._rank, len(self.files), self._votes.group.size)
+        mine = range(self._votes.group.rank, len(self.files), self._votes.group.size)
         self._open_all(f for f in mine if f not in self._descriptors)
         for f in mine:
             self._write_at(f, 0, memoryview(self.files[f].header))
@@ -127,9 +126,7 @@ class Output:
         for file in self.files:
             if read_header(self.folder / file.name)[0] != list(file.entries):
                 raise CheckpointError(f"{self.folder / file.name} does not hold the header written to it")
-        with ExtentSink(self.folder / INDEX) as sink:
-            sink.write(render_index(self.files))
-            record = sink.close()
+        record = write_file(self.folder / INDEX, render_index(self.files))
         fsync_directory(self.folder)
         return record
 

@@ -10,20 +10,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in fp32 or wider and rounded once.
 
-    Input and output (..., dim), in the input's dtype.
+    Input and output (..., dim), in the input's dtype. Its arguments are dim and eps.
     """
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.dim, self.eps = dim, eps
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # one look: it may have to be gathered
@@ -31,9 +22,6 @@ class RMSNorm(nn.Module):
             y: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
             return y
         return F.rms_norm(x, weight.shape, weight, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}"
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
