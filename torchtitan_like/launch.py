@@ -6,8 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ def look_for_device(config: JobConfig) -> DeviceType:
 
 
 def join(config: JobConfig, launched: LaunchedAs) -> World:
-    """Groups and meshes: everything a rank needs to know of the others."""
+    """Groups and meshes: everything a rank needs to know of the others. Raises ConfigError where ranks' settings differ."""
     for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
         logger.info(line)
     set_up_recorder(config.comm, Path(config.job.dump_folder))
@@ -76,7 +77,11 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     assert dims is not None, errors  # preflight has reported these
     seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
     world = join_world(
-        launched, dims, *(timedelta(seconds=s) for s in seconds), needs_mesh=config.training.enable_cpu_offload
+        launched,
+        dims,
+        *(timedelta(seconds=s) for s in seconds),
+        needs_mesh=config.training.enable_cpu_offload,
+        agree=partial(check_agreement, config),
     )
     if world.size > 1:
         for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
@@ -174,11 +179,11 @@ CODES: dict[type[Exception], ExitCode] = {
 def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
     """One run from start to end. What all ranks agree cannot work becomes an exit code; any other error is a fault."""
     logger.info(f"Starting job: {config.job.description}")
-    world = join(config, launched)
-    step, code, trainer = 0, ExitCode.DONE, None
-    with closing(build_checkpointer(config, world)) as checkpointer:
+    step, code, world, trainer = 0, ExitCode.DONE, None, None
+    with ExitStack() as resources:
         try:
-            check_agreement(config, world.step_group.gather_objects)
+            world = join(config, launched)
+            checkpointer = resources.enter_context(closing(build_checkpointer(config, world)))
             starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:
@@ -192,7 +197,7 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
             if isinstance(problem, DataError) and (here := Heartbeat.newest):  # of this rank alone, it may be
-                record_error(here.folder, world.rank, "data", here.at.step, problem)
+                record_error(here.folder, launched.rank, "data", here.at.step, problem)
         except Exception as problem:
             if is_out_of_memory(problem):
                 logger.error(oom_advice())
@@ -201,10 +206,11 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
             if trainer is not None:
                 step = trainer.progress.step
                 trainer.close()
-        if world.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
+        if launched.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
             write_exit(config.job.dump_folder, code.reason, int(code), step)
-    world.leave()
-    logger.info("Process group destroyed")
+    if world is not None:
+        world.leave()
+        logger.info("Process group destroyed")
     return code
 
 

@@ -1,6 +1,7 @@
 """One run in its run directory: what it counts, when it validates, what it writes."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,27 @@ def test_validates_after_the_first_step_every_few_and_at_the_end(tmp_path):
                "validation.seq_len": 32, "validation.dataset": "shakespeare_validation"}  # fmt: skip
     assert run_ranks(run_one_rank, 1, options(str(tmp_path / "run"), "float32", **changes)) == [ExitCode.DONE]
     assert [row["step"] for row in read_rows(tmp_path / "run/validation.jsonl")] == [1, 3, 5]
+
+
+def run_of_its_own(argvs):
+    """On this rank of a pool, with its own command line: the code, and the errors it told."""
+    errors, handler = [], logging.Handler(logging.ERROR)
+    handler.emit = errors.append
+    logging.getLogger().addHandler(handler)
+    try:
+        return run_one_rank(argvs[launched_as().rank]), [error.getMessage() for error in errors]
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def test_ranks_with_other_degrees_end_before_they_wait_for_each_others_groups(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **TWO, **{"training.steps": 1})
+    other = [*argv, "--parallelism.tensor_parallel_degree", "2"]
+    for code, errors in run_ranks(run_of_its_own, 2, [argv, other]):
+        assert code is ExitCode.BAD_CONFIG
+        assert "tensor_parallel_degree = 1: expected the same on every rank; rank 1 has 2" in "\n".join(errors)
+    told = json.loads((tmp_path / "run/exit.json").read_text())
+    assert (told["code"], told["step"]) == (ExitCode.BAD_CONFIG, 0)
 
 
 def rates_and_norms(argv):

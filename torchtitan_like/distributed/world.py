@@ -10,6 +10,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -247,38 +249,52 @@ def _meet(place: dist.Store, launch: LaunchedAs, timeout: float) -> None:
         if time.monotonic() > deadline:
             missing = [rank for rank in range(launch.world_size) if not place.check([f"here/{rank}"])]
             raise TimeoutError(f"ranks {missing} have not come within {timeout:.0f} s (comm.init_timeout_seconds)")
-        time.sleep(0.05)
+        time.sleep(max(0.05, launch.world_size / 20_000))  # one store answers all
 
 
 def join_world(
-    launch: LaunchedAs, dims: ParallelDims, timeout: timedelta, checkpoint_timeout: timedelta, *, needs_mesh: bool
+    launch: LaunchedAs,
+    dims: ParallelDims,
+    timeout: timedelta,
+    checkpoint_timeout: timedelta,
+    *,
+    needs_mesh: bool,
+    agree: Callable[[Callable[[Any], list[Any]]], None],
 ) -> World:
     """Join the default group (made here unless the embedding program made it) and build meshes and host groups.
 
     timeout: of a collective in training; checkpoint_timeout: in a save or a load, where ranks wait for the slowest disk.
     A single rank joins nothing unless `needs_mesh`: imports and start-up stay as light as a plain script's.
+    agree: is given `HostGroup.gather_objects` of all ranks before there is any group that settings decide about; what it
+    raises ends the default group made here.
     """
-    shape = dims.mesh_shape()
-    logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
     device = pick_device(launch.local_rank)
     needs_group = dims.world_size > 1 or needs_mesh
     owns = needs_group and not dist.is_initialized()
-    if owns:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            store=_meeting_place(launch, timeout),
-            device_id=device if device.type == "cuda" else None,
-        )
+    ranks = list(range(dims.world_size))
+    with ExitStack() as undo:
+        if owns:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+                store=_meeting_place(launch, timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
+            undo.callback(dist.destroy_process_group)
+        step_group = HostGroup(ranks, timeout)
+        undo.callback(step_group.destroy)
+        agree(step_group.gather_objects)
+        undo.pop_all()
+    shape = dims.mesh_shape()
+    logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
     mesh = dims.build_mesh(device.type) if needs_group else None
     groups = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     if dims.cp > 1:
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
-    ranks = list(range(dims.world_size))
-    step_group, checkpoint_group = HostGroup(ranks, timeout), HostGroup(ranks, checkpoint_timeout)
+    checkpoint_group = HostGroup(ranks, checkpoint_timeout)
     training = {step_group.group, *groups.values(), dist.group.WORLD if owns else None} - {None}
     for group in training - {dist.group.WORLD}:  # a mesh's own groups have torch's time-out, half an hour
         dist.distributed_c10d._set_pg_timeout(timeout, group)
