@@ -43,6 +43,10 @@ class Start:
     format: Format = "step"
     manifest: Manifest | None = None
 
+    def with_manifest(self) -> Start:
+        assert self.path is not None
+        return _resume(StepFolder(self.step, self.path, read_manifest(self.path) or {}), self.why)
+
     def __str__(self) -> str:
         source = f" from {self.path}" if self.path else ""
         return f"Checkpoint start: {self.kind}{source} at step {self.step}: {self.why}"
