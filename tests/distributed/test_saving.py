@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
@@ -61,6 +62,31 @@ def test_a_save_in_the_background_has_the_bytes_of_one_in_the_foreground(tmp_pat
                 place = f"checkpoint/step-{step}/{name}"
                 assert (tmp_path / mode / place).read_bytes() == (tmp_path / "disabled" / place).read_bytes(), place
                 assert found[name] == files[name]
+
+
+def plans_of_a_run(argv):
+    """The steps after which this rank has planned for all who writes what."""
+    planned, trainer, plan = [], build(argv), DefaultSavePlanner._create_global_plan
+
+    def planning(planner, plans):
+        planned.append(trainer.progress.step)
+        return plan(planner, plans)
+
+    DefaultSavePlanner._create_global_plan = planning
+    try:
+        trainer.train()
+        return planned
+    finally:
+        DefaultSavePlanner._create_global_plan = plan
+        release(trainer)
+
+
+def test_who_writes_what_is_planned_once(tmp_path):
+    """Of 16,384 ranks with 216 tensors each a plan takes minutes; the last save, of weights alone, has another one."""
+    changes = {"training.steps": 4, "checkpoint.interval": 1, "checkpoint.last_save_model_only": "true"}
+    argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
+    assert run_ranks(plans_of_a_run, 2, argv) == [[1, 4], []]
+    assert run_ranks(plans_of_a_run, 2, [*argv, "--job.dump_folder", str(tmp_path / "again")]) == [[1, 4], []]
 
 
 def train_and_ask(argv, asks):
