@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
-from torchtitan_like.monitor.errors import errors_of, in_words, record_error
+from torchtitan_like.monitor.errors import first_error, in_words, record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
@@ -73,6 +72,8 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     for line in set_determinism(config.debug):  # before any group: NCCL reads its environment when one is made
         logger.info(line)
     set_up_recorder(config.comm, Path(config.job.dump_folder))
+    # Else each rank opens a socket to each other one for each gloo group, and their addresses go through the launcher's store.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dims, errors = resolve_degrees(config.parallelism, launched.world_size)
     assert dims is not None, errors  # preflight has reported these
     seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
@@ -276,7 +277,7 @@ def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
     print(in_words(mine), file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun's last words are one failed rank's: whichever it takes, they tell of the first error of all.
-        first = min([mine, *errors_of(folder)], key=itemgetter("time")) if here else mine
+        first = (first_error(folder) if here else None) or mine
         message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     if here:
