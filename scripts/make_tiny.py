@@ -266,7 +266,7 @@ def decoded_documents(path: str, tokenizer_path: str, token_dtype: str, n: int, 
     import tempfile
 
     from torchtitan_like.config.sections_training import DataSource
-    from torchtitan_like.data.token_sources import open_token_source
+    from torchtitan_like.data.formats.token_sources import open_token_source
 
     tokenizer, draw = load_tokenizer(tokenizer_path), random.Random(seed)
     source = DataSource(path=path, format="tokens", token_dtype=token_dtype)  # type: ignore[arg-type]

@@ -20,11 +20,12 @@ import re
 import shlex
 import sys
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
-from torchtitan_like.monitor.errors import errors_of, in_words
+from torchtitan_like.monitor.errors import errors_of, first_error, in_words
 from torchtitan_like.monitor.run_directory import write_exit
 from torchtitan_like.resilience.exit_codes import ExitCode
 
@@ -69,25 +70,23 @@ def errors(config: dict[str, Any], since: float) -> int:
     with suppress(OSError, ValueError, KeyError):  # of a rank that was asked to stop because another had crashed
         if json.loads((attempts.parent / "exit.json").read_text(encoding="utf-8"))["step"] is None:
             (attempts.parent / "exit.json").unlink()
-    left = [(folder, errors_of(folder)) for folder in attempts.glob("[0-9]*")]
-    fresh = [(folder, new) for folder, found in left if (new := [one for one in found if one["time"] >= since])]
-    if not fresh:
+    found = first_since(attempts, since)
+    if found is None:
         where = f"in {attempts}: it was killed, or its error stands above and could not be written"
         print(f"The run has crashed, and no rank has left an error {where}", file=sys.stderr)
         return 0
-    folder, records = max(fresh, key=lambda attempt: max(one["time"] for one in attempt[1]))
-    first = min(records, key=lambda record: record["time"])
+    folder, first, ranks = found
     if first["phase"] == "config":  # nothing has started: the launcher's own check had less to go by
         write_exit(config["job"]["dump_folder"], ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
         print(in_words(first), file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
-    words = [f"FIRST ERROR of {len(records)} (all: {folder}/errors): {in_words(first)}"]
+    words = [f"FIRST ERROR of {len(ranks)} (all: {folder}/errors): {in_words(first)}"]
     seen = {int(path.stem.removeprefix("rank-")) for path in folder.glob("heartbeat/rank-*.json")}
-    silent = seen - {record["rank"] for record in records}
+    silent = seen - ranks
     code = 0
     if silent:
-        ranks = ", ".join(map(str, sorted(silent)))
-        silence = f"NO ERROR of rank {ranks}: killed (for its memory? see dmesg), or it hung and was killed at the end"
+        shown = ", ".join(map(str, sorted(silent)[:32])) + f" and {len(silent) - 32} more" * (len(silent) > 32)
+        silence = f"NO ERROR of rank {shown}: killed (for its memory? see dmesg), or it hung and was killed at the end"
         is_consequence = re.search(PEER_LOST, first["traceback"]) is not None
         words.insert(len(words) if is_consequence else 0, silence)
         if is_consequence:
@@ -95,6 +94,25 @@ def errors(config: dict[str, Any], since: float) -> int:
             write_exit(config["job"]["dump_folder"], code.reason, code, first["step"])
     print("\n".join(words), file=sys.stderr)
     return code
+
+
+def first_since(attempts: Path, since: float) -> tuple[Path, dict[str, Any], set[int]] | None:
+    """Of the newest start that has left errors since then: its folder, the first of them, and which ranks have left one.
+
+    Every node asks, and of thousands of ranks there are thousands of records: of a start that came far enough to have a
+    number, only the first is read.
+    """
+    found = []
+    for folder in sorted(attempts.glob("[1-9]*"), key=lambda folder: int(folder.name), reverse=True):
+        first = first_error(folder) or min(errors_of(folder), key=itemgetter("time"), default=None)
+        if first is not None:
+            ranks = {int(path.stem.removeprefix("rank-")) for path in folder.glob("errors/rank-*.json")}
+            found += [(folder, first, ranks)] if first["time"] >= since else []
+            break
+    early = [record for record in errors_of(attempts / "0") if record["time"] >= since]
+    if early:
+        found.append((attempts / "0", min(early, key=itemgetter("time")), {record["rank"] for record in early}))
+    return max(found, key=lambda one: one[1]["time"], default=None)
 
 
 def last_words(config: dict[str, Any], folder: Path, command: str, typed_in: Path, last_step: int) -> list[str]:

@@ -21,6 +21,7 @@ from scripts.watchdog import GIB, newest_save, saves_left, space
 from torchtitan_like.monitor.jsonl import decode
 
 RECENT = 1000  # rows from which the time of a step is taken
+TAIL = 8 * 2**20  # bytes that hold them: after a million steps the whole file is not for every look
 SILENT = 60.0  # seconds without a heartbeat that are pointed out
 Row = dict[str, Any]
 
@@ -28,7 +29,10 @@ Row = dict[str, Any]
 def rows_of(file: Path) -> list[Row]:
     """The last rows that are whole: the newest line may still be under way."""
     try:
-        lines = file.read_bytes().split(b"\n")[:-1]
+        with file.open("rb") as stream:
+            begin = max(0, stream.seek(0, os.SEEK_END) - TAIL)
+            stream.seek(begin)
+            lines = stream.read().split(b"\n")[begin > 0 : -1]
     except FileNotFoundError:
         return []
     return [decode(line) for line in lines[-RECENT:]]

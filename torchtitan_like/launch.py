@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
-from torchtitan_like.monitor.errors import errors_of, in_words, record_error
+from torchtitan_like.monitor.errors import first_error, in_words, record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
@@ -274,7 +273,7 @@ def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
     print(in_words(mine), file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun's last words are one failed rank's: whichever it takes, they tell of the first error of all.
-        first = min([mine, *errors_of(folder)], key=itemgetter("time")) if here else mine
+        first = (first_error(folder) if here else None) or mine
         message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     if here:

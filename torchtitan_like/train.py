@@ -105,11 +105,9 @@ class Trainer:
             made.remove_exit()
             made.capture_environment()
         add_file(self.run_directory.log_file(self.world.rank))
-        self.heartbeat = Heartbeat(
-            self.run_directory.attempt_folder,
-            self.world.rank,
-            trace=trace_file(self.config.comm, self.run_directory.folder, self.world.rank),
-        )
+        trace = trace_file(self.config.comm, self.run_directory.folder, self.world.rank)
+        where = self.run_directory.attempt_folder, self.world.rank
+        self.heartbeat = Heartbeat(*where, num_ranks=self.world.size, trace=trace)
 
     def _consider(self, start: Start) -> None:
         """Say what the run is about to start from; refuse it when settings that make the run have changed since."""
@@ -151,6 +149,7 @@ class Trainer:
             "dp_rank": dims.dp_coordinate(self.world.rank),
             "dp_size": dims.dp,
             "with_positions": has_documents(self.args),
+            "once": self.world.step_group.leader_does,
         }
         self.batches = build_train_batches(
             config.training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared

@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,10 +91,11 @@ class Checkpointer:
 
         def decide_and_lock() -> list[Start]:
             starts = decide()
-            if self._lock is None or starts[0].step >= last_step:
-                return starts
-            self._lock.acquire()
-            return decide()  # again, now that nobody else can publish
+            if self._lock is not None and starts[0].step < last_step:
+                self._lock.acquire()
+                starts = decide()  # again, now that nobody else can publish
+            # The manifest of a step is 40 MB where thousands of ranks have written it: of the others see `load`.
+            return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
         if not self.section.enable:
             return decide()
@@ -112,10 +114,13 @@ class Checkpointer:
             verify=section.verify, quantized=section.initial_load_in_hf_quantized,
         )  # fmt: skip
         for number, start in enumerate(starts):
-            if number > 0:  # the first has been considered before anything was built
-                consider(start)
             try:
+                if number > 0:  # the first has been considered before anything was built
+                    start = self._thread.run(partial(self._votes.leader_does, start.with_manifest))
+                    consider(start)
                 self._thread.run(partial(load, start))
+                if start.manifest is not None:
+                    start.manifest.pop("files", None)  # large, and not needed any more
                 return
             except DamagedError as damage:
                 logger.error(f"step-{start.step} is damaged and is not used: {damage}")

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchtitan_like.checkpoint.errors import DamagedError
 EXTENT = 4 * 2**20
 PIECE = 2**18  # bytes read and hashed at a time: what a core's own cache holds
 WRITE_BEHIND = 2 * EXTENT
+NUM_ASKING = 16  # threads that ask a file server for sizes: thousands of ranks write thousands of files
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -162,14 +164,18 @@ class ExtentSource:
 
 def check_sizes(folder: Path, records: Mapping[str, FileRecord]) -> None:
     """Every file is there and as long as recorded; reads no contents. Raises DamagedError for the first that is not."""
-    for name, record in records.items():
-        path = folder / name
+
+    def check(name: str) -> None:
+        path, record = folder / name, records[name]
         try:
             size = path.stat().st_size
         except FileNotFoundError:
             raise DamagedError(f"{path} is missing, of {record.size} bytes") from None
         if size != record.size:
             raise DamagedError(f"{path} holds {size} bytes, of {record.size} that were written")
+
+    with ThreadPoolExecutor(NUM_ASKING) as pool:
+        list(pool.map(check, records))
 
 
 def find_damage(

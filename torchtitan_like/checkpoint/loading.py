@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,17 +86,22 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
         others = {n: record for n, record in records.items() if verify == "full" or not n.startswith("shard-")}
     dicts = {key: state.state_dict() for key, state in states.items()}
     flat = {f"{key}.{name}": value for key, part in dicts.items() for name, value in part.items()}
-    # Every stage of a pipeline has names of its own.
-    names = set().union(*group.gather_objects(set(flat)))
+    stored: dict[str, Any] = {}
     targets: dict[str, Any] = {}
 
-    def load() -> None:
+    def look() -> None:
         see(path / METADATA)  # rank 0 has found all files whole: what a node does not see is no damage
-        stored = reader.read_metadata().state_dict_metadata
-        targets.update(_targets(str(path), stored, flat, names, may_convert=start.kind == "warm"))
+        stored.update(reader.read_metadata().state_dict_metadata)
+
+    def load() -> None:
+        targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
         load_planned(targets, reader)
 
     votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
+    votes.all_do(look)
+    # Every stage of a pipeline has names of its own. Counted, not gathered: of thousands of ranks they would be gigabytes.
+    wanted = group.sum_async([name in flat for name in stored]).wait()
+    surplus = [name for name, num in zip(stored, wanted, strict=True) if not num and name.split(".")[0] in states]
     votes.all_do(load)
     if others:
         votes.all_do(lambda: verify_rest(path, others, reader.verified, group))
@@ -129,21 +134,16 @@ def _load_weights(start: Start, model: Stateful, votes: Votes, identity: Identit
 
 
 def _targets(
-    path: str, metadata: Mapping[str, Any], wanted: Mapping[str, Any], names: Collection[str], *, may_convert: bool
+    path: str, metadata: Mapping[str, Any], wanted: Mapping[str, Any], surplus: Sequence[str], *, may_convert: bool
 ) -> dict[str, Any]:
     """What DCP is to fill: the tensors of `wanted`, or with `may_convert` new ones where the stored type is another.
 
-    names: what all ranks want together.
+    surplus: what is stored, and wanted by no rank.
 
     DCP casts dtypes and ignores surplus entries silently; here both are errors, and a missing one is named.
     """
-    prefixes = {name.split(".")[0] for name in names}
     problems = [f"{name} is not in the checkpoint" for name in wanted if name not in metadata]
-    problems += [
-        f"{name} is in the checkpoint but not in this run"
-        for name in metadata
-        if name not in names and name.split(".")[0] in prefixes
-    ]
+    problems += [f"{name} is in the checkpoint but not in this run" for name in surplus]
     targets = dict(wanted)
     converted: set[tuple[torch.dtype, torch.dtype]] = set()
     for name in wanted.keys() & metadata.keys():

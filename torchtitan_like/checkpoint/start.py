@@ -43,6 +43,13 @@ class Start:
     format: Format = "step"
     manifest: Manifest | None = None
 
+    def with_manifest(self) -> Start:
+        """This start from a full step, with its manifest read again. Raises DamagedError."""
+        assert self.path is not None
+        if (manifest := read_manifest(self.path)) is None:
+            raise DamagedError(f"{self.path} has no manifest any more")
+        return _resume(StepFolder(self.step, self.path, manifest), self.why)
+
     def __str__(self) -> str:
         source = f" from {self.path}" if self.path else ""
         return f"Checkpoint start: {self.kind}{source} at step {self.step}: {self.why}"

@@ -34,8 +34,7 @@ class Votes:
 
     def leader_does(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone; its result, or its error, is everyone's."""
-        outcome = _outcome(action, 0) if self.is_leader else None
-        result, problem = self.group.broadcast_object(outcome)
+        result, problem = self.group.leader_does(lambda: _outcome(action, 0))
         if problem is not None:
             raise _error(*problem)
         answer: T = result

@@ -15,16 +15,17 @@ from torchtitan_like.config.sections_training import Data, DataSource, Training,
 from .batches import TrainBatches
 from .best_fit import pack
 from .errors import DataError
-from .formats.documents import find_corpus
+from .formats.documents import Corpus, find_corpus
+from .formats.listing import Once, alone, seen_once
+from .formats.token_sources import open_token_source
 from .formats.tokenizer import Tokenizer
 from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply, seed_of
 from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
 from .steps import StepPositions
 from .streaming import StreamedSamples, folder_of
-from .token_cache import TokenPolicy, cached_tokens
+from .token_cache import Entry, TokenPolicy, cached_tokens, entry_of, find_cached
 from .token_file import TokenFile
-from .token_sources import open_token_source
 from .validation import ValidationBatches
 
 logger = logging.getLogger()
@@ -50,13 +51,14 @@ def build_train_batches(
     dp_size: int,
     num_accumulation: int,
     with_positions: bool = False,
+    once: Once[Any] = alone,
 ) -> TrainBatches:
     """This rank's share of the training batches, at position 0. Builds the token caches if need be: call it on all
     ranks.
 
     ``seed`` keys the order of samples. ``num_accumulation``: micro-batches of a step, once it has its full size.
-    ``with_positions``: tell where each token stands in its document. Raises DataError for what is wrong with the texts or
-    their configuration.
+    ``with_positions``: tell where each token stands in its document. ``once``: what one rank does for all. Raises DataError for
+    what is wrong with the texts or their configuration.
     """
     named = resolve_sources("training", training, data.sources)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
@@ -64,7 +66,7 @@ def build_train_batches(
     parts: list[PackedSamples | StreamedSamples] = [
         _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
         if one.source.streaming
-        else pack(_tokens(one, data, tokenizer, dump_folder, with_positions), training.seq_len, data, dump_folder)
+        else pack(_tokens(one, data, tokenizer, dump_folder, with_positions, once), training.seq_len, data, dump_folder)
         for one in named
     ]
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
@@ -108,6 +110,7 @@ def build_validation_sets(
     dp_rank: int,
     dp_size: int,
     with_positions: bool = False,
+    once: Once[Any] = alone,
 ) -> dict[str, ValidationBatches]:
     """This rank's share of the batches of each validation text, by its name ("" where there is only one); none while
     validation is off. Builds the token caches if need be: call it on all ranks.
@@ -121,7 +124,7 @@ def build_validation_sets(
     named = resolve_sources("validation", validation, validation.sources)
     sets = {}
     for one in named:
-        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions)
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, once)
         samples = pack(tokens, validation.seq_len, data, dump_folder)
         logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
@@ -169,19 +172,26 @@ def _stream(
     return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
 
 
-def _tokens(named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool) -> TokenFile:
-    if named.source.format == "tokens":
-        return open_token_source(
-            named.source,
-            tokenizer,
-            with_documents=with_positions or data.mask_document_starts or data.packing == "best_fit",
-            cache_folder=data.cache_folder,
-            dump_folder=dump_folder,
-        )
-    corpus = find_corpus(named.source.path, named.source.format, named.source.text_field, data.on_bad_record)
-    policy = _policy(named.source, data, tokenizer)
-    name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
-    return cached_tokens(corpus, policy, name=name, cache_folder=data.cache_folder, dump_folder=dump_folder)
+def _tokens(
+    named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool, once: Once[Any]
+) -> TokenFile:
+    source = named.source
+    places: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
+    if source.format == "tokens":
+        with_documents = with_positions or data.mask_document_starts or data.packing == "best_fit"
+        return open_token_source(source, tokenizer, with_documents=with_documents, once=once, **places)
+    policy = _policy(source, data, tokenizer)
+
+    def look() -> tuple[Corpus, str]:
+        corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
+        return corpus, named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
+
+    entry: Entry = seen_once(once, source.path, lambda: entry_of(*look(), policy))
+    found = find_cached(entry.name, entry.open, beside=entry.beside, **places)
+    if found is None:  # every rank looks for itself: one of them builds, and nodes may have their own copies
+        corpus, name = look()
+        found = cached_tokens(corpus, policy, name=name, **places)
+    return found
 
 
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:

@@ -76,16 +76,45 @@ def cached_tokens(
 
     Raises DataError for texts that cannot be read, a corpus without text, and where no cache folder can be written.
     """
-    key = cache_key(corpus, policy)
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
+    entry = entry_of(corpus, name, policy)
     return find_or_build(
-        f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}",
-        lambda folder: open_token_file(folder, key),
-        lambda folder: _build(corpus, policy, folder, key, num_workers or num_cores()),
+        entry.name,
+        entry.open,
+        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores()),
         beside=corpus.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
     )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the token file of a corpus is called, where its text lies, and what it was built for."""
+
+    name: str
+    beside: Path
+    key: dict[str, Any]
+
+    def open(self, folder: Path) -> TokenFile | None:
+        return open_token_file(folder, self.key)
+
+
+def entry_of(corpus: Corpus, name: str, policy: TokenPolicy) -> Entry:
+    key = cache_key(corpus, policy)
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
+    return Entry(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}", corpus.folder, key)
+
+
+def find_cached(
+    name: str, find: Callable[[Path], Found | None], *, beside: Path, cache_folder: str | None, dump_folder: str
+) -> Found | None:
+    """What ``find`` finds at the first place where an entry ``name`` of the cache lies; None: there is none."""
+    return next((x for at in _places(beside, cache_folder, dump_folder) if (x := find(at / name)) is not None), None)
+
+
+def _places(beside: Path, cache_folder: str | None, dump_folder: str) -> list[Path]:
+    places = [beside / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME]
+    return [Path(cache_folder).absolute()] if cache_folder else places
 
 
 def find_or_build(
@@ -103,12 +132,10 @@ def find_or_build(
     ``beside``: where the data lie. Only one process builds at a time: the others wait, or raise BlockingIOError. Raises
     DataError where no place can be written.
     """
-    places = [beside / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME]
-    candidates = [Path(cache_folder).absolute()] if cache_folder else places
-    for candidate in candidates:
-        found = find(candidate / name)
-        if found is not None:
-            return found
+    candidates = _places(beside, cache_folder, dump_folder)
+    found = find_cached(name, find, beside=beside, cache_folder=cache_folder, dump_folder=dump_folder)
+    if found is not None:
+        return found
     for candidate in candidates:
         if not _writable(candidate):
             continue

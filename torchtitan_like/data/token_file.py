@@ -135,8 +135,8 @@ def map_file(file: Path, dtype: np.dtype[Any], offset: int = 0, count: int | Non
     """``count`` (None: all) values of ``dtype`` from byte ``offset`` on, memory-mapped, read-only."""
     if not file.stat().st_size:  # cannot be mapped
         return np.empty(0, dtype)
-    # A view as plain array: np.memmap's own indexing costs several microseconds.
-    return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=count).view(np.ndarray)
+    # A view as plain array: np.memmap's own indexing costs several microseconds. Of a Path it would look at each folder.
+    return np.memmap(os.fspath(file), dtype=dtype, mode="r", offset=offset, shape=count).view(np.ndarray)
 
 
 def _damaged(folder: Path, why: str) -> DataError:

@@ -10,29 +10,32 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
 
+if TYPE_CHECKING:
+    from .formats.listing import MappedTokens
+
 
 @dataclass(frozen=True)
 class TokenPart:
-    """One file of tokens, perhaps with an index beside it.
+    """One file of tokens, perhaps with an index beside it. Can be pickled.
 
-    tokens: (num_tokens,) integers, memory-mapped. files: all that it is read from, the tokens first. starts(eos_id):
+    tokens: (num_tokens,) integers. files: all that it is read from, the tokens first. starts(eos_id):
     where its documents begin, empty ones too, as chunks of int64 that never fall; checks the index on the way. is_flat:
-    there is no index: documents end at ``eos_id``, without one the file is a document. offsets: the same as a finished
-    array, (num_documents + 1,) uint64, where that is on disk.
+    there is no index: documents end at ``eos_id``, without one the file is a document. offsets: a file with
+    the same as a finished array, (num_documents + 1,) uint64, where there is one.
     """
 
-    tokens: NDArray[Any]
+    tokens: MappedTokens
     files: tuple[Path, ...]
     starts: Callable[[int | None], Iterator[NDArray[np.int64]]]
     is_flat: bool = False
-    offsets: NDArray[np.uint64] | None = None
+    offsets: Path | None = None
 
 
 class TokenStream:
@@ -45,7 +48,7 @@ class TokenStream:
     def __init__(self, parts: Sequence[TokenPart], vocab_size: int, vocabulary: str) -> None:
         self.parts = tuple(parts)
         # Seen as unsigned, a negative id is a large one: one comparison finds both.
-        self._tokens = [part.tokens.view(f"<u{part.tokens.itemsize}") for part in parts]
+        self._tokens = [part.tokens.view(f"<u{part.tokens.dtype.itemsize}") for part in parts]
         self.dtype = max((tokens.dtype for tokens in self._tokens), key=lambda dtype: dtype.itemsize)
         self.starts: list[int] = [0, *np.cumsum([len(tokens) for tokens in self._tokens]).tolist()]
         self._vocab_size, self._vocabulary = vocab_size, vocabulary

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,19 @@ class HostGroup:
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
+
+    def leader_does(self, action: Callable[[], T]) -> T:
+        """Call `action` on the first rank alone; what it returns, or the error that it raises, is everyone's."""
+        outcome: Any = None
+        try:
+            outcome = (action(), None) if self.rank == 0 else None
+        except Exception as problem:
+            outcome = None, problem
+        result, error = self.broadcast_object(outcome)
+        if error is not None:
+            raise error
+        answer: T = result
+        return answer
 
 
 @dataclass

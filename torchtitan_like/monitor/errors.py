@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.run_directory import write_atomically
+
+FIRST = "first.json"
 
 
 def _gpu() -> int | None:
@@ -24,13 +28,25 @@ def _gpu() -> int | None:
 
 
 def record_error(attempt_folder: Path, rank: int, phase: str, step: int, error: Exception) -> dict[str, Any]:
-    """Leave ``errors/rank-<r>.json`` in the attempt's folder; what stands in it. Never raises."""
+    """Leave ``errors/rank-<r>.json`` in the attempt's folder, the first one as `FIRST` too; what stands in it. Never raises."""
     record = {"time": time.time(), "host": socket.gethostname(), "gpu": _gpu(), "rank": rank, "phase": phase, "step": step,
               "traceback": "".join(traceback.format_exception(error))}  # fmt: skip
+    path = attempt_folder / "errors" / f"rank-{rank}.json"
     try:
-        write_atomically(attempt_folder / "errors" / f"rank-{rank}.json", json.dumps(record) + "\n")
+        write_atomically(path, json.dumps(record) + "\n")
+        with suppress(OSError):  # a peer was faster, or there are no links here
+            os.link(path, path.with_name(FIRST))
     except OSError as problem:
         logger.warning(f"The error that follows could not be recorded: {problem}")
+    return record
+
+
+def first_error(attempt_folder: Path) -> dict[str, Any] | None:
+    """The first record that was left. What each rank may read as it ends: thousands would read thousands of records."""
+    try:
+        record: dict[str, Any] = json.loads((attempt_folder / "errors" / FIRST).read_text(encoding="utf-8"))
+    except OSError:
+        return None
     return record
 
 

@@ -6,8 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from itertools import compress
+from operator import not_
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 
 def encode(row: Mapping[str, object]) -> bytes:
@@ -62,8 +64,13 @@ class JsonlFile:
 
     def end(self) -> tuple[int, dict[str, Any]]:
         """The file's size in bytes and its last row, of what `rewind` has left: (0, {}) where there is nothing."""
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        return sum(map(len, lines)), decode(lines[-1]) if lines else {}
+        size = self.path.stat().st_size if self.path.exists() else 0
+        tail = b""
+        while len(tail) < size and b"\n" not in tail[:-1]:  # not the whole file: it has a row for each step of months
+            with self.path.open("rb") as file:
+                file.seek(max(0, size - max(2**16, 2 * len(tail))))
+                tail = file.read()
+        return size, decode(tail.splitlines()[-1]) if tail else {}
 
     def rewind(self, step: int, discarded: Path) -> int:
         """Move what lies beyond ``step`` to the end of ``discarded``; returns how many lines moved.
@@ -74,19 +81,18 @@ class JsonlFile:
         self.close()
         if not self.path.exists():
             return 0
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        keep = [line for line in lines if _stays(line, step)]
-        if len(keep) == len(lines):
-            return 0
-        with open(discarded, "ab") as file:
-            file.writelines(line for line in lines if not _stays(line, step))
-            os.fsync(_flushed(file))
         temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
-        with open(temporary, "wb") as file:
-            file.writelines(keep)
-            os.fsync(_flushed(file))
+        with self.path.open("rb") as lines:
+            goes = [not _stays(line, step) for line in lines]
+            if not any(goes):
+                return 0
+            for target, mode, chosen in ((discarded, "ab", goes), (temporary, "wb", map(not_, goes))):
+                lines.seek(0)
+                with open(target, mode) as file:
+                    file.writelines(compress(lines, chosen))
+                    os.fsync(_flushed(file))
         os.replace(temporary, self.path)
-        return len(lines) - len(keep)
+        return sum(goes)
 
     def close(self) -> None:
         if self._file is not None:
@@ -109,6 +115,6 @@ def _stays(line: bytes, step: int) -> bool:
     return line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
 
 
-def _flushed(file: BinaryIO) -> int:
+def _flushed(file: IO[bytes]) -> int:
     file.flush()
     return file.fileno()

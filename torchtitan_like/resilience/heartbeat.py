@@ -18,6 +18,8 @@ from typing import ClassVar, NamedTuple
 logger = logging.getLogger()
 
 INTERVAL = 5.0  # seconds between two looks
+# What a shared file system has to take of all ranks together: so many writes in a second; LONGEST seconds without one.
+MOST_WRITES, LONGEST = 500, 30
 
 
 class Beat(NamedTuple):
@@ -46,6 +48,7 @@ class Heartbeat:
         rank: int,
         clock: Callable[[], float] = time.time,
         *,
+        num_ranks: int = 1,
         trace: tuple[Path, Callable[[], bytes]] | None = None,
     ) -> None:
         self.limit = float("inf")
@@ -54,6 +57,7 @@ class Heartbeat:
         self._trace = trace
         self._folder, self._rank, self._clock = folder / "heartbeat", rank, clock
         self._written: Beat | None = None
+        self._pause, self._next_write = min(num_ranks // MOST_WRITES, LONGEST), 0.0
         self._dumped: Beat | None = None
         self._is_told_of = False
         self._end = threading.Event()
@@ -73,16 +77,16 @@ class Heartbeat:
 
     def look(self) -> None:
         """Write what there is to write."""
-        beat = self.at
+        beat, now = self.at, self._clock()
+        silent = now - beat.time
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if beat != self._written:
+            if beat != self._written and (now >= self._next_write or silent > self.limit):
                 temporary = self._folder / f".rank-{self._rank}"
                 who = {"host": socket.gethostname(), "pid": os.getpid()}
                 temporary.write_text(json.dumps(beat._asdict() | who) + "\n", encoding="utf-8")
                 os.replace(temporary, self._folder / f"rank-{self._rank}.json")
-                self._written = beat
-            silent = self._clock() - beat.time
+                self._written, self._next_write = beat, now + self._pause
             if beat.phase in ("step", "validate") and silent > self.limit and beat != self._dumped:
                 self._dumped = beat
                 stacks = self._folder / f"stacks-rank-{self._rank}.txt"
@@ -105,7 +109,9 @@ class Heartbeat:
         """
         import psutil
 
-        for file in self._folder.glob("rank-*.json"):
+        local_rank, num_local = (int(os.environ.get(key, "0")) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        for rank in range(self._rank - local_rank, self._rank - local_rank + num_local):  # as torchrun numbers them
+            file = self._folder / f"rank-{rank}.json"
             with suppress(OSError, ValueError, psutil.Error):  # it has ended
                 at = json.loads(file.read_text(encoding="utf-8"))
                 silent, mine = self._clock() - at["time"], (socket.gethostname(), os.getppid())

@@ -34,10 +34,13 @@ class Replicas:
         """Raise ReplicaError on every rank when a replica differs from another; with ``freq`` 0 do nothing."""
         if not self._freq:
             return
-        hashes = torch.stack([bits_hash(tensor) for _, tensor in self._named]).tolist()
-        of_ranks = self._world.step_group.gather_objects({n: h for (n, _), h in zip(self._named, hashes, strict=True)})
-        found = differences(of_ranks, self._world.dims.peers("dp_replicate"))
-        if found:
+        hashes = torch.stack([bits_hash(tensor) for _, tensor in self._named]).cpu()
+        sets = self._world.dims.peers("dp_replicate")
+        of_all = self._world.step_group.gather(bits_hash(hashes)).tolist()
+        if any(of_all[rank] != of_all[ranks[0]] for ranks in sets for rank in ranks):
+            # Only now by name: of thousands of ranks that takes gigabytes.
+            mine = {name: value for (name, _), value in zip(self._named, hashes.tolist(), strict=True)}
+            found = differences(self._world.step_group.gather_objects(mine), sets)
             raise ReplicaError(
                 f"At step {step} replicas of the weights differ: {'; '.join(found)}. Nothing is saved. Start again from the "
                 f"newest checkpoint, without the machine of that rank, and look at its memory (ECC). The last {self._freq} "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.folders import CONFIG, make_steps
+from tests.unit.checkpoint.folders import CONFIG, make_steps, one_rank
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.start import decide_start, format_of
+from torchtitan_like.checkpoint.start import Start, decide_start, format_of
 from torchtitan_like.checkpoint.step_folders import MANIFEST, supersede_later
 from torchtitan_like.config.sections_scale import Checkpoint
 
@@ -227,3 +229,29 @@ def test_formats(tmp_path: Path) -> None:
     (tmp_path / "step-1" / MANIFEST).unlink()
     with pytest.raises(DamagedError, match="step-1/manifest.json is missing"):
         format_of(tmp_path / "step-1")
+
+
+def test_of_what_thousands_of_ranks_have_written_one_manifest_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is 40 MB then, and every rank is told where to start."""
+    make_steps(tmp_path / "checkpoint", "5", "10", "15")
+    considered, loaded = [], []
+
+    def load(start: Start, **_: Any) -> None:
+        assert start.manifest is not None
+        loaded.append((start.step, "files" in start.manifest, start.manifest["config"]))
+        if start.step > 5:
+            raise DamagedError("its bytes are not those that were written")
+
+    monkeypatch.setattr("torchtitan_like.checkpoint.checkpointer.load_states", load)
+    with closing(one_rank(tmp_path)) as checkpointer:
+        monkeypatch.setattr(checkpointer, "_identity", SimpleNamespace(hf_assets=tmp_path))
+        starts = checkpointer.find_start(LAST_STEP)
+        assert [start.manifest is None for start in starts] == [False, True, True]
+        checkpointer.load(starts, {}, consider=considered.append)
+    assert loaded == [(step, True, CONFIG) for step in (15, 10, 5)]
+    assert [(start.step, start.seed, "files" in start.manifest) for start in considered] == [
+        (10, 7, True),
+        (5, 7, False),
+    ]

@@ -320,3 +320,10 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
 def test_reading_does_not_copy_the_corpus(build: Build, corpus_file: Path) -> None:
     (samples,) = build(corpus_file)._batches._samples.parts
     assert np.shares_memory(samples._read_full.__self__, samples.file.tokens)
+
+
+def test_ranks_that_read_the_same_text_tell_each_other_little(build: Build, corpus_file: Path) -> None:
+    """All that is known of twenty sources would be hundreds of megabytes on each of 16,384 ranks."""
+    told: list[str] = []
+    build(corpus_file).check_ranks(lambda mine: [told.append(mine), [mine, mine]][1], {})
+    assert [len(mine) for mine in told] == [32]

@@ -21,10 +21,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
-from torchtitan_like.data import token_sources
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.formats import token_formats
+from torchtitan_like.data.formats import token_formats, token_sources
 from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.pipeline import build_validation_sets
 from torchtitan_like.data.token_stream import TokenStream

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_like.monitor.errors import errors_of, in_words, record_error
+from torchtitan_like.monitor.errors import errors_of, first_error, in_words, record_error
 
 
 def fail(text: str) -> ValueError:
@@ -30,6 +30,15 @@ def test_it_says_who_where_when_and_why(tmp_path: Path) -> None:
     assert f"host {socket.gethostname()}, rank 3, step 12, phase save:" in first
     assert traceback[0] == "Traceback (most recent call last):" and "in fail" in traceback[1]
     assert traceback[-1] == "ValueError: too small"
+
+
+def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
+    """Thousands of ranks end together: each that read all records would read thousands of files."""
+    assert first_error(tmp_path) is None
+    cause = record_error(tmp_path, 70, "step", 12, fail("cause"))
+    record_error(tmp_path, 3, "step", 12, fail("Connection closed by peer"))
+    assert first_error(tmp_path) == cause
+    assert sorted(record["rank"] for record in errors_of(tmp_path)) == [3, 70]
 
 
 @pytest.mark.parametrize(("device", "told"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])

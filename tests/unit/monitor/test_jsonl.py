@@ -95,6 +95,16 @@ def test_rewind(content: bytes, step: int, kept: list[int], moved: bytes, tmp_pa
     assert [entry.name for entry in tmp_path.glob("*.tmp*")] == []
 
 
+@pytest.mark.parametrize("size", [10, 2**16 - 9, 2**16, 200_000])
+def test_the_end_is_found_without_reading_what_is_before_it(size: int, tmp_path: Path) -> None:
+    file = JsonlFile(tmp_path / "a.jsonl")
+    assert file.end() == (0, {})
+    file.append([{"step": 1, "text": "x" * 300_000}, {"step": 2, "text": "y" * size}])
+    assert file.end() == (file.path.stat().st_size, {"step": 2, "text": "y" * size})
+    (tmp_path / "b.jsonl").write_bytes(encode({"step": 1, "text": "y" * size}))
+    assert JsonlFile(tmp_path / "b.jsonl").end()[1]["step"] == 1
+
+
 def test_rewind_while_open_and_without_a_file(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "a.jsonl")
     assert file.rewind(3, tmp_path / "d.jsonl") == 0

@@ -103,6 +103,8 @@ def test_a_rank_that_fails_kills_those_that_stand_still_beside_it(
     one.look()
     clock.now += 1e4  # it has waited for longer than all of them, and ends by itself
     monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # as torchrun says it: ranks 1 to 3 are here
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as peer:
         record = {"host": host, "pid": peer.pid, "time": clock.now - age}
         (tmp_path / "heartbeat/rank-1.json").write_text(json.dumps(record))
@@ -110,6 +112,40 @@ def test_a_rank_that_fails_kills_those_that_stand_still_beside_it(
         one.kill_stuck_peers()
         assert (peer.wait(timeout=10) == -signal.SIGKILL) if is_killed else peer.poll() is None
         peer.kill()
+
+
+def test_thousands_of_ranks_leave_a_shared_file_system_in_peace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a second on 16,384 ranks: each writes where it is twice a minute, and at once when it stands still."""
+    clock, written = Clock(), []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (written.append(clock.now), replace(*paths)))
+    one = Heartbeat(tmp_path, 3, clock, num_ranks=16384)
+    one.limit = 20.0
+    for step in range(120):
+        one.beat("step", step)
+        one.look()
+        clock.now += 1.0
+    assert written == [1000.0, 1030.0, 1060.0, 1090.0]
+    clock.now += 20.0
+    one.look()
+    assert place(tmp_path)["step"] == 119 and (tmp_path / "heartbeat/stacks-rank-3.txt").exists()
+
+
+def test_peers_are_found_without_looking_at_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, looked_at, read_text = Heartbeat(tmp_path, 9, Clock()), [], Path.read_text
+    one.limit = 80.0
+    (tmp_path / "heartbeat").mkdir()
+    for rank in range(100):
+        (tmp_path / f"heartbeat/rank-{rank}.json").write_text("torn")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **kwargs: (looked_at.append(path.stem), read_text(path, **kwargs))[1]
+    )
+    one.kill_stuck_peers()
+    assert looked_at == [f"rank-{rank}" for rank in range(8, 16)]
 
 
 def test_a_disk_that_is_full_fails_no_run_and_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.resilience import replicas
-from torchtitan_like.resilience.replicas import bits_hash, differences
+from torchtitan_like.resilience.replicas import Replicas, bits_hash, differences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -28,6 +32,20 @@ def test_order_and_signs_count() -> None:
     assert bits_hash(torch.tensor([1.0, 2.0])) != bits_hash(torch.tensor([2.0, 1.0]))
     assert bits_hash(torch.tensor([0.0])) != bits_hash(torch.tensor([-0.0]))
     assert int(bits_hash(torch.empty(0))) == 0
+
+
+def test_of_replicas_that_are_the_same_a_number_is_gathered_and_no_names() -> None:
+    """Names and hashes of all parameters of 16,384 ranks are gigabytes on each of them."""
+    gathered: list[torch.Tensor] = []
+
+    class Group:
+        def gather(self, mine: torch.Tensor) -> torch.Tensor:
+            gathered.append(mine)
+            return torch.stack([mine, mine])
+
+    world: Any = SimpleNamespace(step_group=Group(), dims=ParallelDims(2, dp_replicate=2))
+    Replicas(1, world, [("a", torch.ones(3)), ("b", torch.zeros(2))]).check(step=1)
+    assert [mine.numel() for mine in gathered] == [1]
 
 
 SAME = {"wq": 1, "wk": 2}

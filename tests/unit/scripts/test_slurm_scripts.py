@@ -166,6 +166,27 @@ def test_old_logs_go(slurm: Path, tmp_path: Path) -> None:
     assert not old.exists() and new.exists() and other.exists()
 
 
+def test_what_each_rank_has_left_at_each_start_is_cleaned_where_asked(tmp_path: Path) -> None:
+    """16,384 ranks leave 100,000 files at each start, and there are hundreds of starts in two months."""
+    run = tmp_path / "outputs"
+    going = [run / "attempts/1/logs/rank7.log", run / "attempts/1/heartbeat/rank-7.json",
+             run / "torchrun/id_x/attempt_0/7/stdout.log"]  # fmt: skip
+    staying = [run / "attempts/1/environment/facts.json", run / "attempts/1/errors/rank-7.json",
+               run / "checkpoint/step-5/shard-00007.bin", run / "metrics.jsonl"]  # fmt: skip
+    newer = [run / "attempts/2/logs/rank7.log", run / "torchrun/id_y/attempt_0/7/stdout.log"]
+    for file in (*going, *staying, *newer):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        if file not in newer:
+            os.utime(file, (file.stat().st_mtime - 8 * 86400,) * 2)
+    assert bash("clean_logs.slurm", str(tmp_path)).stdout == ""
+    assert bash("clean_logs.slurm", str(tmp_path), RANKS="1", DRY_RUN="1").stdout.split() == sorted(map(str, going))
+    for place in (tmp_path, run):  # of all runs in a folder, or of one
+        assert bash("clean_logs.slurm", str(place), RANKS="1").returncode == 0
+        assert not any(file.exists() for file in going) and all(file.exists() for file in (*staying, *newer))
+    assert not (run / "torchrun/id_x").exists()
+
+
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [

@@ -18,6 +18,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -109,9 +110,8 @@ def _files_at(path: str, format_name: str) -> list[Path]:
     elif given.is_dir():
         files = _files_below(given, format_name)
     else:
-        files = sorted(match for match in matching(given) if match.is_file() or not match.exists())
-    if gone := next((file for file in files if not file.exists()), None):
-        raise DataError(f"{gone} is a link to a file that is not there: fetch it again, or remove the link")
+        matches = set(matching(given))
+        files = sorted(file for folder in {match.parent for match in matches} for file in _listed_in(folder, matches))
     if not given.is_file():
         files = _without_leftovers(files)
     if not files:
@@ -120,6 +120,17 @@ def _files_at(path: str, format_name: str) -> list[Path]:
             f"no data at {path!r}: it is {what} (relative paths start at {os.getcwd()}; {_known_endings()})"
         )
     return [file.absolute() for file in files]
+
+
+def _listed_in(folder: Path, wanted: set[Path]) -> Iterator[Path]:
+    """Those of some names that are files of ``folder``. The folder itself tells what they are: no file is asked."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (path := folder / entry.name) in wanted:
+                if entry.is_symlink() and not path.exists():
+                    raise _gone(path)
+                if entry.is_file():
+                    yield path
 
 
 def matching(pattern: Path) -> list[Path]:
@@ -270,16 +281,29 @@ def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     """Files with these endings in ``folder`` and the folders in it, sorted; without hidden ones and token caches. Links are
     followed, as they are in globs, but no folder is read twice.
     """
-    found = []
-    seen = set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        place = os.path.realpath(parent)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != CACHE_FOLDER_NAME)
-        if place in seen:
-            folders[:], files = [], []
+    found, seen, rest = [], set(), [os.fspath(folder)]
+    while rest:
+        parent = rest.pop()
+        if (place := os.path.realpath(parent)) in seen:
+            continue
         seen.add(place)
-        found += [Path(parent, name) for name in files if name.endswith(endings) and not name.startswith(".")]
+        folders = []
+        with suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:  # the folder itself tells what they are: no file is asked
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    folders += [entry.path] if entry.name != CACHE_FOLDER_NAME else []
+                elif entry.name.endswith(endings):
+                    if entry.is_symlink() and not os.path.exists(entry.path):
+                        raise _gone(entry.path)
+                    found.append(Path(entry.path))
+        rest += sorted(folders, reverse=True)
     return sorted(found, key=lambda file: file.relative_to(folder).parts)
+
+
+def _gone(file: str | Path) -> DataError:
+    return DataError(f"{file} is a link to a file that is not there: fetch it again, or remove the link")
 
 
 def _known_endings() -> str:

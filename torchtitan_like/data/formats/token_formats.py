@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..token_cache import FORMAT_VERSION
-from ..token_file import META, OFFSETS, TOKENS, key_of, map_file, open_token_file, token_type
+from ..token_file import META, OFFSET_TYPE, OFFSETS, TOKENS, key_of, map_file, open_token_file, token_type
 from ..token_stream import TokenPart
+from .listing import MappedTokens
 from .tokenizer import Tokenizer
 
 ENDINGS = (".bin", ".idx", ".npy")
@@ -77,17 +79,20 @@ def _open_cache(folder: Path, tokenizer: Tokenizer) -> TokenPart:
             f"of {tokenizer.path}, {tokenizer.fingerprint}; name the tokenizer it was made with, or train on the text itself"
         )
     cached = open_token_file(folder, key)
-    assert cached is not None and isinstance(cached.tokens, np.ndarray)
-    offsets = cached.offsets
+    assert cached is not None
     if not cached.meta.num_documents:
         raise _fault(folder, "is empty", "tokens", "leave it out")
 
-    def starts(_: int | None) -> Iterator[NDArray[np.int64]]:
-        for low in range(0, len(offsets) - 1, CHUNK):
-            yield offsets[low : min(low + CHUNK, len(offsets) - 1)].astype(np.int64)
+    tokens, offsets = folder / TOKENS, folder / OFFSETS
+    return TokenPart(
+        MappedTokens(tokens, cached.tokens.dtype), (tokens, offsets), partial(_cached_starts, offsets), offsets=offsets
+    )
 
-    files = tuple(folder / name for name in (TOKENS, OFFSETS))
-    return TokenPart(cached.tokens, files, starts, offsets=offsets)
+
+def _cached_starts(file: Path, _: int | None) -> Iterator[NDArray[np.int64]]:
+    offsets = map_file(file, OFFSET_TYPE)
+    for low in range(0, len(offsets) - 1, CHUNK):
+        yield offsets[low : min(low + CHUNK, len(offsets) - 1)].astype(np.int64)
 
 
 def _open_npy(file: Path) -> TokenPart:
@@ -103,7 +108,7 @@ def _open_npy(file: Path) -> TokenPart:
         raise _fault(file, f"has the shape {tokens.shape} and the type {name}", expected, "convert it with numpy")
     if not len(tokens):
         raise _fault(file, "has no token", "1 or more", "leave it out")
-    return _flat_part(tokens.view(np.ndarray), file)
+    return _flat_part(MappedTokens(file, tokens.dtype, tokens.offset))
 
 
 def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
@@ -116,7 +121,7 @@ def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
             f"a multiple of {dtype.itemsize}, for {dtype.name}",
             "fetch it again, or set the source's `token_dtype`",
         )
-    tokens = map_file(file, dtype)
+    tokens = MappedTokens(file, dtype)
     if size >= 4 and int(map_file(file, np.dtype("<u4"), 0, 1)[0]) in _LLMC_MAGICS:
         raise _fault(
             file, "begins with a header of llm.c", "tokens from the first byte on", "cut off its first 1,024 bytes"
@@ -129,16 +134,17 @@ def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
             f"that type for a vocabulary of {tokenizer.vocab_size:,}",
             'set the source\'s `token_dtype` to "uint32" (or to "uint16", if this is how it should be)',
         )
-    return _flat_part(tokens, file)
+    return _flat_part(tokens)
 
 
-def _flat_part(tokens: NDArray[Any], file: Path) -> TokenPart:
-    def starts(eos_id: int | None) -> Iterator[NDArray[np.int64]]:
-        yield np.zeros(1, np.int64)
-        for low in range(0, len(tokens) if eos_id is not None else 0, CHUNK):
-            yield np.flatnonzero(tokens[low : low + CHUNK] == eos_id) + (low + 1)
+def _flat_part(tokens: MappedTokens) -> TokenPart:
+    return TokenPart(tokens, (tokens.file,), partial(_flat_starts, tokens), is_flat=True)
 
-    return TokenPart(tokens, (file,), starts, is_flat=True)
+
+def _flat_starts(tokens: MappedTokens, eos_id: int | None) -> Iterator[NDArray[np.int64]]:
+    yield np.zeros(1, np.int64)
+    for low in range(0, len(tokens) if eos_id is not None else 0, CHUNK):
+        yield np.flatnonzero(tokens[low : low + CHUNK] == eos_id) + (low + 1)
 
 
 def _open_megatron(file: Path, index: Path) -> TokenPart:
@@ -164,19 +170,27 @@ def _open_megatron(file: Path, index: Path) -> TokenPart:
         raise _fault(index, f"has {num_sequences} sequences and {num_borders} borders", "a document", "leave it out")
 
     dtype = np.dtype(_CODES[code]).newbyteorder("<")
-    lengths = map_file(index, np.dtype("<i4"), _HEADER.size, num_sequences)
-    pointers = map_file(index, np.dtype("<i8"), _HEADER.size + 4 * num_sequences, num_sequences)
-    borders = map_file(index, np.dtype("<i8"), _HEADER.size + 12 * num_sequences, num_borders)
+    lengths, pointers, _ = _indexed(index, num_sequences, num_borders)
     needed = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
     if needed != size:
         raise _fault(file, f"has {size:,} bytes", f"{needed:,}, where the last sequence of {index} ends", again)
-    tokens = map_file(file, dtype)
+    starts = partial(_megatron_starts, index, num_sequences, num_borders, dtype.itemsize)
+    return TokenPart(MappedTokens(file, dtype), (file, index), starts)
 
-    def starts(_: int | None) -> Iterator[NDArray[np.int64]]:
-        _check_sequences(index, lengths, pointers, dtype.itemsize)
-        yield from _document_starts(index, pointers, borders, dtype.itemsize)
 
-    return TokenPart(tokens, (file, index), starts)
+def _indexed(index: Path, num_sequences: int, num_borders: int) -> tuple[NDArray[Any], ...]:
+    """Tokens of each sequence, the byte at which it begins, and the sequences with which documents begin."""
+    lengths = map_file(index, np.dtype("<i4"), _HEADER.size, num_sequences)
+    pointers = map_file(index, np.dtype("<i8"), _HEADER.size + 4 * num_sequences, num_sequences)
+    return lengths, pointers, map_file(index, np.dtype("<i8"), _HEADER.size + 12 * num_sequences, num_borders)
+
+
+def _megatron_starts(
+    index: Path, num_sequences: int, num_borders: int, itemsize: int, _: int | None
+) -> Iterator[NDArray[np.int64]]:
+    lengths, pointers, borders = _indexed(index, num_sequences, num_borders)
+    _check_sequences(index, lengths, pointers, itemsize)
+    yield from _document_starts(index, pointers, borders, itemsize)
 
 
 def _check_sequences(index: Path, lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int) -> None:

@@ -11,7 +11,11 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -19,13 +23,14 @@ from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import DataSource
 
-from .errors import DataError
-from .formats.documents import files_below, matching
-from .formats.token_formats import ENDINGS, is_cache, open_part
-from .formats.tokenizer import Tokenizer
-from .token_cache import Progress, find_or_build
-from .token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, map_file, written_whole
-from .token_stream import TokenPart, TokenStream
+from ..errors import DataError
+from ..token_cache import Progress, find_or_build
+from ..token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, map_file, written_whole
+from ..token_stream import TokenPart, TokenStream
+from .documents import files_below, matching
+from .listing import Once, alone, seen_once
+from .token_formats import ENDINGS, is_cache, open_part
+from .tokenizer import Tokenizer
 
 logger = logging.getLogger()
 
@@ -34,28 +39,67 @@ DOCUMENTS_VERSION = 1
 # A file is known by its size and this many extents of this many bytes, evenly spread; a smaller one by all its bytes.
 NUM_EXTENTS = 8
 EXTENT_BYTES = 2**14
+NUM_THREADS, AT_ONCE = 16, 1024  # that ask a file server; files whose extents are in memory
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What there is to know of a source before it is read. eos_id: with which documents end in files without an index.
+
+    documents: what the list of documents goes by in the token cache. digest: what the source is known by. signs: of files.
+    """
+
+    folder: Path
+    parts: list[TokenPart]
+    eos_id: int | None
+    documents: str
+    digest: int
+    signs: list[tuple[int, ...]]
+
+    def is_here(self) -> bool:
+        return self.signs == _signs(self.parts)
 
 
 def open_token_source(
-    source: DataSource, tokenizer: Tokenizer, *, with_documents: bool, cache_folder: str | None, dump_folder: str
+    source: DataSource,
+    tokenizer: Tokenizer,
+    *,
+    with_documents: bool,
+    cache_folder: str | None,
+    dump_folder: str,
+    once: Once[Any] = alone,
 ) -> TokenFile:
-    """The tokens of all files of ``source`` as one, memory-mapped.
+    """The tokens of all files of ``source`` as one. once: what one rank does for all.
 
     with_documents: whether it matters where documents begin; if not, files without an index are not searched for their
     ends, and each is one document. Raises DataError for files that are not what they should be, or of another tokenizer.
     """
+    seen = seen_once(once, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
+    stream, folder, eos_id = TokenStream(seen.parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
+    offsets = _offsets(stream, seen, cache_folder, dump_folder)
+    if eos_id is not None and len(offsets) - 1 <= len(seen.parts):
+        logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
+    meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=seen.digest)
+    return TokenFile(folder, stream, offsets, meta)
+
+
+def _look(source: DataSource, tokenizer: Tokenizer, with_documents: bool) -> _Seen:
     files = find_token_files(source.path)
-    parts = [open_part(file, tokenizer, source.token_dtype) for file in files]
-    stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
-    _check_ids(stream)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        parts = list(pool.map(lambda file: open_part(file, tokenizer, source.token_dtype), files))
+        stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
+        list(pool.map(partial(_check_ids, stream), range(len(parts))))
     folder = Path(os.path.commonpath([file.parent for file in files]))
     _announce(source, tokenizer, stream, folder, with_documents)
     eos_id = tokenizer.eos_id if with_documents and any(part.is_flat for part in parts) else None
-    offsets = _offsets(stream, folder, eos_id, cache_folder, dump_folder)
-    if eos_id is not None and len(offsets) - 1 <= len(parts):
-        logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
-    meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=_identity(parts, eos_id))
-    return TokenFile(folder, stream, offsets, meta)
+    return _Seen(folder, parts, eos_id, _documents(parts, folder, eos_id), _identity(parts, eos_id), _signs(parts))
+
+
+def _signs(parts: Sequence[TokenPart]) -> list[tuple[int, ...]]:
+    """By which the first and the last file are known to be the same on two nodes; -1: there is none."""
+    files = [path for part in (parts[0], parts[-1]) for path in part.files]
+    found = [path.stat() if path.exists() else None for path in files]
+    return [(-1,) if one is None else (one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
 
 
 def find_token_files(path: str) -> list[Path]:
@@ -84,11 +128,11 @@ def _with_tokens(file: Path) -> Path:
     return file.with_suffix(".bin") if file.suffix == ".idx" else file
 
 
-def _check_ids(stream: TokenStream) -> None:
+def _check_ids(stream: TokenStream, part: int) -> None:
     """Look at a few ids of each file: one of another tokenizer or type is better refused now than in a late step."""
-    for start, stop in zip(stream.starts[:-1], stream.starts[1:], strict=True):
-        for place in (start, (start + stop) // 2, max(start, stop - EXTENT_BYTES)):
-            stream[place : min(place + EXTENT_BYTES, stop)]
+    start, stop = stream.starts[part : part + 2]
+    for place in (start, (start + stop) // 2, max(start, stop - EXTENT_BYTES)):
+        stream[place : min(place + EXTENT_BYTES, stop)]
 
 
 def _announce(
@@ -109,15 +153,25 @@ def _announce(
         logger.warning(f"{tokenizer.path} has no EOS: each of the {len(flat)} files without an index is one document")
 
 
-def _offsets(
-    stream: TokenStream, folder: Path, eos_id: int | None, cache_folder: str | None, dump_folder: str
-) -> NDArray[np.uint64]:
+def _offsets(stream: TokenStream, seen: _Seen, cache_folder: str | None, dump_folder: str) -> NDArray[np.uint64]:
     """Where each document of the stream begins, and its length, (num_documents + 1,)."""
-    parts = stream.parts
+    parts, eos_id = stream.parts, seen.eos_id
     if len(parts) == 1 and parts[0].offsets is not None:
-        return parts[0].offsets
+        return map_file(parts[0].offsets, OFFSET_TYPE)
     if eos_id is None and all(part.is_flat for part in parts):
         return np.array(stream.starts, OFFSET_TYPE)
+    return find_or_build(
+        seen.documents,
+        lambda file: _open_offsets(file, len(stream)),
+        lambda file: _write_offsets(file, stream, eos_id),
+        beside=seen.folder,
+        cache_folder=cache_folder,
+        dump_folder=dump_folder,
+    )
+
+
+def _documents(parts: Sequence[TokenPart], folder: Path, eos_id: int | None) -> str:
+    """What the list of documents goes by in the token cache."""
     files = [(file, file.stat()) for part in parts for file in part.files]
     key = {
         "version": DOCUMENTS_VERSION,
@@ -125,14 +179,7 @@ def _offsets(
         "types": [part.tokens.dtype.str for part in parts],
         "eos": eos_id,
     }
-    return find_or_build(
-        f"documents-{xxhash.xxh3_64_hexdigest(json.dumps(key).encode())}.u64",
-        lambda file: _open_offsets(file, len(stream)),
-        lambda file: _write_offsets(file, stream, eos_id),
-        beside=folder,
-        cache_folder=cache_folder,
-        dump_folder=dump_folder,
-    )
+    return f"documents-{xxhash.xxh3_64_hexdigest(json.dumps(key).encode())}.u64"
 
 
 def _open_offsets(file: Path, num_tokens: int) -> NDArray[np.uint64] | None:
@@ -170,7 +217,7 @@ def _starts(stream: TokenStream, eos_id: int | None) -> Iterator[tuple[NDArray[n
     bytes_before = 0
     for part, first in zip(stream.parts, stream.starts[:-1], strict=True):
         for starts in part.starts(eos_id):
-            reached = int(starts[-1]) * part.tokens.itemsize if len(starts) else 0
+            reached = int(starts[-1]) * part.tokens.dtype.itemsize if len(starts) else 0
             yield starts + first, bytes_before + reached
         bytes_before += part.tokens.nbytes
     yield np.array([len(stream)]), bytes_before
@@ -179,12 +226,19 @@ def _starts(stream: TokenStream, eos_id: int | None) -> Iterator[tuple[NDArray[n
 def _identity(parts: Sequence[TokenPart], eos_id: int | None) -> int:
     """What a source is known by, in [0, 2**64): sizes and samples of the bytes of its files, in their order."""
     state = xxhash.xxh3_64(f"{DOCUMENTS_VERSION} {eos_id}".encode())
-    for part in parts:
-        for file in part.files:
-            size = file.stat().st_size
-            state.update(f"{size} ".encode())
-            with file.open("rb", buffering=0) as stream:
-                for extent in range(NUM_EXTENTS):
-                    stream.seek(max(size - EXTENT_BYTES, 0) * extent // (NUM_EXTENTS - 1))
-                    state.update(stream.read(EXTENT_BYTES))
+    files = [file for part in parts for file in part.files]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for low in range(0, len(files), AT_ONCE):
+            for sample in pool.map(_sample, files[low : low + AT_ONCE]):
+                state.update(sample)
     return int(state.intdigest())
+
+
+def _sample(file: Path) -> bytes:
+    size = file.stat().st_size
+    sample = f"{size} ".encode()
+    with file.open("rb", buffering=0) as stream:
+        for extent in range(NUM_EXTENTS):
+            stream.seek(max(size - EXTENT_BYTES, 0) * extent // (NUM_EXTENTS - 1))
+            sample += stream.read(EXTENT_BYTES)
+    return sample

@@ -1,0 +1,149 @@
+"""Thousands of ranks and thousands of files: one rank looks for all, and nothing is held open."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan_like.config.sections_training import Data, DataSource
+from torchtitan_like.data import pipeline
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import documents, listing, token_sources
+from torchtitan_like.data.formats.tokenizer import Tokenizer
+from torchtitan_like.data.pipeline import NamedSource
+from torchtitan_like.data.token_file import TokenFile
+
+from .conftest import write_jsonl
+from .token_writers import open_source, write_megatron, write_npy
+
+NUM_FILES = 5
+
+
+class Ranks:
+    """`Once` of two ranks that call it one after the other: the first looks, the second is told."""
+
+    def __init__(self) -> None:
+        self._told: bytes | None = None
+
+    def once(self, look: Callable[[], Any]) -> Any:
+        if self._told is None:
+            self._told = pickle.dumps(look())
+        return pickle.loads(self._told)
+
+
+def text(folder: Path) -> Path:
+    for number in range(NUM_FILES):
+        write_jsonl(folder / f"{number}.jsonl", [f"document {number}.{line}" for line in range(4)])
+    return folder
+
+
+def npy(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(NUM_FILES):
+        write_npy(folder / f"{number}.npy", [number, 2, 3, 4])
+    return folder
+
+
+def megatron(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(NUM_FILES):
+        write_megatron(folder / str(number), [[[number, 2]], [[3, 4], [5]]])
+    return folder
+
+
+WRITERS = {"text": text, "npy": npy, "megatron": megatron}
+
+
+@pytest.fixture(params=WRITERS)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> DataSource:
+    return DataSource(
+        path=str(WRITERS[request.param](tmp_path / "data")), format="auto" if request.param == "text" else "tokens"
+    )
+
+
+def opened(source: DataSource, tokenizer: Tokenizer, tmp_path: Path, once: Any = listing.alone) -> TokenFile:
+    return pipeline._tokens(NamedSource("own", source), Data(), tokenizer, str(tmp_path / "run"), True, once)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((pipeline, "find_corpus"), (token_sources, "open_part"), (token_sources, "find_token_files")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the files"))
+
+
+def test_only_one_rank_looks_at_the_files(
+    source: DataSource, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks()
+    first = opened(source, tokenizer, tmp_path, ranks.once)
+    refuse(monkeypatch)
+    second = opened(source, tokenizer, tmp_path, ranks.once)
+    assert first.meta == second.meta and first.folder == second.folder
+    assert np.array_equal(first.tokens[0 : len(first.tokens)], second.tokens[0 : len(second.tokens)])
+    assert np.array_equal(first.offsets, second.offsets)
+
+
+def test_a_rank_with_files_of_its_own_looks_at_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Where they lie may differ from node to node; that they are the same is compared afterwards."""
+    for name, write in WRITERS.items():
+        ranks, kind = Ranks(), "auto" if name == "text" else "tokens"
+        ours = DataSource(path=str(write(tmp_path / f"{name}-ours")), format=kind)
+        theirs = DataSource(path=str(write(tmp_path / f"{name}-theirs")), format=kind)
+        opened(ours, tokenizer, tmp_path, ranks.once)
+        assert opened(theirs, tokenizer, tmp_path, ranks.once).folder.is_relative_to(tmp_path / f"{name}-theirs")
+
+
+@pytest.mark.parametrize("name", ["npy", "megatron"])
+def test_other_files_at_the_same_place_are_looked_at(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Each node may have a copy of its own, and that copy may be an older one."""
+    ranks, source = Ranks(), DataSource(path=str(WRITERS[name](tmp_path / "data")), format="tokens")
+    first = opened(source, tokenizer, tmp_path, ranks.once)
+    last = max((tmp_path / "data").glob("*.bin" if name == "megatron" else "*.npy"))
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.unlink()
+    last.write_bytes(content)
+    assert opened(source, tokenizer, tmp_path, ranks.once).meta.text_digest != first.meta.text_digest
+
+
+def test_an_error_of_the_one_is_everyones(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def once(look: Callable[[], Any]) -> Any:
+        raise DataError("no data")
+
+    with pytest.raises(DataError, match="no data"):
+        opened(DataSource(path=str(text(tmp_path / "data"))), tokenizer, tmp_path, once)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "[0-9]*.jsonl"])
+def test_a_folder_tells_what_is_in_it_without_a_look_at_each_file(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank of a run looks for the text before it joins the others."""
+    folder, looked_at, plain = text(tmp_path / "data"), [], os.stat
+    monkeypatch.setattr(
+        os, "stat", lambda path, *args, **kw: (looked_at.append(str(path)), plain(path, *args, **kw))[1]
+    )
+    assert len(documents.find_corpus(str(folder / pattern)).files) == NUM_FILES
+    assert not [path for path in looked_at if path.endswith(("0.jsonl", "4.jsonl"))]
+
+
+def test_there_may_be_more_files_than_descriptors(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A process may have 1,024 files open where nobody has raised that; a terabyte may be 50,000."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here, limit = len(os.listdir("/proc/self/fd")), listing.MOST_MAPS + 100
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(limit):
+        write_megatron(folder / f"{number:04}", [[[number % 100, 7]]])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (here + limit, hard))
+    try:
+        found = open_source(folder, tokenizer, with_documents=True)
+        assert found.tokens[0 : len(found.tokens)].tolist() == [x for n in range(limit) for x in (n % 100, 7)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
