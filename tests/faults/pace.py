@@ -25,7 +25,7 @@ def hold(at: int) -> None:
             run = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda *signalled: (told.append(1), run(*signalled)))  # type: ignore[operator]
             print(f"Holding at step {step}", flush=True)
-            give_up = time.monotonic() + 100
+            give_up = time.monotonic() + 250
             while not told and time.monotonic() < give_up:
                 time.sleep(0.05)
         if told:

@@ -71,10 +71,10 @@ def test_a_hang_is_ended_with_all_its_processes(tmp_path) -> None:
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"did not end within 6 s.*\n.*the trainer's output") as raised:
         run_row(OverrideDefinitions([["--hang"]], "hangs", "hangs", timeout=6), tmp_path)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90
     child = int(str(raised.value).split("child ")[1].split()[0])
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - started < 30  # the kernel takes its time
+        assert time.monotonic() - started < 90  # the kernel takes its time
         time.sleep(0.05)
 
 
