@@ -80,9 +80,9 @@ def stand_still(argv, folder):
 
         def a_step_that_hangs(step, *rest):
             if step == 3 and trainer.world.rank == 1:
-                give_up = time.monotonic() + 20
-                expected = ("in train", "a_step_that_hangs")
-                while not (len(left) == 2 and all(map(str.__contains__, left, expected))) and time.monotonic() < give_up:
+                give_up, wanted = time.monotonic() + 20, ("in train", "a_step_that_hangs")
+                while len(left) < 2 or not all(map(str.__contains__, left, wanted)):
+                    assert time.monotonic() < give_up, left
                     time.sleep(0.1)
                     left[:] = [path.read_text() for path in sorted(folder.glob("stacks-rank-*.txt"))]
             return step_of(step, *rest)

@@ -54,7 +54,12 @@ def write_script(path: Path, text: str) -> None:
 def emulate(root: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [str(root / "scripts/emulate_multinode.sh"), *map(str, arguments)]
     return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=200
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=200,
     )
 
 

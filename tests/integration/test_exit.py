@@ -61,8 +61,9 @@ def test_a_signal_during_the_start_ends_it_with_its_code(text, tmp_path, ngpu, s
     waits = {"training.steps": 100_000, "experimental.custom_import": "waits"}
     process = subprocess.Popen(
         trainer_command(arguments(text, folder, **waits), ngpu, folder),
-        cwd=ROOT, env=trainer_environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=listen_to_signals,
+        cwd=ROOT, env=trainer_environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        preexec_fn=listen_to_signals,
     )  # fmt: skip
     assert process.stdout is not None
     output = ""
