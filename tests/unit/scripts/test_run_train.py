@@ -124,7 +124,8 @@ def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> N
 
 def test_torchrun_starts_as_torchtitans_users_know(shell: Shell) -> None:
     result = shell(CONFIG_FILE="my.toml", LOG_RANK="0,1", NGPU="3")
-    torchrun = ["--nproc_per_node=3", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
+    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
+    torchrun += ["--local-addr=localhost", "--max-restarts=0"]  # whatever PET_NNODES and PET_MAX_RESTARTS say
     torchrun += ["--local-ranks-filter", "0,1", "--role", "rank", "--tee", "3"]
     torchrun += ["--log-dir", str(shell.folder / "outputs" / "torchrun"), "-m", "torchtitan_like.train"]
     assert shell.read("run") == ["-m", "torch.distributed.run", *torchrun, "--job.config_file", "my.toml"]
@@ -286,7 +287,7 @@ def test_new_ranks_do_not_meet_where_the_dead_have_met(
     shell(**variables)
     assert [line for line in shell.environment if line.startswith("TORCH_DISABLE")] == stores
     restarts = [word for word in shell.read("run") if word.startswith("--max-restarts")]
-    assert restarts == [f"--max-restarts={n}" for n in variables.get("MAX_RESTARTS", "")]
+    assert restarts == [f"--max-restarts={variables.get('MAX_RESTARTS', 0)}"]
 
 
 def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
@@ -457,6 +458,19 @@ def test_help_is_the_configs(shell: Shell) -> None:
     assert shell("--help").returncode == 0
     assert "--help" in shell.read("checks")
     assert not shell.was_started
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the folder one stands in comes first")
+def test_the_package_is_that_of_the_script_wherever_one_stands(tmp_path: Path) -> None:
+    """In another clone, say, and with a CDPATH, with which cd prints where it goes."""
+    (tmp_path / "torchtitan_like").mkdir()
+    (tmp_path / "torchtitan_like/__init__.py").write_text("raise SystemExit('an older clone')")
+    (tmp_path / "a clone").symlink_to(ROOT)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"PYTHON": sys.executable, "CDPATH": str(tmp_path)}
+    command = ["bash", "a clone/run_train.sh", "--help", "--job.config_file", str(ROOT / "train_configs/debug_model.toml")]
+    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0 and "--training.steps" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("sent", "arrives"), [("SIGTERM", "TERM"), ("SIGINT", "INT"), ("SIGHUP", "TERM")])
