@@ -19,6 +19,8 @@ __all__ = ["git_state", "mask_text", "mask_value", "numeric_facts", "packages", 
 
 GIT_TIMEOUT_S = 10.0
 MAX_DIFF_BYTES = 4 * 1024**2
+# Whatever git shows by a user's own settings.
+AS_A_PATCH = "--no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/".split()
 MASKED = "<masked>"
 
 _SECRET_NAME = re.compile(
@@ -111,8 +113,7 @@ def packages(paths: Iterable[str]) -> tuple[list[str], list[Path]]:
             if name in found:
                 continue
             found[name] = version
-            source = _editable_source(entry / "direct_url.json")
-            if source is not None:
+            if (source := _editable_source(entry / "direct_url.json")) is not None:
                 editables.append(source)
     return sorted(f"{name}=={version}" for name, version in found.items()), editables
 
@@ -135,7 +136,7 @@ def git_state(folder: Path) -> tuple[list[str], str] | None:
         return None
     commit = (_git(folder, "rev-parse", "--verify", "HEAD") or "none yet").strip()
     changed = (_git(folder, "status", "--porcelain") or "").rstrip("\n").splitlines()
-    diff = _git(folder, "diff", "HEAD", "--binary") or ""
+    diff = _git(folder, "diff", "HEAD", "--binary", *AS_A_PATCH) or ""
     if len(diff) > MAX_DIFF_BYTES:
         diff = f"{diff[:MAX_DIFF_BYTES]}\n... {len(diff) - MAX_DIFF_BYTES} more characters left out\n"
     facts = [f"checkout {top.strip()}", f"commit {commit}", f"{len(changed)} changed or untracked files", *changed]
