@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.harness.ports import free_ports
 from tests.harness.runner import ROOT
 
 PROGRAM = """
@@ -24,8 +25,7 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return free_ports(1)[0]
 
 
 @pytest.fixture
