@@ -117,12 +117,13 @@ def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:
     """One of two is lost in step 4: the other goes on alone, saves when a new one comes in step 6, and both end the run."""
     chain.overrides.update(BASE, checkpoint__interval=1, experimental__custom_import="tests.faults.pace")
     [port] = free_ports(1)
+    together = chain.folder.parent / "together"  # the first of them would else begin alone where the second comes late
 
     def machine(name: str, hold_at: str) -> subprocess.Popen[bytes]:
         variables = {
             "PYTHON": sys.executable, "NGPU": "1", "NNODES": "1:2", "MAX_RESTARTS": "3", "HOLD_AT": hold_at,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PET_LOCAL_ADDR": "127.0.0.1",
-            "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1",
+            "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1", "WAIT_FOR": str(together),
         }  # fmt: skip
         with open(chain.folder.parent / f"{name}.log", "wb") as log:
             return subprocess.Popen(
@@ -143,6 +144,8 @@ def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:
             assert time.monotonic() < give_up
             time.sleep(0.1)
         machines.append(machine("is lost", "4"))
+        await_output("is lost", "Waiting to begin")  # as it does with the other one
+        together.touch()
         await_output("is lost", "Holding at step 4")
         kill_session(machines[1])
         await_output("stays", "Holding at step 6")
