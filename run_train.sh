@@ -25,11 +25,12 @@
 # the code in the run folder's exit.json.
 set -euo pipefail
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
 setup_env || exit 1
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# This repository's package, also where one stands in another one (with Python 3.10 that one comes first).
+export PYTHONSAFEPATH=1 PYTHONPATH="$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 typed=${TYPED:-} # what a person would type to run this again; scripts/emulate_multinode.sh says it itself
 if [ -z "$typed" ]; then
@@ -90,7 +91,7 @@ cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 [ "$gpus" -eq 0 ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
-host=$(hostname -s 2>/dev/null || hostname)
+host=$(uname -n) host=${host%%.*}
 prefix=${LOG_PREFIX:-$([ "$most_nodes" -eq 1 ] && echo rank || echo host)}
 case "$prefix" in
   rank) role=rank ;;
@@ -119,7 +120,8 @@ if [ -n "${BREAK_RANK:-}" ]; then
   export PYTHONBREAKPOINT=torchtitan_like.monitor.breakpoint.wait_for_person
 fi
 
-rendezvous=(--rdzv_backend c10d --rdzv_endpoint=localhost:0)
+# All that torchrun would else take from an operator's PET_ variables; and localhost, as this machine's name may not resolve.
+rendezvous=(--nnodes=1 --rdzv_backend c10d --rdzv_endpoint=localhost:0 --local-addr=localhost)
 if [ "$most_nodes" -gt 1 ]; then
   [ -n "${MASTER_ADDR:-}" ] || { echo "NNODES=$NNODES needs one machine's address in MASTER_ADDR" >&2; exit 78; }
   rendezvous=(--nnodes="$NNODES" --rdzv_backend c10d --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}"
@@ -134,7 +136,7 @@ if [ "$most_nodes" -gt 1 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   fi
 fi
-[ "$MAX_RESTARTS" -eq 0 ] || rendezvous+=(--max-restarts="$MAX_RESTARTS")
+rendezvous+=(--max-restarts="$MAX_RESTARTS")
 
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID # another launcher's: this run has its own, or none
 program=(-m torchtitan_like.train)

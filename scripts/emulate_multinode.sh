@@ -21,7 +21,7 @@
 # returns, of the first node where that is not 0.
 set -euo pipefail
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 GRACE_SECONDS=${GRACE_SECONDS:-15}
 
 case "${1:-}" in

@@ -16,7 +16,7 @@ numa_node() { # of a device's folder; -1 where there is only one, or nobody know
   cat "$1/numa_node" 2>/dev/null || echo -1
 }
 
-echo "host: $(hostname), Linux $(uname -r)"
+echo "host: $(uname -n), Linux $(uname -r)"
 echo "memory: $(awk '/^MemTotal/ { printf "%.0f GiB", $2 / 2 ^ 20 }' /proc/meminfo 2>/dev/null)"
 echo "cores for this process: $(env -u OMP_NUM_THREADS nproc)" # which would count as the cores
 lscpu 2>/dev/null | grep -E '^(Model name|Socket|Core|Thread|NUMA)' | sed -E 's/ {2,}/ /'

@@ -21,7 +21,7 @@ if [ $# -gt 0 ] && [[ "$1" != -* ]]; then
   shift
 fi
 [ -n "${DRY_RUN:-}" ] || command -v py-spy >/dev/null || { echo "py-spy is not there: pip install py-spy" >&2; exit 1; }
-host=$(hostname -s 2>/dev/null || hostname)
+host=$(uname -n) host=${host%%.*}
 mkdir -p "$folder"
 code=1
 tops=

@@ -7,7 +7,7 @@
 # outside .venv. What is really installed decides, so there is no stamp that could go stale.
 
 TESTED_TORCH=2.13.0 # the release our tests run on, installed where there is no torch yet
-SETUP_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+SETUP_ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SETUP_VENV="$SETUP_ROOT/.venv"
 
 setup_env() {

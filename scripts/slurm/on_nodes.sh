@@ -15,7 +15,7 @@ set -uo pipefail
 case "${1:-}" in
   -h | --help) sed -n '2,/^set /{/^# \{0,1\}/s///p}' "$0"; exit ;;
 esac
-where=${1:?a job or a list of hosts} here=$(cd "$(dirname "$0")" && pwd)
+where=${1:?a job or a list of hosts} here=$(CDPATH='' cd "$(dirname "$0")" && pwd)
 shift
 [ $# -gt 0 ] || { echo "Which command?" >&2; exit 78; }
 do_() {

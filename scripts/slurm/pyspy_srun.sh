@@ -21,7 +21,7 @@ nodes=$(squeue --noheader --jobs "$job" --states=RUNNING --format %D)
 [ -n "$nodes" ] || { echo "Job $job does not run" >&2; exit 1; }
 # Beside the run: on the cores that it has, and without its GPUs.
 command=(srun --jobid="$job" --overlap --gres=none --nodes="${nodes// /}" --ntasks="${nodes// /}" --ntasks-per-node=1 --label
-  "$(cd "$(dirname "$0")/.." && pwd)/pyspy_all.sh" "$folder" "$@")
+  "$(CDPATH='' cd "$(dirname "$0")/.." && pwd)/pyspy_all.sh" "$folder" "$@")
 if [ -n "${DRY_RUN:-}" ]; then
   printf '%q ' "${command[@]}"
   echo

@@ -7,7 +7,6 @@ it leaves behind, run as they are, on CPU ranks, with what torch puts in the pla
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from tests.harness.ports import free_ports
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint, Compile, Float8Linear, Parallelism
 from torchtitan_like.config.sections_training import Training
@@ -235,7 +235,5 @@ def on_a_gpu(rank: int, port: int, run: Run) -> None:
 def test_numbers_on_gpus_are_those_of_plain_tensor_parallelism() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs that read each other's memory")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     torch.multiprocessing.spawn(on_a_gpu, (port, Run(dtype="float32")), nprocs=2)

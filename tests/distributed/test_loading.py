@@ -188,7 +188,7 @@ def test_no_rank_tells_all_others_the_names_of_its_parameters(folder):
 
 def test_one_rank_that_cannot_read_is_an_error_on_all(folder):
     """And nobody waits for it inside the collectives of the others."""
-    errors = run_ranks(start_with_a_blind_rank, 2, options(str(folder), "float32", **SAVING), timeout=30)
+    errors = run_ranks(start_with_a_blind_rank, 2, options(str(folder), "float32", **SAVING))
     assert all("rank 1: FileNotFoundError" in error and "rank 0" not in error for error in errors)
 
 

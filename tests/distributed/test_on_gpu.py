@@ -2,13 +2,13 @@
 
 import os
 import pickle
-import socket
 from datetime import timedelta
 
 import pytest
 import torch
 
 from tests.distributed.parity import options
+from tests.harness.ports import free_ports
 from tests.harness.runner import run_trainer
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import join_world, launched_as
@@ -126,7 +126,5 @@ def timeouts(rank, port):
 
 def test_time_outs_of_nccl_are_tightened():
     needs(2)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     torch.multiprocessing.spawn(timeouts, (port,), nprocs=2)

@@ -69,8 +69,9 @@ def test_all_groups_are_tightened_after_the_first_step_of_each_process(tmp_path,
             assert checkpoint == 1800, "the default of comm.checkpoint_timeout_seconds"
 
 
-def stand_still(argv):
-    """Rank 1 stays two seconds in its third step."""
+def stand_still(argv, folder):
+    """Rank 1 stays in its third step until both ranks have left their stacks; these, on rank 1."""
+    left = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(heartbeat, "INTERVAL", 0.05)
         trainer = build(argv)
@@ -79,19 +80,23 @@ def stand_still(argv):
 
         def a_step_that_hangs(step, *rest):
             if step == 3 and trainer.world.rank == 1:
-                time.sleep(2)
+                give_up, wanted = time.monotonic() + 20, ("in train", "a_step_that_hangs")
+                while len(left) < 2 or not all(map(str.__contains__, left, wanted)):
+                    assert time.monotonic() < give_up, left
+                    time.sleep(0.1)
+                    left[:] = [path.read_text() for path in sorted(folder.glob("stacks-rank-*.txt"))]
             return step_of(step, *rest)
 
         trainer.train_step = a_step_that_hangs
         trainer.train()
         release(trainer)
+        return left
 
 
 def test_a_rank_that_stands_still_leaves_the_stacks_of_all(tmp_path):
     settings = {"comm.train_timeout_seconds": 1, "training.steps": 4, "training.local_batch_size": 4}
-    run_ranks(stand_still, 2, options(str(tmp_path / "run"), "float32", **settings))
     folder = tmp_path / "run/attempts/1/heartbeat"
+    stacks = run_ranks(stand_still, 2, options(str(tmp_path / "run"), "float32", **settings), folder)[1]
     places = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(place["phase"], place["step"]) for place in places] == [("step", 4)] * 2
-    stacks = [(folder / f"stacks-rank-{rank}.txt").read_text() for rank in range(2)]
     assert "a_step_that_hangs" in stacks[1] and "in train" in stacks[0]

@@ -1,5 +1,5 @@
 """For `experimental.custom_import`: a run whose starts wait until they are told to end, the first one at the first of the
-steps HOLD_AT, and so on; a start beyond these does not wait.
+steps HOLD_AT, and so on; a start beyond these does not wait. None begins before the file WAIT_FOR is there.
 
 So a test needs no luck to signal it in the middle, however fast or slow the machine is.
 """
@@ -25,7 +25,7 @@ def hold(at: int) -> None:
             run = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda *signalled: (told.append(1), run(*signalled)))  # type: ignore[operator]
             print(f"Holding at step {step}", flush=True)
-            give_up = time.monotonic() + 100
+            give_up = time.monotonic() + 250
             while not told and time.monotonic() < give_up:
                 time.sleep(0.05)
         if told:
@@ -36,5 +36,9 @@ def hold(at: int) -> None:
     Schedule.factor = held_factor  # type: ignore[method-assign]
 
 
-if START < len(STEPS) and "train.py" in sys.argv[0]:
-    hold(STEPS[START])
+if "train.py" in sys.argv[0]:
+    while not os.path.exists(os.environ.get("WAIT_FOR", "/")):
+        print("Waiting to begin", flush=True)
+        time.sleep(0.1)
+    if START < len(STEPS):
+        hold(STEPS[START])

@@ -18,11 +18,9 @@ from tests.faults.drills import BASE, SHORT
 from tests.faults.kills import Chain
 from tests.faults.plants import Plant
 from tests.faults.trainer import EXACT, Starter, Torchrun, arguments, exact_rows
+from tests.harness.ports import free_ports
 from tests.harness.runner import ROOT, kill_session, trainer_environment
 from torchtitan_like.monitor.errors import errors_of
-
-# Ranks that have yet to import what they need do not begin at the same time.
-COLD = {**BASE, "comm__train_timeout_seconds": 60, "comm__checkpoint_timeout_seconds": 60}
 
 
 def run_train(folder: Path, plant: Plant) -> subprocess.CompletedProcess[str]:
@@ -34,8 +32,8 @@ def run_train(folder: Path, plant: Plant) -> subprocess.CompletedProcess[str]:
     plants = json.dumps({"plants": [plant], "settings": SHORT})
     variables = {"PYTHON": str(python), "NGPU": "2", "FAULT_PLANTS": plants}
     return subprocess.run(
-        [str(ROOT / "run_train.sh"), *arguments(folder, **COLD)], env=trainer_environment({**os.environ, **variables}),
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        [str(ROOT / "run_train.sh"), *arguments(folder, **BASE)], env=trainer_environment({**os.environ, **variables}),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -58,10 +56,10 @@ def test_a_config_that_one_rank_refuses_is_no_crash(tmp_path: Path) -> None:
     """A rank sees what the launcher's check did not: its own GPU, here its number."""
     (tmp_path / "mine.py").write_text("import os\nassert os.environ.get('RANK') != '1', 'not on this rank'\n")
     environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})
-    settings = arguments(tmp_path / "outputs", experimental__custom_import="mine", **COLD)
+    settings = arguments(tmp_path / "outputs", experimental__custom_import="mine", **BASE)
     result = subprocess.run(
         [str(ROOT / "run_train.sh"), *settings], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=120,
+        timeout=300,
     )  # fmt: skip
     assert result.returncode == 78, result.stderr[-3000:]
     head, error, problem = result.stderr.splitlines()[-3:]
@@ -88,8 +86,8 @@ def test_data_that_one_rank_cannot_read_are_not_taken_for_a_lost_peer(tmp_path: 
     (tmp_path / "mine.py").write_text(SPOILT)
     environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})
     result = subprocess.run(
-        [str(ROOT / "run_train.sh"), *arguments(tmp_path / "outputs", experimental__custom_import="mine", **COLD)],
-        env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        [str(ROOT / "run_train.sh"), *arguments(tmp_path / "outputs", experimental__custom_import="mine", **BASE)],
+        env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert result.returncode == 1, result.stderr[-3000:]
     *_, ours = result.stderr.partition("FIRST ERROR of 2")
@@ -104,7 +102,7 @@ def test_run_train_returns_the_code_all_have_agreed_on(tmp_path: Path) -> None:
 
 def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None:
     """All ranks of it, from the newest checkpoint, to the last step."""
-    chain.overrides.update(COLD)
+    chain.overrides.update(BASE)
     chain.starter = Torchrun(chain.faults.env, "--max-restarts=1")
     ended = chain.run(plants=[Plant("step", "SIGKILL", 1, 6)], settings=SHORT)
     assert (ended.codes, ended.exit) == ([0], {"reason": "done", "code": 0, "step": 8}), ended.tail
@@ -117,15 +115,15 @@ def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None
 
 def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:
     """One of two is lost in step 4: the other goes on alone, saves when a new one comes in step 6, and both end the run."""
-    chain.overrides.update(COLD, checkpoint__interval=1, experimental__custom_import="tests.faults.pace")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    chain.overrides.update(BASE, checkpoint__interval=1, experimental__custom_import="tests.faults.pace")
+    [port] = free_ports(1)
+    together = chain.folder.parent / "together"  # the first of them would else begin alone where the second comes late
 
     def machine(name: str, hold_at: str) -> subprocess.Popen[bytes]:
         variables = {
             "PYTHON": sys.executable, "NGPU": "1", "NNODES": "1:2", "MAX_RESTARTS": "3", "HOLD_AT": hold_at,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PET_LOCAL_ADDR": "127.0.0.1",
-            "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1",
+            "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1", "WAIT_FOR": str(together),
         }  # fmt: skip
         with open(chain.folder.parent / f"{name}.log", "wb") as log:
             return subprocess.Popen(
@@ -134,23 +132,25 @@ def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:
             )  # fmt: skip
 
     def await_output(name: str, words: str) -> None:
-        log, give_up = chain.folder.parent / f"{name}.log", time.monotonic() + 60
+        log, give_up = chain.folder.parent / f"{name}.log", time.monotonic() + 240
         while words not in log.read_text():
             assert time.monotonic() < give_up, f"{name} does not say {words!r}:\n{log.read_text()[-6000:]}"
             time.sleep(0.1)
 
     machines = [machine("stays", "0 6")]
     try:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 240
         while socket.socket().connect_ex(("127.0.0.1", port)):  # the machine that is lost is not where they meet
             assert time.monotonic() < give_up
             time.sleep(0.1)
         machines.append(machine("is lost", "4"))
+        await_output("is lost", "Waiting to begin")  # as it does with the other one
+        together.touch()
         await_output("is lost", "Holding at step 4")
         kill_session(machines[1])
         await_output("stays", "Holding at step 6")
         machines.append(machine("is new", ""))
-        codes = [each.wait(timeout=90) for each in (machines[0], machines[2])]
+        codes = [each.wait(timeout=240) for each in (machines[0], machines[2])]
     finally:
         for each in machines:
             kill_session(each)

@@ -15,11 +15,12 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from typing import Any, NoReturn
+
+from tests.harness.ports import free_ports
 
 PR_SET_PDEATHSIG = 1
 # What a run imports sooner or later; none of it starts a thread.
@@ -40,16 +41,10 @@ def serve() -> None:
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        port = _free_port()
+        [port] = free_ports(1)
         pids = [_fork(rank, port, request) for rank in range(request["num_ranks"])]
         print(json.dumps({"pids": pids}), file=answers)
         print(json.dumps({"codes": _wait_for(pids)}), file=answers)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def _fork(rank: int, port: int, request: dict[str, Any]) -> int:

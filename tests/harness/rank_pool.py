@@ -199,10 +199,19 @@ class RankPool:
         text = [f"no answer from rank {', '.join(map(str, ranks))} within {timeout:g} s"]
         for rank in ranks:
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(0.1)  # nothing announces that faulthandler has written; without its text the message is only shorter
         for rank in ranks:
-            text += [f"stacks of rank {rank}:", self._stack_file(rank).read_text()]
+            text += [f"stacks of rank {rank}:", self._stacks(rank)]
         return RankError("\n".join(text), ranks[0])
+
+    def _stacks(self, rank: int) -> str:
+        """What faulthandler writes, which is said to be all when it grows no more; empty where the rank cannot write."""
+        text, give_up = "", time.monotonic() + 5
+        while time.monotonic() < give_up:
+            time.sleep(0.1)
+            before, text = text, self._stack_file(rank).read_text()
+            if text and text == before:
+                break
+        return text
 
     def _how_it_died(self, rank: int) -> str:
         self._processes[rank].join(5)

@@ -32,6 +32,7 @@ from torchtitan_like.resilience.exit_codes import ExitCode
 
 GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
+RUN_TRAIN = shlex.quote(str(ROOT / "run_train.sh"))
 README = (ROOT / "README.md").read_text()
 # Of the default command, all but its size: a run of seconds.
 TINY = (
@@ -70,7 +71,7 @@ def shown_commands() -> list[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """`./run_train.sh` typed in a folder that is not the repository; the run's folder, and what was printed."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    return folder, shell(f"{ROOT}/run_train.sh {TINY} --job.dump_folder {folder}/outputs", folder)
+    return folder, shell(f"{RUN_TRAIN} {TINY} --job.dump_folder {folder}/outputs", folder)
 
 
 def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> None:
@@ -132,7 +133,7 @@ def test_a_config_with_several_problems_starts_nothing(tmp_path: Path) -> None:
         '[checkpoint]\ninterval = "often"\n[parallelism]\nenable_async_tensor_parallel = true\n'
     )
     before = os.times()
-    done = shell(f"CONFIG_FILE=broken.toml {ROOT}/run_train.sh --optimizer.lr=fast", tmp_path)
+    done = shell(f"CONFIG_FILE=broken.toml {RUN_TRAIN} --optimizer.lr=fast", tmp_path)
     after = os.times()
     assert done.returncode == ExitCode.BAD_CONFIG
     for key in ("training.stesp", "training.global_batch_size", "model.flavor", "model.hf_assets_path",

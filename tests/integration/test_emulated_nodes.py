@@ -54,7 +54,12 @@ def write_script(path: Path, text: str) -> None:
 def emulate(root: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [str(root / "scripts/emulate_multinode.sh"), *map(str, arguments)]
     return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=200,
     )
 
 
@@ -130,7 +135,7 @@ def test_a_signal_reaches_every_node(house: Path, number: signal.Signals) -> Non
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[node0] started\n", "[node1] started\n"]
     os.killpg(process.pid, number)
-    assert process.wait(timeout=30) == 75
+    assert process.wait(timeout=100) == 75
     process.stdout.close()
     assert len(list(house.glob("ended-*"))) == 2
 
@@ -269,5 +274,5 @@ def is_rank(process: psutil.Process) -> bool:
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
     found = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
-    _, left = psutil.wait_procs(found, timeout=10)  # what was killed takes its time
+    _, left = psutil.wait_procs(found, timeout=60)  # what was killed takes its time
     assert not left, f"processes {left} are still there"

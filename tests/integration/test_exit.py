@@ -33,10 +33,22 @@ def test_the_host_groups_end_before_the_process_does(text, tmp_path):
     result = subprocess.run(
         [*launcher, "--rdzv_backend=c10d", str(tmp_path / "program.py"),
          *arguments(text, tmp_path / "outputs", **{"training.steps": 2})],
-        cwd=ROOT, env=trainer_environment(), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        cwd=ROOT, env=trainer_environment(), capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     assert [line for line in result.stdout.splitlines() if "gloo threads" in line] == ["gloo threads: 2"] * 2
+
+
+WAITS = """
+import time
+from torchtitan_like.monitor.metrics import Metrics
+
+def wait(*given, **named):
+    print("Waiting in the start", flush=True)
+    time.sleep(100)
+
+Metrics.__init__ = wait
+"""
 
 
 @pytest.mark.parametrize(
@@ -45,17 +57,22 @@ def test_the_host_groups_end_before_the_process_does(text, tmp_path):
 def test_a_signal_during_the_start_ends_it_with_its_code(text, tmp_path, ngpu, signum, code):
     """Nothing has been learnt yet: no rank waits for an agreement, and nothing is saved."""
     folder = tmp_path / "outputs"
+    (tmp_path / "waits.py").write_text(WAITS)
+    waits = {"training.steps": 100_000, "experimental.custom_import": "waits"}
     process = subprocess.Popen(
-        trainer_command(arguments(text, folder, **{"training.steps": 100_000}), ngpu, folder),
-        cwd=ROOT, env=trainer_environment(), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=listen_to_signals,
+        trainer_command(arguments(text, folder, **waits), ngpu, folder),
+        cwd=ROOT, env=trainer_environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        preexec_fn=listen_to_signals,
     )  # fmt: skip
     assert process.stdout is not None
     output = ""
-    while "Building llama3" not in output:  # of all ranks: the first of them
-        output += process.stdout.readline()
+    while "Waiting in the start" not in output:  # of all ranks: the first of them
+        line = process.stdout.readline()
+        assert line, output
+        output += line
     process.send_signal(signum)
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=200)[0]
     assert json.loads((folder / "exit.json").read_text()) == {"reason": REASONS[code], "code": code, "step": None}, (
         output
     )

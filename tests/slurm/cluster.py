@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.ports import free_ports
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # where daemons are, which some users' shells leave out
@@ -177,13 +179,3 @@ def await_true(condition, complaint: str, folder: Path, timeout: float = 20) -> 
             said = "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in folder.glob("*.output"))
             raise AssertionError(f"{complaint} after {timeout:g} s\n{said}")
         time.sleep(0.05)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

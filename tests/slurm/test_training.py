@@ -77,7 +77,7 @@ class Run:
     def output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
-    def await_output(self, words: str, times: int = 1, timeout: float = 100) -> None:
+    def await_output(self, words: str, times: int = 1, timeout: float = 200) -> None:
         give_up = time.monotonic() + timeout
         while self.output().count(words) < times:
             assert time.monotonic() < give_up, f"no {words!r} after {timeout:g} s:\n{self.output()[-6000:]}"

@@ -17,6 +17,8 @@ from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 
 GIT_TIMEOUT_S = 10.0
 MAX_DIFF_BYTES = 4 * 1024**2
+# Whatever git shows by a user's own settings.
+AS_A_PATCH = "--no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/".split()
 MASKED = "<masked>"
 
 _SECRET_NAME = re.compile(
@@ -109,8 +111,7 @@ def packages(paths: Iterable[str]) -> tuple[list[str], list[Path]]:
             if name in found:
                 continue
             found[name] = version
-            source = _editable_source(entry / "direct_url.json")
-            if source is not None:
+            if (source := _editable_source(entry / "direct_url.json")) is not None:
                 editables.append(source)
     return sorted(f"{name}=={version}" for name, version in found.items()), editables
 
@@ -133,7 +134,7 @@ def git_state(folder: Path) -> tuple[list[str], str] | None:
         return None
     commit = (_git(folder, "rev-parse", "--verify", "HEAD") or "none yet").strip()
     changed = (_git(folder, "status", "--porcelain") or "").rstrip("\n").splitlines()
-    diff = _git(folder, "diff", "HEAD", "--binary") or ""
+    diff = _git(folder, "diff", "HEAD", "--binary", *AS_A_PATCH) or ""
     if len(diff) > MAX_DIFF_BYTES:
         diff = f"{diff[:MAX_DIFF_BYTES]}\n... {len(diff) - MAX_DIFF_BYTES} more characters left out\n"
     facts = [f"checkout {top.strip()}", f"commit {commit}", f"{len(changed)} changed or untracked files", *changed]

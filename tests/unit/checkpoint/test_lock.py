@@ -23,7 +23,7 @@ from pathlib import Path
 from torchtitan_like.checkpoint.lock import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -55,7 +55,7 @@ def held(lock: RunLock) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -194,7 +194,7 @@ def test_a_lost_lock_is_noticed_and_left_to_its_new_holder(tmp_path: Path) -> No
     other = holder_elsewhere(tmp_path)
     thread = lock._thread
     assert thread is not None
-    thread.join(10)  # the heartbeat ends by itself: it must not overwrite the new holder's
+    thread.join(60)  # the heartbeat ends by itself: it must not overwrite the new holder's
     with pytest.raises(CheckpointError, match="was taken from this run .*: process 1 on node-7, job 812"):
         lock.check()
     lock.release()

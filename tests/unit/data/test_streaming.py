@@ -410,16 +410,17 @@ def test_a_fork_does_not_keep_what_another_thread_had_locked(tmp_path: Path) -> 
 def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> None:
     """What is made ahead is left as it is, without an error and at once."""
     code = """if 1:
-        import sys, time, threading
+        import sys, threading
         from torchtitan_like.config.sections_training import Data, Training
         from torchtitan_like.data import pipeline, streaming
         from torchtitan_like.data.formats import documents, tokenizer
         documents.BLOCK_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 1000, 5000, 1
-        encode = streaming.encode_piece
+        encode, begun = streaming.encode_piece, threading.Event()
         def slow(*given):
             if threading.current_thread() is not threading.main_thread():
                 print("making", flush=True)
-                time.sleep(1)
+                begun.set()
+                threading.main_thread().join()
             return encode(*given)
         streaming.encode_piece = slow
         batches = pipeline.build_train_batches(
@@ -427,7 +428,7 @@ def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> 
             tokenizer=tokenizer.load_tokenizer("tests/assets/tokenizer"), dump_folder=sys.argv[2], seed=1,
             dp_rank=0, dp_size=1, num_accumulation=1)
         next(batches)
-        time.sleep(0.2)
+        begun.wait()
     """
     command = [sys.executable, "-c", code, str(corpus), str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

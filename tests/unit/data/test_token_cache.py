@@ -250,7 +250,10 @@ def as_user_without_rights() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    os.seteuid(65534)
+    try:
+        os.seteuid(65534)
+    except OSError:
+        pytest.skip("this root has no other user beside it")
     try:
         yield
     finally:

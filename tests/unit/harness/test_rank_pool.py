@@ -109,9 +109,9 @@ def test_the_exception_itself_comes_back() -> None:
 
 def test_a_hang_is_killed_and_shows_where() -> None:
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)no answer from rank 1 within 0.5 s.*in hang_on_rank_1"):
-        run_ranks(hang_on_rank_1, 2, timeout=0.5)
-    assert time.monotonic() - started < 10
+    with pytest.raises(RankError, match=r"(?s)no answer from rank 1 within 3 s.*in hang_on_rank_1"):
+        run_ranks(hang_on_rank_1, 2, timeout=3)  # in which the other one answers
+    assert time.monotonic() - started < 60
 
 
 def test_an_expected_failure_leaves_the_shared_pool_alone() -> None:

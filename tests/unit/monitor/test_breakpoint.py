@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.harness.ports import free_ports
 from tests.harness.runner import ROOT
 
 PROGRAM = """
@@ -24,8 +25,7 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return free_ports(1)[0]
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def start(port: int) -> Iterator[Start]:
 
 def speak(port: int, words: str) -> str:
     """What the debugger answers, up to where it hangs up."""
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 200
     while True:
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=200) as connection:
                 connection.sendall(words.encode())
                 return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
         except ConnectionRefusedError:
@@ -61,11 +61,11 @@ def speak(port: int, words: str) -> str:
 
 def test_the_rank_waits_and_others_pass(start: Start, port: int) -> None:
     other, rank = start("0"), start("1")
-    assert other.communicate(timeout=30) == ("42\n", "")
+    assert other.communicate(timeout=200) == ("42\n", "")
     assert rank.poll() is None
     said = speak(port, "p number\nwhere\ncontinue\n")
     assert "(Pdb) 21\n" in said and "double()" in said, said
-    output, log = rank.communicate(timeout=30)
+    output, log = rank.communicate(timeout=200)
     assert (rank.returncode, output) == (0, "42\n")
     assert f"Rank 1 waits at <string>:3 for pdb; on {socket.gethostname()}: nc 127.0.0.1 {port}" in log
 
@@ -73,5 +73,5 @@ def test_the_rank_waits_and_others_pass(start: Start, port: int) -> None:
 def test_quit_ends_the_run(start: Start, port: int) -> None:
     rank = start("1")
     speak(port, "quit\n")
-    output, log = rank.communicate(timeout=30)
+    output, log = rank.communicate(timeout=200)
     assert rank.returncode != 0 and output == "" and "bdb.BdbQuit" in log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -73,13 +74,23 @@ def test_packages_first_on_the_path_hides_and_editables_are_found(tmp_path: Path
     assert editables == [Path("/home/me/mine")]
 
 
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a user's settings of git, and the only one."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not there")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    return tmp_path / "gitconfig"
+
+
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
     subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(settings: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     (folder / "package").mkdir(parents=True)
     (folder / "package" / "code.py").write_text("old = 1\n")
@@ -89,7 +100,10 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_git_commit_and_uncommitted_changes(checkout: Path) -> None:
+@pytest.mark.parametrize("wanted", ["", "[color]\nui = always\n[diff]\nexternal = true\nnoprefix = true\n"])
+def test_git_commit_and_uncommitted_changes(checkout: Path, settings: Path, wanted: str) -> None:
+    """Whatever a user wants to see of a difference."""
+    settings.write_text(wanted)
     (checkout / "package" / "code.py").write_text("new = 'https://me:pw@host/'\n")
     (checkout / "extra.txt").write_text("x")
     state = git_state(checkout / "package")
@@ -99,7 +113,8 @@ def test_git_commit_and_uncommitted_changes(checkout: Path) -> None:
     assert facts == [
         f"checkout {checkout}", f"commit {head}", "2 changed or untracked files", " M package/code.py", "?? extra.txt"
     ]  # fmt: skip
-    assert "-old = 1" in diff and f"+new = 'https://{MASKED}@host/'" in diff
+    changes = "--- a/package/code.py\n+++ b/package/code.py\n@@ -1 +1 @@\n-old = 1\n+new = "
+    assert f"{changes}'https://{MASKED}@host/'\n" in diff
 
 
 def test_git_of_a_clean_checkout_has_no_diff(checkout: Path) -> None:
@@ -107,7 +122,7 @@ def test_git_of_a_clean_checkout_has_no_diff(checkout: Path) -> None:
     assert state is not None and state[1] == "" and state[0][2] == "0 changed or untracked files"
 
 
-def test_git_before_the_first_commit(tmp_path: Path) -> None:
+def test_git_before_the_first_commit(settings: Path, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "a.py")

@@ -223,7 +223,8 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     command = (tmp_path / "one/make.sh").read_text()
     script = repo_root / "scripts/make_tiny.py"
     assert command.startswith(f"cd {shlex.quote(os.getcwd())} &&\n    python {shlex.quote(str(script))} model ")
-    assert f" {repo_root}/train_configs/{config}.toml {tmp_path}/one --dtype float32 " in command
+    named = shlex.join([f"{repo_root}/train_configs/{config}.toml", f"{tmp_path}/one"])
+    assert f" {named} --dtype float32 " in command
 
 
 FAULTS: dict[str, tuple[list[str], str]] = {

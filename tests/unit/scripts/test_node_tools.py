@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def program(folder: Path, name: str, text: str) -> None:
 def run(folder: Path, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", **variables}
     command = ["bash", str(ROOT / "scripts" / script), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
 
 
 def device(folder: Path, **files: str) -> None:
@@ -44,10 +45,11 @@ def test_who_is_on_which_numa_node(tmp_path: Path) -> None:
     device(tmp_path / "sys/class/net/eth0/device", numa_node="1")
     (tmp_path / "sys/class/net/eth0/speed").write_text("25000\n")
     device(tmp_path / "sys/class/net/lo")
+    program(tmp_path, "nproc", "#!/bin/sh\necho ${OMP_NUM_THREADS:-6}\n")
     done = run(tmp_path, "node_info.sh", SYS=str(tmp_path / "sys"))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert f"cores for this process: {len(os.sched_getaffinity(0))}" in lines
+    assert "cores for this process: 6" in lines
     assert lines[-4:] == [
         "GPU 0: NUMA node 1, cores 48-95, NVIDIA H100",
         "InfiniBand mlx5_0: NUMA node 0, 400 Gb/sec (4X NDR), 4: ACTIVE",
@@ -103,7 +105,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
 
 def test_an_import_is_timed_cold_and_warm(capsys: pytest.CaptureFixture[str]) -> None:
     assert import_bench.main(["json"]) == 0
-    assert capsys.readouterr().out.startswith("json: 0.")
+    assert re.match(r"json: \d+\.\d", capsys.readouterr().out)
     assert import_bench.main(["no_such_module"]) == 2
     assert "no_such_module cannot be imported: ModuleNotFoundError" in capsys.readouterr().err
 
@@ -112,7 +114,7 @@ def test_the_files_of_an_import_are_known_and_forgotten(tmp_path: Path, monkeypa
     (tmp_path / "slow_module.py").write_text("import time, json\ntime.sleep(0.2)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     seconds, files = import_bench.timed_import("slow_module")
-    assert 0.2 < seconds < 10
+    assert 0.2 < seconds < 60
     names = {file.name for file in files}
     assert any(name.startswith("slow_module.") for name in names) and any("decoder" in name for name in names)
     forgotten: list[int] = []

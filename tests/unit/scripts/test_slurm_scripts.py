@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -110,8 +111,8 @@ def test_a_config_that_cannot_work_starts_nothing(slurm: Path) -> None:
 def test_a_dry_run_of_the_check_starts_nothing(slurm: Path) -> None:
     done = bash("check_nodes.slurm", "--memory-gib", "70", DRY_RUN="1", SLURM_CPUS_PER_TASK="12")
     assert done.returncode == 0, done.stderr
-    check = f"{sys.executable} {ROOT}/scripts/node_check.py --ranks --memory-gib 70"
-    assert done.stdout.strip() == f"srun --cpus-per-task=12 {check}" and slurm.read_text() == ""
+    check = [sys.executable, f"{ROOT}/scripts/node_check.py", "--ranks", "--memory-gib", "70"]
+    assert shlex.split(done.stdout) == ["srun", "--cpus-per-task=12", *check] and slurm.read_text() == ""
 
 
 def test_a_chain_hangs_together(slurm: Path, tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_the_short_words_ask_slurm(slurm: Path, tmp_path: Path) -> None:
     for name in ("sinfo", "sacct", "sacctmgr"):
         shutil.copy(tmp_path / "bin/squeue", tmp_path / "bin" / name)
     words = "myjobs; groupjobs ml; pending; idle_nodes; bad_nodes; jobinfo 7"
-    sourced = f"source {SCRIPTS}/aliases.sh && {words}"
+    sourced = f"source {shlex.quote(str(SCRIPTS))}/aliases.sh && {words}"
     done = subprocess.run(
         ["bash", "-c", sourced], env={**os.environ, "FAKE_OUTPUT": "exit 0"}, capture_output=True, text=True
     )
