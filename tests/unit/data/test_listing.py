@@ -112,6 +112,22 @@ def test_other_files_at_the_same_place_are_looked_at(name: str, tokenizer: Token
     assert opened(source, tokenizer, tmp_path, ranks.once).meta.text_digest != first.meta.text_digest
 
 
+def test_a_file_that_changes_between_two_looks_is_not_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its map may have gone meanwhile, and the next one would be of other data. A new start may read it."""
+    source = DataSource(path=str(npy(tmp_path / "data")), format="tokens")
+    run = opened(source, tokenizer, tmp_path)
+    assert run.tokens[0:4].tolist() == [0, 2, 3, 4]
+    changed = tmp_path / "data/0.npy"
+    write_npy(changed, [5, 6, 7, 8])
+    os.utime(changed, ns=(0, 0))  # not within one tick of the clock
+    listing._mapped.cache_clear()
+    with pytest.raises(DataError, match=r"0\.npy has changed since"):
+        run.tokens[0:4]
+    assert opened(source, tokenizer, tmp_path).tokens[0:4].tolist() == [5, 6, 7, 8]
+
+
 def test_an_error_of_the_one_is_everyones(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def once(look: Callable[[], Any]) -> Any:
         raise DataError("no data")
