@@ -106,8 +106,9 @@ class Trainer:
             made.capture_environment()
         add_file(self.run_directory.log_file(self.world.rank))
         trace = trace_file(self.config.comm, self.run_directory.folder, self.world.rank)
-        where = self.run_directory.attempt_folder, self.world.rank
-        self.heartbeat = Heartbeat(*where, num_ranks=self.world.size, trace=trace)
+        self.heartbeat = Heartbeat(
+            self.run_directory.attempt_folder, self.world.rank, num_ranks=self.world.size, trace=trace
+        )
 
     def _consider(self, start: Start) -> None:
         """Say what the run is about to start from; refuse it when settings that make the run have changed since."""

@@ -55,7 +55,7 @@ class Heartbeat:
         Heartbeat.newest = self
         self.folder, self.at = folder, Beat("start", 0, 0, clock())
         self._trace = trace
-        self._folder, self._rank, self._clock = folder / "heartbeat", rank, clock
+        self._folder, self._rank, self._num_ranks, self._clock = folder / "heartbeat", rank, num_ranks, clock
         self._written: Beat | None = None
         self._pause, self._next_write = min(num_ranks // MOST_WRITES, LONGEST), 0.0
         self._dumped: Beat | None = None
@@ -109,8 +109,9 @@ class Heartbeat:
         """
         import psutil
 
-        local_rank, num_local = (int(os.environ.get(key, "0")) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        for rank in range(self._rank - local_rank, self._rank - local_rank + num_local):  # as torchrun numbers them
+        # As torchrun numbers them; a launcher that does not tell which ranks are beside this one has any of them there.
+        first = self._rank - int(os.environ.get("LOCAL_RANK", self._rank))
+        for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self._num_ranks))):
             file = self._folder / f"rank-{rank}.json"
             with suppress(OSError, ValueError, psutil.Error):  # it has ended
                 at = json.loads(file.read_text(encoding="utf-8"))

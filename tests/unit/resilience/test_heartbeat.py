@@ -133,19 +133,25 @@ def test_thousands_of_ranks_leave_a_shared_file_system_in_peace(
     assert place(tmp_path)["step"] == 119 and (tmp_path / "heartbeat/stacks-rank-3.txt").exists()
 
 
-def test_peers_are_found_without_looking_at_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, looked_at, read_text = Heartbeat(tmp_path, 9, Clock()), [], Path.read_text
+@pytest.mark.parametrize(
+    ("told", "ranks"), [({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, range(8, 16)), ({}, range(16))]
+)
+def test_peers_are_found_without_looking_at_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], ranks: range
+) -> None:
+    """Where the launcher tells which are here: without that, as under srun alone, any of them may be."""
+    one, looked_at, read_text = Heartbeat(tmp_path, 9, Clock(), num_ranks=16), [], Path.read_text
     one.limit = 80.0
     (tmp_path / "heartbeat").mkdir()
     for rank in range(100):
         (tmp_path / f"heartbeat/rank-{rank}.json").write_text("torn")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(
         Path, "read_text", lambda path, **kwargs: (looked_at.append(path.stem), read_text(path, **kwargs))[1]
     )
     one.kill_stuck_peers()
-    assert looked_at == [f"rank-{rank}" for rank in range(8, 16)]
+    assert looked_at == [f"rank-{rank}" for rank in ranks]
 
 
 def test_a_disk_that_is_full_fails_no_run_and_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
