@@ -4,6 +4,7 @@
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
+#   ./run_tests.sh --nightly             the long tests instead (marker "nightly")
 #   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
 #
 # Prints the time it took. Returns pytest's code, or 1 when only a static check has failed.
@@ -20,9 +21,10 @@ export OMP_NUM_THREADS=1
 # Where this is set, each of some hundred processes would compile the package for itself.
 unset PYTHONDONTWRITEBYTECODE
 
-if [ "${1:-}" = --faults ]; then
-  exec "$PYTHON" -m tests.faults.campaign "${@:2}"
-fi
+case "${1:-}" in
+  --faults) exec "$PYTHON" -m tests.faults.campaign "${@:2}" ;;
+  --nightly) exec "$PYTHON" -m pytest -m nightly "${@:2}" ;;
+esac
 
 failed=()
 check() {
