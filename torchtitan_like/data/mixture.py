@@ -2,8 +2,9 @@
 reached at once.
 
 The stream is a row of *segments*, in each of which the shares are constant. A segment repeats one pattern of
-``PATTERN`` positions, in which every source has its share (to half a sample), spread evenly: the first positions of a
-pattern hold the shares as well as all of them do. A segment ends where the configured weights change, or behind the
+``PATTERN`` positions, in which every source has its share, rounded to a multiple of 1/PATTERN. At every position of a
+segment, the number of samples read of a source differs from its rounded share by less than one sample (`_schedule`).
+A segment ends where the configured weights change, or behind the
 last sample of a source that has been read ``max_epochs`` times: the others then share what was its part. The stream
 ends when no source with a weight is left.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import xxhash
@@ -26,7 +28,7 @@ from .order import shuffled
 from .packing import NO_SAMPLE
 
 # Changes whenever any position would get another source. Saved with the data position.
-MIXTURE_VERSION = 1
+MIXTURE_VERSION = 2
 PATTERN = 2**16
 # Of a source that is read as it comes: its samples are numbered in the order in which they are read.
 UNKNOWN_SIZE = 2**48
@@ -200,12 +202,44 @@ def seed_of(key: str, seed: int) -> int:
 
 def _segment(start: int, counts: Indices, shares: Sequence[float], supplies: Sequence[Supply]) -> _Segment:
     per_pattern = _apportion(shares, supplies)
-    places = [(np.arange(count) + 0.5) / max(count, 1) for count in per_pattern.tolist()]
-    # In order of place; where two are equal, in the order of the sources.
-    order = np.argsort(np.concatenate(places), kind="stable")
-    source = np.repeat(np.arange(len(shares)), per_pattern)[order]
-    rank = np.concatenate([np.arange(count) for count in per_pattern.tolist()])[order]
+    source = _schedule(per_pattern)
+    order = np.argsort(source, kind="stable")  # the positions of source 0, then those of source 1, ...
+    rank = np.empty_like(source)
+    rank[order] = np.concatenate([np.arange(count) for count in per_pattern.tolist()])
     return _Segment(start, counts, source, rank, per_pattern)
+
+
+def _schedule(counts: Indices) -> Indices:
+    """Source of each position (n,), where source i occurs ``counts[i]`` times and n is the sum of all counts.
+
+    After p positions a source has occurred p * counts[i] / n times, to within 1 - 1 / (2k - 2), where k >= 2 sources have a
+    count. This is the schedule of Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980): the j-th
+    sample (from 1) of source i may be placed at position p (from 1) or later if p * counts[i] / n - (j - 1) >= 1 / (2k - 2);
+    of all samples that may, the one with the smallest (j - 1 / (2k - 2)) / counts[i] is placed.
+    """
+    num_positions = int(counts.sum())
+    sources = np.repeat(np.arange(len(counts)), counts)  # of the j-th samples, source by source
+    scale = 2 * max(2, int(np.count_nonzero(counts))) - 2
+    j: Indices = np.concatenate([np.arange(1, count + 1) for count in counts.tolist()])
+    releases = -(-((j - 1) * scale + 1) * num_positions // (scale * counts[sources]))  # rounded up
+    # Equal fractions give equal floats, and different ones differ by far more than a float's precision.
+    by_deadline = np.argsort((j * scale - 1) / counts[sources], kind="stable")
+    urgency = np.empty_like(by_deadline)
+    urgency[by_deadline] = np.arange(num_positions)
+
+    by_release = np.argsort(releases, kind="stable")
+    num_released = np.searchsorted(releases[by_release], np.arange(1, num_positions + 1), side="right")
+    arrivals = urgency[by_release].tolist()
+    candidates: list[int] = []
+    placed = []
+    first = 0
+    for last in num_released.tolist():
+        for arrival in arrivals[first:last]:
+            heappush(candidates, arrival)
+        first = last
+        placed.append(heappop(candidates))
+    schedule: Indices = sources[by_deadline[placed]]
+    return schedule
 
 
 def _apportion(shares: Sequence[float], supplies: Sequence[Supply]) -> Indices:

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data import mixture
+from torchtitan_like.data import mixture, pipeline
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
@@ -57,11 +58,25 @@ def picks(supplies: Sequence[Supply], changes: Sequence[tuple[int, Mapping[str, 
             by_rest = sorted(range(len(exact)), key=lambda index: numbers[index] - exact[index])
             for index in by_rest[: PATTERN - sum(numbers)]:
                 numbers[index] += 1
-            places = [((rank + 0.5) / n, index) for index, n in enumerate(numbers) for rank in range(n)]
-            pattern = [index for _, index in sorted(places)]
+            pattern = chairman_assignment(numbers)
         source = pattern.pop(0)
         yield source, counts[source]
         counts[source] += 1
+
+
+def chairman_assignment(numbers: Sequence[int]) -> list[int]:
+    """Tijdeman's schedule as the paper states it: one position after the other, in exact fractions."""
+    total, counts = sum(numbers), [0] * len(numbers)
+    shares = [Fraction(number, total) for number in numbers]
+    slack = Fraction(1, 2 * max(2, sum(number > 0 for number in numbers)) - 2)
+    schedule = []
+    for position in range(1, total + 1):
+        owed = [share * position - count for share, count in zip(shares, counts, strict=True)]
+        eligible = [index for index, number in enumerate(numbers) if number and owed[index] >= slack]
+        chosen = min(eligible, key=lambda index: (1 - slack - owed[index]) / shares[index])
+        counts[chosen] += 1
+        schedule.append(chosen)
+    return schedule
 
 
 supplies_of = st.lists(
@@ -112,6 +127,21 @@ def test_shares_hold_from_the_first_samples_on(num: int) -> None:
     counts = SampleOrder(supplies, seed=3).counts_at(num)
     for key, share in {"a": 0.5, "b": 0.3, "c": 0.2}.items():
         assert abs(counts[key] - share * num) <= 1 + num / 2**16
+
+
+@pytest.mark.parametrize(
+    "weights", [(3.7, 0.01, 0.01, 0.01), (1.0, 1.0, 1.0), (8.0, 2.0, 1.0), (5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-3)]
+)
+def test_a_source_is_never_a_whole_sample_off_its_share(weights: tuple[float, ...]) -> None:
+    order = SampleOrder([Supply(str(n), 1000, 16.0, weight) for n, weight in enumerate(weights)], seed=3)
+    ((_, shares),) = order.segments()
+    num_positions = 2 * mixture.PATTERN
+    sources, _ = order.locate(np.arange(num_positions))
+    positions = np.arange(1, num_positions + 1)
+    for index, weight in enumerate(weights):
+        share = shares[str(index)]
+        assert abs(share - weight / sum(weights)) < 1 / mixture.PATTERN
+        assert np.abs(np.cumsum(sources == index) - share * positions).max() < 1
 
 
 def test_shares_are_of_tokens() -> None:
@@ -379,6 +409,26 @@ def test_a_changed_mixture_is_refused_or_goes_on_without_a_repeat(
     third.load_state_dict(other.state_dict())
     assert next(third).digest == next(other).digest
     assert other.order.counts_at(other.position).keys() == changed.keys()
+
+
+def test_a_run_of_the_earlier_schedule_resumes_where_each_source_was(
+    tokenizer: Tokenizer, texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_source_after_the_other(counts: mixture.Indices) -> mixture.Indices:
+        return np.repeat(np.arange(len(counts)), counts)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(mixture, "_schedule", one_source_after_the_other)
+        earlier.setattr(pipeline, "MIXTURE_VERSION", 1)
+        run = mixed(tokenizer, texts, WEIGHTS)
+    for _ in range(3):
+        next(run)
+    state = run.state_dict()
+    with pytest.raises(DataMismatch, match=r"mixture: saved .* version 1', now .* version 2'"):
+        mixed(tokenizer, texts, WEIGHTS).load_state_dict(state)
+    resumed = mixed(tokenizer, texts, WEIGHTS, allow_change=["mixture"])
+    resumed.load_state_dict(state)
+    assert resumed.order.counts_at(resumed.position) == {"plays": 24, "verse": 0, "prose": 0}
 
 
 def test_an_end_that_moved_what_was_read_is_refused(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:

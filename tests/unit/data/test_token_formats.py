@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +137,29 @@ def test_an_id_beyond_the_vocabulary_never_leaves_a_batch(
             seen += batch.tokens.numel()
             assert 0 <= int(batch.tokens.min()) and int(batch.tokens.max()) < VOCAB
     assert seen == (30_100 // SEQ_LEN // 2) * 2 * SEQ_LEN
+
+
+@pytest.fixture
+def switching_in_collections() -> Iterator[None]:
+    """Collect garbage often, and let another thread run in each collection: also while a header is parsed."""
+    threshold = gc.get_threshold()
+
+    def switch(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0)
+
+    gc.set_threshold(5)
+    gc.callbacks.append(switch)
+    yield
+    gc.callbacks.remove(switch)
+    gc.set_threshold(*threshold)
+
+
+def test_npy_files_open_from_many_threads(
+    tmp_path: Path, tokenizer: Tokenizer, switching_in_collections: None
+) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
+    with ThreadPoolExecutor(16) as pool:
+        parts = pool.map(
+            lambda _: token_formats.open_part(tmp_path / "a.npy", tokenizer, "auto"), range(1000)
+        )
+        assert {len(part.tokens) for part in parts} == {10}

@@ -12,6 +12,7 @@ file.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,9 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, number o
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floating-point
 _LLMC_MAGICS = (20240520, 20240801)  # the headers of llm.c's token files
 _NPY_TYPES = ("uint16", "uint32", "int32", "int64")
+# Files are opened from several threads. In CPython 3.11 two threads that parse Python source at once can fail with
+# "AST constructor recursion depth mismatch" (fixed in 3.12), and numpy parses the header of an .npy file as Python source.
+_NPY_HEADER_LOCK = threading.Lock()
 
 
 def open_part(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
@@ -97,7 +101,8 @@ def _cached_starts(file: Path, _: int | None) -> Iterator[NDArray[np.int64]]:
 
 def _open_npy(file: Path) -> TokenPart:
     try:
-        tokens = np.lib.format.open_memmap(file, mode="r")
+        with _NPY_HEADER_LOCK:
+            tokens = np.lib.format.open_memmap(file, mode="r")
     except Exception as error:  # the header is read as Python: a damaged one raises what Python's parser raises
         raise _fault(
             file, f"is no complete .npy file ({error})", "one array", "write it again with numpy.save"
