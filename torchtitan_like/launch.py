@@ -112,6 +112,7 @@ def build_model(
         config.compile,
         config.model.converters,
         config.quantize.linear.float8,
+        config.model.print_after_conversion,
     )
     longest = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
     shards = VocabShards(world.group("tp"), spec.constraints(args)["vocab_size"]) if world.dims.tp > 1 else None

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,10 +26,11 @@ from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.findings import Findings
 from torchtitan_like.config.layout_rules import MODEL_KEYS
-from torchtitan_like.config.problems import nearest
+from torchtitan_like.config.problems import NO_EFFECT, merge_no_effect, nearest
 from torchtitan_like.preflight_layout import check_layout
 
 if TYPE_CHECKING:
+    from torchtitan_like.config.sections_training import DataSource
     from torchtitan_like.models.spec import ModelSpec
 
 __all__ = ["NOT_AVAILABLE", "check", "load_checked"]
@@ -64,6 +65,7 @@ def load_checked(
     device = device_type(config) if callable(device_type) else device_type
     found = check(config, world_size, training=training, device_type=device)
     problems += [problem for problem in found if not _is_doubtful(problem, faulty)]
+    problems = merge_no_effect(problems)
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems, partial=config, faulty=faulty)
     return config, problems
@@ -100,7 +102,11 @@ def check(
     _check_folders(findings)
     _check_checkpoint(findings, world_size, device_type)
     _check_packages(findings)
-    spoken_of = {problem.key for problem in findings.problems if problem.severity == "error"}
+    spoken_of = {
+        problem.key
+        for problem in findings.problems
+        if problem.severity == "error" or problem.has_no_effect
+    }
     missing = [problem for problem in not_available(config, training=training) if problem.key not in spoken_of]
     return [*findings.problems, *missing, *without_effect(config)]
 
@@ -146,6 +152,8 @@ def _check_exempt(findings: Findings, spec: ModelSpec, args: Any) -> None:
     tied = dict(spec.tied(args))
     rows = [row if isinstance(row, tuple) else (row.ours,) for row in spec.hf_names(args)]
     stems = [stem for ours, *_ in rows for stem in ([ours] if isinstance(ours, str) else ours) if stem not in tied]
+    if not findings.config.optimizer.weight_decay:
+        return
     layers = range(spec.constraints(args)["n_layers"])
     names = [name for stem in stems for name in dict.fromkeys(stem.replace("{}", str(layer)) for layer in layers)]
     for pattern in findings.config.optimizer.no_weight_decay:
@@ -216,9 +224,9 @@ def _check_numerics(findings: Findings) -> None:
             involves=("training.dtype",),
         )
     if config.compile.enable and not config.compile.components:
-        text = "has no effect in this run: compile.components is empty"
+        text = f"{NO_EFFECT}: compile.components is empty"
         findings.warning("compile.enable", text, involves=("compile.components",))
-    if config.debug.detect_overflow and config.compile.enable:
+    if config.debug.detect_overflow and config.compile.is_on:
         findings.error(
             "debug.detect_overflow",
             "false with compile.enable = true: modules inside compiled code cannot be looked at",
@@ -228,12 +236,18 @@ def _check_numerics(findings: Findings) -> None:
     if config.optimizer.early_step_in_backward and config.is_set("training.max_norm"):
         findings.warning(
             "training.max_norm",
-            "has no effect in this run: with optimizer.early_step_in_backward weights are updated before the gradient "
+            f"{NO_EFFECT}: with optimizer.early_step_in_backward weights are updated before the gradient "
             "norm is known",
             involves=("optimizer.early_step_in_backward",),
         )
-    for name, other in (("on_nonfinite", "stop"), ("on_spike", "log")):
-        if config.optimizer.early_step_in_backward and getattr(config.resilience, name) == "skip":
+    resilience = config.resilience
+    skips = {
+        "on_nonfinite": ("stop", True),
+        "on_spike": ("log", resilience.spike_threshold > 0),
+    }
+    for name, (other, is_on) in skips.items():
+        is_skipped = is_on and getattr(resilience, name) == "skip"
+        if config.optimizer.early_step_in_backward and is_skipped:
             findings.error(
                 f"resilience.{name}",
                 f'"{other}" with optimizer.early_step_in_backward: weights are updated before the gradient norm is known, and '
@@ -260,7 +274,7 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
     if config.debug.launch_blocking:
         slow = "makes the run much slower: the host waits for each kernel"
         findings.warning(
-            "debug.launch_blocking", "has no effect in this run: there is no GPU" if device_type == "cpu" else slow
+            "debug.launch_blocking", f"{NO_EFFECT}: there is no GPU" if device_type == "cpu" else slow
         )
     if device_type != "cpu":
         return
@@ -271,7 +285,7 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
             "set it to false",
         )
     compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
-    if config.compile.enable and config.compile.backend == "inductor" and not any(map(shutil.which, compilers)):
+    if config.compile.is_on and config.compile.backend == "inductor" and not any(map(shutil.which, compilers)):
         findings.error(
             "compile.enable", "a C++ compiler, which torch.compile needs on CPU", "install g++, or set it to false"
         )
@@ -310,26 +324,24 @@ def _check_text(findings: Findings, section: str) -> None:
     config = findings.config
     loader = value_of(config, f"{section}.dataloader")
     if loader.pin_memory:
-        text = "has no effect in this run: batches go to a GPU through page-locked memory either way"
+        text = f"{NO_EFFECT}: batches go to a GPU through page-locked memory either way"
         findings.warning(f"{section}.dataloader.pin_memory", text)
-    if loader.persistent_workers and section == "training":
-        text = (
-            "has no effect in this run: the training text is read once on end, by workers that live as long as the run"
-        )
+    if loader.persistent_workers and loader.num_workers and section == "training":
+        text = f"{NO_EFFECT}: workers of the training text live as long as the run"
         findings.warning("training.dataloader.persistent_workers", text)
     table = "data.sources" if section == "training" else "validation.sources"
     sources = sources_of(config, section)
     for name, source in sources.items():
         key = f"{table}.{name}.path"
         _check_files(findings, key, source.path, source.format, f"{table}.{name}.format")
-        for unused in ("weight", "weight_from", "max_epochs") if section == "validation" else ():
+        for unused, reason in _unused_of_source(source, section):
             if getattr(source, unused) != type(source).model_fields[unused].default:
-                text = "has no effect in this run: each validation text is read once, for a loss of its own"
+                text = f"{NO_EFFECT}: {reason}"
                 findings.warning(f"{table}.{name}.{unused}", text, involves=(table,))
     if sources:
         for key in (f"{section}.dataset", f"{section}.dataset_path"):
             if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
-                findings.warning(key, f"has no effect in this run: the text is that of [{table}]", involves=(table,))
+                findings.warning(key, f"{NO_EFFECT}: the text is that of [{table}]", involves=(table,))
         return
     dataset, path = value_of(config, f"{section}.dataset"), value_of(config, f"{section}.dataset_path")
     if path is not None:
@@ -347,6 +359,17 @@ def _check_text(findings: Findings, section: str) -> None:
         findings.missing_file(
             f"{section}.dataset", f"the shipped text {known[dataset].file}", "install the package again"
         )
+
+
+def _unused_of_source(source: DataSource, section: str) -> Iterator[tuple[str, str]]:
+    """Settings of a source that change nothing, each with the reason."""
+    if section == "validation":
+        for name in ("weight", "weight_from", "max_epochs"):
+            yield name, "each validation text is read once, for a loss of its own"
+    if source.format == "tokens":
+        yield "text_field", 'with format = "tokens" there is no text to be looked for'
+    else:
+        yield "token_dtype", 'it needs format = "tokens"'
 
 
 def _check_files(findings: Findings, key: str, path: str, format_name: str = "auto", *involves: str) -> None:
@@ -409,7 +432,7 @@ def _check_checkpoint(findings: Findings, world_size: int | None, device_type: D
     if section.create_seed_checkpoint and world_size not in (None, 1):
         findings.error("checkpoint.create_seed_checkpoint", f"one rank, not {world_size}", "start it with NGPU=1")
     keys = [setting.key for setting in all_settings()]
-    for pattern in section.allow_change:
+    for pattern in section.allow_change if section.start in ("auto", "resume") else ():
         of_model = pattern.startswith("model.args.")  # the names below it are the model's
         if not of_model and not any(
             fnmatchcase(key, pattern) or fnmatchcase(pattern, key.replace("<name>", "*")) for key in keys
@@ -429,7 +452,8 @@ def _check_what_is_loaded(findings: Findings, steps: Path) -> None:
     """The checkpoint to start from is there. ``steps``: the folder of the run's own."""
     config, section = findings.config, findings.config.checkpoint
     start, assets = section.initial_load_path, Path(config.model.hf_assets_path)
-    needs_start = section.load_step < 0 and not (section.start in ("auto", "resume") and any(steps.glob("step-*")))
+    has_own_steps = section.start == "auto" and any(steps.glob("step-*"))
+    needs_start = section.load_step < 0 and section.start != "resume" and not has_own_steps
     if needs_start and start and not Path(start).is_dir():
         findings.missing_file(
             "checkpoint.initial_load_path",
@@ -457,6 +481,7 @@ def _check_packages(findings: Findings) -> None:
         ("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'"),
         ("activation_checkpoint.visualize_memory_budget_pareto", "matplotlib", "pip install matplotlib"),
     )
+    idle = {problem.key for problem in without_effect(findings.config, every_layer=True)}
     for key, package, remedy in rules:
-        if value_of(findings.config, key) and importlib.util.find_spec(package) is None:
+        if key not in idle and value_of(findings.config, key) and importlib.util.find_spec(package) is None:
             findings.missing_file(key, f"the package {package}, which is not installed", remedy)

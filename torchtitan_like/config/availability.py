@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.problems import NOT_AVAILABLE_YET, Problem, nearest
+from torchtitan_like.config.problems import NO_EFFECT, NOT_AVAILABLE_YET, Problem, nearest
 from torchtitan_like.config.schema import JobConfig
 
 
@@ -33,7 +33,6 @@ NOT_AVAILABLE: tuple[Missing, ...] = (
     Missing("memory_estimation.enable", bool, "set it to false"),
     Missing("comm.mode", lambda mode: mode != "default", 'set it to "default"'),
     Missing("debug.moe_force_load_balance", bool, "set it to false"),
-    Missing("model.print_after_conversion", bool, "set it to false"),
     Missing("job.custom_config_module", bool, "leave it out"),
     Missing("experimental.custom_args_module", bool, "leave it out"),
 )
@@ -103,6 +102,24 @@ SWITCHES: tuple[Switch, ...] = (
         "parallelism.module_fqns_per_model_part",
         lambda config: config.parallelism.module_fqns_per_model_part is not None,
         "parallelism.module_fqns_per_model_part to be unset: it lists the modules of each stage",
+    ),
+    _off_at(
+        ("model.print_after_conversion",), "model.converters", [], "a converter in model.converters"
+    ),
+    *(
+        _off_at(
+            (f"{section}.prefetch_factor", f"{section}.persistent_workers"),
+            f"{section}.num_workers",
+            0,
+            f"{section}.num_workers > 0",
+        )
+        for section in ("training.dataloader", "validation.dataloader")
+    ),
+    _off_at(
+        ("quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",),
+        "quantize.linear.float8.enable_fsdp_float8_all_gather",
+        False,
+        "quantize.linear.float8.enable_fsdp_float8_all_gather = true",
     ),
     _converter("quantize.linear.float8"),
     _converter("quantize.linear.mx"),
@@ -252,7 +269,7 @@ def _unknown_backend(config: JobConfig) -> Iterable[Problem]:
     That module is imported by now, and with it, if it registers a backend, torch's list of them.
     """
     name, key = config.compile.backend, "compile.backend"
-    if not config.compile.enable or name in BACKENDS or name in entry_points(group="torch_dynamo_backends").names:
+    if not config.compile.is_on or name in BACKENDS or name in entry_points(group="torch_dynamo_backends").names:
         return
     registry = sys.modules.get("torch._dynamo.backends.registry")
     if registry is not None and name in registry.list_backends(exclude_tags=()):
@@ -269,21 +286,22 @@ def _unknown_backend(config: JobConfig) -> Iterable[Problem]:
 
 def _missing_backend(config: JobConfig, severity: Literal["error", "warning"]) -> Iterable[Problem]:
     key, package = "compile.backend", _PACKAGE_OF_BACKEND.get(config.compile.backend)
-    if config.compile.enable and package is not None and find_spec(package) is None:
+    if config.compile.is_on and package is not None and find_spec(package) is None:
         text = f"the package {package}, which is not installed"
         text = text if severity == "error" else f"expected {text}"
         remedy = "install it, or set compile.backend to inductor"
         yield Problem(key, config.compile.backend, text, remedy, config.origin_of(key), severity, ("compile.enable",))
 
 
-def without_effect(config: JobConfig) -> Iterable[Problem]:
+def without_effect(config: JobConfig, *, every_layer: bool = False) -> Iterable[Problem]:
     """Settings that somebody wrote and that change nothing in this run.
 
-    Where the switch was written in the same file or in one on top of it, the writer knows: files often list the
-    settings of what they leave off.
+    Where the switch was written in the same file or in one on top of it, the writer knows: files
+    often list the settings of what they leave off. ``every_layer`` includes those too.
     """
     keys = [setting.key for setting in all_settings() if "<" not in setting.key]
     defaults = JobConfig()
+    seen: set[str] = set()
     for switch in SWITCHES:
         if not switch.is_off(config):
             continue
@@ -291,9 +309,12 @@ def without_effect(config: JobConfig) -> Iterable[Problem]:
             if key == switch.switch or not any(fnmatchcase(key, pattern) for pattern in switch.keys):
                 continue
             value = value_of(config, key)
-            if value == value_of(defaults, key) or config.layer_of(key) <= config.layer_of(switch.switch):
+            if value == value_of(defaults, key) or key in seen:
                 continue
-            text = f"has no effect in this run; it needs {switch.needs}"
+            if not every_layer and config.layer_of(key) <= config.layer_of(switch.switch):
+                continue
+            text = f"{NO_EFFECT}; it needs {switch.needs}"
+            seen.add(key)
             yield Problem(key, value, text, "", config.origin_of(key), "warning", (switch.switch,))
 
 

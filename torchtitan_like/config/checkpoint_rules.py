@@ -9,9 +9,27 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
 
 
-class Rule(NamedTuple):
-    """When it is broken; the key to blame, what was expected of it, what to do; the other keys it looks at."""
+def _is_on(section: Checkpoint) -> bool:
+    return section.enable
 
+
+def _saves(section: Checkpoint) -> bool:
+    return section.enable and not section.load_only
+
+
+def _loads_initial(section: Checkpoint) -> bool:
+    """True if `initial_load_path` or the model's assets may be read."""
+    return section.enable and section.start != "resume" and section.load_step < 0
+
+
+class Rule(NamedTuple):
+    """A contradiction between settings of [checkpoint].
+
+    applies: whether the feature that the rule is about is on; a rule never refuses settings of
+    a feature that is off. key: the setting to blame. involves: the other settings it looks at.
+    """
+
+    applies: Callable[[Checkpoint], bool]
     is_broken: Callable[[Checkpoint], bool]
     key: str
     expected: str
@@ -31,6 +49,7 @@ _SEED = "while create_seed_checkpoint = true, which saves new weights as step-0 
 
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     Rule(
+        _saves,
         lambda c: c.last_save_in_hf and not c.last_save_model_only,
         "last_save_in_hf",
         f"false while last_save_model_only = false: {_NO_OPTIMIZER}",
@@ -38,6 +57,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("last_save_model_only",),
     ),
     Rule(
+        _saves,
         lambda c: c.export_dtype != "float32" and not (c.last_save_model_only or c.hf_interval),
         "export_dtype",
         '"float32" while last_save_model_only = false and hf_interval = 0: only weights saved alone are converted',
@@ -45,6 +65,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("last_save_model_only", "hf_interval"),
     ),
     Rule(
+        _loads_initial,
         lambda c: c.initial_load_in_hf and not c.initial_load_model_only,
         "initial_load_model_only",
         f"true while initial_load_in_hf = true: {_NO_OPTIMIZER}",
@@ -52,6 +73,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("initial_load_in_hf",),
     ),
     Rule(
+        _loads_initial,
         lambda c: c.initial_load_in_hf_quantized and not c.initial_load_in_hf,
         "initial_load_in_hf_quantized",
         "false while initial_load_in_hf = false",
@@ -59,6 +81,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("initial_load_in_hf",),
     ),
     Rule(
+        _is_on,
         lambda c: c.start == "warm" and not c.initial_load_path and not c.initial_load_in_hf,
         "start",
         'a checkpoint.initial_load_path, whose weights "warm" takes',
@@ -66,6 +89,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("initial_load_path", "initial_load_in_hf"),
     ),
     Rule(
+        _is_on,
         lambda c: c.start == "warm" and not c.initial_load_model_only,
         "initial_load_model_only",
         'true while start = "warm", which takes the weights alone',
@@ -73,6 +97,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("start",),
     ),
     Rule(
+        _is_on,
         lambda c: c.start == "warm" and "model" in c.exclude_from_loading,
         "exclude_from_loading",
         'no "model" while start = "warm", which loads the weights and nothing else',
@@ -80,6 +105,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("start",),
     ),
     Rule(
+        _is_on,
         lambda c: c.start == "scratch" and (bool(c.initial_load_path) or c.initial_load_in_hf),
         "start",
         'neither checkpoint.initial_load_path nor initial_load_in_hf: "scratch" begins with new weights',
@@ -87,6 +113,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("initial_load_path", "initial_load_in_hf"),
     ),
     Rule(
+        _is_on,
         lambda c: c.load_step >= 0 and c.start in ("warm", "scratch"),
         "load_step",
         '-1 while start is "warm" or "scratch": no step of this run is loaded',
@@ -94,20 +121,15 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("start",),
     ),
     Rule(
-        lambda c: c.load_only and not c.enable,
-        "load_only",
-        "false while enable = false: nothing is loaded either",
-        "set checkpoint.enable = true to load without saving, or remove load_only",
-        ("enable",),
-    ),
-    Rule(
-        lambda c: c.create_seed_checkpoint and not c.enable,
+        lambda c: c.create_seed_checkpoint,
+        lambda c: not c.enable,
         "create_seed_checkpoint",
         "false while enable = false: nothing is saved",
         "set checkpoint.enable = true",
         ("enable",),
     ),
     Rule(
+        _is_on,
         lambda c: c.create_seed_checkpoint and c.load_only,
         "load_only",
         f"false {_SEED}",
@@ -115,6 +137,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("create_seed_checkpoint",),
     ),
     Rule(
+        _is_on,
         lambda c: c.create_seed_checkpoint and c.start in ("resume", "warm"),
         "start",
         f'"auto" or "scratch" {_SEED}',
@@ -122,6 +145,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("create_seed_checkpoint",),
     ),
     Rule(
+        _is_on,
         lambda c: c.create_seed_checkpoint and (bool(c.initial_load_path) or c.initial_load_in_hf),
         "initial_load_path",
         f"unset, and initial_load_in_hf = false, {_SEED}",
@@ -129,6 +153,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("create_seed_checkpoint", "initial_load_in_hf"),
     ),
     Rule(
+        _is_on,
         lambda c: c.create_seed_checkpoint and c.load_step >= 0,
         "load_step",
         f"-1 {_SEED}",
@@ -136,12 +161,20 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         ("create_seed_checkpoint",),
     ),
     Rule(
-        lambda c: bool(c.keep_every % c.interval),
+        _saves,
+        lambda c: bool(c.keep_latest_k and c.keep_every % c.interval),
         "keep_every",
         "a multiple of checkpoint.interval: only steps that are saved can be kept",
         "set it to a multiple, or to 0",
         ("interval",),
     ),
-    Rule(lambda c: is_uri(c.folder), "folder", A_FOLDER, COPY_LATER, ()),
-    Rule(lambda c: is_uri(c.initial_load_path), "initial_load_path", A_FOLDER, "copy that checkpoint here first", ()),
+    Rule(_is_on, lambda c: is_uri(c.folder), "folder", A_FOLDER, COPY_LATER, ()),
+    Rule(
+        _loads_initial,
+        lambda c: is_uri(c.initial_load_path),
+        "initial_load_path",
+        A_FOLDER,
+        "copy that checkpoint here first",
+        (),
+    ),
 )

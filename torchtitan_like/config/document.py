@@ -44,6 +44,9 @@ python -m torchtitan_like.config train_configs/llama3_8b.toml --world-size 64
 prints the resolved configuration (exit code 0) or the problems (exit code 78). With `--training` it checks as training
 does: files must exist, and settings whose feature is not available yet are errors instead of warnings.
 
+A setting of a feature that is off is never refused. One warning lists the settings without effect that were written on
+top of the file that switches the feature off.
+
 Each rank reads the file and its arguments by itself. They compare what they have read: all end with 78 where nodes were started
 with other settings. Only where things lie (paths, folders) may differ from node to node.
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # torch.distributed.pipelining refuses compiled modules under these (`_check_torch_compile_compatibility`).
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+# Backends of torch.compile whose graphs can be rewritten before they are compiled.
+GRAPH_BACKENDS = ("inductor", "aot_eager")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Layout:
     @property
     def has_own_graph(self) -> bool:
         """True when all collectives of data parallelism are in a compiled graph that can be changed."""
-        can_be_changed = self.config.compile.backend in ("inductor", "aot_eager")
+        can_be_changed = self.config.compile.backend in GRAPH_BACKENDS
         return self.parallelism.data_parallel_impl == "simple_fsdp" and self.compiles_model and can_be_changed
 
     @property

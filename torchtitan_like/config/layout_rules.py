@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from torchtitan_like.config.availability import is_used, value_of
 from torchtitan_like.config.layout import Layout
+from torchtitan_like.config.problems import NO_EFFECT
 
 Text = str | Callable[[Layout], str]
 
@@ -192,7 +193,7 @@ DATA_RULES = (
             at.is_resolved and at.dp_shard * at.cp == 1 and at.parallelism.fsdp_reshard_after_forward != "default"
         ),
         RESHARD,
-        "has no effect in this run: weights are not sharded",
+        f"{NO_EFFECT}: weights are not sharded",
         "",
         DEGREES,
         "warning",
@@ -219,26 +220,29 @@ DATA_RULES = (
         "bucketing-without-graph",
         lambda at: at.parallelism.simple_fsdp_bucketing and not at.has_own_graph,
         BUCKETING,
-        'false without data_parallel_impl = "simple_fsdp" and a model compiled by "inductor" (or "aot_eager"): only in its '
-        "graph are there collectives to join",
-        f'set it to false, or {IMPL} = "simple_fsdp", compile.enable = true and compile.backend = "inductor"',
+        f'{NO_EFFECT}; it needs data_parallel_impl = "simple_fsdp" and a model compiled by '
+        '"inductor" or "aot_eager", whose graph holds the collectives',
+        "",
         (IMPL, *COMPILE, "compile.backend"),
+        "warning",
     ),
     LayoutRule(
         "bucketing-alone",
         lambda at: at.parallelism.simple_fsdp_bucketing and at.has_own_graph and at.sharers == 1,
         BUCKETING,
-        "false where no two ranks share the weights: there are no collectives to join",
-        "set it to false, or give ranks to data parallelism",
+        f"{NO_EFFECT}; it needs at least two data-parallel or context-parallel ranks",
+        "",
         (IMPL, *DEGREES),
+        "warning",
     ),
     LayoutRule(
         "replicas-without-replicas",
         lambda at: at.config.resilience.replica_check_freq > 0 and at.dp_replicate == 1,
         "resilience.replica_check_freq",
-        "0 without replicas of the weights: there is nothing to compare",
-        "set it to 0, or data_parallel_replicate_degree to 2 or more (3 show which one is wrong)",
+        f"{NO_EFFECT}; it needs parallelism.data_parallel_replicate_degree > 1",
+        "",
         _of("data_parallel_replicate_degree"),
+        "warning",
     ),
     LayoutRule(
         "pipelined-early-step",
@@ -311,6 +315,19 @@ DATA_RULES = (
         MODEL_KEYS,
     ),
     LayoutRule(
+        "balance-without-experts",
+        lambda at: (
+            at.config.debug.moe_force_load_balance
+            and at.limits is not None
+            and not at.size("n_experts")
+        ),
+        "debug.moe_force_load_balance",
+        lambda at: f"{NO_EFFECT}: {at.config.model.name} has no experts",
+        "",
+        MODEL_KEYS,
+        "warning",
+    ),
+    LayoutRule(
         "uneven-experts",
         lambda at: at.ep > 1 and at.is_resolved and (at.dp_shard * at.cp * at.tp) % at.ep != 0,
         EP,
@@ -359,9 +376,10 @@ TENSOR_RULES = (
         "async-without-tp",
         lambda at: at.parallelism.enable_async_tensor_parallel and at.tp == 1,
         ASYNC_TP,
-        "false without tensor parallelism: there is nothing to overlap",
-        f"set {TP} > 1, or it to false",
+        f"{NO_EFFECT}; it needs {TP} > 1",
+        "",
         (TP,),
+        "warning",
     ),
     LayoutRule(
         "async-tp-eager",
@@ -397,11 +415,14 @@ TENSOR_RULES = (
 CONTEXT_RULES = (
     LayoutRule(
         "ptrr",
-        lambda at: at.cp > 1 and at.parallelism.context_parallel_load_balancer == "ptrr",
+        lambda at: (
+            at.method in ("allgather", "alltoall")
+            and at.parallelism.context_parallel_load_balancer == "ptrr"
+        ),
         BALANCER,
         '"headtail" or None: "ptrr" balances the block masks of FlexAttention, which is not used here',
         'set it to "headtail"',
-        (CP,),
+        (CP, ROTATE),
     ),
     LayoutRule(
         "ulysses-heads",

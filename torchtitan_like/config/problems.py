@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 NOT_AVAILABLE_YET = "not available yet"
+NO_EFFECT = "has no effect in this run"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Problem:
     severity: Literal["error", "warning"] = "error"
     involves: tuple[str, ...] = ()
     rule: str = ""
+
+    @property
+    def has_no_effect(self) -> bool:
+        """True if this warns about a setting that changes nothing."""
+        return self.severity == "warning" and self.expected.startswith(NO_EFFECT)
 
     def __str__(self) -> str:
         where = f"{self.origin}: " if self.origin else ""
@@ -75,6 +81,25 @@ def report(problems: Iterable[Problem]) -> str:
         lines += [f"  {number}. {problem}" for number, problem in enumerate(errors, 1)]
     lines += [f"warning: {problem}" for problem in warnings]
     return "\n".join(lines)
+
+
+def merge_no_effect(problems: Iterable[Problem]) -> list[Problem]:
+    """Replace the warnings about settings without effect by one that lists them all."""
+    problems = list(problems)
+    idle = [problem for problem in problems if problem.has_no_effect]
+    if len(idle) < 2:
+        return problems
+    listed = [f"{one.key}{_reason(one)}" for one in idle]
+    text = f"{len(idle)} settings have no effect in this run: {'; '.join(listed)}"
+    rest = [problem for problem in problems if not problem.has_no_effect]
+    return [*rest, Problem("", None, text, severity="warning")]
+
+
+def _reason(problem: Problem) -> str:
+    """The value of a setting without effect, then where it was written and why it has none."""
+    value = "" if problem.value is None else f" = {show(problem.value)}"
+    why = problem.expected.removeprefix(NO_EFFECT).lstrip(":; ")
+    return f"{value} ({', '.join(filter(None, (problem.origin, why)))})"
 
 
 def show(value: object) -> str:

@@ -52,14 +52,14 @@ class Profiling(Section):
 
     def conflicts(self) -> list[Conflict]:
         cycle = self.profiler_warmup + self.profiler_active
-        if self.profile_freq >= cycle:
+        if not self.enable_profiling or self.profile_freq >= cycle:
             return []
         return [
             Conflict(
                 "profile_freq",
                 f"at least profiler_warmup + profiler_active = {cycle}",
                 f"set profile_freq to {cycle} or more, or lower profiler_warmup",
-                ("profiler_warmup", "profiler_active"),
+                ("profiler_warmup", "profiler_active", "enable_profiling"),
             )
         ]
 
@@ -295,6 +295,7 @@ class Debug(Section):
     )
 
     def conflicts(self) -> list[Conflict]:
-        if all(step >= 1 for step in self.trace_batch_nums):
+        if not self.detect_overflow or all(step >= 1 for step in self.trace_batch_nums):
             return []
-        return [Conflict("trace_batch_nums", "steps, which are counted from 1", "write [1, 5], say")]
+        expected = "steps, which are counted from 1"
+        return [Conflict("trace_batch_nums", expected, "write [1, 5], say", ("detect_overflow",))]

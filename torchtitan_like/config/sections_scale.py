@@ -98,22 +98,24 @@ class Parallelism(Section):
 
     def conflicts(self) -> list[Conflict]:
         found = []
-        if self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
+        has_experts = self.expert_parallel_degree > 1
+        if has_experts and self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
             found.append(
                 Conflict(
                     "expert_tensor_parallel_degree",
                     f"1 or tensor_parallel_degree = {self.tensor_parallel_degree}",
                     "set it to 1 to keep experts whole",
-                    ("tensor_parallel_degree",),
+                    ("tensor_parallel_degree", "expert_parallel_degree"),
                 )
             )
-        if self.pipeline_parallel_schedule_csv and not self.pipeline_parallel_schedule.startswith("PipelineSchedule"):
+        reads_csv = self.pipeline_parallel_schedule.startswith("PipelineSchedule")
+        if self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule_csv and not reads_csv:
             found.append(
                 Conflict(
                     "pipeline_parallel_schedule_csv",
                     "empty unless pipeline_parallel_schedule is PipelineScheduleSingle or PipelineScheduleMulti",
                     'set pipeline_parallel_schedule = "PipelineScheduleMulti"',
-                    ("pipeline_parallel_schedule",),
+                    ("pipeline_parallel_schedule", "pipeline_parallel_degree"),
                 )
             )
         return found
@@ -218,7 +220,7 @@ class Checkpoint(Section):
     )
 
     def conflicts(self) -> list[Conflict]:
-        broken = [rule for rule in CHECKPOINT_RULES if rule.is_broken(self)]
+        broken = [rule for rule in CHECKPOINT_RULES if rule.applies(self) and rule.is_broken(self)]
         return [Conflict(rule.key, rule.expected, rule.remedy, rule.involves) for rule in broken]
 
 
@@ -267,6 +269,11 @@ class Compile(Section):
         min_length=1,
         description="Backend of torch.compile. Your own: register it in experimental.custom_import.",
     )
+
+    @property
+    def is_on(self) -> bool:
+        """True if anything is compiled."""
+        return self.enable and bool(self.components)
 
 
 class Float8Linear(Section):

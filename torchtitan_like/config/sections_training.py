@@ -106,15 +106,6 @@ class DataLoader(Section):
         None, gt=0, description="Batches each worker prepares ahead. Unset: PyTorch's default."
     )
 
-    def conflicts(self) -> list[Conflict]:
-        if self.num_workers > 0:
-            return []
-        needs = "false unless num_workers > 0", "set num_workers to 1 or more", ("num_workers",)
-        found = [Conflict("persistent_workers", *needs)] if self.persistent_workers else []
-        if self.prefetch_factor is not None:
-            found.append(Conflict("prefetch_factor", "unset unless num_workers > 0", *needs[1:]))
-        return found
-
 
 class Training(Section):
     """Batches, steps, numerics of training."""
@@ -238,12 +229,6 @@ class DataSource(Section):
 
     def conflicts(self) -> list[Conflict]:
         found = []
-        if self.format == "tokens" and self.text_field != "text":
-            remedy = "leave it out: there is no text to be looked for"
-            found.append(Conflict("text_field", 'unset with format = "tokens"', remedy, ("format",)))
-        if self.format != "tokens" and self.token_dtype != "auto":
-            remedy = 'set format = "tokens", or leave token_dtype out'
-            found.append(Conflict("token_dtype", '"auto" unless format = "tokens"', remedy, ("format",)))
         if self.format == "tokens" and self.streaming:
             remedy = "leave it out: files of tokens are read where they lie"
             found.append(Conflict("streaming", 'false with format = "tokens"', remedy, ("format",)))
@@ -332,6 +317,7 @@ class Validation(Section):
     sources: dict[SourceName, DataSource] = Field({}, description="The validation texts, one table per name.")
 
     def conflicts(self) -> list[Conflict]:
-        if not any(source.streaming for source in self.sources.values()):
+        if not self.enable or not any(source.streaming for source in self.sources.values()):
             return []
-        return [Conflict("sources", "texts that are not streamed: the same samples each time", "leave streaming out")]
+        expected = "texts that are not streamed: the same samples each time"
+        return [Conflict("sources", expected, "leave streaming out", ("enable",))]

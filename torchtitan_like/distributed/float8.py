@@ -92,21 +92,11 @@ _RULES: tuple[tuple[Callable[[Float8Linear, Run], bool], Finding], ...] = (
         ),
     ),
     (
-        lambda section, run: section.enable_fsdp_float8_all_gather and run.data_parallel_impl != "fsdp2",
+        lambda section, run: section.enable_fsdp_float8_all_gather and run.data_parallel_impl == "simple_fsdp",
         Finding(
             f"{FLOAT8}.enable_fsdp_float8_all_gather",
             "false: only FSDP2 gathers in float8",
             'set it to false, or parallelism.data_parallel_impl = "fsdp2"',
-        ),
-    ),
-    (
-        lambda section, run: (
-            section.precompute_float8_dynamic_scale_for_fsdp and not section.enable_fsdp_float8_all_gather
-        ),
-        Finding(
-            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
-            "false: only scales of weights that are gathered in float8 are computed beforehand",
-            f"set it to false, or {FLOAT8}.enable_fsdp_float8_all_gather = true",
         ),
     ),
 )
@@ -193,7 +183,8 @@ def after_optimizer_step(parts: Iterable[nn.Module], section: Float8Linear) -> C
 
     NOTE: such a scale is that of the whole weight also under tensor parallelism.
     """
-    if not section.precompute_float8_dynamic_scale_for_fsdp:
+    is_gathered = section.enable_fsdp_float8_all_gather
+    if not (section.precompute_float8_dynamic_scale_for_fsdp and is_gathered):
         return None
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchtitan_like.config.layout import GRAPH_BACKENDS
 from torchtitan_like.distributed.data_parallel import DTYPES, needs_wrapping
 from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
 from torchtitan_like.distributed.initialize import materialize
@@ -37,6 +38,7 @@ class Sections:
     compile: Compile
     converters: Sequence[str]
     float8: Float8Linear
+    print_after_conversion: bool = False
 
     @property
     def compiles_model(self) -> bool:
@@ -147,6 +149,8 @@ def parallelize(
     num_shards, compiled = dims.dp_shard * dims.cp, sections.compiles_model
     if FLOAT8 in sections.converters:
         lines += convert_to_float8(model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled)
+        if sections.print_after_conversion:
+            lines.append(f"Model definition after conversion:\n\n{model}\n\n")
     options: dict[str, Any] = {}
     if dims.tp > 1:
         from torchtitan_like.distributed.tensor import apply_tensor_parallel, overlap_tensor_parallel
@@ -173,7 +177,8 @@ def parallelize(
         if simple:
             from torchtitan_like.distributed.simple_fsdp import compile_model
 
-            buckets = blocks if parallelism.simple_fsdp_bucketing else ()
+            is_bucketed = parallelism.simple_fsdp_bucketing and backend in GRAPH_BACKENDS
+            buckets = blocks if is_bucketed else ()
             compile_model(model, backend, world.mesh, buckets, options=options)
         else:
             compile_blocks(blocks, backend, options)

@@ -44,7 +44,7 @@ CASES = [
            [("activation_checkpoint.selective_ac_option", 'put it in quotes: "2"')]),
     Broken("list for a string", "[job]\ndescription = []",
            [("job.description", "job.description = []: expected a string")]),
-    Broken("conflict with a default", "[profiling]\nprofiler_active = 20",
+    Broken("conflict with a default", "[profiling]\nenable_profiling = true\nprofiler_active = 20",
            [("profiling.profile_freq", "= 10: expected at least profiler_warmup + profiler_active = 23")]),
     Broken("value for a section", "training = 3", [("training", "expected a table of settings")]),
     Broken("bad choice", '[activation_checkpoint]\nmode = "fulll"',
@@ -56,11 +56,11 @@ CASES = [
            [("parallelism.data_parallel_shard_degree", "expected -1 or an integer > 0")]),
     Broken("only one checkpoint kept", "[checkpoint]\nkeep_latest_k = 1",
            [("checkpoint.keep_latest_k", "expected 0 or an integer >= 2")]),
-    Broken("profiling cycle too short", "[profiling]\nprofile_freq = 3",
+    Broken("profiling cycle too short", "[profiling]\nenable_profiling = true\nprofile_freq = 3",
            [("profiling.profile_freq", "set profile_freq to 4 or more")]),
-    Broken("HF save with optimizer", "[checkpoint]\nlast_save_in_hf = true\nlast_save_model_only = false",
+    Broken("HF save with optimizer", "[checkpoint]\nenable = true\nlast_save_in_hf = true\nlast_save_model_only = false",
            [("checkpoint.last_save_in_hf", "set checkpoint.last_save_model_only = true")]),
-    Broken("warm start from nowhere", '[checkpoint]\nstart = "warm"',
+    Broken("warm start from nowhere", '[checkpoint]\nenable = true\nstart = "warm"',
            [("checkpoint.start", "set checkpoint.initial_load_path")]),
     Broken("setting under both names", "[training]\nbatch_size = 4\nlocal_batch_size = 8",
            [("training.batch_size", "remove training.batch_size")]),
@@ -93,10 +93,8 @@ CASES = [
            [("training.dataset_path", "there is nothing at nowhere.txt below")]),
     Broken("glob without files", '[data.sources.wiki]\npath = "./no/*.jsonl"',
            [("data.sources.wiki.path", "there is nothing at")]),
-    Broken("text field of token files", '[data.sources.wiki]\npath = "README.md"\nformat = "tokens"\ntext_field = "body"',
-           [("data.sources.wiki.text_field", "there is no text to be looked for")]),
-    Broken("type of tokens for text", '[data.sources.wiki]\npath = "README.md"\nformat = "text"\ntoken_dtype = "uint32"',
-           [("data.sources.wiki.token_dtype", 'set format = "tokens"')]),
+    Broken("stream of token files", '[data.sources.wiki]\npath = "README.md"\nformat = "tokens"\nstreaming = true',
+           [("data.sources.wiki.streaming", "files of tokens are read where they lie")]),
     Broken("token files that are not there", '[data.sources.wiki]\npath = "./no/wiki"\nformat = "tokens"',
            [("data.sources.wiki.path", "there is nothing at no/wiki below")]),
     Broken("unknown dataset", '[training]\ndataset = "shakespear"',
@@ -199,6 +197,7 @@ def test_all_problems_are_reported_together(tmp_path: Path, repo_root: Path, mon
         stepz = 3
         steps = "4"
         [checkpoint]
+        enable = true
         keep_latest_k = 1
         last_save_in_hf = true
         last_save_model_only = false

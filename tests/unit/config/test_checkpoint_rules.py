@@ -14,7 +14,8 @@ from torchtitan_like.config.sections_scale import Checkpoint
 HF_LAST, FULL_LAST = "--last_save_in_hf", "--no_last_save_model_only"
 SEED, ON = "--create_seed_checkpoint", "--enable"
 
-# One line for each row of the table, in its order: what is asked, the key to blame, words of the remedy.
+# One line for each row of the table, in its order: what is asked in addition to `--enable`, the key
+# to blame, words of the remedy.
 CONTRADICTIONS = [
     (f"{HF_LAST} {FULL_LAST}", "last_save_in_hf", "set checkpoint.last_save_model_only = true"),
     (f"--export_dtype bfloat16 {FULL_LAST}", "export_dtype", "leave export_dtype out"),
@@ -25,12 +26,11 @@ CONTRADICTIONS = [
     ("--start warm --initial_load_path x --exclude_from_loading model", "exclude_from_loading", 'start = "scratch"'),
     ("--start scratch --initial_load_path x", "start", 'set checkpoint.start = "warm"'),
     ("--start scratch --load_step 5", "load_step", 'set checkpoint.start = "resume"'),
-    ("--load_only", "load_only", "set checkpoint.enable = true"),
-    (SEED, "create_seed_checkpoint", "set checkpoint.enable = true"),
-    (f"{ON} {SEED} --load_only", "load_only", "remove one of the two"),
-    (f"{ON} {SEED} --start resume", "start", "remove one of the two"),
-    (f"{ON} {SEED} --initial_load_path x", "initial_load_path", "remove one of the two"),
-    (f"{ON} {SEED} --load_step 5", "load_step", "remove one of the two"),
+    (f"--no_enable {SEED}", "create_seed_checkpoint", "set checkpoint.enable = true"),
+    (f"{SEED} --load_only", "load_only", "remove one of the two"),
+    (f"{SEED} --start resume", "start", "remove one of the two"),
+    (f"{SEED} --initial_load_path x", "initial_load_path", "remove one of the two"),
+    (f"{SEED} --load_step 5", "load_step", "remove one of the two"),
     ("--interval 10 --keep_every 25", "keep_every", "set it to a multiple"),
     ("--folder s3://bucket/run", "folder", "scripts/checkpoint.py offload"),
     ("--initial_load_path gs://bucket/step-5", "initial_load_path", "copy that checkpoint here first"),
@@ -40,8 +40,8 @@ OTHERS = [
     ("--start scratch --initial_load_in_hf", "start", "or remove them"),
     ("--start warm --initial_load_path=", "start", "set checkpoint.initial_load_path"),
     ("--start warm --initial_load_path x --load_step 5", "load_step", "or remove load_step"),
-    (f"{ON} {SEED} --start warm --initial_load_path x", "start", "remove one of the two"),
-    (f"{ON} {SEED} --initial_load_in_hf", "initial_load_path", "remove one of the two"),
+    (f"{SEED} --start warm --initial_load_path x", "start", "remove one of the two"),
+    (f"{SEED} --initial_load_in_hf", "initial_load_path", "remove one of the two"),
     ("--keep_latest_k 1", "keep_latest_k", ""),
     ("--interval 0", "interval", ""),
     ("--interval_minutes -1", "interval_minutes", ""),
@@ -58,7 +58,7 @@ def arguments(line: str) -> list[str]:
 @pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS + OTHERS)
 def test_contradictions(line: str, key: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(arguments(line))
+        load_config(arguments(line if "--no_enable" in line else f"{ON} {line}"))
     keys = [problem.key for problem in caught.value.problems]
     assert f"checkpoint.{key}" in keys
     (problem,) = [problem for problem in caught.value.problems if problem.key == f"checkpoint.{key}"]
@@ -114,3 +114,22 @@ def test_saves(line: str, is_right: bool) -> None:
 )
 def test_what_may_be_combined(line: str) -> None:
     load_config(arguments(line))
+
+
+# What switches off the feature that a rule is about, by the key to blame.
+LOADS_OWN_STEP = "--start resume"
+OFF = {
+    "last_save_in_hf": "--load_only",
+    "export_dtype": "--load_only",
+    "keep_every": "--load_only",
+    "initial_load_path": LOADS_OWN_STEP,
+    "initial_load_in_hf_quantized": LOADS_OWN_STEP,
+}
+
+
+@pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS)
+def test_a_feature_that_is_off_refuses_nothing(line: str, key: str, remedy: str) -> None:
+    if "--no_enable" not in line and SEED not in line:
+        assert not load_config(arguments(line)).checkpoint.enable
+        if key in OFF:
+            load_config(arguments(f"{ON} {line} {OFF[key]}"))

@@ -94,12 +94,6 @@ ILLEGAL = [
     Illegal("impl=ddp cp=2", 2, "parallelism.data_parallel_impl", 'set it to "fsdp2"', "cp-ddp"),
     Illegal("impl=simple_fsdp training.enable_cpu_offload=true", 2, "parallelism.data_parallel_impl",
             "enable_cpu_offload = false", "offloaded-simple-fsdp"),
-    Illegal("bucketing=true impl=simple_fsdp", 2, "parallelism.simple_fsdp_bucketing", "compile.enable = true",
-            "bucketing-without-graph"),
-    Illegal("bucketing=true impl=simple_fsdp compile=true compile.backend=eager", 2, "parallelism.simple_fsdp_bucketing",
-            'compile.backend = "inductor"', "bucketing-without-graph"),
-    Illegal("bucketing=true impl=simple_fsdp compile=true", 1, "parallelism.simple_fsdp_bucketing", "no collectives to join",
-            "bucketing-alone"),
     Illegal("tp=3 seq=240 validate=false", 3, "parallelism.tensor_parallel_degree", "16 attention heads -> set it to one "
             "of 1, 2, 4, 8, 16", "uneven-heads"),
     Illegal("tp=4 kv_heads=2", 4, "parallelism.tensor_parallel_degree", "2 key-value heads -> set it to one of 1, 2",
@@ -126,8 +120,6 @@ ILLEGAL = [
             "a divisor of the 16 attention heads that each tensor-parallel rank has of the model's 16", "ulysses-heads"),
     Illegal("cp=4 tp=8 rotate=ulysses", 32, "parallelism.context_parallel_degree", "the 2 attention heads that each",
             "ulysses-heads"),
-    Illegal("async_tp=true", 2, "parallelism.enable_async_tensor_parallel", "there is nothing to overlap",
-            "async-without-tp"),
     Illegal("tp=2 async_tp=true", 2, "parallelism.enable_async_tensor_parallel", "set compile.enable = true",
             "async-tp-eager"),
     Illegal("tp=2 async_tp=true compile=true compile.backend=aot_eager", 2, "parallelism.enable_async_tensor_parallel",
@@ -137,7 +129,6 @@ ILLEGAL = [
     Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
             "false without GPUs", "async-tp-on-cpu"),
     Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "false with pipelines", "pipelined-early-step"),
-    Illegal("check=10", 2, "resilience.replica_check_freq", "there is nothing to compare", "replicas-without-replicas"),
     Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
     Illegal("pp=2 local=1", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 2 stages"),
     Illegal("pp=2 schedule=DualPipeV local=3", 2, "parallelism.pipeline_parallel_microbatch_size", "3 are fewer than the 4"),
@@ -251,7 +242,7 @@ def test_limits_that_no_shipped_model_meets(
 
 
 def test_every_rule_is_tried() -> None:
-    tried = {case.rule for case in ILLEGAL}
+    tried = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
     tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches",
               "narrow-reduction", "old-zero-bubble"}  # fmt: skip
     assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
@@ -339,6 +330,25 @@ def test_gradients_may_be_added_up_narrowly() -> None:
 def test_what_is_whole_is_not_resharded(line: str, ranks: int) -> None:
     (text,) = warnings(line, ranks)
     assert "weights are not sharded" in text
+
+
+WITHOUT_EFFECT = [
+    ("bucketing=true", 2, 'needs data_parallel_impl = "simple_fsdp"', "bucketing-without-graph"),
+    ("bucketing=true impl=simple_fsdp", 2, "a model compiled by", "bucketing-without-graph"),
+    ("bucketing=true impl=simple_fsdp compile=true compile.backend=eager", 2, "a model compiled by",
+     "bucketing-without-graph"),
+    ("bucketing=true impl=simple_fsdp compile=true", 1, "at least two data-parallel", "bucketing-alone"),
+    ("async_tp=true", 2, "tensor_parallel_degree > 1", "async-without-tp"),
+    ("check=10", 2, "data_parallel_replicate_degree > 1", "replicas-without-replicas"),
+    ("debug.moe_force_load_balance=true", 1, "llama3 has no experts", "balance-without-experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "ranks", "words", "rule"), WITHOUT_EFFECT)
+def test_a_feature_that_is_off_only_warns(line: str, ranks: int, words: str, rule: str) -> None:
+    assert rule in [broken.name for broken in broken_rules(layout(line, ranks))]
+    (text,) = warnings(line, ranks)
+    assert "has no effect in this run" in text and words in text
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,23 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from torchtitan_like.config.sections_scale import Float8Linear
+from torchtitan_like.config.sections_scale import (
+    ActivationCheckpoint,
+    Compile,
+    Float8Linear,
+    Parallelism,
+)
+from torchtitan_like.config.sections_training import Training
 from torchtitan_like.distributed import float8
+from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.float8 import Run, convert_to_float8, problems
+from torchtitan_like.distributed.parallelize import Sections, parallelize
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 pytest.importorskip("torchao")
@@ -152,11 +161,8 @@ def found(section, run):
             {"enable_fsdp_float8_all_gather": True},
             [("enable_fsdp_float8_all_gather", "error")],
         ),
-        (
-            {},
-            {"precompute_float8_dynamic_scale_for_fsdp": True},
-            [("precompute_float8_dynamic_scale_for_fsdp", "error")],
-        ),
+        ({"data_parallel_impl": "ddp"}, {"enable_fsdp_float8_all_gather": True}, []),
+        ({}, {"precompute_float8_dynamic_scale_for_fsdp": True}, []),
     ],
 )
 def test_problems(run, section, expected):
@@ -204,3 +210,25 @@ def test_kernels_compute_what_is_emulated(recipe):
 
     for ours, theirs in zip(outcome(False), outcome(True), strict=True):
         assert (ours - theirs).norm() / theirs.norm() <= 2e-2
+
+
+@pytest.mark.parametrize("is_printed", [False, True])
+def test_the_converted_model_can_be_printed(is_printed):
+    spec = get_spec("llama3")
+    args = resolve_args(spec, "debugmodel", {"dim": 64, "n_layers": 1, "n_heads": 4})
+    with torch.device("meta"):
+        model = spec.build(args)
+    training = Training(dtype="float32", mixed_precision_param="float32")
+    sections = Sections(
+        training,
+        Parallelism(data_parallel_shard_degree=1),
+        ActivationCheckpoint(mode="none"),
+        Compile(),
+        [float8.FLOAT8],
+        Float8Linear(emulate=True),
+        print_after_conversion=is_printed,
+    )
+    world = SimpleNamespace(dims=ParallelDims(1), mesh=None)
+    text = "\n".join(parallelize(model, spec, world, sections, None))
+    assert ("Model definition after conversion:" in text) is is_printed
+    assert ("(wq): Float8Linear" in text) is is_printed

@@ -1,0 +1,182 @@
+"""A setting of a feature that is off is never refused; one warning lists all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from torchtitan_like import preflight
+from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.config.availability import SWITCHES, Switch, not_available
+from torchtitan_like.config.fields import Setting, all_settings, find
+from torchtitan_like.preflight import load_checked
+
+# What switches a feature off where the defaults leave it on.
+OFF = {
+    "parallelism.context_parallel_rotate_method": [
+        "--parallelism.context_parallel_rotate_method=ulysses --parallelism.context_parallel_degree=2"
+    ],
+    "parallelism.module_fqns_per_model_part": [
+        "--parallelism.module_fqns_per_model_part tok_embeddings,layers.0 norm,output"
+        " --parallelism.pipeline_parallel_degree=2 --model.args.n_layers=1"
+    ],
+    "checkpoint.keep_latest_k": ["--checkpoint.enable --checkpoint.keep_latest_k=0"],
+    "checkpoint.load_only": ["--checkpoint.enable --checkpoint.load_only"],
+    "checkpoint.load_step": ["--checkpoint.enable --checkpoint.load_step=5"],
+    "checkpoint.start": [
+        "--checkpoint.enable --checkpoint.start=resume",
+        "--checkpoint.enable --checkpoint.start=scratch",
+        "--checkpoint.enable --checkpoint.start=warm --checkpoint.initial_load_path=.",
+    ],
+    "data.sources": ["--data.sources.a.path README.md --data.sources.a.format tokens"],
+    "lr_scheduler.decay_ratio": ["--lr_scheduler.decay_ratio=0.0"],
+    "optimizer.weight_decay": ["--optimizer.weight_decay=0.0"],
+    "resilience.spike_threshold": ["--resilience.spike_threshold=0.0"],
+    "comm.trace_buf_size": ["--comm.trace_buf_size=0"],
+    "training.gc_freq": ["--training.gc_freq=0"],
+    "activation_checkpoint.mode": ["--activation_checkpoint.mode=none"],
+}
+# These are switches themselves: they ask for something that only the other one makes possible.
+ASKS_BY_ITSELF = ("checkpoint.create_seed_checkpoint",)
+WORDS = ("nonsense", "s3://bucket/x", "3")
+
+
+def values_of(setting: Setting) -> Iterator[Any]:
+    """Valid values that are not the default, as the command line would write them."""
+    default = setting.default
+    if setting.kind is bool:
+        yield "false" if default else "true"
+    elif setting.choices:
+        yield from (choice for choice in setting.choices if choice != default)
+    elif setting.kind in (int, float):
+        yield from ("1", "2", "7", "999")
+    else:
+        yield from WORDS
+
+
+def accepted(key: str, value: str) -> bool:
+    """True if the schema takes the value of this key alone."""
+    try:
+        load_config([f"--{key}", value])
+    except (ConfigError, ValidationError):
+        return False
+    return True
+
+
+def settings_below(switch: Switch) -> list[Setting]:
+    return [
+        setting
+        for setting in all_settings()
+        if "<" not in setting.key
+        and setting.key not in (switch.switch, *ASKS_BY_ITSELF)
+        and any(fnmatchcase(setting.key, pattern) for pattern in switch.keys)
+    ]
+
+
+def ways_to_set(switch: Switch) -> Iterator[list[str]]:
+    """Arguments that set every setting below the switch to a value other than its default."""
+    valid = {
+        setting.key: [value for value in values_of(setting) if accepted(setting.key, value)]
+        for setting in settings_below(switch)
+    }
+    for number in range(max(map(len, valid.values()))):
+        pairs = [(key, values[number % len(values)]) for key, values in valid.items() if values]
+        yield [f"--{key}={value}" for key, value in pairs]
+
+
+def off(switch: Switch) -> list[str]:
+    for line in ("", *OFF.get(switch.switch, ())):
+        if switch.is_off(load_config(line.split())):
+            return line.split()
+    raise AssertionError(f"no line of OFF switches {switch.switch} off")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo_root)
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda one: f"{one.switch}: {one.keys[0]}")
+def test_a_feature_that_is_off_refuses_none_of_its_settings(switch: Switch) -> None:
+    arguments = ["--training.steps", "1000", *off(switch)]
+    keys = {setting.key for setting in settings_below(switch)}
+    for ways in ways_to_set(switch):
+        config = load_config([*arguments, *ways])
+        found = preflight.check(config, None, training=True, device_type="cpu")
+        refused = [one for one in found if one.severity == "error" and one.key in keys]
+        assert not refused, [*ways, *map(str, refused)]
+        assert not keys & {one.key for one in not_available(config, training=True)}
+
+
+def test_settings_without_effect_make_one_warning(tmp_path: Path) -> None:
+    file = tmp_path / "base.toml"
+    file.write_text(
+        '[training]\nsteps = 1000\n[quantize.linear.float8]\nfilter_fqns = ["output"]\n'
+    )
+    arguments = (
+        "--compile.backend eager --parallelism.enable_async_tensor_parallel --checkpoint.load_only"
+    )
+    _, warnings = load_checked(
+        ["--job.config_file", str(file), *arguments.split()], 1, training=True
+    )
+    (text,) = map(str, warnings)
+    assert text.startswith("4 settings have no effect in this run: ") and "\n" not in text
+    assert 'compile.backend = "eager" (command line, it needs compile.enable = true)' in text
+    assert f'filter_fqns = ["output"] ({file}, it needs model.converters' in text
+    assert "enable_async_tensor_parallel = true (command line, it needs parallelism.tensor_" in text
+    assert "checkpoint.load_only = true (command line, it needs checkpoint.enable = true)" in text
+
+
+# The settings of TorchTitan's three dense Qwen3 presets that once were refused or warned about.
+PRESETS = {
+    "0.6B": (4, "selective", "op", 8),
+    "1.7B": (4, "selective", "op", 8),
+    "32B": (2, "full", "op", 8),
+}
+
+
+@pytest.mark.parametrize("flavor", PRESETS)
+def test_presets_that_name_a_type_for_saves_they_switch_off_pass(
+    flavor: str, tmp_path: Path
+) -> None:
+    batch_size, mode, option, ranks = PRESETS[flavor]
+    file = tmp_path / "preset.toml"
+    file.write_text(f"""
+        [model]
+        name = "qwen3"
+        flavor = "{flavor}"
+        hf_assets_path = "{tmp_path}/assets"
+        [training]
+        local_batch_size = {batch_size}
+        seq_len = 4096
+        steps = 3000
+        dataset = "c4"
+        [checkpoint]
+        enable = false
+        interval = 500
+        last_save_model_only = false
+        export_dtype = "float16"
+        async_mode = "disabled"
+        [activation_checkpoint]
+        mode = "{mode}"
+        selective_ac_option = "{option}"
+        [quantize.linear.float8]
+        enable_fsdp_float8_all_gather = false
+        filter_fqns = ["output"]
+    """)
+    config, _ = load_checked(
+        ["--job.config_file", str(file)], ranks, training=False, device_type="cuda"
+    )
+    assert config.checkpoint.export_dtype == "float16"
+    with pytest.raises(ConfigError, match="export_dtype"):
+        load_config(["--job.config_file", str(file), "--checkpoint.enable"])
+
+
+def test_every_setting_that_a_switch_names_is_in_the_schema() -> None:
+    for switch in SWITCHES:
+        assert find(tuple(switch.switch.split("."))) is not None and settings_below(switch), switch
