@@ -39,7 +39,7 @@ def run_command(command: str, text: str) -> None:
     """Hand ``text`` to a shell command on its standard input. OSError when it fails."""
     done = subprocess.run(command, shell=True, input=text, text=True)
     if done.returncode != 0:
-        raise OSError(f"{command} returned {done.returncode}")
+        raise OSError(f"it returned {done.returncode}")
 
 
 def post(address: str, text: str) -> None:
@@ -89,7 +89,10 @@ def ways(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Calla
     """What was asked for: how it is called -> what sends a text. ValueError when a way lacks what it needs."""
     if options.webhook and not env.get("NOTIFY_WEBHOOK"):
         raise ValueError("--webhook needs the address in the environment variable NOTIFY_WEBHOOK")
-    found: dict[str, Callable[[str], None]] = {f"command {one}": partial(run_command, one) for one in options.command}
+    # Only the program is shown: the arguments may hold a secret.
+    found: dict[str, Callable[[str], None]] = {
+        f"command {one.split(maxsplit=1)[0]}": partial(run_command, one) for one in options.command if one.strip()
+    }
     found |= {f"mail to {one}": partial(mail, one, env=env) for one in options.mail}
     if options.webhook:
         found["webhook"] = partial(post, env["NOTIFY_WEBHOOK"])

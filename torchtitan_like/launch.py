@@ -42,6 +42,7 @@ from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.util.credentials import mask_values
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
@@ -146,7 +147,7 @@ def build_metrics(
         total_steps=config.training.steps,
         sources=sources,
         num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
-        run_config=config.model_dump() if config.metrics.enable_wandb else None,
+        run_config=mask_values(config.model_dump()) if config.metrics.enable_wandb else None,
     )
 
 
@@ -238,7 +239,8 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
     if config.job.print_config and launched.rank == 0:
         print(dump_toml(config))
     if config.job.save_config_file and launched.rank == 0:
-        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, config.model_dump_json(indent=2))
+        text = json.dumps(mask_values(config.model_dump()), indent=2)
+        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, text)
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     requests = Requests()
     with requests.listening():

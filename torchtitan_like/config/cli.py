@@ -6,12 +6,15 @@ is left to the schema, as for a file.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
 from torchtitan_like.config.aliases import current_path
 from torchtitan_like.config.fields import Path, Setting, all_settings, find
 from torchtitan_like.config.layers import Layer, parse_toml
 from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.util.credentials import MASK, is_secret_name, mask_text
 
 ORIGIN = "command line"
 _BOOLEANS = {"true": True, "false": False}
@@ -54,6 +57,26 @@ def parse_arguments(argv: list[str]) -> tuple[Layer, list[Problem]]:
         else:
             leaves[path] = _convert(texts, setting, path) if texts else ""
     return Layer(ORIGIN, list(leaves.items())), problems
+
+
+def mask_arguments(argv: Sequence[str]) -> list[str]:
+    """Return `argv` as it may be recorded: values of settings pass `mask_text`, all other values are masked.
+
+    Of an option that the schema does not have, only the name is left; of a stray word, nothing.
+    """
+    words, masked = list(argv), []
+    while words:
+        word = words.pop(0)
+        name, has_value, text = word[2:].partition("=")
+        if not re.fullmatch(r"--[A-Za-z][\w.-]*", f"--{name}") or not word.startswith("--"):
+            masked.append(MASK)
+            continue
+        path, setting, _ = _locate(name)
+        texts = [text] if has_value else _take_values(words, setting)
+        is_hidden = setting is None or (setting.is_free and is_secret_name(path[-1]))
+        texts = [MASK if is_hidden else mask_text(value) for value in texts]
+        masked += [f"--{name}={texts[0]}"] if has_value else [word, *texts]
+    return masked
 
 
 def _is_text(word: str) -> bool:

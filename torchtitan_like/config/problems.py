@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torchtitan_like.util.credentials import mask_text
+
 if TYPE_CHECKING:
     from torchtitan_like.config.schema import JobConfig
 
@@ -71,7 +73,7 @@ class ConfigError(Exception):
 
 
 def report(problems: Iterable[Problem]) -> str:
-    """All problems as text, one per line, errors first, with a count on top."""
+    """All problems as text without credentials, one per line, errors first, with a count on top."""
     problems = list(problems)
     errors = [problem for problem in problems if problem.severity == "error"]
     warnings = [problem for problem in problems if problem.severity == "warning"]
@@ -80,7 +82,7 @@ def report(problems: Iterable[Problem]) -> str:
         lines.append(f"{len(errors)} problem{'s' * (len(errors) > 1)} in the configuration:")
         lines += [f"  {number}. {problem}" for number, problem in enumerate(errors, 1)]
     lines += [f"warning: {problem}" for problem in warnings]
-    return "\n".join(lines)
+    return mask_text("\n".join(lines))
 
 
 def merge_no_effect(problems: Iterable[Problem]) -> list[Problem]:

@@ -9,12 +9,13 @@ from typing import Any
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.fields import Path, settings_of
 from torchtitan_like.config.schema import JobConfig
+from torchtitan_like.util.credentials import mask_values
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
 def dump_toml(config: JobConfig) -> str:
-    """Every setting with its resolved value, section by section.
+    """Every setting with its resolved value, section by section, without credentials (`mask_text`).
 
     Settings that are None are left out if that is their default, and written as the word "None" otherwise: TOML has no
     null. ``job.config_file`` is left out: it has no meaning in a file.
@@ -34,14 +35,14 @@ def _write_section(section: Section, path: Path, blocks: list[str]) -> None:
         elif isinstance(value, Section) or setting.is_free:
             tables.append((value, setting.path))
         elif setting.key != "job.config_file" and not (value is None and setting.default is None):
-            lines.append(f"{setting.path[-1]} = {toml_value(value)}\n")
+            lines.append(f"{setting.path[-1]} = {toml_value(mask_values(value))}\n")
     if lines:
         blocks.append(f"[{_key(path)}]\n" + "".join(lines))
     for table, table_path in tables:
         if isinstance(table, Section):
             _write_section(table, table_path, blocks)
         elif table:
-            body = "".join(f"{_key((name,))} = {toml_value(item)}\n" for name, item in table.items())
+            body = "".join(f"{_key((name,))} = {toml_value(mask_values(item))}\n" for name, item in table.items())
             blocks.append(f"[{_key(table_path)}]\n{body}")
 
 

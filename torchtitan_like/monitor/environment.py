@@ -1,66 +1,143 @@
-"""What this attempt ran in: enough to say later why two runs differ. Secrets are masked, nothing is sent anywhere."""
+"""Record the environment of an attempt: what a reader needs to explain why two runs differ. Nothing is sent anywhere.
+
+Values of environment variables are recorded for the names in `RECORDED` only (docs/security.md lists them).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
+from torchtitan_like.config.cli import mask_arguments
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
+from torchtitan_like.util.credentials import is_secret_name, mask_text
 
 GIT_TIMEOUT_S = 10.0
 MAX_DIFF_BYTES = 4 * 1024**2
+KEY_BYTES = 32
 # Whatever git shows by a user's own settings.
 AS_A_PATCH = "--no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/".split()
-MASKED = "<masked>"
 
-_SECRET_NAME = re.compile(
-    r"(?<!tik)token(?!iz)|secret|passw|passphrase|credential|api_?key|access_?key|private|auth|cookie|signature"
-    r"|(^|_)(key|keys|pat|pw|dsn)(_|$)|_pwd$",
-    re.IGNORECASE,
-)
-# Values that are secrets whatever they are called: well-known token prefixes, and passwords within addresses.
-_SECRET_VALUE = re.compile(
-    r"\b(?:hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[abp]-)[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
-_ADDRESS_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# Variables whose values are recorded, by topic; `*` ends a prefix. The names in docs/security.md are checked against it.
+RECORDED: dict[str, tuple[str, ...]] = {
+    "shell and system": (
+        "PATH", "PWD", "SHELL", "LANG", "LC_ALL", "TZ", "HOSTNAME", "USER", "LOGNAME", "HOME", "TMPDIR",
+        "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "MALLOC_CONF",
+    ),
+    "Python": (
+        "PYTHONPATH", "PYTHONHASHSEED", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT",
+        "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "VIRTUAL_ENV", "CONDA_PREFIX",
+        "CONDA_DEFAULT_ENV",
+    ),
+    "threads and CPU": (
+        "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "VECLIB_*", "ATEN_CPU_CAPABILITY",
+        "DNNL_*", "ONEDNN_*",
+    ),
+    "torch": ("TORCH_*", "TORCHINDUCTOR_*", "TORCHELASTIC_*", "PYTORCH_*", "TRITON_*", "INDUCTOR_*", "KINETO_*"),
+    "GPUs": ("CUDA_*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NVTE_*", "HIP_*", "HSA_*", "ROCM_*", "ROCR_*", "MIOPEN_*"),
+    "network": ("NCCL_*", "RCCL_*", "GLOO_*", "TP_SOCKET_IFNAME", "UCX_*", "FI_*", "OFI_*", "SHARP_*"),
+    "launcher": (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+        "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "NGPU", "NNODES", "NODE_RANK", "RDZV_ID",
+        "MAX_RESTARTS", "LOG_RANK", "LOG_PREFIX", "CONFIG_FILE", "NUMA_BINDING", "BREAK_RANK",
+    ),
+    "Slurm": (
+        "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION",
+        "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_GPUS", "SLURM_JOB_END_TIME", "SLURM_ARRAY_JOB_ID",
+        "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME", "SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND",
+        "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_HINT", "SLURM_LOCALID",
+        "SLURM_MEM_PER_NODE", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE",
+        "SLURM_PROCID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "SLURM_SUBMIT_DIR", "SLURM_TASK_PID",
+        "SLURM_TOPOLOGY_ADDR", "SLURMD_NODENAME",
+    ),
+    "data and logging": (
+        "HF_HOME", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_HUB_ENABLE_HF_TRANSFER", "HF_DATASETS_CACHE",
+        "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS",
+        "TIKTOKEN_CACHE_DIR", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_NAME", "WANDB_DIR",
+        "NO_COLOR", "XDG_CACHE_HOME", "XDG_STATE_HOME",
+    ),
+}  # fmt: skip
 
 
-def mask_value(name: str, value: str) -> str:
-    """``value`` of an environment variable, masked wholly when its name or its look says that it is a secret."""
-    if value and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)):
-        return MASKED
-    return mask_text(value)
+def is_recorded(name: str) -> bool:
+    """Return True if the value of the variable `name` is recorded."""
+    names = {pattern for patterns in RECORDED.values() for pattern in patterns}
+    # A prefix must not open the value of a secret that somebody gave such a name.
+    return name in names or (any(fnmatchcase(name, pattern) for pattern in names) and not is_secret_name(name))
 
 
-def mask_text(text: str) -> str:
-    """``text`` without logins in addresses and without well-known tokens."""
-    return _SECRET_VALUE.sub(MASKED, _ADDRESS_LOGIN.sub(MASKED, text))
+class HashKey(NamedTuple):
+    """The key that turns values into hashes. `is_stored`: later attempts of the same user use the same key."""
+
+    secret: bytes
+    is_stored: bool
+
+    def hash(self, name: str, value: str) -> str:
+        """Return 8 hexadecimal digits that tell values of one variable apart, and tell nothing of the value."""
+        message = f"{name}={value}".encode(errors="surrogateescape")
+        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()[:8]
+
+
+def hash_key(variables: Mapping[str, str]) -> HashKey:
+    """Return this user's key, made at first use; a new key if no file can keep one.
+
+    The key lies outside every run folder: who has a copy of a run folder cannot test guesses against its hashes.
+    """
+    state = variables.get("XDG_STATE_HOME") or os.path.join(variables.get("HOME") or "~", ".local", "state")
+    file = Path(state).expanduser() / "torchtitan_like" / "environment.key"
+    with suppress(OSError, RuntimeError):
+        if not file.exists():
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary = file.with_name(f".{file.name}-{os.getpid()}")
+            with open(temporary, "wb", opener=_open_private) as stream:
+                stream.write(os.urandom(KEY_BYTES))
+            with suppress(FileExistsError):  # another start made one at the same moment
+                os.link(temporary, file)
+            temporary.unlink()
+        secret = file.read_bytes()
+        if len(secret) == KEY_BYTES:
+            return HashKey(secret, True)
+    return HashKey(os.urandom(KEY_BYTES), False)
+
+
+def recorded_variables(variables: Mapping[str, str], key: HashKey) -> list[str]:
+    """Return the lines of variables.txt: values of listed names, and hashes of all other values."""
+    lines = [f"#hash_key={key.hash('', '') if key.is_stored else 'new for this attempt'}"]
+    for name in sorted(variables):
+        value = variables[name]
+        shown = mask_text(value) if is_recorded(name) else f"<hash {key.hash(name, value)}>" if value else ""
+        lines.append(f"{name}={shown}")
+    return lines
 
 
 def write_environment(
-    folder: Path, variables: Mapping[str, str] | None = None, argv: Iterable[str] | None = None
+    folder: Path, variables: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """Fill ``folder``: variables.txt, packages.txt, facts.json, git.txt and, where there is one, uncommitted.diff.
+    """Write variables.txt, packages.txt, facts.json, git.txt and, with local changes, uncommitted.diff into `folder`.
 
-    Each is plain sorted text, so that ``diff -r`` of two attempts shows what changed. Takes what git takes: run it in a
-    thread.
+    Each is sorted plain text, so that `diff -r` of two attempts shows what changed. Only the user can read them. git may
+    take seconds: run this in a thread.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     variables = dict(os.environ) if variables is None else variables
-    lines = [f"{name}={mask_value(name, variables[name])}" for name in sorted(variables)]
-    _write(folder / "variables.txt", lines)
+    _write(folder / "variables.txt", recorded_variables(variables, hash_key(variables)))
     names, editables = packages(sys.path)
     _write(folder / "packages.txt", names)
+    program, *arguments = sys.argv if argv is None else argv
     facts: dict[str, object] = {
-        "argv": _mask_argv(sys.argv if argv is None else argv),
+        "argv": [mask_text(program), *mask_arguments(arguments)],
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "folder": os.getcwd(),
@@ -162,23 +239,16 @@ def _write_git(folder: Path, sources: Iterable[Path]) -> None:
             diffs += state[1]
     _write(folder / "git.txt", lines or ["the package is in no git checkout"])
     if diffs:
-        (folder / "uncommitted.diff").write_text(diffs, encoding="utf-8")
+        _write(folder / "uncommitted.diff", [diffs.removesuffix("\n")])
 
 
-def _mask_argv(argv: Iterable[str]) -> list[str]:
-    """Arguments, with the values of ``--name value`` and ``--name=value`` treated as those of variables."""
-    masked: list[str] = []
-    name = ""
-    for argument in argv:
-        flag, equals, value = argument.partition("=")
-        if argument.startswith("--"):
-            masked.append(flag + equals + mask_value(flag, value) if equals else argument)
-            name = "" if equals else flag
-        else:
-            masked.append(mask_value(name, argument))
-            name = ""
-    return masked
+def _open_private(path: str, flags: int) -> int:
+    """An opener for `open`: nobody but the user can read the file."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # also a file that is there already
+    return descriptor
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=_open_private) as file:
+        file.write("".join(f"{line}\n" for line in lines))

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.run_directory import write_atomically
+from torchtitan_like.util.credentials import mask_text
 
 FIRST = "first.json"
 
@@ -30,7 +31,7 @@ def _gpu() -> int | None:
 def record_error(attempt_folder: Path, rank: int, phase: str, step: int, error: Exception) -> dict[str, Any]:
     """Leave ``errors/rank-<r>.json`` in the attempt's folder, the first one as `FIRST` too; what stands in it. Never raises."""
     record = {"time": time.time(), "host": socket.gethostname(), "gpu": _gpu(), "rank": rank, "phase": phase, "step": step,
-              "traceback": "".join(traceback.format_exception(error))}  # fmt: skip
+              "traceback": mask_text("".join(traceback.format_exception(error)))}  # fmt: skip
     path = attempt_folder / "errors" / f"rank-{rank}.json"
     try:
         write_atomically(path, json.dumps(record) + "\n")

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from torchtitan_like.util.credentials import mask_text
+
 LINE_FORMAT = "[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 logger = logging.getLogger()
@@ -31,7 +33,17 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
         return sys.stdout
 
 
-class _PlainFormatter(logging.Formatter):
+class _LineFormatter(logging.Formatter):
+    """One log line in `LINE_FORMAT`, without credentials."""
+
+    def __init__(self) -> None:
+        super().__init__(LINE_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_text(super().format(record))
+
+
+class _PlainFormatter(_LineFormatter):
     """The same line without colour codes, for files."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -49,7 +61,7 @@ def init_logger() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     if not any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
         handler = _StdoutHandler()
-        handler.setFormatter(logging.Formatter(LINE_FORMAT))
+        handler.setFormatter(_LineFormatter())
         logger.addHandler(handler)
 
 
@@ -64,7 +76,7 @@ def add_file(path: str | os.PathLike[str] | None) -> None:
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         file_handler = _AttemptFileHandler(path, encoding="utf-8")
-        file_handler.setFormatter(_PlainFormatter(LINE_FORMAT))
+        file_handler.setFormatter(_PlainFormatter())
         logger.addHandler(file_handler)
 
 

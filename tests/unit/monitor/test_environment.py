@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import stat
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -11,49 +13,112 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_like.monitor.environment import MASKED, git_state, mask_value, packages, write_environment
+from tests.harness.secrets import SECRET_VARIABLES, new_secret, with_secret
+from torchtitan_like.config.cli import mask_arguments
+from torchtitan_like.monitor.environment import (
+    RECORDED,
+    HashKey,
+    git_state,
+    hash_key,
+    packages,
+    recorded_variables,
+    write_environment,
+)
+from torchtitan_like.util.credentials import MASK
+
+KEY = HashKey(bytes(32), True)
+SECRET = new_secret()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shown"),
+    ("name", "value"),
     [
-        ("HF_TOKEN", "abc", MASKED),
-        ("WANDB_API_KEY", "abc", MASKED),
-        ("AWS_SECRET_ACCESS_KEY", "abc", MASKED),
-        ("MY_PASSWORD", "abc", MASKED),
-        ("PGPASSWORD", "abc", MASKED),
-        ("SERVICE_AUTH", "abc", MASKED),
-        ("NOTE", "ghp_0123456789abcdefghij", MASKED),
-        ("EMPTY_TOKEN", "", ""),
-        ("HTTPS_PROXY", "http://me:pw@proxy:3128", f"http://{MASKED}@proxy:3128"),
-        ("TOKENIZERS_PARALLELISM", "false", "false"),
-        ("TIKTOKEN_CACHE_DIR", "/c", "/c"),
-        ("DB_PWD", "abc", MASKED),
-        ("PWD", "/home/me", "/home/me"),
-        ("KEYBOARD", "de", "de"),
-        ("LD_PRELOAD", "/usr/lib/libjemalloc.so", "/usr/lib/libjemalloc.so"),
-        ("OMP_NUM_THREADS", "1", "1"),
-        ("HYDRA_KEY", "abc", MASKED),
+        ("PATH", "/usr/bin"),
+        ("PWD", "/home/me"),
+        ("OMP_NUM_THREADS", "1"),
+        ("NCCL_SOCKET_IFNAME", "eth0"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("TIKTOKEN_CACHE_DIR", "/c"),
+        ("LD_PRELOAD", "/usr/lib/libjemalloc.so"),
+        ("SLURM_JOB_ID", "17"),
     ],
 )
-def test_secrets_are_masked_by_name_or_look(name: str, value: str, shown: str) -> None:
-    assert mask_value(name, value) == shown
+def test_values_of_listed_variables_are_recorded(name: str, value: str) -> None:
+    assert recorded_variables({name: value}, KEY)[1] == f"{name}={value}"
 
 
-SECRET = "/".join("xyzzy")  # not in one piece here, for the environment holds the difference to the last commit
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
+def test_no_secret_of_a_variable_is_recorded(name: str) -> None:
+    text = "\n".join(recorded_variables({name: with_secret(SECRET_VARIABLES[name], SECRET)}, KEY))
+    assert SECRET not in text and f"\n{name}=" in text
+
+
+def test_hashes_tell_values_of_one_variable_apart() -> None:
+    def line(value: str, key: HashKey = KEY) -> str:
+        return recorded_variables({"DB_PASS": value}, key)[1]
+
+    assert re.fullmatch(r"DB_PASS=<hash [0-9a-f]{8}>", line("a"))
+    assert line("a") == line("a") != line("b")
+    assert line("a") != line("a", HashKey(bytes(31) + b"1", True)), "who has no key cannot test a guess"
+    assert line("") == "DB_PASS="
+
+
+def test_the_key_of_the_hashes_is_outside_the_run_folder_and_private(tmp_path: Path) -> None:
+    variables = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    key = hash_key(variables)
+    file = tmp_path / "state/torchtitan_like/environment.key"
+    assert key.is_stored and key == hash_key(variables) and file.read_bytes() == key.secret
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(list(file.parent.iterdir())) == 1
+
+
+def test_without_a_place_for_the_key_the_hashes_are_of_one_attempt(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file, no folder")
+    variables = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    key = hash_key(variables)
+    assert not key.is_stored and key.secret != hash_key(variables).secret
+    assert recorded_variables({}, key) == ["#hash_key=new for this attempt"]
+
+
+def test_the_documented_list_is_the_list() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs/security.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text.split("## What a run records")[1], re.MULTILINE))
+    documented = {topic: tuple(re.findall(r"`([^`]+)`", rows[topic])) for topic in RECORDED}
+    assert documented == RECORDED
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (["--training.steps", "5", "--training.steps=5"], ["--training.steps", "5", "--training.steps=5"]),
+        (["--webhook=S", "--webhook", "S", "S"], [f"--webhook={MASK}", "--webhook", MASK, MASK]),
+        (["-p", "S", "-pS", "S"], [MASK] * 4),
+        (
+            ["--model.args.api_key", "S", "--model.args.dim", "8"],
+            ["--model.args.api_key", MASK, "--model.args.dim", "8"],
+        ),
+        (["--job.description", "https://me:S@h/x?k=S"], ["--job.description", f"https://{MASK}@h/x?{MASK}"]),
+        (["--data.sources.a.path=me:S@h"], [f"--data.sources.a.path={MASK}@h"]),
+        (["--training.dataset-path", "a.jsonl"], ["--training.dataset-path", "a.jsonl"]),
+    ],
+)
+def test_arguments_of_the_schema_are_recorded_and_others_masked(typed: list[str], shown: list[str]) -> None:
+    assert mask_arguments([word.replace("S", SECRET) for word in typed]) == shown
 
 
 def test_files_of_an_environment(tmp_path: Path) -> None:
     folder = tmp_path / "environment"
+    state = str(tmp_path / "state")
     write_environment(
         folder,
-        variables={"Z": "last", "HF_TOKEN": SECRET, "A": "first"},
+        variables={"TZ": "last", "HF_TOKEN": SECRET, "LANG": "first", "XDG_STATE_HOME": state},
         argv=["train.py", "--job.config_file", "a.toml", "--wandb.api_key", SECRET, f"--x.secret={SECRET}", "--y=1"],
     )
-    assert (folder / "variables.txt").read_text() == f"A=first\nHF_TOKEN={MASKED}\nZ=last\n"
+    first, *lines = (folder / "variables.txt").read_text().splitlines()
+    assert re.fullmatch(r"#hash_key=[0-9a-f]{8}", first) and re.fullmatch("HF_TOKEN=<hash [0-9a-f]{8}>", lines[0])
+    assert lines[1:] == ["LANG=first", "TZ=last", f"XDG_STATE_HOME={state}"]
     facts = json.loads((folder / "facts.json").read_text())
     assert facts["argv"] == [
-        "train.py", "--job.config_file", "a.toml", "--wandb.api_key", MASKED, f"--x.secret={MASKED}", "--y=1"
+        "train.py", "--job.config_file", "a.toml", "--wandb.api_key", MASK, f"--x.secret={MASK}", f"--y={MASK}"
     ]  # fmt: skip
     assert facts["torch"] == torch.__version__
     assert facts["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
@@ -62,6 +127,8 @@ def test_files_of_an_environment(tmp_path: Path) -> None:
     listed = (folder / "packages.txt").read_text().splitlines()
     assert f"torch=={metadata.version('torch')}" in listed and listed == sorted(listed)
     assert SECRET not in "".join(path.read_text() for path in folder.iterdir())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_packages_first_on_the_path_hides_and_editables_are_found(tmp_path: Path) -> None:
@@ -114,7 +181,7 @@ def test_git_commit_and_uncommitted_changes(checkout: Path, settings: Path, want
         f"checkout {checkout}", f"commit {head}", "2 changed or untracked files", " M package/code.py", "?? extra.txt"
     ]  # fmt: skip
     changes = "--- a/package/code.py\n+++ b/package/code.py\n@@ -1 +1 @@\n-old = 1\n+new = "
-    assert f"{changes}'https://{MASKED}@host/'\n" in diff
+    assert f"{changes}'https://{MASK}@host/'\n" in diff
 
 
 def test_git_of_a_clean_checkout_has_no_diff(checkout: Path) -> None:

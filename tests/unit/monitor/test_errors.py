@@ -32,6 +32,11 @@ def test_it_says_who_where_when_and_why(tmp_path: Path) -> None:
     assert traceback[-1] == "ValueError: too small"
 
 
+def test_a_record_holds_no_credentials(tmp_path: Path) -> None:
+    record_error(tmp_path, 0, "start", 0, fail("https://me:planted@host is not reached"))
+    assert "planted" not in (tmp_path / "errors/rank-0.json").read_text()
+
+
 def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
     """Thousands of ranks end together: each that read all records would read thousands of files."""
     assert first_error(tmp_path) is None

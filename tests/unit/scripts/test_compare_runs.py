@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs; the second has an attempt 2 that is as A, and an attempt 10 that preloads a library and has one key more."""
     folder = tmp_path_factory.mktemp("runs")
-    same = {"PATH": "/bin", "HF_TOKEN": "hf_a", "EMPTY": ""}
+    same = {"PATH": "/bin", "HF_TOKEN": "hf_a", "EMPTY": "", "XDG_STATE_HOME": str(folder / "state")}
     other = {**same, "LD_PRELOAD": "/lib/libjemalloc.so=2", "HF_TOKEN": "hf_b", "EMPTY": "1"}
     for name, variables in (("a/attempts/1", same), ("b/attempts/2", same), ("b/attempts/10", other)):
         write_environment(folder / name / "environment", variables, ["train", "--training.steps", "7"])
@@ -120,7 +121,8 @@ def test_what_differs_in_the_newest_attempts(runs: Path, capsys: pytest.CaptureF
     assert main([str(runs / "a"), str(runs / "b"), "--environment"]) == 1
     told = capsys.readouterr().out
     assert f"B: {runs}/b/attempts/10/environment" in told
-    assert "variables.txt: 2 differences\n  EMPTY\n    A \n    B 1\n" in told, "and not the masked token"
+    assert re.search(r"variables.txt: 3 differences\n  EMPTY\n    A \n    B <hash [0-9a-f]{8}>\n", told)
+    assert re.search(r"  HF_TOKEN\n    A <hash [0-9a-f]{8}>\n    B <hash [0-9a-f]{8}>\n", told)
     assert "  LD_PRELOAD\n    A (none)\n    B /lib/libjemalloc.so=2\n" in told
     assert "  mine\n    A (none)\n    B 1\n" in told and "    B 9+" in told
     assert "  hash of uncommitted.diff\n" in told
