@@ -271,6 +271,13 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
         )
         if reason:
             findings.error("model.args", f"attention that can be computed here; {reason}", involves=MODEL_KEYS)
+        if device_type == "cpu" and args.attn_type != "sdpa":
+            findings.warning(
+                "model.args" if "attn_type" in config.model.args else "model.flavor",
+                f'attn_type = "{args.attn_type}" needs a GPU. On CPU, scaled_dot_product_attention with the '
+                f'same {args.attn_mask_type} mask computes attention (attn_type = "sdpa")',
+                involves=MODEL_KEYS,
+            )
     if config.debug.launch_blocking:
         slow = "makes the run much slower: the host waits for each kernel"
         findings.warning(

@@ -27,11 +27,8 @@ def unsupported_attention(attn_type: str, *, device_type: str, dtype: str, head_
 
     dtype: that of the computation (training.mixed_precision_param).
     """
-    if attn_type == "sdpa":
+    if attn_type == "sdpa" or device_type == "cpu":  # on CPU the reference replaces all others
         return ""
-    if device_type == "cpu":
-        why = {"flex": "FlexAttention has no backward pass there", "varlen": "its kernel is a GPU's"}[attn_type]
-        return f'attn_type = "{attn_type}" cannot train on CPU: {why}; set attn_type = "sdpa"'
     if attn_type == "varlen" and dtype not in ("float16", "bfloat16"):
         return (
             f'attn_type = "varlen" computes in half precision only, not in {dtype}: '

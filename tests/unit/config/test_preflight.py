@@ -264,9 +264,24 @@ def test_offload_needs_a_gpu() -> None:
 
 def test_attention_that_a_device_cannot_compute() -> None:
     line = "--training.steps 1000 --model.args.attn_type flex --model.args.attn_mask_type block_causal"
-    (problem,) = check(line, device_type="cpu")
-    assert problem.key == "model.args" and "cannot train on CPU" in problem.expected
+    (problem,) = check(f"{line} --training.mixed_precision_param float64", device_type="cuda")
+    assert problem.key == "model.args" and "no kernel for float64" in problem.expected
     assert check(line, device_type="cuda") == check(line) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--model.flavor debugmodel_flex_attn", "model.flavor"),
+        ("--model.flavor debugmodel_varlen_attn", "model.flavor"),
+        ("--model.args.attn_type flex --model.args.attn_mask_type block_causal", "model.args"),
+    ],
+)
+def test_kernels_of_a_gpu_are_replaced_on_cpu_and_the_log_reports_it(flags: str, key: str) -> None:
+    (warning,) = check(f"--training.steps 1000 {flags}", device_type="cpu")
+    assert (warning.severity, warning.key) == ("warning", key)
+    assert "scaled_dot_product_attention with the same block_causal mask" in str(warning)
+    assert check(f"--training.steps 1000 {flags}", device_type="cuda") == []
 
 
 def test_compiling_on_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

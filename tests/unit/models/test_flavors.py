@@ -24,6 +24,10 @@ def rule_of(args, name):
         ("8B", 8_030_261_248, 14336, 8),
         ("70B", 70_553_706_496, 28672, 8),
         ("405B", 405_853_388_800, 53248, 8),
+        ("debugmodel_flex_attn", 6_163_712, 768, 8),
+        ("debugmodel_varlen_attn", 6_163_712, 768, 8),
+        ("8B_flex", 8_030_261_248, 14336, 8),
+        ("8B_varlen", 8_030_261_248, 14336, 8),
     ],
 )
 def test_number_of_parameters(flavor, parameters, ffn_dim, rope_factor):

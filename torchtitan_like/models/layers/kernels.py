@@ -121,6 +121,25 @@ KERNELS = {
 }
 
 
+def attention_kernel(attn_type: str) -> Kernel:
+    """The kernel of an attention type, with the reference kernel ("sdpa") in its place on CPU.
+
+    The other kernels cannot train on CPU. Under the same mask all of them compute the same.
+    """
+    kernel, reference = KERNELS[attn_type], KERNELS["sdpa"]
+    if kernel is reference:
+        return kernel
+
+    def core(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        return (reference if q.device.type == "cpu" else kernel).core(q, k, v, mask)
+
+    def mask(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Any:
+        chosen = reference if positions.device.type == "cpu" else kernel
+        return chosen.mask(positions, dtype, num_keys)
+
+    return Kernel(core, mask)
+
+
 def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v with as many heads as q, each head repeated for its group."""
     group_size = q.shape[1] // k.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_like.models.attention_rules import check_attention
 from torchtitan_like.models.spec import InitRule, almost_normal
@@ -79,6 +79,16 @@ FLAVORS = {
     "70B": LlamaArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
     "405B": LlamaArgs(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096),
 }  # fmt: skip
+# TorchTitan's flavors for other attention kernels: the same sizes, attention within each document.
+FLAVORS |= {
+    name: replace(FLAVORS[base], attn_type=attn_type, attn_mask_type="block_causal")
+    for name, base, attn_type in (
+        ("debugmodel_flex_attn", "debugmodel", "flex"),
+        ("debugmodel_varlen_attn", "debugmodel", "varlen"),
+        ("8B_flex", "8B", "flex"),
+        ("8B_varlen", "8B", "varlen"),
+    )
+}
 
 
 def check(args: LlamaArgs) -> list[str]:

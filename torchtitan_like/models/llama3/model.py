@@ -11,7 +11,7 @@ from torchtitan_like.models.layers.attention import Attention
 from torchtitan_like.models.layers.embedding import Embedding
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.head import OutputHead
-from torchtitan_like.models.layers.kernels import KERNELS, Mask
+from torchtitan_like.models.layers.kernels import Mask, attention_kernel
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 from torchtitan_like.models.llama3.flavors import LlamaArgs
@@ -23,7 +23,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: LlamaArgs, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        core = KERNELS[args.attn_type].core
+        core = attention_kernel(args.attn_type).core
         self.attention = Attention(args.dim, args.n_heads, args.num_kv_heads, rotary, core)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
             original_max_seq_len=args.rope_original_max_seq_len,
         )
         documents = args.attn_mask_type == "block_causal"
-        self.attention_mask = KERNELS[args.attn_type].mask if documents else None
+        self.attention_mask = attention_kernel(args.attn_type).mask if documents else None
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args, rotary) for i in range(args.n_layers)})
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = OutputHead(args.dim, args.vocab_size)

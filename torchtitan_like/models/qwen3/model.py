@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan_like.models.layers.embedding import Embedding
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.head import OutputHead
-from torchtitan_like.models.layers.kernels import KERNELS, Core, Mask
+from torchtitan_like.models.layers.kernels import Core, Mask, attention_kernel
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding, rotate
 from torchtitan_like.models.qwen3.flavors import Qwen3Args
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps)
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps)
         self.rotary = rotary
-        self.core = KERNELS[args.attn_type].core
+        self.core = attention_kernel(args.attn_type).core
 
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         batch, seq, _ = x.shape
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         rotary = RotaryEmbedding(args.head_dim, args.max_seq_len, args.rope_theta)
         documents = args.attn_mask_type == "block_causal"
-        self.attention_mask = KERNELS[args.attn_type].mask if documents else None
+        self.attention_mask = attention_kernel(args.attn_type).mask if documents else None
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args, rotary) for i in range(args.n_layers)})
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = OutputHead(args.dim, args.vocab_size)
