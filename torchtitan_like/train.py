@@ -126,6 +126,11 @@ class Trainer:
             changes = diff_settings(stored["config"], config.model_dump(), stored, now)
             if note := check_changes(changes):
                 logger.info(note)
+            if reordered := changes.reordered():
+                logger.warning(
+                    "The order of the samples differs from that of the run that saved the checkpoint: "
+                    f"{'; '.join(reordered)}"
+                )
             self.differences += changes.accepted()
 
     def _prepare_randomness(self) -> None:

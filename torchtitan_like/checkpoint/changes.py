@@ -32,8 +32,8 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("training.mixed_precision_*", "numerics"),
     ("debug.matmul_precision", "numerics"),
     ("debug.moe_force_load_balance", "numerics"),
-    ("training.global_batch_size", "train_state"),
-    ("training.batch_ramp", "train_state"),
+    ("training.global_batch_size", "dataloader"),
+    ("training.batch_ramp", "dataloader"),
     ("training.skip_steps", "told"),
     ("debug.seed", "train_state"),
     ("debug.*", ""),
@@ -78,6 +78,10 @@ class Changes(NamedTuple):
         """
         return [str(change) for change in self.harmless if part_of(change.key)]
 
+    def reordered(self) -> list[str]:
+        """Accepted changes that put the samples in another order."""
+        return [str(change) for change in self.harmless if part_of(change.key) == "dataloader"]
+
 
 def part_of(key: str) -> str:
     """What a setting shapes: a part of the checkpoint, "numerics", "told", or "" for nothing that is learnt.
@@ -104,7 +108,9 @@ def diff_settings(
     Raises CheckpointError when the stored configuration cannot be read.
     """
     section = current.get("checkpoint", {})
-    allowed, excluded = section.get("allow_change", ()), section.get("exclude_from_loading", ())
+    allowed, excluded = section.get("allow_change", ()), {*section.get("exclude_from_loading", ())}
+    if "train_state" in excluded:  # the data position follows from the step, which starts anew
+        excluded.add("dataloader")
     is_seed = stored_summary.get("step") == 0  # nothing has been learnt yet, and its layout was one rank
 
     def is_free(key: str) -> bool:

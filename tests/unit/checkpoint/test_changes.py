@@ -206,6 +206,19 @@ def test_steps_that_are_left_out_are_told_and_not_refused() -> None:
     assert changes.accepted() == ["training.skip_steps [] -> [[5, 8]]"]
 
 
+@pytest.mark.parametrize("excluded", ["dataloader", "train_state"])
+@pytest.mark.parametrize("line", ["--training.global_batch_size 16", ""])
+def test_without_the_data_position_the_batch_size_may_change(excluded: str, line: str) -> None:
+    """A size that follows from the layout (-1) counts as one that is set."""
+    resolved = {"global_batch_size": 32}, {"global_batch_size": 16}
+    changes = differ("", line, *resolved)
+    assert keys(changes.refused) == ["training.global_batch_size"]
+    changes = differ("", f"{line} --checkpoint.exclude_from_loading {excluded}", *resolved)
+    assert not changes.refused
+    assert changes.reordered() == ["training.global_batch_size 32 -> 16"]
+    assert not differ("", "--checkpoint.exclude_from_loading dataloader").reordered()
+
+
 def test_what_shapes_the_run_is_told_although_it_is_accepted() -> None:
     now = "--optimizer.lr 1 --metrics.log_freq 7 --checkpoint.allow_change optimizer.lr"
     assert differ("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]
