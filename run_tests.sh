@@ -5,13 +5,43 @@
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
 #   ./run_tests.sh --nightly             the long tests instead (marker "nightly")
+#   ./run_tests.sh --null-gpu            the CUDA paths on devices that compute nothing (45 minutes; see below)
 #   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
+#
+# --null-gpu needs no GPU but a CUDA build of torch. It uses the Python in NULL_GPU_PYTHON; without that variable it
+# creates .venv-null-gpu and installs torch with its CUDA libraries there, about 5 GB.
 #
 # Prints the time it took. Returns pytest's code, or 1 when only a static check has failed.
 set -uo pipefail
 
 started=$SECONDS
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+NULL_GPU_TORCH=2.14.1 # the release that tests/gpu_null/counts.json has counts of
+
+# Set NULL_GPU_PYTHON to a Python whose torch is a CUDA build.
+find_null_gpu_python() {
+  local folder="$ROOT/.venv-null-gpu"
+  if [ -z "${NULL_GPU_PYTHON:-}" ]; then
+    NULL_GPU_PYTHON=$folder/bin/python
+    if [ ! -e "$folder/complete" ]; then
+      echo "Creating $folder with torch $NULL_GPU_TORCH and its CUDA libraries (about 5 GB)."
+      "${PYTHON:-python3}" -m venv "$folder" &&
+        "$NULL_GPU_PYTHON" -m pip install "torch==$NULL_GPU_TORCH" -e "${ROOT}[dev]" &&
+        touch "$folder/complete" || return 1
+    fi
+  fi
+  "$NULL_GPU_PYTHON" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || {
+    echo "$NULL_GPU_PYTHON has no CUDA build of torch." >&2
+    echo "Expected torch with CUDA libraries: set NULL_GPU_PYTHON to such a Python, or unset it." >&2
+    return 1
+  }
+}
+
+if [ "${1:-}" = --null-gpu ]; then
+  find_null_gpu_python || exit 1
+  cd "$ROOT" || exit 1
+  OMP_NUM_THREADS=1 exec "$NULL_GPU_PYTHON" -m pytest tests/gpu_null "${@:2}"
+fi
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
 setup_env dev || exit 1

@@ -94,9 +94,11 @@ def run_row(row: OverrideDefinitions, folder: Path, run: Callable[..., RunResult
     return results
 
 
-def trainer_command(arguments: list[str], ngpu: int, dump_folder: Path) -> list[str]:
+def trainer_command(
+    arguments: list[str], ngpu: int, dump_folder: Path, module: str = "torchtitan_like.train"
+) -> list[str]:
     """The command of one run: torchrun, or for one rank the trainer itself, as run_train.sh starts them."""
-    trainer = ["-m", "torchtitan_like.train", *arguments]
+    trainer = ["-m", module, *arguments]
     if ngpu == 1:
         return [sys.executable, *trainer]
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ngpu}", "--rdzv_backend=c10d"]
@@ -105,7 +107,13 @@ def trainer_command(arguments: list[str], ngpu: int, dump_folder: Path) -> list[
 
 
 def run_trainer(
-    arguments: list[str], ngpu: int, dump_folder: Path, *, env: Mapping[str, str] | None = None, timeout: float = 300
+    arguments: list[str],
+    ngpu: int,
+    dump_folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    module: str = "torchtitan_like.train",
 ) -> RunResult:
     """Run the trainer in the repository's folder and wait for its end.
 
@@ -113,7 +121,7 @@ def run_trainer(
     """
     started = time.monotonic()
     process = subprocess.Popen(
-        trainer_command(arguments, ngpu, dump_folder),
+        trainer_command(arguments, ngpu, dump_folder, module),
         cwd=ROOT,
         env=trainer_environment(env),
         stdin=subprocess.DEVNULL,

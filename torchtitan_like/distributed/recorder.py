@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
+# What torchrun puts into its workers' environment where the user has set nothing.
+TORCHRUN_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
 
 def set_up_recorder(comm: Comm, folder: Path) -> None:
     """Tell torch what to record and where NCCL's own watchdog writes it: before any group is made, as it is read then."""
@@ -27,7 +30,7 @@ def set_up_recorder(comm: Comm, folder: Path) -> None:
         }
         (folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
     for name, value in wanted.items():
-        if os.environ.get(name, value) != value:
+        if os.environ.get(name, value) not in (value, TORCHRUN_DEFAULTS.get(name)):
             logger.warning(f"{name}={os.environ[name]} in the environment is overridden with {value}")
         os.environ[name] = value
 

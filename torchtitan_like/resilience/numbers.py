@@ -49,6 +49,8 @@ class BadNumbers(Generic[Place]):
 
     def passed(self, place: Place) -> None:
         """The step that was gated last has led here."""
+        if len(self._recent) == self._recent.maxlen:
+            self._recent.popleft()  # first, so that its page-locked memory serves the new copies
         self._recent.append((place, HostCopy(self._halted), HostCopy(self._in_a_row)))
 
     def have_halted(self) -> bool:

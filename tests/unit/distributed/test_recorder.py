@@ -5,6 +5,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from torchtitan_like.config.sections_run import Comm
+from torchtitan_like.distributed.recorder import set_up_recorder
+
 PROGRAM = """
 import json, pickle, sys
 from pathlib import Path
@@ -38,3 +44,16 @@ def test_the_last_collectives_are_kept_and_the_environment_is_told_of(repo_root)
 
 def test_nothing_is_kept_when_switched_off(repo_root):
     assert run(repo_root, 0)[0] == ["None", []]
+
+
+@pytest.mark.parametrize(("value", "warns"), [("1", False), ("3", False), ("0", True)])
+def test_only_a_value_that_a_user_chose_is_reported_as_overridden(tmp_path, monkeypatch, caplog, value, warns):
+    """torchrun itself sets TORCH_NCCL_ASYNC_ERROR_HANDLING to 1."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+    set_up_recorder(Comm(), tmp_path)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING" in caplog.text) is warns

@@ -1,0 +1,114 @@
+"""What a training step asks of the device: counts per step, and for one step the code that made each call."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+# The order of `enum event_kind` in device/null_cuda.h.
+KINDS = (
+    "launches",
+    "matmuls",
+    "collectives",
+    "copies",
+    "syncs",
+    "late_waits",
+    "device_allocations",
+    "pinned_allocations",
+)
+ALLOCATIONS = ("device_allocations", "pinned_allocations")
+# A call belongs to the first phase that a frame of its stack names, from the innermost frame outwards.
+PHASES = {
+    ("optim/clipping.py", None): "clip",
+    ("optim/loss.py", None): "loss",
+    ("optim/optimizer.py", "clip_gradients"): "clip",
+    ("optim/optimizer.py", "step"): "optimizer",
+    ("modules/module.py", None): "forward",
+}
+PHASES_BY_FOLDER = {"_fully_shard": "data parallel", "pipelining": "pipeline"}
+FRAMES_SHOWN = 4
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
+
+
+def call_site(frame: FrameType | None) -> tuple[str, str]:
+    """The phase of the step and the innermost frames of the stack, as `folder/file.py:function`."""
+    node = torch._C._current_autograd_node()
+    phase: str | None = None
+    names: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        file = "/".join(code.co_filename.split("/")[-2:])
+        if phase is None:
+            phase = PHASES.get((file, code.co_name)) or PHASES.get((file, None))
+            phase = phase or PHASES_BY_FOLDER.get(file.partition("/")[0])
+        if len(names) < FRAMES_SHOWN and not code.co_filename.startswith("<") and "_ops.py" not in file:
+            names.append(f"{file}:{code.co_name}")
+        frame = frame.f_back
+    if node is not None:
+        names.append(f"backward of {node.name()}")
+        phase = phase if phase in ("loss", "data parallel") else "backward"
+    return phase or "bookkeeping", " < ".join(names)
+
+
+class Recording:
+    """Counts of each step, and where the calls of step `detailed_step` come from."""
+
+    def __init__(self, library: str, detailed_step: int) -> None:
+        self._library = ctypes.CDLL(library)
+        self._counts = (ctypes.c_long * len(KINDS)).in_dll(self._library, "null_cuda_counts")
+        self._listener = LISTENER(self._record)
+        self._detailed_step = detailed_step
+        self._step = 0
+        self._before: list[int] = []
+        self.steps: dict[int, dict[str, int]] = {}
+        self.calls: Counter[tuple[str, str, str, str]] = Counter()
+
+    def _record(self, kind: int, detail: bytes) -> None:
+        phase, site = call_site(sys._getframe().f_back)
+        self.calls[KINDS[kind], phase, site, detail.decode()] += 1
+
+    def start_step(self, step: int) -> None:
+        """End the step before, and count what comes for `step`."""
+        self.end_step()
+        self._step = step
+        self._library.null_cuda_start_step(ctypes.c_long(step))
+        if step == self._detailed_step:
+            self._library.null_cuda_listen(self._listener)
+        self._before = list(self._counts)
+
+    def end_step(self) -> None:
+        """Note the counts of the step that was started last."""
+        after = list(self._counts)
+        self._library.null_cuda_listen(None)
+        if self._step:
+            differences = (now - before for now, before in zip(after, self._before, strict=True))
+            self.steps[self._step] = dict(zip(KINDS, differences, strict=True))
+        self._step = 0
+
+    def write(self, path: Path) -> None:
+        """Write all of it as JSON."""
+        content: dict[str, Any] = {
+            "torch": torch.__version__.partition("+")[0],
+            "steps": self.steps,
+            "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+            "calls": [[*key, number] for key, number in sorted(self.calls.items())],
+        }
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def recording_path(folder: Path, rank: int) -> Path:
+    """Where rank `rank` of a run writes its recording."""
+    return folder / f"recording-{rank}.json"
+
+
+def rank_from_environment() -> int:
+    """This process's rank; 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
