@@ -192,7 +192,7 @@ class Trainer:
         section = self.config.optimizer
         self.schedule = build_schedule(self.config.lr_scheduler, self.config.training.steps)
         named = [named for part in self.parts for named in part.named_parameters()]
-        self.optimizer = build_optimizer(named, section, across=self.world.groups_of("pp"))
+        self.optimizer = build_optimizer(named, section, self.world.all_ranks)
         if not self.optimizer.gate_on_device:
             logger.info(f"optimizer.implementation = {section.implementation!r} synchronises with the host each step")
         self.states: dict[str, Stateful] = {

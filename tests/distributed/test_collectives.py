@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.parity import build, options, release
-from tests.distributed.traffic import Traffic
+from tests.distributed.traffic import Sent, Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.train import Trainer
 
@@ -28,6 +28,8 @@ def log_of_a_step(argv):
     with Traffic() as traffic:
         trainer.train_step(2, fetched, sums)
     release(trainer)
+    norm = [sent for sent in traffic.sent if sent.dtype == torch.float64]
+    assert norm == [Sent("all_reduce", torch.float64, 1)] * (trainer.world.size > 1), "the gradient norm takes one"
     return [sent for sent in traffic.sent if sent.elements > 1 and sent.dtype.is_floating_point], traffic.num_host_reads
 
 

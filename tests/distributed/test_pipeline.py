@@ -159,7 +159,8 @@ def trace(pipeline, dp_rank=0, dp=1):
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).double().numpy()
         for name, p in parameters(pipeline)
     }
-    norm = clip_gradients([p for _, p in parameters(pipeline)], 1e9, across=[pipeline.group]).item()
+    named = parameters(pipeline)
+    norm = clip_gradients([p for _, p in named], 1e9, dist.group.WORLD).item()
     return SimpleNamespace(loss=loss, gradients=gradients, norm=norm, hash=hashed, evaluated=evaluated / dp)
 
 

@@ -178,7 +178,7 @@ def compare(layout):
         errors[name] = relative(p.grad.full_tensor(), expected[name])
     assert expected.keys() == dict(named).keys()
     assert all(p is q for (_, p), q in zip(named, model.parameters(), strict=True))
-    norm = clip_gradients([p for _, p in named], 1e9).double()
+    norm = clip_gradients([p for _, p in named], 1e9, dist.group.WORLD)
     errors["norm"] = relative(norm, torch.stack([g.norm() for g in expected.values()]).norm())
     tokens, _, positions = batch(layout)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def norm_where_some_name_an_older_mesh():
         made = [DTensor.from_local(local.clone(), mesh, (Shard(0), Shard(1)), run_check=False) for _ in range(2)]
         parameters.append(nn.Parameter(made[0]))
         parameters[-1].grad = made[1]
-    return clip_gradients(parameters, 1e9).item()
+    return clip_gradients(parameters, 1e9, dist.group.WORLD).item()
 
 
 def test_the_norm_takes_equal_meshes_for_one():

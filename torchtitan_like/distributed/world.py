@@ -161,6 +161,7 @@ class World:
     step_group: HostGroup
     checkpoint_group: HostGroup
     owns_default_group: bool
+    all_ranks: Any = None  # the group of all ranks on their devices, for the training thread; None for one rank
     groups: dict[str, Any] = field(default_factory=dict)  # this rank's, by dimension of the weights' mesh, and `cp`
     _training_groups: list[Any] = field(default_factory=list)
 
@@ -171,10 +172,6 @@ class World:
     def group(self, name: str) -> Any:
         """This rank's process group along a mesh dimension; None where it is alone."""
         return self.groups.get(name)
-
-    def groups_of(self, *names: str) -> list[Any]:
-        """As `group`, of several dimensions; without those where this rank is alone."""
-        return [self.groups[name] for name in names if name in self.groups]
 
     def coordinate(self, name: str) -> int:
         """Where this rank stands along a mesh dimension."""
@@ -309,10 +306,32 @@ def join_world(
     groups = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     if dims.cp > 1:
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
+    all_ranks = _group_of_all(ranks, timeout)
     checkpoint_group = HostGroup(ranks, checkpoint_timeout)
     training = {step_group.group, *groups.values(), dist.group.WORLD if owns else None} - {None}
+    if all_ranks not in (None, dist.group.WORLD):
+        training.add(all_ranks)
     for group in training - {dist.group.WORLD}:  # a mesh's own groups have torch's time-out, half an hour
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return World(
-        launch.rank, launch.local_rank, dims, device, mesh, step_group, checkpoint_group, owns, groups, list(training)
+        launch.rank,
+        launch.local_rank,
+        dims,
+        device,
+        mesh,
+        step_group,
+        checkpoint_group,
+        owns,
+        all_ranks,
+        groups,
+        list(training),
     )
+
+
+def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
+    """The default group where it is the whole of the run, as in every run of its own; None for one rank."""
+    if len(ranks) == 1:
+        return None
+    if dist.get_world_size() == len(ranks):
+        return dist.group.WORLD
+    return dist.new_group(ranks, timeout=timeout)

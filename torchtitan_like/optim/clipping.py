@@ -3,71 +3,89 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Tensor = torch.Tensor
+# Elements of a CPU gradient converted to float64 at a time: 2 MiB, which stays in the cache.
+# GPUs convert inside the norm kernel and need no copy.
+CPU_CHUNK = 1 << 18
 
 
-@torch.no_grad()  # a DTensor then gives its shard as it is, without a view of it for autograd
-def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
-    """This rank's gradient shards, by (mesh, its dimensions over which they are sharded).
-
-    A replicated gradient has no such dimension and is counted as it is; nothing is counted twice. NOTE: meshes, since equal
-    ones are one key, and their process groups are not: of two equal meshes in a process DTensor's caches hand out now one,
-    now the other (torch 2.13), and each rank must have the same keys.
-    """
-    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+@torch.no_grad()  # to_local() then returns the shard itself, not a view that autograd tracks
+def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """This rank's gradient shards, keyed by the number of ranks that hold a copy of the shard."""
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad: Any = parameter.grad
         if grad is None:
             continue
-        if hasattr(grad, "placements"):
-            # A strided shard (FSDP over tensor parallelism) does not call itself a shard.
-            sharded = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate())
-            groups[grad.device_mesh, sharded].append(grad.to_local())
-        else:
-            groups[None, ()].append(grad)
-    return groups
+        if not hasattr(grad, "placements"):
+            by_copies[1].append(grad)
+            continue
+        copies = 1
+        for dim, placement in enumerate(grad.placements):
+            if placement.is_replicate():
+                copies *= grad.device_mesh.size(dim)
+        by_copies[copies].append(grad.to_local())
+    return by_copies
 
 
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32))
-    return torch.stack(norms).square().sum()
+def local_norms(grads: Iterable[Tensor]) -> list[Tensor]:
+    """2-norms (0-dim, float64) of pieces of `grads`; squares of finite fp32 numbers cannot overflow in float64."""
+    pieces = [
+        piece
+        for grad in grads
+        for piece in (grad.flatten().split(CPU_CHUNK) if grad.is_cpu else (grad,))
+    ]
+    return list(torch._foreach_norm(pieces, 2, dtype=torch.float64))
 
 
-def global_norm(squares: dict[tuple[Any, ...], Tensor], across: Iterable[Any] = ()) -> Tensor:
-    """The 2-norm over all ranks from local sums of squares, keyed as `local_gradients` does.
+def sum_of_squares(norms: Mapping[int, list[Tensor]]) -> Tensor:
+    """This rank's share of the squared gradient norm (0-dim); over all ranks the shares add up to the square.
 
-    across: groups whose ranks hold other parameters altogether; the sum of all squares is added up over them too.
+    norms: by the number of copies of what they are norms of. What has n copies counts with 1/n on each of their ranks,
+    so that a non-finite number in any copy reaches the sum.
     """
-    if not squares:
+    if not norms:
         raise ValueError("no parameter has a gradient: was backward run?")
     total: Any = 0.0
-    for (mesh, sharded), square in squares.items():
-        for dim in sharded:
-            # Each rank of the group holds another shard: the squares add up to those of the full gradient.
-            dist.all_reduce(square, group=mesh.get_group(dim))
-        total = total + square
-    for group in across:
-        dist.all_reduce(total, group=group)
-    norm: Tensor = total.sqrt()
-    return norm
+    for copies, values in norms.items():
+        square = torch.stack(values).square().sum()
+        total = total + (square / copies if copies > 1 else square)
+    share: Tensor = total
+    return share
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, across: Iterable[Any] = ()) -> Tensor:
+def global_norm(square: Tensor, all_ranks: ProcessGroup | None) -> Tensor:
+    """The 2-norm over all ranks from each rank's share of its square; equal on every rank, bit for bit.
+
+    One all-reduce of one float64. Every rank takes part, also where it holds only copies: decisions that follow from
+    the norm (clipping, skipping, stopping) are then the same on all replicas.
+    """
+    if all_ranks is not None:
+        dist.all_reduce(square, group=all_ranks)
+    return square.sqrt()
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor], max_norm: float, all_ranks: ProcessGroup | None = None
+) -> Tensor:
     """Scale all gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
 
-    The norm is computed in fp32 (float64 for float64 gradients) whatever the gradients' dtype: 0-dim, equal on every
-    rank. Nothing waits for it on the host. A non-finite norm makes every gradient non-finite; the caller gates the
-    update on it.
+    The norm is computed and returned in float64 (0-dim), equal on every rank. The host does not wait for it. A
+    non-finite gradient on any rank makes it non-finite, and with it every gradient; the caller gates the update on it.
     """
-    groups = local_gradients(parameters)
-    norm = global_norm({sharded_over: _sum_of_squares(grads) for sharded_over, grads in groups.items()}, across)
+    gradients = local_gradients(parameters)
+    square = sum_of_squares({copies: local_norms(grads) for copies, grads in gradients.items()})
+    norm = global_norm(square, all_ranks)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grads in groups.values():
+    for grads in gradients.values():
         torch._foreach_mul_(grads, scale.to(grads[0].dtype))
     return norm

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_like.optim.clipping import clip_gradients, global_norm, local_gradients
+from torchtitan_like.optim.clipping import (
+    clip_gradients,
+    global_norm,
+    local_gradients,
+    local_norms,
+    sum_of_squares,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,9 +76,12 @@ class Optimizer:
     is_atomic = True
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection, across: Sequence[ProcessGroup]
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        section: OptimizerSection,
+        all_ranks: ProcessGroup | None,
     ) -> None:
-        self.across = across  # groups over which the squares of the gradient norm are added up once more
+        self.all_ranks = all_ranks
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
         self.gate_on_device = section.implementation == "fused"
         self.peak_lr: float = section.lr
@@ -101,7 +110,7 @@ class Optimizer:
                 f"no gradient has reached {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} ({len(missing)} of "
                 f"{len(self.named)} parameters): set requires_grad = False on what is not to be trained"
             )
-        return clip_gradients(self.parameters, max_norm, across=self.across)
+        return clip_gradients(self.parameters, max_norm, self.all_ranks)
 
     def step(self, skip: Tensor) -> None:
         """Update the weights, or leave them when `skip` (0-dim float, 0 or 1) is 1."""
@@ -138,7 +147,7 @@ class OptimizerInBackward(Optimizer):
 
     def _make(self, section: OptimizerSection) -> list[torch.optim.Optimizer]:
         self._halted: Tensor | None = None
-        self._squares: list[tuple[tuple[Any, ...], Tensor]] = []
+        self._norms: dict[int, list[Tensor]] = {}
         optimizers = []
         for name, parameter in self.named:
             optimizer = _build([(name, parameter)], section)
@@ -148,12 +157,13 @@ class OptimizerInBackward(Optimizer):
 
     def _update_hook(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def update(parameter: Tensor) -> None:
-            ((groups, (grad,)),) = local_gradients([parameter]).items()
+            ((copies, (grad,)),) = local_gradients([parameter]).items()
             if grad.is_cpu and torch.cuda.is_initialized():  # offloaded: torch 2.11 does not wait for the copy
                 torch.cuda.current_stream().synchronize()
-            square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
-            self._squares.append((groups, square))
-            skip = square.isfinite().logical_not().float()
+            norms = local_norms([grad])
+            self._norms.setdefault(copies, []).extend(norms)
+            norm = norms[0] if len(norms) == 1 else torch.stack(norms).sum()
+            skip = norm.isfinite().logical_not().float()
             if self._halted is not None:
                 skip = torch.maximum(skip, self._halted)
             _gated_step([optimizer], skip, self.gate_on_device)
@@ -163,11 +173,8 @@ class OptimizerInBackward(Optimizer):
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """The norm of the gradients already applied; `max_norm` cannot act on them (preflight says so)."""
-        totals: dict[tuple[Any, ...], Tensor] = {}
-        for groups, square in self._squares:
-            totals[groups] = totals[groups] + square if groups in totals else square
-        self._squares = []
-        return global_norm(totals, across=self.across)
+        norms, self._norms = self._norms, {}
+        return global_norm(sum_of_squares(norms), self.all_ranks)
 
     def step(self, skip: Tensor) -> None:
         """The weights are updated already; from now on `skip` = 1 holds for every coming gradient."""
@@ -175,10 +182,13 @@ class OptimizerInBackward(Optimizer):
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], section: OptimizerSection, across: Sequence[ProcessGroup] = ()
+    named_parameters: Iterable[tuple[str, Tensor]],
+    section: OptimizerSection,
+    all_ranks: ProcessGroup | None = None,
 ) -> Optimizer:
     """Build the optimizer of `[optimizer]` over `named_parameters` (canonical names, ties once).
 
-    across: groups whose ranks hold other parameters altogether, such as pipeline stages.
+    all_ranks: the group of all ranks of the run, over which the gradient norm is summed; None for one rank.
     """
-    return (OptimizerInBackward if section.early_step_in_backward else Optimizer)(named_parameters, section, across)
+    kind = OptimizerInBackward if section.early_step_in_backward else Optimizer
+    return kind(named_parameters, section, all_ranks)

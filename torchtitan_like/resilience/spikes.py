@@ -27,9 +27,10 @@ class Window:
     """
 
     def __init__(self, size: int, device: torch.device, values: Sequence[float | None] = ()) -> None:
-        self._values = torch.full((size,), torch.nan, device=device)
+        # float64, as the gradient norm: that of finite gradients may be larger than the largest float32
+        self._values = torch.full((size,), torch.nan, device=device, dtype=torch.float64)
         known = [torch.nan if value is None else value for value in values[-size:]]
-        self._values[: len(known)] = torch.tensor(known, device=device)
+        self._values[: len(known)] = torch.tensor(known, device=device, dtype=torch.float64)
         self._num = len(known)
 
     @property
@@ -97,7 +98,7 @@ class SpikeWatch:
         if spike is None:
             limit = float(window.limit(self._threshold))
             if not value > limit:
-                window.add(torch.tensor(value))
+                window.add(torch.tensor(value, dtype=torch.float64))
                 return
             self._open[name] = Spike(step, limit, value, self._pin(step))
             logger.warning(f"Spike: {name} is {value:.4g} at step {step}, above {limit:.4g}")

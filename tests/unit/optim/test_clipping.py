@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchtitan_like.optim import clipping
 from torchtitan_like.optim.clipping import clip_gradients
 
 
@@ -22,14 +23,30 @@ def test_clips_to_max_norm(max_norm, scale):
     assert [p.grad.item() for p in made] == pytest.approx([3 * scale, 4 * scale], rel=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "norm_dtype"), [
-    (torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64),
-])  # fmt: skip
-def test_the_norm_is_at_least_fp32(dtype, norm_dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_is_float64(dtype):
     grad = torch.full((4096,), 1 / 64).to(dtype)
     norm = clip_gradients(parameters(grad), 10.0)
-    assert norm.dtype == norm_dtype
-    assert norm.item() == pytest.approx(1.0, rel=1e-6)  # a bf16 sum of 4,096 squares would stall far below
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx(1.0, rel=1e-12)  # a bf16 sum of 4,096 squares would stall far below
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1e19, 1e38])
+def test_the_norm_of_finite_gradients_does_not_overflow(dtype, size):
+    """Squares of numbers above 1.8e19 overflow float32."""
+    made = parameters(torch.full((6, 3), size).to(dtype), torch.full((2, 9), size).to(dtype))
+    value = made[0].grad[0, 0].item()
+    norm = clip_gradients(made, 1.0)
+    assert norm.item() == pytest.approx(6 * value, rel=1e-12)
+    assert [p.grad.double().unique().item() for p in made] == pytest.approx([1 / 6] * 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("num", [1, clipping.CPU_CHUNK, 2 * clipping.CPU_CHUNK + 5])
+def test_the_norm_covers_all_chunks_of_any_layout_in_memory(num):
+    grad = torch.randn(num, 2, generator=torch.Generator().manual_seed(1)).T
+    expected = grad.double().norm().item()
+    assert clip_gradients(parameters(grad), 1e9).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_bad_number_shows_in_the_norm():
