@@ -37,6 +37,8 @@ from scripts.watch import rows_of
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import find_damage
+from torchtitan_like.checkpoint.lock import FileLock
+from torchtitan_like.checkpoint.publishing import STAGED, StagedOutput
 from torchtitan_like.checkpoint.retention import PIN, doomed
 from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
@@ -60,7 +62,12 @@ if TYPE_CHECKING:
 
 FORMATS = ("native", "hf", "dcp", "pt")
 DTYPES = ("bfloat16", "float16", "float32")
-LEFTOVERS = ((".tmp-", "unfinished"), (".superseded-", "superseded"), (".trash-", "being deleted"))
+LEFTOVERS = (
+    (".tmp-", "unfinished"),
+    (STAGED, "unfinished"),
+    (".superseded-", "superseded"),
+    (".trash-", "being deleted"),
+)
 
 
 # ---- ls, verify
@@ -263,44 +270,48 @@ def offload(arguments: argparse.Namespace) -> int:
     it is removed here, both are compared once more: the run may have gone back and written another one of that number,
     while others were copied too, which takes hours.
     """
+    folder = arguments.folder
+    if not published_steps(folder):
+        raise CheckpointError(f"{folder} holds no complete step")
+    if arguments.dry_run:
+        return _offload(arguments)
+    remedy = "Wait until it ends: two offloads must not remove steps of one run together"
+    subject = f"the offload of {folder}"
+    with FileLock(folder / "offload.lock", subject=subject, holder="process", remedy=remedy):
+        return _offload(arguments)
+
+
+def _offload(arguments: argparse.Namespace) -> int:
     folder, target = arguments.folder, arguments.dest
     is_local = "://" not in target
     steps = published_steps(folder)
-    if not steps:
-        raise CheckpointError(f"{folder} holds no complete step")
     copied_before, damaged = set(), set()
     safe: dict[int, Manifest] = {}
     for step in steps:
-        if is_local and (Path(target) / f"{step.path.name}.sha256").exists():
+        if is_local and _sums_file(target, step).exists():
             copied_before.add(step.step)
-            continue
-        if arguments.dry_run:
+        elif arguments.dry_run:
             safe[step.step] = step.manifest
             print(f"{step.path} would be verified and copied to {target}")
-            continue
-        if _verify(step):
+        elif _verify(step):
             damaged.add(step.step)
-            continue
-        sums = _sums(step.path)
-        # One of ours that has its name is complete: an earlier offload ended before it was verified.
-        if arguments.command or not (is_local and (Path(target) / step.path.name).exists()):
-            _copy(step.path, target, arguments.command)
-        if is_local:
-            _check_copy(Path(target) / step.path.name, step, sums)
-            (Path(target) / f"{step.path.name}.sha256").write_text(sums)
+        elif is_local:
+            _archive(step, Path(target), arguments.command)
             safe[step.step] = step.manifest
             print(f"{step.path} is copied to {target} and verified there")
         else:
+            _run_copy_command(step.path, target, arguments.command)
             print(f"{step.path} is copied to {target}, where it cannot be read back from here: it is kept")
+
     # A damaged step is none of the newest that stay: nothing could be resumed from it.
-    for old in doomed([step for step in published_steps(folder) if step.step not in damaged], arguments.keep):
+    kept = [step for step in published_steps(folder) if step.step not in damaged]
+    for old in doomed(kept, arguments.keep):
         if arguments.dry_run:
-            print(
-                f"{old.path} would be removed here, if its copy is right" if is_local else f"{old.path} would be kept"
-            )
+            ending = "would be removed here, if its copy is right" if is_local else "would be kept"
+            print(f"{old.path} {ending}")
             continue
         if old.step in copied_before:
-            _check_copy(Path(target) / old.path.name, old, _sums(old.path))
+            _check_copy(Path(target) / old.path.name, old, _sums(old.path, old.path.name))
         if old.step in copied_before or safe.get(old.step) == old.manifest:
             trash = folder / f".trash-{old.step}-offloaded"
             os.rename(old.path, trash)
@@ -309,53 +320,70 @@ def offload(arguments: argparse.Namespace) -> int:
     return int(bool(damaged))
 
 
-def _sums(path: Path) -> str:
-    """A line `sha256  step-N/name` for every file."""
+def _archive(step: StepFolder, target: Path, command: str | None) -> None:
+    """Copy one step into a folder of this machine, verify the copy, and write its checksums."""
+    name = step.path.name
+    with StagedOutput(target / name) as output:
+        sums = _sums(step.path, name)
+        if command is None and not output.final.exists():
+            shutil.copytree(step.path, output.path)
+            for file in output.path.rglob("*"):
+                descriptor = os.open(file, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            _check_copy(output.path, step, sums)
+            output.publish()
+        else:  # without a command: the copy of an offload that ended before it wrote the checksums
+            if command is not None:
+                _run_copy_command(step.path, str(target), command)
+            _check_copy(output.final, step, sums)
+        unfinished = target / f"{name}.sha256.tmp"
+        unfinished.write_text(sums)
+        os.rename(unfinished, _sums_file(target, step))
+        fsync_directory(target)
+
+
+def _sums_file(target: str | Path, step: StepFolder) -> Path:
+    return Path(target) / f"{step.path.name}.sha256"
+
+
+def _sums(path: Path, name: str) -> str:
+    """A line `sha256  NAME/file` for every file of a step's folder or of its copy."""
     lines = []
     for file in sorted(file for file in path.rglob("*") if file.is_file() and file.name != PIN):
         digest, buffer = hashlib.sha256(), bytearray(2**20)
         with open(file, "rb", buffering=0) as content:
             while count := content.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
-        lines.append(f"{digest.hexdigest()}  {file.relative_to(path.parent).as_posix()}\n")
+        lines.append(f"{digest.hexdigest()}  {name}/{file.relative_to(path).as_posix()}\n")
     return "".join(lines)
 
 
-def _copy(path: Path, target: str, command: str | None) -> None:
-    """By the command of the user, or file by file into a folder that has its name only when it is complete."""
-    if command:
-        try:
-            line = [part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)]
-        except (LookupError, ValueError) as error:
-            raise CheckpointError(
-                f"--command {command}: {error!r}; expected {{src}}, {{dst}} and {{name}}, other braces doubled"
-            ) from error
-        if code := subprocess.run(line).returncode:
-            raise CheckpointError(f"{shlex.join(line)} ended with code {code}: nothing is removed")
-        return
-    if "://" in target:
+def _run_copy_command(path: Path, target: str, command: str | None) -> None:
+    """Run the user's copy command. Raises CheckpointError when there is none, or it fails."""
+    if command is None:
         raise CheckpointError(
             f"{target} is no folder of this machine: give --command, with {{src}}, {{dst}} and {{name}}"
         )
-    staged = Path(target) / f"{path.name}.tmp-offload"
-    shutil.rmtree(staged, ignore_errors=True)
-    shutil.copytree(path, staged)
-    for file in staged.rglob("*"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    os.rename(staged, Path(target) / path.name)
-    fsync_directory(Path(target))
+    try:
+        line = [part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)]
+    except (LookupError, ValueError) as error:
+        raise CheckpointError(
+            f"--command {command}: {error!r}; expected {{src}}, {{dst}} and {{name}}, other braces doubled"
+        ) from error
+    if code := subprocess.run(line).returncode:
+        raise CheckpointError(f"{shlex.join(line)} ended with code {code}: nothing is removed")
 
 
 def _check_copy(copied: Path, step: StepFolder, sums: str) -> None:
-    found = _sums(copied) if copied.is_dir() else ""
+    name = step.path.name
+    found = _sums(copied, name) if copied.is_dir() else ""
     if found != sums:
         differing = set(sums.splitlines()) ^ set(found.splitlines())
         names = sorted({line.split("  ", 1)[1] for line in differing})
         raise CheckpointError(
             f"{copied} is not what was copied: {', '.join(names)}. {step.path} is kept. To copy it again, move that one "
-            f"and {copied.name}.sha256 away"
+            f"and {name}.sha256 away"
         )
 
 

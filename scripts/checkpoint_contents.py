@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import reprlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,15 +34,14 @@ from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
+from torchtitan_like.checkpoint.publishing import StagedOutput
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import (
     MANIFEST,
     Manifest,
     file_records,
-    fsync_directory,
     read_manifest,
-    write_manifest,
 )
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import materialize
@@ -250,8 +248,20 @@ def convert(
     identity: the model, needed when the two formats are of different families. config: the TOML for a native step.
     Every tensor is saved without what it may be a view of. Raises CheckpointError, OSError.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists already: choose another name")
+    with StagedOutput(out) as output:
+        output.refuse_existing()
+        _convert(source, output, to, dtype=dtype, identity=identity, config=config)
+
+
+def _convert(
+    source: Contents,
+    output: StagedOutput,
+    to: Kind,
+    *,
+    dtype: torch.dtype | None,
+    identity: Identity | None,
+    config: str | None,
+) -> None:
     if source.family == FAMILIES[to]:
         state, identity = source.whole(), None if to == "hf" else identity
     else:
@@ -261,29 +271,28 @@ def convert(
 
     def converted(tensor: Tensor) -> Tensor:
         changed = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        return changed.clone(memory_format=torch.contiguous_format) if changed is tensor else changed
+        if changed is tensor:
+            return changed.clone(memory_format=torch.contiguous_format)
+        return changed
 
     warn_of_overflow(dict(_leaves(state)), dtype)
     state = tree_map_only(Tensor, converted, state)
-    staged = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with _told_plainly(out):
-            if to == "pt":
-                _write_pt(staged, state)
-            elif to == "dcp":
-                dcp.save(state, storage_writer=dcp.FileSystemWriter(staged, thread_count=1), no_dist=True)
-            elif to == "native":
-                assert config is not None
-                _write_native(staged, state, source, config)
-            else:
-                _write_hf(staged, state, source, identity)
-        os.rename(staged, out)
-        fsync_directory(out.parent)
-    finally:
-        if staged.is_dir():
-            shutil.rmtree(staged)
-        staged.unlink(missing_ok=True)
+    staged, manifest = output.path, None
+    with _told_plainly(output.final):
+        if to == "pt":
+            _write_pt(staged, state)
+        elif to == "dcp":
+            writer = dcp.FileSystemWriter(staged, thread_count=1)
+            dcp.save(state, storage_writer=writer, no_dist=True)
+        elif to == "native":
+            assert config is not None
+            manifest = _write_native(staged, state, source, config)
+        else:
+            manifest = _write_hf(staged, state, source, identity)
+    if manifest is not None:
+        for damage in find_damage(staged, manifest["files"]):
+            raise damage
+    output.publish(manifest)
 
 
 def _write_pt(staged: Path, state: Any) -> None:
@@ -293,16 +302,22 @@ def _write_pt(staged: Path, state: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _write_native(staged: Path, state: Mapping[str, Tensor], source: Contents, config: str) -> None:
+def _write_native(
+    staged: Path, state: Mapping[str, Tensor], source: Contents, config: str
+) -> Manifest:
     """A step with weights alone, to be named in `checkpoint.initial_load_path`."""
     staged.mkdir()
     writer = ExtentWriter(staged, 0)
     state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
     dcp.save(state, storage_writer=writer, no_dist=True)
-    _complete(staged, writer.records, {"config.toml": config.encode()}, "weights", source, {"config": config})
+    small_files = {"config.toml": config.encode()}
+    more = {"config": config}
+    return _complete(staged, writer.records, small_files, "weights", source, more)
 
 
-def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None) -> None:
+def _write_hf(
+    staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None
+) -> Manifest:
     """A directory for `transformers`; without a model, one with the names and small files of the source."""
     staged.mkdir()
     others: dict[str, bytes] = {}
@@ -320,7 +335,7 @@ def _write_hf(staged: Path, state: Mapping[str, Tensor], source: Contents, ident
         if "config.json" in others:
             types = {"torch_dtype": short(dtype), "dtype": short(dtype)}
             others["config.json"] = json.dumps(json.loads(others["config.json"]) | types, indent=2).encode() + b"\n"
-    _complete(staged, records, others, "hf", source, {})
+    return _complete(staged, records, others, "hf", source, {})
 
 
 def _complete(
@@ -330,8 +345,8 @@ def _complete(
     kind: str,
     source: Contents,
     more: Mapping[str, str],
-) -> None:
-    """Write the small files and, last, the manifest."""
+) -> Manifest:
+    """Write the small files; returns the manifest, which is to be written last."""
     written = {name: write_file(staged / name, content) for name, content in others.items()}
     files = dict(sorted({**records, **written}.items()))
-    write_manifest(staged, {"kind": kind, "step": source.manifest.get("step", 0), "files": files, **more})
+    return {"kind": kind, "step": source.manifest.get("step", 0), "files": files, **more}

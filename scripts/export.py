@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from scripts.named_in_config import import_custom, with_assets
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
+from torchtitan_like.checkpoint.publishing import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import Manifest, file_records, publish, read_manifest, write_manifest
+from torchtitan_like.checkpoint.step_folders import Manifest, file_records, read_manifest
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.formats.tokenizer import TokenizerError
@@ -86,25 +86,21 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
     config = load_config(["--job.config_file", str(step / "config.toml")])
     import_custom(config)
     identity = identify(with_assets(config.model, step))
-    weights = Weights(step, manifest, votes.group.size)
-    load_states(
-        Start("warm", 0, step, "named on the command line", manifest=manifest), {"model": weights}, votes, identity
-    )
-    staged = out.with_name(f"{out.name}.tmp-{manifest['step']}")
+    output = StagedOutput(out)
+    with ExitStack() as stack:
 
-    def stage() -> None:
-        if out.exists():
-            raise CheckpointError(f"{out} exists already: choose another name")
-        shutil.rmtree(staged, ignore_errors=True)  # of an export that was interrupted
-        staged.mkdir(parents=True)
-        check_space(staged, sum(tensor.numel() * tensor.dtype.itemsize for tensor in weights.state_dict().values()))
+        def stage() -> Path:
+            stack.enter_context(output)
+            output.refuse_existing()
+            output.path.mkdir()
+            return output.path
 
-    def complete(files: Mapping[str, FileRecord]) -> None:
-        write_manifest(staged, {"kind": "hf", "step": manifest["step"], "files": files})
-        publish(staged, out)
-
-    try:
-        votes.leader_does(stage)
+        staged = votes.leader_does(stage)
+        weights = Weights(step, manifest, votes.group.size)
+        start = Start("warm", 0, step, "named on the command line", manifest=manifest)
+        load_states(start, {"model": weights}, votes, identity)
+        sizes = [t.numel() * t.dtype.itemsize for t in weights.state_dict().values()]
+        votes.leader_does(lambda: check_space(staged, sum(sizes)))
         files = write_model(
             staged,
             weights.state_dict(),
@@ -115,10 +111,9 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
             shard_bytes=round((arguments.shard_gb or 5) * 1e9),
             by_index=not arguments.shard_gb,
         )
-        votes.leader_does(lambda: complete(files))
-    finally:
-        if votes.is_leader:
-            shutil.rmtree(staged, ignore_errors=True)
+        verify_together(staged, files, votes)
+        content = {"kind": "hf", "step": manifest["step"], "files": files}
+        votes.leader_does(lambda: output.publish(content))
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`run.lock`: one writer in a checkpoint folder, known by name, host and heartbeat."""
+"""Lock files: one writer of a folder or file at a time, identified by host, process and heartbeat."""
 
 from __future__ import annotations
 
@@ -21,25 +21,34 @@ LOCK = "run.lock"
 Holder = dict[str, Any]
 
 
-class RunLock:
-    """Held from `acquire` to `release` by the one run that may write into `folder`; a thread keeps it fresh.
+class LockedError(CheckpointError):
+    """Another process that is alive holds the lock."""
 
-    The file tells who holds it. A holder that died on this machine is succeeded at once. Of one elsewhere only the
-    heartbeat is known: it is succeeded when that has not changed for `patience` seconds of our own waiting, whatever
-    the clocks of the two machines say.
+
+class FileLock:
+    """A lock file, held from `acquire` to `release`; a thread keeps its heartbeat fresh.
+
+    The file identifies its holder. A dead holder on this machine is replaced at once. A holder on
+    another machine, or one the file does not identify, is replaced when the heartbeat has not
+    changed for `patience` seconds of this process's own waiting, whatever the two clocks say.
     """
 
     def __init__(
         self,
-        folder: Path,
+        path: Path,
         *,
+        subject: str,
+        holder: str,
+        remedy: str,
         interval: float = 10.0,
         patience: float = 35.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.path = folder / LOCK
+        """For error messages: `subject` is what is locked, `holder` who locks it, `remedy` what to do."""
+        self.path = path
         self.interval = interval
         self.patience = patience
+        self._subject, self._holder, self._remedy = subject, holder, remedy
         self._sleep = sleep
         self._me: Holder = {
             "host": socket.gethostname(),
@@ -50,26 +59,54 @@ class RunLock:
             "token": uuid.uuid4().hex,
             "beat": 0,
         }
+        self._watched: str | None = None  # text of a holder that may be dead
+        self._waited = 0.0  # seconds without a change of that text
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock, waiting out a holder that may be dead. Raises CheckpointError naming one that is not."""
+        """Take the lock, waiting out a holder that may be dead. Raises LockedError for a live one."""
+        while not self.try_acquire():
+            pass
+
+    def try_acquire(self) -> bool:
+        """Take the lock, or wait `interval / 4` seconds for a holder that may be dead.
+
+        False: call it again. Several ranks can wait together, as no call takes long. Raises
+        LockedError, naming the holder, when another process that is alive holds the lock.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            text = self._read()
-            if text is None:
-                continue  # it has just been released
-            holder = _parse(text)
-            if holder.get("machine") == self._me["machine"]:
-                if _is_alive(holder):
-                    raise CheckpointError(self._refusal(holder))
-                logger.info(f"{self.path}: {_name(holder)} is dead, the lock is taken over")
-            else:
-                self._wait_out(text, holder)
+        if self._create():
+            self._thread = threading.Thread(target=self._keep_fresh, name="file-lock", daemon=True)
+            self._thread.start()
+            return True
+        text = self._read()
+        if text is None:
+            return False  # its holder has just released it
+        holder = _parse(text)
+        if holder.get("machine") == self._me["machine"]:
+            if _is_alive(holder):
+                raise LockedError(self._refusal(holder))
+            logger.info(f"{self.path}: {_name(holder)} is dead, the lock is taken over")
             self._remove(text)
-        self._thread = threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True)
-        self._thread.start()
+        else:
+            self._watch(text, holder)
+        return False
+
+    def _watch(self, text: str, holder: Holder) -> None:
+        """Wait for a heartbeat of a process that cannot be seen from here; remove a silent lock."""
+        if self._watched is None:
+            logger.info(
+                f"{self.path} is held by {_name(holder)}: waiting {self.patience:.0f} s for a sign of life"
+            )
+            self._watched = text
+        elif text != self._watched:
+            raise LockedError(self._refusal(holder))
+        self._sleep(self.interval / 4)
+        self._waited += self.interval / 4
+        if self._waited >= self.patience and self._read() == text:
+            logger.warning(f"{self.path}: no sign of life from {_name(holder)}, the lock is taken over")
+            self._remove(text)
 
     def check(self) -> None:
         """Raise CheckpointError unless the lock is still ours; called before anything is published."""
@@ -82,8 +119,9 @@ class RunLock:
         if holder.get("token") != self._me["token"]:
             now = f"{_name(holder)} holds it now" if holder else "it is gone"
             raise CheckpointError(
-                f"{self.path} was taken from this run ({_name(self._me)}): {now}. Nothing more is written, so that two "
-                "runs do not mix their checkpoints; see why this process was silent for so long, or who removed the file"
+                f"{self.path} was taken from this {self._holder} ({_name(self._me)}): {now}. Nothing "
+                "more is written, so that the files of two writers do not mix. Find out why this "
+                "process was silent for so long, or who removed the file"
             )
 
     def release(self) -> None:
@@ -98,6 +136,13 @@ class RunLock:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # how the run has ended is known by now, and must be told
             logger.warning(f"{self.path} could not be removed: {error}")
+
+    def __enter__(self) -> FileLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def _create(self) -> bool:
         try:
@@ -119,36 +164,22 @@ class RunLock:
         except FileNotFoundError:
             return None
 
-    def _wait_out(self, text: str, holder: Holder) -> None:
-        """Wait for a heartbeat of a holder whose process cannot be seen from here; raises when there is one."""
-        logger.info(f"{self.path} is held by {_name(holder)}: waiting {self.patience:.0f} s for a sign of life")
-        waited = 0.0
-        while waited < self.patience:
-            self._sleep(self.interval / 4)
-            waited += self.interval / 4
-            now = self._read()
-            if now is not None and now != text:
-                raise CheckpointError(self._refusal(_parse(now)))
-            if now is None:
-                return
-        logger.warning(f"{self.path}: no sign of life from {_name(holder)}, the lock is taken over")
-
     def _remove(self, text: str) -> None:
         """Remove the lock with this text. One that somebody else has put there meanwhile stays, or is put back."""
-        aside = self.path.with_name(f"{LOCK}.{self._me['token']}")
+        aside = self.path.with_name(f"{self.path.name}.{self._me['token']}")
         if self._read() != text:
             return
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return  # another run was faster
-        if aside.read_text() != text:
+        if aside.read_text(errors="replace") != text:
             os.rename(aside, self.path)
         else:
             aside.unlink()
 
     def _keep_fresh(self) -> None:
-        aside = self.path.with_name(f"{LOCK}.{self._me['token']}")
+        aside = self.path.with_name(f"{self.path.name}.{self._me['token']}")
         while not self._released.wait(self.interval):
             try:
                 text = self._read()
@@ -164,25 +195,44 @@ class RunLock:
 
     def _refusal(self, holder: Holder) -> str:
         return (
-            f"{self.path.parent} belongs to a run that is alive: {_name(holder)}. Stop that one first, or choose another "
-            "job.dump_folder, with one of these steps as checkpoint.initial_load_path if need be"
+            f"{self._subject} belongs to a {self._holder} that is alive: {_name(holder)}. {self._remedy}"
+        )
+
+
+class RunLock(FileLock):
+    """`run.lock`: the one run that may write into a checkpoint folder."""
+
+    def __init__(self, folder: Path, **waiting: Any) -> None:
+        """`waiting`: interval, patience and sleep of `FileLock`."""
+        remedy = (
+            "Stop that one first, or choose another job.dump_folder, with one of these steps as "
+            "checkpoint.initial_load_path if need be"
+        )
+        super().__init__(
+            folder / LOCK, subject=str(folder), holder="run", remedy=remedy, **waiting
         )
 
 
 def _parse(text: str) -> Holder:
-    """What a lock file says; empty when it says nothing, as one that is just being written."""
+    """The holder that a lock file names; empty when it is torn, still being written, or malformed."""
     try:
         holder = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return holder if isinstance(holder, dict) else {}
+    if not isinstance(holder, dict):
+        return {}
+    pid = holder.get("pid")
+    is_process = type(pid) is int and 0 < pid < 2**31  # kill(0) and kill(-1) address many processes
+    texts = [holder.get(key) for key in ("host", "machine", "token")]
+    is_valid = is_process and all(isinstance(part, str) for part in texts)
+    return holder if is_valid and isinstance(holder.get("started"), str | None) else {}
 
 
 def _name(holder: Holder) -> str:
     if not holder:
-        return "a run that has not given its name"
+        return "a process that the file does not name"
     job = f", job {holder['job']}" if holder.get("job") else ""
-    return f"process {holder.get('pid')} on {holder.get('host')}{job}, last seen {holder.get('time', 'just now')}"
+    return f"process {holder['pid']} on {holder['host']}{job}, last seen {holder.get('time', 'just now')}"
 
 
 def _machine() -> str:
@@ -211,7 +261,7 @@ def _is_alive(holder: Holder) -> bool:
     fields = _stat(pid)
     if fields is None:
         return True
-    return fields[0] not in "ZX" and fields[19] == holder["started"]
+    return fields[0] not in "ZX" and fields[19] == holder.get("started")
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -155,6 +155,46 @@ def test_a_lock_without_a_name_is_waited_for(tmp_path: Path) -> None:
     lock.release()
 
 
+@pytest.mark.parametrize(
+    "holder",
+    [
+        {"pid": None},
+        {"pid": "12"},
+        {"pid": True},
+        {"pid": -1},
+        {"pid": 0},
+        {"pid": 10**30},
+        {"started": 7},
+        {"host": None},
+    ],
+    ids=str,
+)
+def test_a_malformed_holder_on_this_machine_is_waited_for(
+    tmp_path: Path, holder: dict[str, Any]
+) -> None:
+    """It neither raises nor counts as alive: signals 0 to pid 0 and -1 always succeed."""
+    waits: list[float] = []
+    lock = RunLock(tmp_path, sleep=waits.append)
+    holder_elsewhere(tmp_path, machine=lock._me["machine"], **holder)
+    lock.acquire()
+    assert sum(waits) >= 35 and held(lock)
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"host": "node-7", "pi', bytes(range(256)), b"[" * 10**5])
+def test_an_unreadable_lock_is_waited_for_in_short_calls(tmp_path: Path, content: bytes) -> None:
+    """Other ranks wait for each call, so that none may last as long as their time-out."""
+    (tmp_path / LOCK).write_bytes(content)
+    waits: list[float] = []
+    lock = RunLock(tmp_path, sleep=waits.append)
+    longest = 0.0
+    while not lock.try_acquire():
+        longest = max(longest, sum(waits))
+        waits.clear()
+    assert longest == 2.5 and held(lock)
+    lock.release()
+
+
 def test_of_two_successors_one_wins(tmp_path: Path) -> None:
     holder_elsewhere(tmp_path)
     locks = [RunLock(tmp_path, interval=0.04, patience=0.1) for _ in range(4)]

@@ -22,7 +22,7 @@ from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import numbered_folders, supersede_later, write_manifest
+from torchtitan_like.checkpoint.step_folders import StepFolder, numbered_folders, supersede_later, write_manifest
 from torchtitan_like.config import dump_toml, load_config
 from torchtitan_like.launch import identify
 
@@ -426,15 +426,15 @@ def test_a_step_that_is_written_again_while_others_are_copied_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes back to step 10, and is at 40 again; of its new step 20 there is no copy."""
-    folder, copy = tmp_path / "run", checkpoint._copy
+    folder, archive_step = tmp_path / "run", checkpoint._archive
 
-    def copy_slowly(path: Path, target: str, command: str | None) -> None:
-        copy(path, target, command)
-        if path.name == "step-40":
+    def archive_slowly(step: StepFolder, target: Path, command: str | None) -> None:
+        archive_step(step, target, command)
+        if step.step == 40:
             supersede_later(folder, 10, "x")
             make_steps(folder, "20w", "30", "40")
 
-    monkeypatch.setattr(checkpoint, "_copy", copy_slowly)
+    monkeypatch.setattr(checkpoint, "_archive", archive_slowly)
     make_steps(folder, "10", "20", "30", "40")
     (tmp_path / "archive").mkdir()
     assert run(capsys, "offload", folder, tmp_path / "archive", "--keep", 1)[0] == 0

@@ -1,0 +1,106 @@
+"""`StagedOutput`: one writer of an output at a time, and no name before the output is complete."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness.extents import record_file
+from tests.unit.checkpoint.folders import flip_bit
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.lock import LockedError
+from torchtitan_like.checkpoint.publishing import STAGED, StagedOutput, verify_together
+from torchtitan_like.checkpoint.step_folders import MANIFEST
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
+
+
+def test_an_output_appears_when_it_is_published(tmp_path: Path) -> None:
+    with StagedOutput(tmp_path / "new" / "model") as output:
+        output.path.mkdir()
+        assert not output.final.exists()
+        output.publish({"kind": "hf", "step": 1})
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+    assert (tmp_path / "new/model" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_an_output_that_fails_leaves_nothing(tmp_path: Path, is_folder: bool) -> None:
+    with pytest.raises(OSError, match="disk"), StagedOutput(tmp_path / "model") as output:
+        output.path.mkdir() if is_folder else output.path.touch()
+        raise OSError("disk")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    with StagedOutput(tmp_path / "model") as first:
+        first.path.mkdir()
+        with pytest.raises(LockedError, match="model belongs to a process that is alive: process"):
+            StagedOutput(tmp_path / "model").__enter__()
+        with StagedOutput(tmp_path / "model-2") as neighbor:  # another output, of a similar name
+            neighbor.path.touch()
+            neighbor.publish()
+        first.publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model-2"]
+
+
+def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    killed = StagedOutput(out)
+    killed.path.mkdir()
+    (killed.path / "half").write_text("half")
+    (tmp_path / "model.lock").write_text(json.dumps(killed._lock._me | {"pid": dead.pid}))
+    others = [tmp_path / f"model{STAGED}mine", tmp_path / f"model-2{STAGED}00000000"]
+    for path in others:
+        path.mkdir()
+    with StagedOutput(out) as output:
+        output.path.touch()
+        output.publish()
+    assert set(tmp_path.iterdir()) == {out, *others}
+
+
+@pytest.mark.parametrize("present", ["file", "folder", "dangling link"])
+def test_an_existing_output_is_never_replaced(tmp_path: Path, present: str) -> None:
+    """Also when it appears while another program writes to the same name."""
+    out = tmp_path / "model"
+    with pytest.raises(CheckpointError, match="exists already"), StagedOutput(out) as output:
+        output.refuse_existing()
+        output.path.mkdir()
+        if present == "file":
+            out.write_text("kept")
+        elif present == "folder":
+            out.mkdir()  # rename(2) would replace an empty one
+        else:
+            out.symlink_to(tmp_path / "nowhere")
+        output.publish()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_writer_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
+    lock = tmp_path / "model.lock"
+    with (
+        pytest.raises(CheckpointError, match="was taken from this process"),
+        StagedOutput(tmp_path / "model") as output,
+    ):
+        output.path.mkdir()
+        lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "another"}))
+        output.publish()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
+
+
+def test_files_are_read_back_before_they_are_published(tmp_path: Path) -> None:
+    votes = Votes(HostGroup.alone())
+    (tmp_path / "a").write_bytes(bytes(1000))
+    records = {"a": record_file(tmp_path / "a")}
+    verify_together(tmp_path, records, votes)
+    flip_bit(tmp_path / "a", 500)
+    with pytest.raises(DamagedError, match="a is damaged: extent 0"):
+        verify_together(tmp_path, records, votes)
+    (tmp_path / "a").unlink()
+    with pytest.raises(DamagedError, match="a is missing"):
+        verify_together(tmp_path, records, votes)

@@ -1,0 +1,191 @@
+"""Two commands write one output at the same time: one completes it, the other refuses clearly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import checkpoint, checkpoint_contents, export
+from tests.unit.checkpoint.folders import flip_bit, make_steps
+from tests.unit.scripts.test_checkpoint_tool import MODEL, make_step
+from torchtitan_like.checkpoint import publishing
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+FIRST = "first-writer"
+WAIT_SECONDS = 60
+REFUSALS = ("belongs to a process that is alive", "exists already")
+
+
+@dataclass
+class Writers:
+    """A command that several threads run at once on one output."""
+
+    main: Callable[[list[str]], int]
+    arguments: list[str]
+    parent: Path  # of the output
+    expected: list[str]  # names in `parent` afterwards
+    verify: list[Path]
+
+    def assert_complete(self) -> None:
+        assert sorted(os.listdir(self.parent)) == self.expected
+        for path in self.verify:
+            assert checkpoint.main(["verify", str(path)]) == 0
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_step(tmp_path_factory.mktemp("run") / "step-7", MODEL)
+
+
+@pytest.fixture(params=["export", "convert to hf", "convert to native", "convert to pt", "offload"])
+def writers(request: pytest.FixtureRequest, step: Path, tmp_path: Path) -> Writers:
+    parent = tmp_path / "out"
+    out = parent / "model"
+    if request.param == "export":
+        return Writers(export.main, [str(step), str(out)], parent, ["model"], [out])
+    if request.param == "offload":
+        source = tmp_path / "run"
+        make_steps(source, "10", "20", "30")
+        names = ["step-10", "step-20", "step-30"]
+        expected = sorted([*names, *(f"{name}.sha256" for name in names)])
+        arguments = ["offload", str(source), str(parent), "--keep", "1"]
+        return Writers(checkpoint.main, arguments, parent, expected, [parent / n for n in names])
+    to = request.param.removeprefix("convert to ")
+    arguments = ["convert", str(step), str(out), "--to", to]
+    return Writers(checkpoint.main, arguments, parent, ["model"], [] if to == "pt" else [out])
+
+
+def pause_first_writer(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
+) -> tuple[threading.Event, threading.Event]:
+    """Stop the first writer before or after `owner.name`. Returns (it has arrived, it may go on)."""
+    arrived, may_go_on = threading.Event(), threading.Event()
+    original = getattr(owner, name)
+
+    def pause() -> None:
+        if threading.current_thread().name == FIRST and not may_go_on.is_set():
+            arrived.set()
+            assert may_go_on.wait(WAIT_SECONDS)
+
+    def paused(*args: Any, **options: Any) -> Any:
+        if when == "before":
+            pause()
+        result = original(*args, **options)
+        if when == "after":
+            pause()
+        return result
+
+    monkeypatch.setattr(owner, name, paused)
+    return arrived, may_go_on
+
+
+def start(main: Callable[[], int], codes: dict[str, int], name: str) -> threading.Thread:
+    thread = threading.Thread(target=lambda: codes.update({name: main()}), name=name)
+    thread.start()
+    return thread
+
+
+POINTS = {
+    "locked": (publishing.StagedOutput, "__enter__", "after"),
+    "before the final name": (publishing.StagedOutput, "publish", "before"),
+    "after the final name": (publishing.StagedOutput, "publish", "after"),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_second_writer_refuses_and_the_first_one_completes(
+    writers: Writers,
+    point: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arrived, may_go_on = pause_first_writer(monkeypatch, *POINTS[point])
+    codes: dict[str, int] = {}
+    first = start(lambda: writers.main(writers.arguments), codes, FIRST)
+    assert arrived.wait(WAIT_SECONDS)
+    assert writers.main(writers.arguments) == 2
+    assert "belongs to a process that is alive" in capsys.readouterr().err
+    may_go_on.set()
+    first.join(WAIT_SECONDS)
+    assert codes == {FIRST: 0}
+    writers.assert_complete()
+
+
+def test_two_offloads_do_not_remove_steps_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each copies to an archive of its own."""
+    folder = tmp_path / "run"
+    make_steps(folder, "10", "20", "30")
+    arrived, may_go_on = pause_first_writer(monkeypatch, shutil, "rmtree", "before")
+    codes: dict[str, int] = {}
+
+    def offload(archive: str) -> int:
+        return checkpoint.main(["offload", str(folder), str(tmp_path / archive), "--keep", "1"])
+
+    first = start(lambda: offload("a"), codes, FIRST)
+    assert arrived.wait(WAIT_SECONDS)
+    assert offload("b") == 2
+    assert "two offloads must not remove" in capsys.readouterr().err
+    may_go_on.set()
+    first.join(WAIT_SECONDS)
+    assert codes == {FIRST: 0} and os.listdir(folder) == ["step-30"]
+    assert offload("b") == 0
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.01, 0.03, 0.1])
+def test_writers_that_start_at_any_time_leave_one_complete_output(
+    writers: Writers, offset: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: dict[str, int] = {}
+    threads = []
+    for number in range(2):
+        threads.append(start(lambda: writers.main(writers.arguments), codes, str(number)))
+        time.sleep(offset)
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    output = capsys.readouterr().err
+    is_offload = writers.arguments[0] == "offload"  # a later one finds everything copied
+    assert sorted(codes.values()) in ([[0, 2]] + [[0, 0]] * is_offload), output
+    assert 2 not in codes.values() or any(words in output for words in REFUSALS), output
+    writers.assert_complete()
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "missing file"])
+def test_an_export_damaged_while_it_is_written_is_not_published(
+    step: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+) -> None:
+    """By a faulty disk, or a program that removes files."""
+
+    def damage(write: Callable[..., Any]) -> Callable[..., Any]:
+        def write_and_damage(folder: Path, *args: Any, **options: Any) -> Any:
+            records = write(folder, *args, **options)
+            file = folder / "model.safetensors"
+            flip_bit(file, file.stat().st_size - 1) if fault == "flipped bit" else file.unlink()
+            return records
+
+        return write_and_damage
+
+    monkeypatch.setattr(export, "write_model", damage(export.write_model))
+    monkeypatch.setattr(
+        checkpoint_contents, "write_model", damage(checkpoint_contents.write_model)
+    )
+    out = tmp_path / "out" / "model"
+    convert = ["convert", str(step), str(out), "--to", "hf"]
+    assert export.main([str(step), str(out)]) == 2
+    assert checkpoint.main(convert) == 1  # the code of that command for damage
+    words = "model.safetensors is " + ("damaged" if fault == "flipped bit" else "missing")
+    assert capsys.readouterr().err.count(words) == 2
+    assert os.listdir(tmp_path / "out") == []

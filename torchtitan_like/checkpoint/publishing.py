@@ -1,0 +1,94 @@
+"""Publish a folder or file under its name only when it is complete, with one writer at a time.
+
+Every command that writes an export, a converted checkpoint or an archived step uses `StagedOutput`.
+The trainer holds `run.lock` for its whole folder instead.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import FileRecord
+from torchtitan_like.checkpoint.lock import FileLock
+from torchtitan_like.checkpoint.step_folders import Manifest, publish, write_manifest
+from torchtitan_like.checkpoint.votes import Votes
+
+STAGED = ".partial-"  # followed by eight random hexadecimal digits
+
+
+class StagedOutput:
+    """An output that appears as `final` when it is complete. Use it in a `with` block, in one process.
+
+    Entering takes `<final>.lock` and removes what a killed process has staged. Leaving removes what
+    was not published, and the lock. Raises CheckpointError (LockedError when another process writes
+    the same output).
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.path = final.with_name(f"{final.name}{STAGED}{uuid.uuid4().hex[:8]}")
+        self._lock = FileLock(
+            final.with_name(f"{final.name}.lock"),
+            subject=str(final),
+            holder="process",
+            remedy="Wait until it ends, or choose another name",
+        )
+
+    def __enter__(self) -> StagedOutput:
+        self._lock.acquire()
+        try:
+            pattern = re.compile(rf"{re.escape(self.final.name)}{re.escape(STAGED)}[0-9a-f]{{8}}")
+            for path in self.final.parent.iterdir():
+                if pattern.fullmatch(path.name):
+                    _remove(path)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            _remove(self.path)
+        finally:
+            self._lock.release()
+
+    def refuse_existing(self) -> None:
+        """Raise CheckpointError when there is something under the final name already."""
+        if self.final.exists() or self.final.is_symlink():
+            raise CheckpointError(f"{self.final} exists already: choose another name")
+
+    def publish(self, manifest: Manifest | None = None) -> None:
+        """Give the staged output its name; first write the manifest of a folder that has one.
+
+        Everything else must have been written and verified. Raises CheckpointError when this process
+        has lost the lock.
+        """
+        self._lock.check()
+        self.refuse_existing()
+        if manifest is not None:
+            write_manifest(self.path, manifest)
+        publish(self.path, self.final)
+
+
+def verify_together(folder: Path, records: Mapping[str, FileRecord], votes: Votes) -> None:
+    """Read every file back and compare size and hashes; the ranks share the work.
+
+    Raises DamagedError on every rank when a file is missing or differs from what was written.
+    """
+    from torchtitan_like.checkpoint.dcp_storage import verify_rest
+    from torchtitan_like.checkpoint.extents import check_sizes
+
+    votes.leader_does(lambda: check_sizes(folder, records))
+    votes.all_do(lambda: verify_rest(folder, records, {}, votes.group))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
