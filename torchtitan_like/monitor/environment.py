@@ -20,7 +20,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_like.config.cli import mask_arguments
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 from torchtitan_like.util.credentials import is_secret_name, mask_text
 
@@ -130,6 +129,8 @@ def write_environment(
     Each is sorted plain text, so that `diff -r` of two attempts shows what changed. Only the user can read them. git may
     take seconds: run this in a thread.
     """
+    from torchtitan_like.config.cli import mask_arguments  # brings the schema, which few users of this module need
+
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     variables = dict(os.environ) if variables is None else variables
     _write(folder / "variables.txt", recorded_variables(variables, hash_key(variables)))
