@@ -234,13 +234,22 @@ def convert(arguments: argparse.Namespace) -> int:
 
     from scripts import checkpoint_contents
 
-    source = checkpoint_contents.open_contents(arguments.src)
+    source = checkpoint_contents.open_contents(arguments.src, trust_pickle=arguments.trust_pickle)
+    if arguments.trust_pickle and source.family != checkpoint_contents.FAMILIES[arguments.to]:
+        raise CheckpointError(
+            f"--trust-pickle with --to {arguments.to}: {arguments.src} is in the format {source.kind}. First "
+            f"make a copy in its own format: --to {source.kind} --trust-pickle. Then convert the copy"
+        )
     identity, config = None, source.manifest.get("config")
     if source.family != checkpoint_contents.FAMILIES[arguments.to] or (arguments.to == "native" and config is None):
         identity, text = _identify(source, arguments.config)
         config = config or text
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    checkpoint_contents.convert(source, arguments.dst, arguments.to, dtype=dtype, identity=identity, config=config)
+    left_out = checkpoint_contents.convert(
+        source, arguments.dst, arguments.to, dtype=dtype, identity=identity, config=config
+    )
+    for name in left_out:
+        print(f"{name} is left out: it is neither a tensor nor a plain Python value")
     print(f"{arguments.dst} is complete")
     return 0
 
@@ -474,6 +483,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                          help="native: a step with weights alone. hf: safetensors. dcp: torch.distributed.checkpoint, "
                          "pt: torch.save, both with TorchTitan's and Meta's names and order of rows")  # fmt: skip
     command.add_argument("--dtype", choices=DTYPES, help="of floating-point tensors; others, and all without it, stay")
+    command.add_argument("--trust-pickle", action="store_true",
+                         help="load SRC whatever it names, which RUNS CODE if its author put some there. The copy "
+                         "holds tensors and plain values alone. Not for --to another family of names")  # fmt: skip
     for one in (comparing, command):
         one.add_argument("--config", type=Path, help="TOML of a run with this model, where no config.toml says which")
     command = add(offload, "folder", "dest")

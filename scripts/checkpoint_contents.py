@@ -5,10 +5,12 @@ One process holds the weights of a model once or twice: what runs on many ranks 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import reprlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +23,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, unwrap
+from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, load_planned, unwrap
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
 from torchtitan_like.checkpoint.hf.direct import write_export
@@ -42,6 +42,12 @@ from torchtitan_like.checkpoint.step_folders import (
     Manifest,
     file_records,
     read_manifest,
+)
+from torchtitan_like.checkpoint.unpickle import (
+    CheckedEmptyPlanner,
+    CheckedPlanner,
+    CheckedReader,
+    load_saved,
 )
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import materialize
@@ -78,15 +84,18 @@ class Contents:
         return FAMILIES[self.kind]
 
 
-def open_contents(path: Path) -> Contents:
-    """Read headers and indices. Raises CheckpointError; DamagedError where they are not what was written."""
+def open_contents(path: Path, *, trust_pickle: bool = False) -> Contents:
+    """Read headers and indices. Raises CheckpointError; DamagedError where they are not what was written.
+
+    trust_pickle: unpickle whatever the checkpoint names, which may run code of its author.
+    """
     if path.is_file():
-        return _open_pt(path)
+        return _open_pt(path, trust_pickle)
     found = format_of(path)
     if found == "hf":
         return _open_hf(path)
     if found in ("step", "dcp"):
-        return _open_dcp(path, "native" if found == "step" else "dcp")
+        return _open_dcp(path, "native" if found == "step" else "dcp", trust_pickle)
     raise CheckpointError(
         f"{path} is no checkpoint that can be read here: give a step-N, a folder of safetensors or of "
         "torch.distributed.checkpoint, or a .pt file"
@@ -106,10 +115,10 @@ def _told_plainly(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {type(problem).__name__}: {problem}") from problem
 
 
-def _open_dcp(path: Path, kind: Kind) -> Contents:
+def _open_dcp(path: Path, kind: Kind, trust: bool) -> Contents:
     manifest = read_manifest(path) or {}
     records = file_records(manifest)
-    reader = ExtentReader(path, records) if records else dcp.FileSystemReader(path)
+    reader: Any = ExtentReader(path, records, trust=trust) if records else CheckedReader(path, trust=trust)
     with _told_plainly(path):
         stored = reader.read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
@@ -118,7 +127,7 @@ def _open_dcp(path: Path, kind: Kind) -> Contents:
         entry = tensors.get(name)
         target = {name: None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)}
         with _told_plainly(path):
-            dcp.load(target, storage_reader=reader, no_dist=True)
+            load_planned(target, reader, CheckedPlanner(path, trust=trust))
         return target[name]
 
     def whole() -> Any:
@@ -126,7 +135,7 @@ def _open_dcp(path: Path, kind: Kind) -> Contents:
             return {name: read(name) for name in tensors if name.startswith("model.")}
         state: dict[str, Any] = {}
         with _told_plainly(path):
-            _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+            load_planned(state, reader, CheckedEmptyPlanner(path, trust=trust))
         return state
 
     forms = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in tensors.items()}
@@ -151,9 +160,8 @@ def _open_hf(path: Path) -> Contents:
     return Contents(path, "hf", manifest, forms, read, whole, files=files)
 
 
-def _open_pt(path: Path) -> Contents:
-    with _told_plainly(path):
-        state = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+def _open_pt(path: Path, trust: bool) -> Contents:
+    state = load_saved(path, path, trust=trust, mmap=is_zipfile(path))
     leaves = dict(_leaves(state))
     tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
     forms = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
@@ -242,15 +250,16 @@ def _meta_weights(ours: Mapping[str, Tensor], identity: Identity) -> dict[str, T
 
 def convert(
     source: Contents, out: Path, to: Kind, *, dtype: torch.dtype | None, identity: Identity | None, config: str | None
-) -> None:
+) -> list[str]:
     """Write `source` as `out`, which appears when it is complete. Floating-point tensors become `dtype` (None: stay).
 
     identity: the model, needed when the two formats are of different families. config: the TOML for a native step.
-    Every tensor is saved without what it may be a view of. Raises CheckpointError, OSError.
+    Every tensor is saved without what it may be a view of. Returns the names of what is left out, because a checkpoint
+    that holds it would be refused. Raises CheckpointError, OSError.
     """
     with StagedOutput(out) as output:
         output.refuse_existing()
-        _convert(source, output, to, dtype=dtype, identity=identity, config=config)
+        return _convert(source, output, to, dtype=dtype, identity=identity, config=config)
 
 
 def _convert(
@@ -261,11 +270,13 @@ def _convert(
     dtype: torch.dtype | None,
     identity: Identity | None,
     config: str | None,
-) -> None:
+) -> list[str]:
     if source.family == FAMILIES[to]:
         state, identity = source.whole(), None if to == "hf" else identity
+        state, left_out = _without_refused(state, source.path)
     else:
         assert identity is not None
+        left_out = []
         state = our_weights(source, identity)
         state = _meta_weights(state, identity) if FAMILIES[to] == "torch" else state
 
@@ -293,6 +304,34 @@ def _convert(
         for damage in find_damage(staged, manifest["files"]):
             raise damage
     output.publish(manifest)
+    return left_out
+
+
+def _without_refused(state: Any, path: Path, prefix: str = "") -> tuple[Any, list[str]]:
+    """Leave out of nested mappings what `load_saved` would refuse; returns its dotted names too."""
+    if not isinstance(state, Mapping):
+        return state, [] if _is_loadable(state, path) else [prefix]
+    kept: dict[Any, Any] = OrderedDict() if type(state) is OrderedDict else {}
+    left_out: list[str] = []
+    for key, value in state.items():
+        part, refused = _without_refused(value, path, f"{prefix}.{key}" if prefix else str(key))
+        left_out += refused
+        if isinstance(value, Mapping) or not refused:
+            kept[key] = part
+    return kept, left_out
+
+
+def _is_loadable(value: Any, path: Path) -> bool:
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return True
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    saved.seek(0)
+    try:
+        load_saved(saved, path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _write_pt(staged: Path, state: Any) -> None:

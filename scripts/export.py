@@ -47,10 +47,10 @@ class Weights:
     """The stored weights, in the type they are stored in; of several ranks each has rows of every one."""
 
     def __init__(self, path: Path, manifest: Manifest, world_size: int) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torchtitan_like.checkpoint.unpickle import CheckedReader
 
         records = file_records(manifest)
-        reader: Any = ExtentReader(path, records) if records else dcp.FileSystemReader(path)
+        reader: Any = ExtentReader(path, records) if records else CheckedReader(path)
         stored = reader.read_metadata().state_dict_metadata
         places: dict[str, Any] = {}
         if world_size > 1:

@@ -129,6 +129,15 @@ def test_the_package_imports_what_it_asks_for_and_no_more() -> None:
     assert set(BROUGHT_ALONG.values()) <= needed and len(needed) <= 15, "a handful"
 
 
+def test_one_module_unpickles_files() -> None:
+    """torch's reader and planner of DCP, and `dcp.load` with them, unpickle whatever a file names."""
+    loaders = r"\bpickle\.(load|loads|Unpickler)\b|torch\.load\(|dcp\.load\("
+    calls = re.compile(loaders + "|FileSystemReader|DefaultLoadPlanner")
+    shipped = CORE + sorted((ROOT / "scripts").rglob("*.py"))
+    users = [path for path in shipped if calls.search(path.read_text())]
+    assert [name_of(path) for path in users] == ["torchtitan_like/checkpoint/unpickle.py"]
+
+
 def test_nothing_is_marked_for_later() -> None:
     marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
     texts = ALL + [ROOT / name for name in ("run_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run")]

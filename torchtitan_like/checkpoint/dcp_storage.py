@@ -1,7 +1,7 @@
 """Native steps: torch's distributed checkpoint (DCP), with its standard planners, over files in hashed extents.
 
     dcp.save(state, storage_writer=ExtentWriter(folder, rank), process_group=group)
-    load_planned(state, ExtentReader(folder, records))  # or dcp.load
+    load_planned(state, ExtentReader(folder, records), CheckedPlanner(folder))
 
 Every rank that has something to write writes one file, `shard-00000.bin`: its items one after the other, each from a
 multiple of 64 bytes on, padded with zeros; a tensor is its elements in C order, anything else the planner's own bytes.
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -49,6 +48,7 @@ from torchtitan_like.checkpoint.extents import (
 )
 from torchtitan_like.checkpoint.hf.plan import contiguous, rectangles
 from torchtitan_like.checkpoint.step_folders import fsync_directory
+from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
 
 METADATA = ".metadata"
@@ -150,17 +150,20 @@ class ExtentReader(StorageReader):
     """Reads a step written by ExtentWriter, straight into the state's own tensors.
 
     Every extent is verified against `records` before what it holds is used; `verified` tells which ones were read.
-    Nothing is read before every file is known to have its recorded size.
+    Nothing is read before every file is known to have its recorded size. trust: unpickle any class.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], records: Mapping[str, FileRecord]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], records: Mapping[str, FileRecord], *, trust: bool = False
+    ) -> None:
         self.folder = Path(folder)
         self.records = records
+        self.trust = trust
         self.verified: dict[str, set[int]] = {}
         self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """What the step holds. Raises DamagedError; unpickles nothing that is not what was written.
+        """What the step holds. Raises DamagedError, or CheckpointError for a class that is refused.
 
         To be called before `dcp.load` too, which makes a mere text of what is raised in here.
         """
@@ -169,7 +172,7 @@ class ExtentReader(StorageReader):
             check_sizes(self.folder, {METADATA: self.records[METADATA]})
             with self._source(METADATA) as source:
                 source.read(0, memoryview(content))
-            self._metadata = pickle.loads(content)
+            self._metadata = load_metadata(content, self.folder / METADATA, trust=self.trust)
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -238,12 +241,11 @@ class ExtentReader(StorageReader):
         return False  # made for one folder, with its records
 
 
-def load_planned(state: dict[str, Any], reader: StorageReader) -> None:
+def load_planned(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner) -> None:
     """What `dcp.load` does, on this rank alone: its planner cuts every rank's reads by the metadata, and asks no other rank.
 
-    So nothing is gathered, and an error is raised as it is, on the rank that met it: callers vote. `state` is flat.
+    So nothing is gathered, and an error is raised as it is, on the rank that met it: callers vote. `state` is flat, or empty.
     """
-    planner = DefaultLoadPlanner()
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

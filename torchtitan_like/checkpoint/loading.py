@@ -70,15 +70,14 @@ def load_states(
 def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verify: str) -> None:
     """A step of ours: full, or the weights alone."""
     from torchtitan_like.checkpoint.dcp_storage import METADATA, ExtentReader, load_planned, verify_rest
+    from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader
 
     path, group = start.path, votes.group
     assert path is not None and start.manifest is not None
     reader: Any
     if start.manifest["format_version"] == 1:
-        from torch.distributed.checkpoint import FileSystemReader
-
         logger.warning(f"{path} was written in format 1, without hashes: what is read from it cannot be verified")
-        reader, others = FileSystemReader(path), {}
+        reader, others = CheckedReader(path), {}
     else:
         records = file_records(start.manifest)
         reader = ExtentReader(path, records)
@@ -95,7 +94,7 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
 
     def load() -> None:
         targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
-        load_planned(targets, reader)
+        load_planned(targets, reader, CheckedPlanner(path))
 
     votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
     votes.all_do(look)

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -129,6 +129,12 @@ def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
     """Every directory named `step-N` of `folder` with its number, in order, whatever is in it."""
     found = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def is_inside(name: str) -> bool:
+    """Return True if a path from a stored file stays in its folder: relative, without `..`."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:

@@ -305,7 +305,7 @@ def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.
         (["{step}", "{tmp}", "--to", "pt"], "exists already"),
         (["{tmp}/m.pt", "{tmp}/out", "--to", "hf"], "give --config"),
         (["{tmp}/nothing", "{tmp}/out", "--to", "hf"], "no checkpoint that can be read"),
-        (["{tmp}/text.pt", "{tmp}/out", "--to", "dcp"], "text.pt: UnpicklingError"),
+        (["{tmp}/text.pt", "{tmp}/out", "--to", "dcp"], "text.pt cannot be read: UnpicklingError"),
         (["{tmp}/m.pt", "{tmp}/out", "--to", "hf", "--config", "{step}/config.toml"], "missing"),
     ],
 )
@@ -315,7 +315,7 @@ def test_what_cannot_be_converted_leaves_nothing_behind(
     torch.save({"norm.weight": torch.ones(32)}, tmp_path / "m.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     code, output = run(capsys, "convert", *(part.format(step=step, tmp=tmp_path) for part in argv))
-    assert code == 2 and text in output
+    assert code == (1 if "cannot be read" in text else 2) and text in output
     assert sorted(os.listdir(tmp_path)) == ["m.pt", "text.pt"]
 
 

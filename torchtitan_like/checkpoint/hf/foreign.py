@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,13 @@ from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.load import LoadReport, load_weights
 from torchtitan_like.checkpoint.hf.pieces import Form, Piece, within
+from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader, load_saved
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.models.hf_table import Rows, Table, slices
 
@@ -73,17 +71,18 @@ class DcpSource:
                     index, zeros = MetadataIndex(self.prefix + name, chunk.offsets), torch.Size([0] * len(chunk.sizes))
                     met[index] = here
                     items.append(ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, chunk.sizes))
-        reader = FileSystemReader(self.path)
+        reader = CheckedReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        with _told_as_damage(self.path):
-            reader.read_data(LoadPlan(items), _HandOut(self.metadata, met)).wait()
+        reader.read_data(LoadPlan(items), _HandOut(self.path, self.metadata, met)).wait()
 
 
-class _HandOut(DefaultLoadPlanner):
+class _HandOut(CheckedPlanner):
     """Receives whole chunks, and copies to the pieces what each has in common with one."""
 
-    def __init__(self, metadata: Metadata, pieces: Mapping[MetadataIndex, Sequence[Piece]]) -> None:
-        super().__init__()
+    def __init__(
+        self, folder: Path, metadata: Metadata, pieces: Mapping[MetadataIndex, Sequence[Piece]]
+    ) -> None:
+        super().__init__(folder)
         self.stored, self.pieces = metadata, pieces
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -105,8 +104,7 @@ def _open_dcp(folder: Path) -> DcpSource:
     """What is stored, of which all files must be there and long enough (DamagedError)."""
     if not (folder / ".metadata").exists():
         raise CheckpointError(f"{folder} is no checkpoint of torch.distributed.checkpoint: it has no .metadata")
-    with _told_as_damage(folder / ".metadata"):
-        metadata = FileSystemReader(folder).read_metadata()
+    metadata = CheckedReader(folder).read_metadata()
     tensors = {
         name: entry
         for name, entry in metadata.state_dict_metadata.items()
@@ -192,15 +190,7 @@ def _split_dim(name: str, part: Tensor, width: int) -> int | None:
 def _map_file(file: Path) -> dict[str, Tensor]:
     if not is_zipfile(file):
         raise DamagedError(f"{file} is cut short, or was not written by torch.save of torch 1.6 or later")
-    with _told_as_damage(file):
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    state = load_saved(file, file, mmap=True)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{file} holds a {type(state).__name__}: expected a state dict, name -> tensor")
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-@contextmanager
-def _told_as_damage(path: Path) -> Iterator[None]:
-    """What torch and pickle raise where bytes are not what they should be, as DamagedError."""
-    try:
-        yield
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError) as problem:
-        raise DamagedError(f"{path} cannot be read: {type(problem).__name__}: {problem}") from problem
