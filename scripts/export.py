@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 4 scripts/export.py outputs/checkpoint/step-1000 outputs/model
 
 STEP_DIR is a published step; the model and the tokenizer are those of the `config.toml` inside it. On several ranks each
-holds a part of the weights only. No GPU is used. The directory appears under its name when it is complete.
+holds some of the tensors only. No GPU is used. The directory appears under its name when it is complete.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
@@ -31,7 +29,9 @@ from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
 from torchtitan_like.checkpoint.publishing import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import Manifest, file_records, read_manifest
+from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
+from torchtitan_like.checkpoint.stored_weights import StoredWeights
+from torchtitan_like.checkpoint.unpickle import CheckedReader
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.formats.tokenizer import TokenizerError
@@ -41,41 +41,6 @@ from torchtitan_like.launch import identify
 from torchtitan_like.resilience.end import end_process
 
 TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
-
-
-class Weights:
-    """The stored weights, in the type they are stored in; of several ranks each has rows of every one."""
-
-    def __init__(self, path: Path, manifest: Manifest, world_size: int) -> None:
-        from torchtitan_like.checkpoint.unpickle import CheckedReader
-
-        records = file_records(manifest)
-        reader: Any = ExtentReader(path, records) if records else CheckedReader(path)
-        stored = reader.read_metadata().state_dict_metadata
-        places: dict[str, Any] = {}
-        if world_size > 1:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.tensor import Shard
-
-            places = {"device_mesh": init_device_mesh("cpu", (world_size,)), "placements": [Shard(0)]}
-        self._tensors = {
-            name.removeprefix("model."): _empty(entry, places if entry.size else {})
-            for name, entry in stored.items()
-            if name.startswith("model.")
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._tensors)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        assert all(state_dict[name] is tensor for name, tensor in self._tensors.items()), "they are read in place"
-
-
-def _empty(stored: Any, places: Mapping[str, Any]) -> torch.Tensor:
-    from torch.distributed.tensor import empty
-
-    tensor: torch.Tensor = (empty if places else torch.empty)(stored.size, dtype=stored.properties.dtype, **places)
-    return tensor
 
 
 def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -> None:
@@ -96,11 +61,13 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
             return output.path
 
         staged = votes.leader_does(stage)
-        weights = Weights(step, manifest, votes.group.size)
+        records = file_records(manifest)
+        reader: Any = ExtentReader(step, records) if records else CheckedReader(step)
+        stored = reader.read_metadata().state_dict_metadata
+        weights = StoredWeights(stored, votes.group.rank, votes.group.size)
         start = Start("warm", 0, step, "named on the command line", manifest=manifest)
         load_states(start, {"model": weights}, votes, identity)
-        sizes = [t.numel() * t.dtype.itemsize for t in weights.state_dict().values()]
-        votes.leader_does(lambda: check_space(staged, sum(sizes)))
+        votes.leader_does(lambda: check_space(staged, weights.num_bytes))
         files = write_model(
             staged,
             weights.state_dict(),

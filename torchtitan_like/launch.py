@@ -188,6 +188,7 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
             starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:
+                checkpointer.finish_last_step(starts[0])
                 logger.info(f"Nothing to do: step {step} of {config.training.steps} is done already")
             elif is_killed(config, world):
                 code = ExitCode.INTERRUPTED

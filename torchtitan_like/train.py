@@ -233,7 +233,7 @@ class Trainer:
         # Where the data is, whichever parts of the checkpoint were left out.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         # Only now: a start that fails leaves the folder as it was.
-        self.checkpointer.claim(self.start)
+        self.checkpointer.claim(self.start, partial(self._published, self.start.step))
         stored = (self.start.manifest or {}) if self.start.kind == "resume" else {}
         # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
         device = self.optimizer.parameters[0].device

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 from tests.faults.kills import SAVE_POINTS, START_POINTS, Chain, Kill, named_kills, random_kill
 
@@ -39,6 +41,42 @@ def test_killed_while_it_exports(chain: Chain) -> None:
     chain.overrides.update(checkpoint__hf_interval=1, checkpoint__hf_shard_gb=2e-5)
     kills = [Kill("in the middle of an export's weights", (1,)), Kill("before an export has its name", ALL)]
     assert live_through(chain, kills) == len(kills)
+
+
+def test_an_export_lost_to_a_kill_is_made_by_the_next_start(chain: Chain) -> None:
+    """In the middle of a run, and at its last step, where nothing is left to train."""
+    chain.overrides.update(checkpoint__interval=2, checkpoint__hf_interval=2, training__steps=6)
+    exports, lost = chain.folder / "checkpoint/hf", "before an export has its name"
+    assert chain.live(Kill(lost, ALL))
+    assert chain.newest == 2 and not (exports / "step-2").exists()
+    assert chain.live(Kill(lost, ALL, steps_ahead=4))
+    assert chain.newest == 6 and {path.name[:6] for path in exports.iterdir()} == {
+        "step-2",
+        "step-4",
+        "step-6",
+    }
+    assert not (exports / "step-6").exists() and (chain.folder / "checkpoint/run.lock").exists()
+    ended = chain.run(what="a start with nothing to do")
+    assert ended.says("Nothing to do: step 6 of 6") and ended.exit == {
+        "reason": "done",
+        "code": 0,
+        "step": 6,
+    }
+    assert sorted(path.name for path in exports.iterdir()) == ["step-2", "step-4", "step-6"]
+    names = {path.name for path in (chain.folder / "checkpoint").iterdir()}
+    assert names == {"hf", "step-2", "step-4", "step-6"}
+    undisturbed = replace(chain, folder=chain.folder.with_name("undisturbed"))
+    undisturbed.run()
+    for export in exports.iterdir():
+        other = undisturbed.folder / "checkpoint/hf" / export.name
+        names = {path.name for path in other.iterdir()}
+        assert names == {path.name for path in export.iterdir()}
+        for name in names - {"config.toml", "manifest.json"}:  # these name the folder of the run
+            assert (export / name).read_bytes() == (other / name).read_bytes(), (export, name)
+        manifests = [json.loads((path / "manifest.json").read_text()) for path in (export, other)]
+        ignored = {"config", "files", "self", "metrics_bytes"}  # the last depends on timings in rows
+        kept = [{k: v for k, v in m.items() if k not in ignored} for m in manifests]
+        assert kept[0] == kept[1]
 
 
 def test_killed_while_it_clears_up_after_a_kill(chain: Chain) -> None:

@@ -15,27 +15,35 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import Identity, load_states
-from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.checkpoint.lock import LockedError, RunLock
 from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
 from torchtitan_like.checkpoint.start import Start, decide_start
 from torchtitan_like.checkpoint.stateful import Stateful
-from torchtitan_like.checkpoint.step_folders import HF_EXPORTS, remove_stale_stages, supersede_later
+from torchtitan_like.checkpoint.step_folders import (
+    HF_EXPORTS,
+    MANIFEST_OWN_KEYS,
+    file_records,
+    remove_stale_stages,
+    stale_stages,
+    supersede_later,
+)
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
 
+T = TypeVar("T")
 logger = logging.getLogger()
 # One process without a group is a normal way to run, not a mistake to be warned of.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -88,18 +96,61 @@ class Checkpointer:
         CheckpointError, also when another run is at work there.
         """
         decide = partial(decide_start, self.section, self.folder, last_step, self._identity.hf_assets, config)
+        if not self.section.enable:
+            return decide()
+        decided: list[Start] = []  # on rank 0
 
-        def decide_and_lock() -> list[Start]:
-            starts = decide()
-            if self._lock is not None and starts[0].step < last_step:
-                self._lock.acquire()
-                starts = decide()  # again, now that nobody else can publish
+        def decide_step() -> int:
+            decided[:] = decide()
+            return decided[0].step
+
+        def decide_locked() -> list[Start]:
+            starts = decide() if is_unfinished else decided  # again, now that nobody else can publish
             # The manifest of a step is 40 MB where thousands of ranks have written it: of the others see `load`.
             return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
-        if not self.section.enable:
-            return decide()
-        return self._thread.run(lambda: self._votes.leader_does(decide_and_lock))
+        is_unfinished = self._on_leader(decide_step) < last_step
+        if is_unfinished:
+            while not self._on_leader(self._try_lock):
+                pass
+        return self._on_leader(decide_locked)
+
+    def _on_leader(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0's checkpoint thread; all ranks return its result or raise its error."""
+        return self._thread.run(lambda: self._votes.leader_does(action))
+
+    def _try_lock(self) -> bool:
+        """On rank 0: take the folder's lock, or wait for a moment. No call lasts as long as a time-out of the others."""
+        assert self._lock is not None
+        return self._lock.try_acquire()
+
+    def finish_last_step(self, start: Start) -> None:
+        """Make the export of a run's last step, and remove what is unfinished, where a kill has prevented that.
+
+        For a run with nothing left to train. Leaves the folder alone while another run is at work in it.
+        """
+        if not self.saves:
+            return
+
+        def is_tidy() -> bool:
+            assert self._lock is not None
+            stages = stale_stages(self.folder)
+            return not (stages or self._lock.path.exists() or self._is_export_missing(start))
+
+        def lock() -> bool | None:
+            try:
+                return self._try_lock()
+            except LockedError as error:
+                logger.info(str(error))
+                return None
+
+        if self._on_leader(is_tidy):
+            return
+        while (is_locked := self._on_leader(lock)) is False:
+            pass
+        if is_locked:
+            self._on_leader(self._remove_stages)
+            self._make_missing_export(start)
 
     def load(
         self, starts: Sequence[Start], states: Mapping[str, Stateful], *, consider: Callable[[Start], None]
@@ -127,14 +178,19 @@ class Checkpointer:
                 last = damage
         raise last
 
-    def claim(self, start: Start) -> None:
-        """Make the folder this run's, once the start is loaded: stale stages go, steps beyond it are renamed."""
+    def claim(
+        self, start: Start, on_published: Callable[[Save, Path, float], None] = lambda *_: None
+    ) -> None:
+        """Make the folder this run's, once the start is loaded.
+
+        Unfinished stages go, steps beyond the start are renamed, and an export of it that a kill has prevented is made.
+        `on_published`: see `save`.
+        """
 
         def tidy() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             logger.info(f"Checkpointing active: checkpoints are read from and written to {self.folder}")
-            for path in remove_stale_stages(self.folder):
-                logger.info(f"Removed the unfinished {path.name}")
+            self._remove_stages()
             for path in supersede_later(self.folder, start.step, uuid.uuid4().hex[:8]):
                 logger.warning(f"The run restarts at step {start.step}: a later checkpoint is now {path.name}")
             if start.path is not None and start.step == self.section.load_step:
@@ -142,7 +198,70 @@ class Checkpointer:
 
         self.newest_step = start.step
         if self.saves:
-            self._thread.run(lambda: self._votes.leader_does(tidy))
+            self._on_leader(tidy)
+            self._make_missing_export(start, on_published)
+
+    def _remove_stages(self) -> None:
+        for path in remove_stale_stages(self.folder):
+            logger.info(f"Removed the unfinished {path.name}")
+
+    def _is_export_missing(self, start: Start) -> bool:
+        """On rank 0: was the step of `start` to be exported too, and is that export not there?"""
+        interval = self.section.hf_interval
+        is_due = start.kind == "resume" and interval > 0 and start.step % interval == 0
+        is_own = start.path is not None and start.path.parent == self.folder
+        kind = (start.manifest or {}).get("kind")
+        return is_due and is_own and kind != "hf" and not self._export_path(start.step).exists()
+
+    def _make_missing_export(
+        self, start: Start, on_published: Callable[[Save, Path, float], None] = lambda *_: None
+    ) -> None:
+        """Export the stored weights of `start`. Raises CheckpointError as `save` does."""
+
+        def find() -> Start | None:
+            if not self._is_export_missing(start):
+                return None
+            stored = start.with_manifest()
+            assert stored.manifest is not None
+            return stored if stored.manifest["format_version"] > 1 else None
+
+        stored = self._on_leader(find)
+        if stored is None:
+            return
+        logger.info(f"Exporting {stored.path}: {self._export_path(stored.step)} is missing")
+        try:
+            self._thread.run(lambda: self._export_stored(stored, on_published))
+        except CheckpointError as error:
+            if self.section.on_save_error == "stop":
+                raise
+            logger.error(f"step-{stored.step} (hf) could not be saved: {error}")
+        else:
+            self._newest_export = stored.step
+
+    def _export_stored(
+        self, stored: Start, on_published: Callable[[Save, Path, float], None]
+    ) -> None:
+        """On the checkpoint thread."""
+        from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+        from torchtitan_like.checkpoint.stored_weights import StoredWeights
+
+        path, manifest, group = stored.path, stored.manifest, self._votes.group
+        assert path is not None and manifest is not None
+        reader = ExtentReader(path, file_records(manifest))
+        metadata: dict[str, Any] = {}
+        self._votes.all_do(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
+        weights = StoredWeights(metadata, group.rank, group.size)
+        start = replace(stored, kind="warm")
+        load_states(start, {"model": weights}, self._votes, self._identity)
+        tensors = {f"model.{name}": tensor for name, tensor in weights.state_dict().items()}
+        self._writer.commit(
+            self._export(True),
+            stored.step,
+            tensors,
+            config_toml=manifest["config"],
+            summary={k: v for k, v in manifest.items() if k not in MANIFEST_OWN_KEYS},
+            on_published=on_published,
+        )
 
     # ---- save
 
@@ -167,6 +286,9 @@ class Checkpointer:
             return []
         full = [] if is_finished or self.newest_step == step else [Save("full", self.folder, is_last=True)]
         return full + ([self._export(True)] if export_asked and self._newest_export != step else [])
+
+    def _export_path(self, step: int) -> Path:
+        return self.folder / HF_EXPORTS / f"step-{step}"
 
     def _export(self, is_last: bool) -> Save:
         return Save("hf", self.folder / HF_EXPORTS, self._export_dtype, is_last=is_last)

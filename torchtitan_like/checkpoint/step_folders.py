@@ -24,6 +24,8 @@ from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes, 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
+# What `write_manifest` and the writer of a step set; the rest of a manifest is the run's summary.
+MANIFEST_OWN_KEYS = {"format_version", "extent_bytes", "hash", "self", "kind", "step", "config", "files"}
 _STEP = re.compile(r"step-(\d+)")
 
 Manifest = dict[str, Any]
@@ -187,9 +189,14 @@ def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:
     return renamed
 
 
+def stale_stages(folder: Path) -> list[Path]:
+    """What an interrupted save has left in a checkpoint folder, or a save under way has staged."""
+    return [path for place in (folder, folder / HF_EXPORTS) for path in place.glob("step-*.tmp-*")]
+
+
 def remove_stale_stages(folder: Path) -> list[Path]:
     """Remove what an interrupted save has left behind. Only for the holder of the folder's lock."""
-    stale = [path for place in (folder, folder / HF_EXPORTS) for path in place.glob("step-*.tmp-*")]
+    stale = stale_stages(folder)
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     return stale

@@ -62,7 +62,10 @@ def write_model(
         index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    named = dtype or max(set(floating), key=floating.count, default=torch.float32)
+    of_all_ranks = [found for part in votes.all_do(lambda: floating) for found in part]
+    named = dtype or max(
+        sorted(set(of_all_ranks), key=str), key=of_all_ranks.count, default=torch.float32
+    )
 
     def complete() -> dict[str, FileRecord]:
         bos, eos = identity.special_tokens()
