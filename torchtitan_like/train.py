@@ -211,7 +211,9 @@ class Trainer:
         config, world = self.config, self.world
         names = self.batches.sources
         self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
-        self.replicas = Replicas(config.resilience.replica_check_freq, world, self.optimizer.named)
+        self.replicas = Replicas(
+            config.resilience.replica_check_freq, world, self.optimizer.named, self.start.step
+        )
         self.switches = Switches(self.run_directory.folder, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
         self.numeric = numeric_fingerprint(config, world.device, world.dims.mesh_shape())
@@ -295,8 +297,7 @@ class Trainer:
                 saves = self.checkpointer.due(
                     step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
                 )
-                if not saves and self.replicas.are_due(step):
-                    self.metrics.flush(step)
+                if not saves and self.metrics.due(step) and self.replicas.are_due(step):
                     self.replicas.check(step)
                 if saves and self.numbers.last_good() is None:
                     self.save(saves)

@@ -237,7 +237,11 @@ DATA_RULES = (
     ),
     LayoutRule(
         "replicas-without-replicas",
-        lambda at: at.config.resilience.replica_check_freq > 0 and at.dp_replicate == 1,
+        lambda at: (
+            at.config.is_set("resilience.replica_check_freq")
+            and at.config.resilience.replica_check_freq > 0
+            and at.dp_replicate == 1
+        ),
         "resilience.replica_check_freq",
         f"{NO_EFFECT}; it needs parallelism.data_parallel_replicate_degree > 1",
         "",

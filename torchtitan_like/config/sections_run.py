@@ -184,10 +184,11 @@ class Resilience(Section):
         "stay high become the rule after half a window.",
     )
     replica_check_freq: int = Field(
-        0,
+        100,
         ge=0,
-        description="Compare the weights of all data-parallel replicas bit for bit every so many steps, and before each save; "
-        "a run whose replicas differ ends with code 70, unsaved, and names rank and parameter. 0: never.",
+        description="Compare the weights of all data-parallel replicas bit for bit at the first log step after this many "
+        "steps, and before each save; a run whose replicas differ ends with code 70, unsaved, and names rank and "
+        "parameter. 0: never.",
     )
 
 

@@ -18,22 +18,30 @@ class ReplicaError(Exception):
 
 
 class Replicas:
-    """Compares the replicas' weights every ``freq`` steps (0: never); a collective.
+    """Compares the weights of data-parallel replicas; a collective.
 
-    named: this rank's weights by name; DTensors by their own shard.
+    freq: steps between two comparisons, 0: never. first_step: where this process starts. named: this rank's weights by
+    name, of DTensors the local shard.
     """
 
-    def __init__(self, freq: int, world: World, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._freq, self._world, self._named = freq, world, list(named)
+    def __init__(
+        self, freq: int, world: World, named: Iterable[tuple[str, torch.Tensor]], first_step: int = 0
+    ) -> None:
+        self._freq = freq if world.dims.dp_replicate > 1 else 0
+        self._world, self._named, self._compared_at = world, list(named), first_step
 
     def are_due(self, step: int) -> bool:
-        """Every ``freq`` steps; and before each save: no checkpoint is to hold a weight that nobody can vouch for."""
-        return self._freq > 0 and step % self._freq == 0
+        """Whether a multiple of ``freq`` steps has passed since the last comparison.
+
+        Ask at log steps only: the host waits for the device there anyway.
+        """
+        return self._freq > 0 and step // self._freq > self._compared_at // self._freq
 
     def check(self, step: int) -> None:
-        """Raise ReplicaError on every rank when a replica differs from another; with ``freq`` 0 do nothing."""
+        """Raise ReplicaError on every rank if replicas differ. Does nothing without replicas or with ``freq`` 0."""
         if not self._freq:
             return
+        self._compared_at = step
         hashes = torch.stack([bits_hash(tensor) for _, tensor in self._named]).cpu()
         sets = self._world.dims.peers("dp_replicate")
         of_all = self._world.step_group.gather(bits_hash(hashes)).tolist()

@@ -65,3 +65,27 @@ WRONG = {"wq": 1, "wk": 3}
 )
 def test_who_is_wrong(of_ranks: list[dict[str, int]], sets: list[list[int]], expected: list[str]) -> None:
     assert differences(of_ranks, sets) == expected
+
+
+@pytest.mark.parametrize(
+    ("freq", "log_freq", "first_step", "num_replicas", "checked"),
+    [
+        (100, 10, 0, 2, [100, 200, 300]),
+        (100, 30, 0, 2, [120, 210, 300]),
+        (3, 10, 0, 2, [10, 20, 30]),
+        (100, 10, 150, 2, [200, 300]),
+        (100, 10, 0, 1, []),
+        (0, 10, 0, 2, []),
+    ],
+)
+def test_replicas_are_compared_at_log_steps_alone(
+    freq: int, log_freq: int, first_step: int, num_replicas: int, checked: list[int]
+) -> None:
+    group = SimpleNamespace(gather=lambda hashes: torch.stack([hashes] * num_replicas))
+    world: Any = SimpleNamespace(step_group=group, dims=ParallelDims(num_replicas, dp_replicate=num_replicas))
+    replicas, steps = Replicas(freq, world, [("a", torch.ones(3))], first_step), []
+    for step in range(first_step + 1, checked[-1] + 1 if checked else 301):
+        if step % log_freq == 0 and replicas.are_due(step):
+            replicas.check(step)
+            steps.append(step)
+    assert steps == checked
