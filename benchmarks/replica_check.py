@@ -1,9 +1,11 @@
-"""Cost of `resilience.replica_check_freq`: one comparison of the replicas beside one training step.
+r"""Cost of `resilience.replica_check_freq`: one comparison of the replicas beside one training step.
 
-    torchrun --nproc_per_node 2 benchmarks/replica_check.py [--freq 100] [--steps 8] --job.config_file TOML [--section.key value ...]
+    torchrun --nproc_per_node 2 benchmarks/replica_check.py [--freq 100] [--steps 8] \
+        --job.config_file TOML [--section.key value ...]
 
-Prints medians of CPU time and wall time on rank 0, and the share that a comparison every `--freq` steps has of a step.
-A comparison hashes all weights of a rank, copies the hash to the host and gathers it. Use a quiet machine for wall time.
+Prints medians of CPU time and wall time on rank 0, and how much a comparison every `--freq` steps
+adds to a step. A comparison hashes all weights of a rank, copies the hash to the host and gathers
+it. Use a quiet machine for wall time.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ def seconds(call: Callable[[], object], num: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--freq", type=int, default=100, help="steps between two comparisons")
     parser.add_argument("--steps", type=int, default=8, help="steps and comparisons to time")
     options, settings = parser.parse_known_args()
     torch.set_num_threads(1)
     launched = launched_as()
     with tempfile.TemporaryDirectory() as folder:
-        settings += [f"--job.dump_folder={folder}", "--checkpoint.no-enable", "--validation.no-enable"]
+        settings += [f"--job.dump_folder={folder}"]
+        settings += ["--checkpoint.no-enable", "--validation.no-enable"]
         config = read_config(settings, launched.world_size)
         world = join(config, launched)
         checkpointer = build_checkpointer(config, world)
@@ -71,7 +76,8 @@ def main() -> None:
         print(f"{num:,} parameters, {launched.world_size} ranks")
         for name, one, other in zip(("CPU", "wall"), of_step, of_check, strict=True):
             share = other / options.freq / one
-            print(f"{name}: step {1e3 * one:.1f} ms, comparison {1e3 * other:.2f} ms, every {options.freq} steps {share:.3%}")
+            times = f"step {1e3 * one:.1f} ms, comparison {1e3 * other:.2f} ms"
+            print(f"{name}: {times}, every {options.freq} steps {share:.3%}")
 
 
 if __name__ == "__main__":

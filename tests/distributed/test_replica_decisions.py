@@ -46,7 +46,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_hashes(trainer) -> dict[tuple, int]:
-    """Hash of the bits of each local shard, by parameter and position among the shards: copies have equal keys."""
+    """Hash of each local shard, by parameter and position among the shards."""
     hashes = {}
     for name, parameter in trainer.optimizer.named:
         shard = ()
@@ -141,7 +141,8 @@ def test_all_ranks_stop_and_save_the_weights_from_before(tmp_path, layout):
     endings = run_ranks(train_with_a_bad_rank, num_ranks, argv)
     assert {ending[:2] for ending in endings} == {(ExitCode.BAD_NUMBERS, BAD_STEP - 1)}
     assert [skipped for _, _, skipped, _, _ in endings] == [[3, 4, 5]] * num_ranks
-    before, after = joined([ending[3] for ending in endings]), joined([ending[4] for ending in endings])
+    before = joined([ending[3] for ending in endings])
+    after = joined([ending[4] for ending in endings])
     assert before == after
     assert [step.step for step in published_steps(tmp_path / "run/checkpoint")] == [BAD_STEP - 1]
     starts = run_ranks(hashes_at_the_start, num_ranks, argv)
@@ -154,7 +155,8 @@ def test_all_ranks_skip_the_same_step_and_replicas_stay_equal(tmp_path, layout):
     num_ranks, argv = arguments(tmp_path, layout, **{"resilience.on_nonfinite": "skip"})
     endings = run_ranks(train_with_a_bad_rank, num_ranks, argv)
     assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 5, [BAD_STEP])] * num_ranks
-    before, after = joined([ending[3] for ending in endings]), joined([ending[4] for ending in endings])
+    before = joined([ending[3] for ending in endings])
+    after = joined([ending[4] for ending in endings])
     assert before.keys() == after.keys() and before != after
 
 
@@ -169,9 +171,10 @@ def test_a_finite_flip_on_one_replica_is_the_same_spike_on_all(tmp_path, layout)
 
 @pytest.mark.parametrize("layout", ["ddp", "tp"])
 def test_in_backward_all_ranks_stop_and_save_nothing(tmp_path, layout):
-    """Some weights are updated before the norm is known, so that replicas may differ: no checkpoint may hold them."""
+    """Some weights are updated before the norm is known, so replicas may differ."""
     early = {"optimizer.early_step_in_backward": "true", "training.steps": 8}
     num_ranks, argv = arguments(tmp_path, layout, **early)
     endings = run_ranks(train_with_a_bad_rank, num_ranks, argv)
-    assert [ending[:3] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1, [3, 4, 5])] * num_ranks
+    expected = (ExitCode.BAD_NUMBERS, BAD_STEP - 1, [3, 4, 5])
+    assert [ending[:3] for ending in endings] == [expected] * num_ranks
     assert published_steps(tmp_path / "run/checkpoint") == []

@@ -38,7 +38,10 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def local_norms(grads: Iterable[Tensor]) -> list[Tensor]:
-    """2-norms (0-dim, float64) of pieces of `grads`; squares of finite fp32 numbers cannot overflow in float64."""
+    """2-norms (0-dim, float64) of pieces of `grads`.
+
+    Squares of finite fp32 numbers cannot overflow in float64.
+    """
     pieces = [
         piece
         for grad in grads
@@ -48,10 +51,10 @@ def local_norms(grads: Iterable[Tensor]) -> list[Tensor]:
 
 
 def sum_of_squares(norms: Mapping[int, list[Tensor]]) -> Tensor:
-    """This rank's share of the squared gradient norm (0-dim); over all ranks the shares add up to the square.
+    """This rank's share of the squared gradient norm (0-dim); the square is the sum over all ranks.
 
-    norms: by the number of copies of what they are norms of. What has n copies counts with 1/n on each of their ranks,
-    so that a non-finite number in any copy reaches the sum.
+    norms: keyed by the number of copies of the shard. A shard with n copies counts with 1/n on each
+    of their ranks, so that a non-finite number in any copy reaches the sum.
     """
     if not norms:
         raise ValueError("no parameter has a gradient: was backward run?")
@@ -64,10 +67,11 @@ def sum_of_squares(norms: Mapping[int, list[Tensor]]) -> Tensor:
 
 
 def global_norm(square: Tensor, all_ranks: ProcessGroup | None) -> Tensor:
-    """The 2-norm over all ranks from each rank's share of its square; equal on every rank, bit for bit.
+    """The 2-norm over all ranks from each rank's share of its square.
 
-    One all-reduce of one float64. Every rank takes part, also where it holds only copies: decisions that follow from
-    the norm (clipping, skipping, stopping) are then the same on all replicas.
+    One all-reduce of one float64, so that the norm is equal on every rank, bit for bit. Ranks that
+    hold only copies take part: replicas then agree on all that follows from the norm (clipping,
+    skipping, stopping).
     """
     if all_ranks is not None:
         dist.all_reduce(square, group=all_ranks)
@@ -77,10 +81,11 @@ def global_norm(square: Tensor, all_ranks: ProcessGroup | None) -> Tensor:
 def clip_gradients(
     parameters: Iterable[Tensor], max_norm: float, all_ranks: ProcessGroup | None = None
 ) -> Tensor:
-    """Scale all gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients in place so that their global 2-norm is at most `max_norm`.
 
-    The norm is computed and returned in float64 (0-dim), equal on every rank. The host does not wait for it. A
-    non-finite gradient on any rank makes it non-finite, and with it every gradient; the caller gates the update on it.
+    Returns the norm before (0-dim, float64, equal on every rank). The host does not wait for it. A
+    non-finite gradient on any rank makes the norm non-finite, and with it every gradient; the
+    caller gates the update on the norm.
     """
     gradients = local_gradients(parameters)
     square = sum_of_squares({copies: local_norms(grads) for copies, grads in gradients.items()})

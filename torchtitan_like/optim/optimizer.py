@@ -188,7 +188,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `[optimizer]` over `named_parameters` (canonical names, ties once).
 
-    all_ranks: the group of all ranks of the run, over which the gradient norm is summed; None for one rank.
+    all_ranks: the group of all ranks of the run, which sums the gradient norm; None for one rank.
     """
     kind = OptimizerInBackward if section.early_step_in_backward else Optimizer
     return kind(named_parameters, section, all_ranks)

@@ -20,12 +20,16 @@ class ReplicaError(Exception):
 class Replicas:
     """Compares the weights of data-parallel replicas; a collective.
 
-    freq: steps between two comparisons, 0: never. first_step: where this process starts. named: this rank's weights by
-    name, of DTensors the local shard.
+    freq: steps between two comparisons, 0: never. first_step: where this process starts. named:
+    this rank's weights by name, of DTensors the local shard.
     """
 
     def __init__(
-        self, freq: int, world: World, named: Iterable[tuple[str, torch.Tensor]], first_step: int = 0
+        self,
+        freq: int,
+        world: World,
+        named: Iterable[tuple[str, torch.Tensor]],
+        first_step: int = 0,
     ) -> None:
         self._freq = freq if world.dims.dp_replicate > 1 else 0
         self._world, self._named, self._compared_at = world, list(named), first_step
@@ -38,7 +42,10 @@ class Replicas:
         return self._freq > 0 and step // self._freq > self._compared_at // self._freq
 
     def check(self, step: int) -> None:
-        """Raise ReplicaError on every rank if replicas differ. Does nothing without replicas or with ``freq`` 0."""
+        """Raise ReplicaError on every rank if replicas differ.
+
+        Does nothing without replicas or with ``freq`` 0.
+        """
         if not self._freq:
             return
         self._compared_at = step

@@ -82,7 +82,8 @@ def test_replicas_are_compared_at_log_steps_alone(
     freq: int, log_freq: int, first_step: int, num_replicas: int, checked: list[int]
 ) -> None:
     group = SimpleNamespace(gather=lambda hashes: torch.stack([hashes] * num_replicas))
-    world: Any = SimpleNamespace(step_group=group, dims=ParallelDims(num_replicas, dp_replicate=num_replicas))
+    dims = ParallelDims(num_replicas, dp_replicate=num_replicas)
+    world: Any = SimpleNamespace(step_group=group, dims=dims)
     replicas, steps = Replicas(freq, world, [("a", torch.ones(3))], first_step), []
     for step in range(first_step + 1, checked[-1] + 1 if checked else 301):
         if step % log_freq == 0 and replicas.are_due(step):
