@@ -1,4 +1,6 @@
-"""Say which requirements of pyproject.toml this Python does not meet: one line each, exit code 1 if there is any.
+"""List the requirements of pyproject.toml that this Python does not meet; exit code 1 if there is any.
+
+Each line names the package, the release that was found and the one that is expected.
 
     python scripts/check_requirements.py [EXTRA ...]
 
@@ -35,11 +37,11 @@ def unmet(requirement: str, installed: dict[str, str] | None = None) -> str | No
     try:
         version = installed[name] if installed is not None else metadata.version(name)
     except (KeyError, metadata.PackageNotFoundError):
-        return f"{name} is not installed ({requirement})"
+        return f"{name}: not installed, expected {bounds or 'any release'}"
     for bound in filter(None, bounds.split(",")):
         operator, limit = re.match(r"([<>=!]=?)(.*)", bound).groups()  # type: ignore[union-attr]
         if not _holds(release(version), operator, release(limit)):
-            return f"{name} is {version}, needed is {bounds}"
+            return f"{name}: found {version}, expected {bounds}"
     return None
 
 
@@ -61,7 +63,10 @@ def requirements(extras: list[str]) -> list[str]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        try:
+            import tomli as tomllib
+        except ImportError:  # a bare Python 3.10: pip brings a copy
+            from pip._vendor import tomli as tomllib
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     return [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
 
@@ -71,12 +76,13 @@ def main(extras: list[str]) -> int:
         print(__doc__)
         return 0
     if sys.version_info < OLDEST_PYTHON:
-        print(f"Python is {sys.version.split()[0]}, needed is >={'.'.join(map(str, OLDEST_PYTHON))}")
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        print(f"Python: found {sys.version.split()[0]}, expected >={oldest}")
         return 1
     try:
         wanted = requirements(extras)
     except ImportError:
-        print("tomli is not installed (Python 3.10 has no TOML reader of its own)")
+        print("tomli: not installed, expected any release (Python 3.10 has no TOML reader)")
         return 1
     problems = [problem for requirement in wanted if (problem := unmet(requirement))]
     print("\n".join(problems), end="\n" if problems else "")

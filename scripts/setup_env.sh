@@ -14,7 +14,7 @@ setup_env() {
   local extra=${1:-} named=${PYTHON:-} base=${PYTHON:-python3} python
   for python in "$base" "$SETUP_VENV/bin/python"; do
     if _setup_unmet "$python" "$extra" >/dev/null 2>&1; then
-      [ -z "$named" ] || [ "$python" = "$named" ] || echo "PYTHON=$named lacks something; using $python." >&2
+      [ -z "$named" ] || [ "$python" = "$named" ] || _setup_report_named "$named" "$extra" "$python"
       PYTHON=$(_setup_absolute "$python")
       return 0
     fi
@@ -27,6 +27,15 @@ setup_env() {
   exec 9>&-
   PYTHON="$SETUP_VENV/bin/python"
   return "$rc"
+}
+
+# Say what a Python that the user has named lacks, before another one is used in its place.
+_setup_report_named() {
+  {
+    echo "PYTHON=$1 does not meet pyproject.toml${2:+ (with the extra $2)}:"
+    _setup_unmet "$1" "$2" | sed 's/^/  /'
+    echo "Using $3 instead. To use $1, install what it lacks."
+  } >&2
 }
 
 _setup_absolute() {
@@ -92,8 +101,11 @@ _setup_make_venv() {
 _setup_pip_install() {
   local pip=("$1" -m pip install --disable-pip-version-check)
   [ -t 2 ] || pip+=(--progress-bar off)
-  # torch first and by version: a fresh machine gets the release that we test.
-  if ! "$1" -c 'from importlib.metadata import version; version("torch")' 2>/dev/null; then
+  # torch first and by version: a fresh machine gets the release that we test. The newest release,
+  # which pip would choose by itself, may be a build of several gigabytes.
+  local unmet
+  unmet=$(_setup_unmet "$1" "$2") || true
+  if [[ $'\n'$unmet == *$'\ntorch: '* ]]; then
     _setup_run "${pip[@]}" "torch==$TESTED_TORCH" || return 1
   fi
   _setup_run "${pip[@]}" -e "$SETUP_ROOT${2:+[$2]}"

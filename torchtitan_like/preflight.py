@@ -27,7 +27,7 @@ from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.findings import Findings
 from torchtitan_like.config.layout_rules import MODEL_KEYS
 from torchtitan_like.config.problems import NO_EFFECT, merge_no_effect, nearest
-from torchtitan_like.preflight_layout import check_layout
+from torchtitan_like.preflight_layout import check_layout, check_torch
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataSource
@@ -86,6 +86,8 @@ def check(
     None leaves out what depends on the hardware.
     """
     findings = Findings(config, training=training)
+    if training:
+        check_torch(findings)
     spec, args = _check_model(findings)
     limits = spec.constraints(args) if spec else {}
     check_layout(findings, world_size, spec, args, device_type)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import GROUP_TIMEOUT, run_ranks
+from torchtitan_like.distributed.world import set_timeout
 from torchtitan_like.resilience import heartbeat
 
 LONG, SHORT = 300, 17
@@ -40,7 +41,7 @@ def timeouts(argv):
     seen.append(read())
     at_end = seconds(checkpoint)
     for group in groups:  # those of the mesh serve later tests
-        dist.distributed_c10d._set_pg_timeout(GROUP_TIMEOUT, group)
+        set_timeout(GROUP_TIMEOUT, group)
     release(trainer)
     return seen, at_end
 

@@ -1,12 +1,14 @@
 """The command lines of TorchTitan 0.2.2's feature tests, on CPU ranks.
 
 Each row holds the arguments of one of its tests unchanged; the base file is our own, with short
-sequences. TorchTitan asks for exit code 0 alone; here the loss must fall too.
+sequences. TorchTitan asks for exit code 0 alone; here the loss must fall too, and the log must hold
+no warning of Python's (torch's deprecations are such).
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -32,6 +34,10 @@ ALL_THREE = f"{PP} 2 {SHARD} 2 {TP} 2"
 FLOAT8 = "--quantize.linear.float8"
 OFFLOAD = "--training.enable_cpu_offload --optimizer.early_step_in_backward"
 WORKERS = "--training.dataloader"
+
+
+# A warning of Python's in a log, such as "torch/x.py:1: FutureWarning: ... is deprecated".
+PYTHON_WARNING = re.compile(r"\.py:\d+: \w*Warning: |Warning: .*deprecated")
 
 
 class Row(NamedTuple):
@@ -221,6 +227,8 @@ def test_it_trains(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
     for line in row.runs:
         result = run(line, row.ngpu, tmp_path / "outputs", run_forked)
         assert result.returncode == 0, result.tail
+        warned = [line for line in result.stdout.splitlines() if PYTHON_WARNING.search(line)]
+        assert not warned, warned
         losses = [step["loss"] for step in result.metrics]
         assert len(losses) >= 10 and all(map(math.isfinite, losses)), losses
         assert losses[-1] < losses[0] - 0.3, losses

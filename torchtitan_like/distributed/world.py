@@ -202,7 +202,7 @@ class World:
         # Barrier: no rank may shorten its clock while a peer is still compiling its first step.
         self.step_group.barrier()
         for group in self._training_groups:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
 
     def leave(self) -> None:
         """Destroy the groups this process made.
@@ -215,6 +215,15 @@ class World:
             host_group.destroy()
         if self.owns_default_group:
             dist.destroy_process_group()
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the timeout of a process group's future collectives.
+
+    torch 2.14 made the function public and deprecated the private one.
+    """
+    public: Any = getattr(dist, "set_timeout", None)
+    (public or dist.distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -312,7 +321,7 @@ def join_world(
     if all_ranks not in (None, dist.group.WORLD):
         training.add(all_ranks)
     for group in training - {dist.group.WORLD}:  # a mesh's own groups have torch's time-out, half an hour
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
     return World(
         launch.rank,
         launch.local_rank,

@@ -437,3 +437,22 @@ def test_packages_that_some_settings_need(key: str, line: str, package: str, mon
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == package else object())
     (problem,) = check(f"--{key} {line} --training.steps 1000")
     assert problem.key == key and f"package {package}" in problem.expected and "pip install" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("release", "severity", "words"),
+    [
+        ((2, 10), "error", "torch 2.11 or newer; torch 2.10 is installed"),
+        ((2, 11), "", ""),
+        ((2, 14), "", ""),
+        ((2, 15), "warning", "torch 2.15 is newer than the newest tested release, 2.14"),
+    ],
+)
+def test_releases_of_torch(
+    release: tuple[int, int], severity: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_like.preflight_layout.torch_release", lambda: release)
+    found = check("--training.steps 1000")
+    assert [problem.severity for problem in found] == [severity] * bool(severity)
+    assert all(words in str(problem) for problem in found)
+    assert check("--training.steps 1000", training=False) == []
