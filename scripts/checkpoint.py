@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from scripts.named_in_config import import_custom, with_assets
+from scripts.named_in_config import add_import_flag, import_custom, with_assets
 from scripts.watch import rows_of
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
@@ -53,7 +53,7 @@ from torchtitan_like.checkpoint.step_folders import (
     published_steps,
     read_manifest,
 )
-from torchtitan_like.config import ConfigError, dump_toml, load_config
+from torchtitan_like.config import ConfigError, dump_toml, load_config, load_stored_config
 from torchtitan_like.config.layers import parse_toml
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def diff(arguments: argparse.Namespace) -> int:
     held: list[Any] = [{**contents.forms, **dict.fromkeys(contents.objects)} for contents in pair]
     reads: list[Callable[[str], Any]] = [contents.read for contents in pair]
     if pair[0].family != pair[1].family:  # both under our names
-        identity, _ = _identify(next((c for c in pair if c.kind == "native"), pair[0]), arguments.config)
+        native = next((c for c in pair if c.kind == "native"), pair[0])
+        identity, _ = _identify(native, arguments.config, arguments.custom_import)
         held = [checkpoint_contents.our_weights(contents, identity) for contents in pair]
         reads = [weights.__getitem__ for weights in held]
     for here, there in ((0, 1), (1, 0)):
@@ -242,7 +243,7 @@ def convert(arguments: argparse.Namespace) -> int:
         )
     identity, config = None, source.manifest.get("config")
     if source.family != checkpoint_contents.FAMILIES[arguments.to] or (arguments.to == "native" and config is None):
-        identity, text = _identify(source, arguments.config)
+        identity, text = _identify(source, arguments.config, arguments.custom_import)
         config = config or text
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     left_out = checkpoint_contents.convert(
@@ -254,7 +255,7 @@ def convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _identify(source: Contents, config_file: Path | None) -> tuple[Identity, str]:
+def _identify(source: Contents, config_file: Path | None, module: str) -> tuple[Identity, str]:
     """The model whose tables translate, and its configuration: that of --config, else of the step itself."""
     from torchtitan_like.launch import identify
 
@@ -264,8 +265,8 @@ def _identify(source: Contents, config_file: Path | None) -> tuple[Identity, str
             f"{source.path} does not say which model it holds, and its tensors need other names: give --config, the TOML "
             "file of a run with this model"
         )
-    config = load_config(["--job.config_file", str(path)])
-    import_custom(config)
+    config = load_config(["--job.config_file", str(path)]) if config_file else load_stored_config(path)
+    import_custom(config, module)
     return identify(with_assets(config.model, path.parent)), dump_toml(config)
 
 
@@ -488,6 +489,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                          "holds tensors and plain values alone. Not for --to another family of names")  # fmt: skip
     for one in (comparing, command):
         one.add_argument("--config", type=Path, help="TOML of a run with this model, where no config.toml says which")
+        add_import_flag(one)
     command = add(offload, "folder", "dest")
     command.add_argument("--keep", type=int, default=2, help="newest steps that stay here (default: 2), beside pinned "
                          "ones and the newest full one")  # fmt: skip

@@ -11,7 +11,7 @@ import os
 import pickle
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -334,6 +334,19 @@ def _is_loadable(value: Any, path: Path) -> bool:
     return True
 
 
+def _check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Raise CheckpointError for a link that leads out of the folder, and not to the blobs of the Hub's cache."""
+    folder = folder.resolve()
+    allowed = (folder, folder.parent.parent / "blobs")
+    for file in files:
+        target = file.resolve()
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"{file} is a link to {target}, outside of the checkpoint: it is not copied. Put a copy of that file "
+                "in its place, or remove the link"
+            )
+
+
 def _write_pt(staged: Path, state: Any) -> None:
     with open(staged, "wb") as file:
         torch.save(state, file)
@@ -370,6 +383,7 @@ def _write_hf(
             staged, state, rows=names, tied=(), dtype=None, group=HostGroup.alone(), index=source.files
         )
         files = [file for file in source.path.iterdir() if file.is_file() and "safetensors" not in file.name]
+        _check_links(source.path, files)
         others = {file.name: file.read_bytes() for file in files if file.name != MANIFEST}
         if "config.json" in others:
             types = {"torch_dtype": short(dtype), "dtype": short(dtype)}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from scripts.named_in_config import import_custom, with_assets
+from scripts.named_in_config import add_import_flag, import_custom, with_assets
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.folder import write_model
@@ -33,7 +33,7 @@ from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.unpickle import CheckedReader
 from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.config import ConfigError, load_stored_config
 from torchtitan_like.data.formats.tokenizer import TokenizerError
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.world import HostGroup, launched_as
@@ -48,8 +48,8 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
     manifest = read_manifest(step)
     if manifest is None or manifest["kind"] == "hf":
         raise CheckpointError(f"{step} is no step to export: give a published step-N, full or weights alone")
-    config = load_config(["--job.config_file", str(step / "config.toml")])
-    import_custom(config)
+    config = load_stored_config(step / "config.toml")
+    import_custom(config, arguments.custom_import)
     identity = identify(with_assets(config.model, step))
     output = StagedOutput(out)
     with ExitStack() as stack:
@@ -94,6 +94,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--shard-gb", type=float, help="most GB of weights in a file; default: as the index of the assets says, else 5"
     )
+    add_import_flag(parser)
     arguments = parser.parse_args(argv)
     launched = launched_as()
     logging.basicConfig(level=logging.INFO if launched.rank == 0 else logging.WARNING, format="%(message)s")

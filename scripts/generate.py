@@ -14,14 +14,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from scripts.named_in_config import find_assets, import_custom
+from scripts.named_in_config import add_import_flag, find_assets, import_custom
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.config import ConfigError, JobConfig, load_config
+from torchtitan_like.config import ConfigError, JobConfig, load_stored_config
 from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
@@ -31,7 +31,6 @@ from torchtitan_like.launch import identify
 
 def load_model(step_folder: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
     """Build the config's model, in the type its weights are stored in, and fill it. Raises CheckpointError."""
-    import_custom(config)
     identity = identify(config.model)
     with torch.device("meta"):
         model = identity.spec.build(identity.args).to(DTYPES[config.training.dtype])
@@ -85,6 +84,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    add_import_flag(parser)
     arguments = parser.parse_args(argv)
     if arguments.temperature < 0 or arguments.top_k < 1:
         parser.error("--temperature must be at least 0 and --top-k at least 1")
@@ -92,7 +92,8 @@ def main(argv: list[str]) -> int:
     try:
         if read_manifest(arguments.step_dir) is None:
             raise CheckpointError(f"{arguments.step_dir} is not a checkpoint: it has no valid manifest.json")
-        config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml")])
+        config = load_stored_config(arguments.step_dir / "config.toml")
+        import_custom(config, arguments.custom_import)
         assets = arguments.assets or find_assets(config.model.tokenizer_folder, arguments.step_dir)
         if not Path(assets).expanduser().exists():
             raise TokenizerError(f"there is no tokenizer at {assets}: name its folder with --assets")

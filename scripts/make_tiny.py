@@ -315,7 +315,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
     import torch
 
     from scripts import checkpoint_contents
-    from scripts.named_in_config import import_custom
+    from scripts.named_in_config import import_custom, imported_by
     from torchtitan_like.checkpoint.hf.folder import write_model
     from torchtitan_like.checkpoint.step_folders import write_manifest
     from torchtitan_like.checkpoint.votes import Votes
@@ -328,7 +328,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
 
     asked = ["--job.config_file", config_file, *settings]
     config = load_config(asked)
-    import_custom(config)
+    import_custom(config, imported_by(settings))
     spec = get_spec(config.model.name)
     large = resolve_args(spec, config.model.flavor, config.model.args)
     vocab_size = load_tokenizer(config.model.tokenizer_folder).vocab_size

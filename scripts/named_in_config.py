@@ -1,38 +1,70 @@
-"""What a run's config names by a path that may be relative: a model from outside the package, and the tokenizer."""
+"""What a stored config names: a model from outside the package, and the tokenizer.
+
+A config in a checkpoint or a run folder may be somebody else's. The module in its
+`experimental.custom_import` is never imported; tools import what their own command line names.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 
 from torchtitan_like.config import ConfigError, JobConfig
+from torchtitan_like.config.cli import parse_arguments
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+KEY = "experimental.custom_import"
 
 
-def import_custom(config: JobConfig) -> None:
-    """Import the module that the config names, if it names one. Raises ConfigError where that fails."""
-    name = config.experimental.custom_import
-    if not name:
-        return
-    see_working_folder()
+def add_import_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--experimental.custom_import MODULE`."""
+    parser.add_argument(
+        f"--{KEY}",
+        dest="custom_import",
+        metavar="MODULE",
+        default="",
+        help="module to import first, found through PYTHONPATH, which registers the checkpoint's "
+        "model. The module that the checkpoint's own config names is never imported",
+    )
+
+
+def imported_by(settings: list[str]) -> str:
+    """Return the module that settings on a command line name; "" if they name none."""
+    arguments, _ = parse_arguments(settings)
+    return str(dict(arguments.leaves).get(tuple(KEY.split(".")), ""))
+
+
+def import_custom(config: JobConfig, module: str) -> None:
+    """Import `module`, which the user's command names ("": none), for the model of a stored config.
+
+    Raises ConfigError if that fails, or if the config's model is not registered afterwards. Prints a
+    note if the config names a module that was not imported.
+    """
+    from torchtitan_like.models.spec import get_spec
+
+    if module:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # user code may raise anything
+            expected = f"a module that can be imported; {type(error).__name__}: {error}"
+            raise ConfigError(
+                [Problem(KEY, module, expected, "add the module's folder to PYTHONPATH")]
+            ) from error
+    stored = config.experimental.custom_import
     try:
-        importlib.import_module(name)
-    except Exception as error:  # whatever the user's module raises is the user's answer
-        expected = f"a module that can be imported; {type(error).__name__}: {error}"
-        remedy = "stand in the folder where the run was started, or name that of the module in PYTHONPATH"
-        raise ConfigError([Problem("experimental.custom_import", name, expected, remedy)]) from error
-
-
-def see_working_folder() -> None:
-    """Modules are found in the folder that one stands in, as with `python -m`; a script finds those beside it instead."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+        get_spec(config.model.name)
+    except KeyError as error:
+        remedy = f"if you trust it: --{KEY} {stored}, with its folder in PYTHONPATH" if stored else ""
+        expected = f"a registered model: {error.args[0]}"
+        expected += f". The config asks for the module {stored!r}" if stored else ""
+        raise ConfigError([Problem("model.name", config.model.name, expected, remedy)]) from error
+    if stored and stored != module:
+        print(f"Not imported: {stored}, which the config names as {KEY}", file=sys.stderr)
 
 
 def find_assets(named: str, step_folder: Path) -> Path:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 import torch
 
-from scripts.named_in_config import see_working_folder
+from scripts.named_in_config import KEY, imported_by
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
-from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
+from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_stored_config
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import build_checkpointer, join, read_config
@@ -48,6 +49,8 @@ SETTINGS = (
     "--checkpoint.create_seed_checkpoint=false --resilience.kill_switch_path=KILL --resilience.save_switch_path=SAVE "
     "--resilience.replica_check_freq=0 --debug.detect_overflow=false"
 ).split()
+
+PATH_KEY = "checkpoint.initial_load_path"
 
 
 class UnusableError(Exception):
@@ -69,13 +72,23 @@ def read_bundle(path: Path) -> dict[str, Any]:
 def settings_of(bundle: dict[str, Any], run: Path, folder: Path, settings: list[str]) -> JobConfig:
     """The run's settings for one process that starts from the bundle's checkpoint. Raises UnusableError, ConfigError."""
     file = run / bundle["config"]
+    if not _lies_in(run, file):
+        raise UnusableError(f"the bundle names {file} as the run's settings: expected a file in {run}")
     if not file.exists():
         raise UnusableError(f"{file}, the run's settings, is missing: a bundle stays in its run's folder")
-    config = load_config(["--job.config_file", str(file)])
+    config = load_stored_config(file)
+    if (module := config.experimental.custom_import) and not imported_by(settings):
+        raise UnusableError(
+            f"The run imports the module {module} ({KEY}); a replay imports what its own command line names. If you "
+            f"trust {module}: --{KEY} {module}, with its folder in PYTHONPATH"
+        )
+    experimental = config.experimental.model_copy(update={"custom_import": ""})
     names = DEFAULTS if bundle["checkpoint"]["is_start"] else (*DEFAULTS, "checkpoint")
-    config = config.model_copy(update={name: getattr(JobConfig(), name) for name in names})
+    defaults = {name: getattr(JobConfig(), name) for name in names}
+    config = config.model_copy(update={**defaults, "experimental": experimental})
     (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-    argv = ["--job.config_file", str(folder / "config.toml"), *SETTINGS, *_start(bundle["checkpoint"], run)]
+    start = _start(bundle["checkpoint"], run, any(PATH_KEY in setting for setting in settings))
+    argv = ["--job.config_file", str(folder / "config.toml"), *SETTINGS, *start]
     argv += [f"--job.dump_folder={folder}", f"--debug.seed={bundle['seed']}"]
     argv += [f"--training.global_batch_size={bundle['global_batch_size']}"]
     if config.optimizer.early_step_in_backward:  # gradients are to be there when the backward is over
@@ -87,11 +100,16 @@ def settings_of(bundle: dict[str, Any], run: Path, folder: Path, settings: list[
     return read_config([*argv, *settings], 1)
 
 
-def _start(checkpoint: dict[str, Any], run: Path) -> list[str]:
-    """The settings by which the checkpoint is loaded."""
+def _start(checkpoint: dict[str, Any], run: Path, trusts_path: bool) -> list[str]:
+    """The settings by which the checkpoint is loaded. trusts_path: the command line names it too."""
     path = checkpoint["path"] and run / checkpoint["path"]
     if path is None:
         return []  # as the run began: from its seed
+    if not _lies_in(run, path) and not trusts_path:
+        raise UnusableError(
+            f"the bundle names {path} as the checkpoint before the bad step: expected one in {run}. If it is the right "
+            f"one: --{PATH_KEY} {path}"
+        )
     if not path.is_dir():
         raise UnusableError(f"{path}, the checkpoint before the bad step, is missing{_why_missing(checkpoint)}")
     if checkpoint["kind"] == "warm":
@@ -105,6 +123,10 @@ def _start(checkpoint: dict[str, Any], run: Path) -> list[str]:
         "--checkpoint.initial_load_in_hf_quantized=false",
         "--checkpoint.start=auto",
     ]
+
+
+def _lies_in(run: Path, path: Path) -> bool:
+    return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(run))
 
 
 def _why_missing(checkpoint: dict[str, Any]) -> str:
@@ -239,7 +261,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="also write what was found to this file, as JSON")
     options, settings = parser.parse_known_args(argv)
     init_logger()
-    see_working_folder()  # where a model from outside may lie
     run = options.bundle.absolute().parents[3] if len(options.bundle.absolute().parents) > 3 else Path()
     try:
         bundle = read_bundle(options.bundle)

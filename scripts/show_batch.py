@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
-from torchtitan_like.config import ConfigError, JobConfig, load_config
+from torchtitan_like.config import ConfigError, JobConfig, load_stored_config
 from torchtitan_like.data import streaming
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
         manifest = read_manifest(arguments.step_dir)
         if manifest is None or "data" not in manifest:
             raise CheckpointError(f"{arguments.step_dir} is not a step of a run: it has no manifest.json with its data")
-        config = load_config(["--job.config_file", str(arguments.step_dir / "config.toml"), *settings])
+        config = load_stored_config(arguments.step_dir / "config.toml", settings)
         tokenizer = load_tokenizer(config.model.tokenizer_folder)
         batches, positions, batch = read(config, manifest, tokenizer, arguments.step)
     except (ConfigError, TokenizerError, CheckpointError, DataError) as error:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import threading
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 
 from scripts import checkpoint, export
 from scripts.generate import continuation, generate, main
-from scripts.named_in_config import find_assets, import_custom
+from scripts.named_in_config import find_assets
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from tests.unit.scripts.test_make_tiny import llama2
-from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 
 
@@ -104,18 +102,3 @@ def test_the_blank_before_the_first_word_stays(tmp_path):
     assert both[: len(prompt)] == prompt and tokenizer.decode(both[len(prompt) :]) == "or not"
     assert continuation(tokenizer, prompt, both[len(prompt) :]) == " or not"
     assert continuation(tokenizer, prompt, []) == ""
-
-
-def test_a_model_from_outside_is_found_where_one_stands(tmp_path, monkeypatch):
-    """As training finds it, though a script sees the modules beside it, and not those of the working folder."""
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "model_of_mine.py").touch()
-    config = load_config(["--experimental.custom_import", "model_of_mine"])
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"No module named 'model_of_mine'.*the folder where the run was started"):
-        import_custom(config)
-    monkeypatch.chdir(home)
-    import_custom(config)
-    assert "model_of_mine" in sys.modules

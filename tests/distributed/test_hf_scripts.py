@@ -52,7 +52,9 @@ def my_group():
 
 
 def export_together(step, out, executor):
-    arguments = argparse.Namespace(dtype=None, executor=executor, shard_gb=0.0001)
+    arguments = argparse.Namespace(
+        dtype=None, executor=executor, shard_gb=0.0001, custom_import=""
+    )
     export.export(Path(step), Path(out), arguments, Votes(my_group()))
 
 

@@ -79,7 +79,20 @@ def read_manifest(path: Path) -> Manifest | None:
                 f"{file} was written by a newer version of this program (format_version "
                 f"{manifest['format_version']}, this one knows {FORMAT_VERSION}): use that version to read it"
             )
+    _check_files(file, manifest.get("files", {}))
     return manifest
+
+
+def _check_files(file: Path, records: Any) -> None:
+    """Raise DamagedError unless a manifest's "files" is a table of records, all of files in its folder."""
+    try:
+        for name, record in records.items():
+            if not is_inside(name):
+                raise DamagedError(f"{file} names the file {name!r}: expected one in its own folder")
+            if type(record["size"]) is not int or not all(type(digest) is str for digest in record["extents"]):
+                raise TypeError(name)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file} is damaged: it does not say what its files hold ({error!r})") from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

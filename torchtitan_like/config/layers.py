@@ -31,7 +31,7 @@ class Layer:
     leaves: list[tuple[Path, Any]]
 
 
-def read_files(file: str) -> tuple[list[Layer], list[Problem]]:
+def read_files(file: str, *, may_extend: bool = True) -> tuple[list[Layer], list[Problem]]:
     """Read a TOML file and all that it extends; the layers come base first."""
     layers: list[Layer] = []
     chain: list[FilePath] = []
@@ -51,6 +51,9 @@ def read_files(file: str) -> tuple[list[Layer], list[Problem]]:
         layers.insert(0, Layer(origin, list(leaves(table))))
         if base is None:
             return layers, []
+        if not may_extend:
+            expected = "no `extends` in a config that is stored: it is complete, and names no other file"
+            return layers, [Problem("extends", base, expected, "use the config of a checkpoint you trust", origin)]
         if not isinstance(base, str):
             return layers, [Problem("extends", base, "the path of one TOML file, in quotes", origin=origin)]
         origin, mentioned_in = os.path.normpath(path.parent / os.path.expanduser(base)), origin

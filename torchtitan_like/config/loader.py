@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +40,17 @@ def load_config(argv: list[str]) -> JobConfig:
     config = build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
     config._notices += tuple(_unread(layers))
     return config
+
+
+def load_stored_config(file: FilePath, settings: Sequence[str] = ()) -> JobConfig:
+    """Load the config that a run or a checkpoint has stored, with `settings` of the command line over it.
+
+    It is complete: a file that it `extends` would be somebody else's choice of a file to read, and is refused. Raises
+    ConfigError with every problem found.
+    """
+    arguments, problems = parse_arguments(list(settings))
+    layers, unreadable = read_files(str(file), may_extend=False)
+    return build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
 
 
 def _unread(layers: list[Layer]) -> Iterator[Problem]:

@@ -1,0 +1,203 @@
+"""Modules and files that a stored config, bundle or manifest names: imported and followed only on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import checkpoint, export, generate, replay, show_batch
+from tests.faults.trainer import ASSETS
+from tests.harness.extents import record_file
+from tests.harness.runner import ROOT
+from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.step_folders import is_inside, read_manifest, write_manifest
+from torchtitan_like.config import ConfigError, load_stored_config
+from torchtitan_like.models import spec
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+GOLDEN = ASSETS / "v2/step-3"
+MODULE = "module_of_a_checkpoint"
+FLAG = "--experimental.custom_import"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test has imported, no other test finds."""
+    yield
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A step whose config names a module that lies in the step, which is also the working folder."""
+    step = write_step(tmp_path / "run/checkpoint/step-3", f'custom_import = "{MODULE}"')
+    (step / f"{MODULE}.py").write_text("from pathlib import Path\nPath(__file__ + '.imported').touch()\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(step)
+    return step
+
+
+def write_step(step: Path, experimental: str, name: str = "llama3") -> Path:
+    shutil.copytree(GOLDEN, step)
+    config = (step / "config.toml").read_text()
+    config = config.replace('custom_import = ""', experimental)
+    config = config.replace('name = "llama3"', f'name = "{name}"')
+    config = config.replace('"tests/', f'"{ROOT}/tests/')
+    return seal(step, config)
+
+
+def seal(step: Path, config: str, **changes: Any) -> Path:
+    """Write the config, and a manifest with today's hashes."""
+    (step / "config.toml").write_text(config)
+    manifest = read_manifest(step)
+    assert manifest is not None
+    files = {name: dataclasses.asdict(record_file(step / name)) for name in manifest["files"]}
+    (step / "manifest.json").unlink()
+    write_manifest(step, {**manifest, "config": config, "files": files, **changes})
+    return step
+
+
+TOOLS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "export": lambda step, out: [str(step), str(out)],
+    "convert": lambda step, out: ["convert", str(step), str(out), "--to", "hf"],
+    "convert --config": lambda step, out: ["convert", str(step), str(out), "--to", "hf",
+                                           "--config", str(step / "config.toml")],
+    "generate": lambda step, out: [str(step), "--num-tokens", "1"],
+}  # fmt: skip
+MAIN = {"export": export.main, "convert": checkpoint.main, "convert --config": checkpoint.main,
+        "generate": generate.main}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_module_of_a_stored_config_is_not_imported(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
+    """Nor is the working folder put where modules are looked for."""
+    assert MAIN[tool](TOOLS[tool](stored, tmp_path / "out")) == 0
+    assert f"Not imported: {MODULE}" in capsys.readouterr().err
+    assert MODULE not in sys.modules and str(stored) not in sys.path and "" not in sys.path
+    assert not list(stored.glob("*.imported"))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_model_that_needs_the_module_is_refused_with_its_name_and_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
+    step = write_step(tmp_path / "step-3", f'custom_import = "{MODULE}"', name="mine")
+    argv = TOOLS[tool](step, tmp_path / "out")
+    assert MAIN[tool](argv) == 2
+    told = capsys.readouterr().err
+    assert f"asks for the module '{MODULE}'" in told and f"{FLAG} {MODULE}" in told
+    assert MAIN[tool]([*argv, FLAG, MODULE]) == 2  # it cannot be found yet
+    assert f"No module named '{MODULE}'" in capsys.readouterr().err
+    (tmp_path / f"{MODULE}.py").write_text(
+        "import dataclasses\nfrom torchtitan_like.models.spec import get_spec, register\n"
+        "try:\n    get_spec('mine')\nexcept KeyError:\n"
+        "    register(dataclasses.replace(get_spec('llama3'), name='mine'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(spec, "_registered", dict(spec._registered))
+    assert MAIN[tool]([*argv, FLAG, MODULE]) == 0, capsys.readouterr().err
+
+
+def write_bundle(run: Path, **changes: Any) -> Path:
+    path = run / "attempts/1/bad-steps/step-4.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (run / "attempts/1/config.toml").exists():
+        shutil.copy(run / "checkpoint/step-3/config.toml", run / "attempts/1/config.toml")
+    found = {"kind": "resume", "path": "checkpoint/step-3", "is_start": False, "is_pinned": True}
+    bundle = {
+        "step": 4, "samples": [[12, 15]], "seed": 7, "global_batch_size": 4, "loss": "nan", "grad_norm": "nan",
+        "data_digest": "0", "rank_losses": {"0": "nan"}, "config": "attempts/1/config.toml", "checkpoint": found,
+    }  # fmt: skip
+    path.write_text(json.dumps(bundle | changes))
+    return path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setattr(replay, "init_logger", lambda: None)
+    monkeypatch.setattr(replay, "replay", lambda config, bundle: pytest.fail("it was replayed"))
+
+    def run(bundle: Path, *settings: str) -> str:
+        assert replay.main([str(bundle), *settings]) == ExitCode.BAD_CONFIG
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_replay_imports_no_module_of_the_run(stored: Path, refused: Callable[..., str]) -> None:
+    told = refused(write_bundle(stored.parents[1]))
+    assert f"The run imports the module {MODULE}" in told and f"{FLAG} {MODULE}" in told
+    assert MODULE not in sys.modules and str(stored) not in sys.path
+    assert f"No module named '{MODULE}'" in refused(write_bundle(stored.parents[1]), FLAG, MODULE)
+
+
+@pytest.mark.parametrize("outside", ["../config.toml", "{tmp}/config.toml", "attempts/1/../../../config.toml"])
+def test_a_bundle_leads_to_no_file_outside_its_run(
+    tmp_path: Path, refused: Callable[..., str], outside: str
+) -> None:
+    run = tmp_path / "run"
+    step = write_step(run / "checkpoint/step-3", 'custom_import = ""')
+    shutil.copy(step / "config.toml", tmp_path / "config.toml")
+    outside = outside.format(tmp=tmp_path)
+    told = refused(write_bundle(run, config=outside))
+    assert "as the run's settings: expected a file in" in told
+    checkpoint_elsewhere = {"kind": "warm", "path": outside, "is_start": True, "is_pinned": False}
+    told = refused(write_bundle(run, checkpoint=checkpoint_elsewhere))
+    assert "expected one in" in told and "--checkpoint.initial_load_path" in told
+
+
+def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.toml").write_text("[debug]\nseed = 3\n")
+    step = shutil.copytree(GOLDEN, tmp_path / "step-3")
+    seal(step, f'extends = "{tmp_path}/other.toml"\n' + (step / "config.toml").read_text())
+    with pytest.raises(ConfigError, match="no `extends` in a config that is stored"):
+        load_stored_config(step / "config.toml")
+    for tool in ("export", "convert", "generate"):
+        assert MAIN[tool](TOOLS[tool](step, tmp_path / "out")) == 2
+        assert "no `extends`" in capsys.readouterr().err
+    assert show_batch.main([str(step), "--step", "1"]) == 2
+
+
+@pytest.mark.parametrize("name", ["../step-2/shard-00000.bin", "/etc/hostname", "", ".", "a/../../b", "a\0b"])
+def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
+    step = shutil.copytree(GOLDEN, tmp_path / "step-3")
+    manifest = read_manifest(step)
+    assert manifest is not None
+    (step / "manifest.json").unlink()
+    write_manifest(step, {**manifest, "files": {**manifest["files"], name: {"size": 1, "extents": ["0"]}}})
+    with pytest.raises(DamagedError, match="names the file"):
+        read_manifest(step)
+    assert checkpoint.main(["verify", str(step)]) == 1
+    assert not is_inside(name)
+
+
+def test_a_conversion_copies_no_file_that_a_link_leads_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a downloaded directory; the Hub's own cache links to the blobs beside its snapshots."""
+    assert export.main([str(GOLDEN), str(tmp_path / "models/snapshots/1a2b")]) == 0
+    model = tmp_path / "models/snapshots/1a2b"
+    (model / "manifest.json").unlink()
+    (tmp_path / "models/blobs").mkdir()
+    for file in ("model.safetensors", "config.json"):
+        shutil.move(model / file, tmp_path / "models/blobs" / file)
+        (model / file).symlink_to(f"../../blobs/{file}")
+    argv = ["convert", str(model), "--to", "hf"]
+    assert checkpoint.main([*argv, str(tmp_path / "good")]) == 0
+    (tmp_path / "secret").write_text("of the user")
+    (model / "notes.txt").symlink_to(tmp_path / "secret")
+    assert checkpoint.main([*argv, str(tmp_path / "bad")]) == 2
+    assert "notes.txt is a link to" in capsys.readouterr().err and not (tmp_path / "bad").exists()
