@@ -189,9 +189,10 @@ def _first_module(trainer: Trainer, fetched: Fetched, sums: list[int]) -> str | 
     """The first module that has a number that is not finite, as a sentence; None where no forward has one."""
     batch = fetched.batch
     assert batch is not None
-    with closing(OverflowDetector(trainer.parts, trainer.config.debug, trainer.heartbeat.place)):
+    with closing(OverflowDetector(trainer.parts, trainer.config.debug, trainer.heartbeat.place)) as detector:
         try:
             trainer.train_step(trainer.progress.step, fetched, sums)
+            detector.judge()
         except NonFiniteError as error:
             micro = trainer.heartbeat.place()[1]
             return f"{error} (samples from {batch.first_samples[micro]} on)"

@@ -180,8 +180,8 @@ class Trainer:
         self.feed = Feed(world, context)
         for line in lines:
             logger.info(line)
-        if config.debug.detect_overflow:
-            OverflowDetector(self.parts, config.debug, self.heartbeat.place)
+        watches = config.debug.detect_overflow
+        self.overflow = OverflowDetector(self.parts, config.debug, self.heartbeat.place) if watches else None
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, spec.init_table(args), self.seed)
@@ -289,6 +289,8 @@ class Trainer:
                 current, fetched = fetched, self._fetch(step + 1)
                 self.metrics.record(self.train_step(step, current, sums))
                 if self.metrics.due(step):
+                    if self.overflow is not None:
+                        self.overflow.judge()
                     self.metrics.log(step)
                 profiler.step()
                 if step == first_step:
@@ -321,26 +323,27 @@ class Trainer:
         self.optimizer.zero_grad()
         self.heartbeat.beat("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
-            self.checkpointer.wait_staged()
+            self.checkpointer.order_updates()
         self.loss_by_source.zero_()  # validation adds to it as well
         local = self.feed.local(batch)
         if self.pipeline is not None:
             torch.manual_seed(derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers))
             loss = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
         else:
-            loss = torch.zeros((), device=self.world.device)
+            losses: list[torch.Tensor] = []
             for micro in range(len(batch.first_samples)):
                 self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
                 self.heartbeat.beat("step", step, micro)
                 torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
                 share = self.parts[0](*self.feed.to_device(local, micro)) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.
-                share.backward(torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype))
-                loss = loss + share.detach()
+                losses.append(share.detach())
+                share.backward(losses[-1] * 0 + 1)  # 1, or NaN
+            loss = sum(losses[1:], start=losses[0])
 
         grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
         skip = self.numbers.gate(grad_norm)
-        self.checkpointer.wait_staged()
+        self.checkpointer.order_updates()
         self.optimizer.step(skip=skip)
         if self.after_update is not None:
             self.after_update()
@@ -460,6 +463,8 @@ class Trainer:
 
     def _finish(self, reason: Request | None, export_asked: bool) -> ExitCode:
         """Leave on disk what the next start needs, and say why this one ended."""
+        if self.overflow is not None:
+            self.overflow.judge()
         self.metrics.flush(self.progress.step)
         good = self.numbers.last_good()
         if good is not None:

@@ -112,7 +112,14 @@ def assemble(
         materialize(part, CPU)
         initialize(part, spec.init_table(args), 7)
     return Pipeline(
-        parts, plan, group, device=CPU, microbatch_size=microbatch_size, width=args.dim, dtype=getattr(torch, computed)
+        parts,
+        plan,
+        group,
+        neighbor_groups={},
+        device=CPU,
+        microbatch_size=microbatch_size,
+        width=args.dim,
+        dtype=getattr(torch, computed),
     )
 
 

@@ -45,6 +45,7 @@ class Layout:
     dtype: str = "float64"
     checkpointing: str = "none"
     ac_option: str = "2"
+    saves_scatters: bool = True
     backend: str = ""
     positions: bool = False
     biased: bool = False
@@ -117,7 +118,11 @@ def cut(layout, mesh):
     model.output.loss = chunked_cross_entropy(layout.chunk_mib, None, shards, gathers_logits=not layout.loss_parallel)
     apply_tensor_parallel(model, spec, mesh["tp"], sequence_parallel=layout.sequence_parallel)
     blocks = find_blocks(model, spec)
-    section = ActivationCheckpoint(mode=layout.checkpointing, selective_ac_option=layout.ac_option)
+    section = ActivationCheckpoint(
+            mode=layout.checkpointing,
+            selective_ac_option=layout.ac_option,
+            per_op_sac_save_reduce_scatter=layout.saves_scatters,
+        )
     apply_activation_checkpointing(blocks, section)
     if layout.backend:
         for block in blocks.values():
@@ -331,10 +336,16 @@ GATHER, SCATTER, SUM = ("all_gather", ACTIVATION), ("reduce_scatter", ACTIVATION
         # Recomputing a block repeats what it sends.
         (Layout(checkpointing="full"), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
          {GATHER: 4 * L + 1, SCATTER: 4 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
+        # Per operation, gathers are repeated, and scatters only if their outputs are not kept.
+        (Layout(checkpointing="selective", ac_option="op"), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
+         {GATHER: 4 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
+        (Layout(checkpointing="selective", ac_option="op", saves_scatters=False),
+         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
+         {GATHER: 4 * L + 1, SCATTER: 4 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
         (Layout(loss_parallel=False), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_gather", TOKENS * 36): 1},
          {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
     ],
-    ids=["sp", "no-sp", "sp-ac-full", "logits-gathered"],
+    ids=["sp", "no-sp", "sp-ac-full", "sp-ac-op", "sp-ac-op-scatters-repeated", "logits-gathered"],
 )  # fmt: skip
 def test_what_a_step_sends(layout, forward, back):
     assert run_ranks(traffic, 2, layout) == [(forward, back)] * 2

@@ -363,9 +363,9 @@ class Checkpointer:
 
         return unpin
 
-    def wait_staged(self) -> None:
-        """Before the weights change: block until a copy of them under way is complete. For each rank alone."""
-        self._staging.wait()
+    def order_updates(self) -> None:
+        """Call before the weights change: the device then updates them after a copy under way. Never blocks."""
+        self._staging.order_updates()
 
     def has_failed(self) -> bool:
         """Has a save in the background failed in a way that ends the run? Never blocks. For one rank, to tell all."""

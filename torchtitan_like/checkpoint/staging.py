@@ -12,7 +12,7 @@ class Staging:
     """One reusable set of host buffers: the state of a step, safe from the next update of the weights.
 
     With `pinned` and a GPU the copies run beside the next step's forward and backward, on a stream of their own, and
-    `wait` must come before the weights change. Otherwise they are complete when `copy` returns.
+    `order_updates` must come before the weights change. Otherwise they are complete when `copy` returns.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -35,6 +35,11 @@ class Staging:
             copies = {name: self._copy_of(name, value, pinned=True) for name, value in state.items()}
             self._event = self._stream.record_event()
         return copies
+
+    def order_updates(self) -> None:
+        """Let the current stream change the weights only after the copies. The host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> None:
         """Block until the copies are complete: for any number of threads, each of which needs to know."""

@@ -276,7 +276,7 @@ class Debug(Section):
     detect_overflow: bool = Field(
         False,
         description="Look at weights, inputs and outputs of every module in the forward pass; the first inf or nan ends the "
-        "run, which names the module. Slow.",
+        "run, which names the module; on GPUs at the next log step. Slow.",
     )
     detect_overflow_frames: int = Field(
         21,

@@ -239,6 +239,11 @@ class ActivationCheckpoint(Section):
         ["moe.router.gate"],
         description='With "op": parts of module names; products with weights of these modules\' shapes are recomputed.',
     )
+    per_op_sac_save_reduce_scatter: bool = Field(
+        True,
+        description='With "op": keep the outputs of reduce-scatters (tensor and sequence parallel) instead of sending '
+        "again. Costs 2 activations (batch x seq x dim / tensor_parallel_degree) per block.",
+    )
     early_stop: bool = Field(False, description="Stop recomputing a block as soon as all that is needed is there.")
     memory_budget: float = Field(
         0.5, ge=0, le=1, description="With memory_budget: share of activation memory to keep; 0 is as full, 1 as none."

@@ -27,6 +27,7 @@ SAVED_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu.default",
     "_scaled_dot_product_fused_attention_overrideable.default",
 )
+REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
 def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: ActivationCheckpoint) -> str:
@@ -43,7 +44,8 @@ def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: Activa
     contexts: Callable[[], Any] | None = None
     if section.mode == "selective" and section.selective_ac_option == "op":
         recomputed = _mm_shapes(blocks, section.per_op_sac_force_recompute_mm_shapes_by_fqns)
-        contexts = partial(_per_op_contexts, recomputed)
+        saved = (*SAVED_OPS, REDUCE_SCATTER) if section.per_op_sac_save_reduce_scatter else SAVED_OPS
+        contexts = partial(_per_op_contexts, saved, recomputed)
     elif section.mode == "selective":
         every = int(section.selective_ac_option)
     for index, block in enumerate(blocks.values()):
@@ -72,24 +74,25 @@ def _checkpoint_forward(block: nn.Module, section: ActivationCheckpoint, context
     block.forward = checkpointed
 
 
-def _per_op_contexts(recomputed_shapes: set[tuple[int, ...]]) -> Any:
+def _per_op_contexts(saved_ops: tuple[str, ...], recomputed_shapes: set[tuple[int, ...]]) -> Any:
     """Contexts of one pass through one block: a policy counts the matrix products of that pass alone."""
-    return create_selective_checkpoint_contexts(_PerOpPolicy(recomputed_shapes))
+    return create_selective_checkpoint_contexts(_PerOpPolicy(saved_ops, recomputed_shapes))
 
 
 class _PerOpPolicy:
-    """Saves the outputs of SAVED_OPS, except every second matrix product and those whose weight shape is listed.
+    """Saves the outputs of `saved_ops`, except every second matrix product and those whose weight shape is listed.
 
     Half of the matrix products cost half of the recompute and save half of the memory; which half matters little.
     """
 
-    def __init__(self, recomputed_shapes: set[tuple[int, ...]]) -> None:
+    def __init__(self, saved_ops: tuple[str, ...], recomputed_shapes: set[tuple[int, ...]]) -> None:
+        self._saved_ops = saved_ops
         self._recomputed_shapes = recomputed_shapes
         self._num_products = {False: 0, True: 0}  # in forward, and in its recomputation, which must decide alike
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(op).removeprefix("aten.")
-        if name not in SAVED_OPS:
+        if name not in self._saved_ops:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if name.startswith(("mm", "addmm")):
             weight = args[-1]

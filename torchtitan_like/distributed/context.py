@@ -8,7 +8,7 @@ rank's loss is that of its own tokens, and gradients are summed over `cp` as ove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -144,10 +144,18 @@ def _gathered_mask(context: ContextParallel, mask: Mask) -> Mask:
 def _ulysses_core(context: ContextParallel, core: Core) -> Core:
     def exchanged(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         k, v = (_enough_heads(x, context.size) for x in (k, v))
-        q, k, v = (all_to_all_heads_seq(x, context.group) for x in (q, k, v))
+        q, k, v = _exchanged_together((q, k, v), context)
         return all_to_all_seq_heads(core(q, k, v, mask), context.group)
 
     return exchanged
+
+
+def _exchanged_together(heads: Sequence[Tensor], context: ContextParallel) -> tuple[Tensor, ...]:
+    """`all_to_all_heads_seq` of several tensors that differ in their number of heads at most, as one exchange."""
+    per_rank = [x.shape[1] // context.size for x in heads]
+    # Of each tensor the heads of the first rank, then those of the second: a cut into equal parts gives each rank its own.
+    joined = torch.cat([x.unflatten(1, (context.size, -1)) for x in heads], dim=2).flatten(1, 2)
+    return all_to_all_heads_seq(joined, context.group).split(per_rank, dim=1)
 
 
 def _enough_heads(x: Tensor, num_ranks: int) -> Tensor:

@@ -116,6 +116,7 @@ def _build_pipeline(spec: ModelSpec, args: Any, world: World, sections: Sections
         [stages.prune(_on_meta(spec, args, training), spec, fqns) for fqns in own],
         plan,
         world.group("pp"),
+        neighbor_groups=world.neighbor_groups,
         device=world.device,
         microbatch_size=section.pipeline_parallel_microbatch_size,
         width=pipeline.hidden_width(whole, spec),

@@ -8,7 +8,7 @@ tensors (rows, positions, width), of a shape that is known before they are sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,6 +54,7 @@ class Pipeline:
         plan: StagePlan,
         group: dist.ProcessGroup,
         *,
+        neighbor_groups: Mapping[int, dist.ProcessGroup],
         device: torch.device,
         microbatch_size: int,
         width: int,
@@ -66,6 +67,7 @@ class Pipeline:
         positions (sequence parallel).
         """
         self.parts, self.plan, self.group, self.device = list(parts), plan, group, device
+        self.neighbor_groups = neighbor_groups
         self.microbatch_size, self.sequence_shards = microbatch_size, sequence_shards
         self.width, self.dtype = width, dtype
         self.stage_numbers = plan.ranks[dist.get_rank(group)]
@@ -161,13 +163,14 @@ class Pipeline:
             group=self.group,
         )
         stage.handed_on = hidden
+        stage.neighbor_groups = self.neighbor_groups
         return stage
 
     def _share(self, loss: Tensor, _labels: Tensor) -> Tensor:
         """A micro-batch's share of the step's loss; a non-finite one must reach every gradient, on every rank."""
         share = loss / self._num_valid
         if share.requires_grad:
-            factor = torch.where(share.isfinite(), 1.0, torch.nan).to(share.dtype)
+            factor = share.detach() * 0 + 1  # 1, or NaN
             share.register_hook(lambda grad: grad * factor)
         return share
 
@@ -184,16 +187,30 @@ class _Runner(NamedTuple):
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, with four things mended.
+    """Torch's stage, with six things mended.
 
     What it receives has memory only while its micro-batch is under way: torch allocates it for every micro-batch of a
     step and keeps it, which grows with gradient accumulation. What it sends is checked: the next stage has allocated
     a certain shape, and would take anything else for it. It can be evaluated beside the next stage on one rank. And a
     backward in two parts finds its weights when forward passes in between have resharded them: torch looks for
-    gathered weights among the sharded ones, and would leave gradients out without a word.
+    gathered weights among the sharded ones, and would leave gradients out without a word. Messages to and from a neighbor
+    use the group of these two ranks (`World.neighbor_groups`), so that they wait for no other pair's. And no vote on
+    shapes is held.
     """
 
     handed_on: Tensor  # what its output must be like, on meta
+    neighbor_groups: Mapping[int, dist.ProcessGroup]  # by rank within the pipeline's group; may be empty
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Skip torch's vote on whether stages must learn their shapes from each other: ours are given.
+
+        The vote sends one number from stage to stage, each as a single NCCL message on the group of all stages, and reads
+        it on the host.
+        """
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor | None:
+        return received_result
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._allocating_nothing():
@@ -213,12 +230,20 @@ class _Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._move(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._between_neighbors(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._between_neighbors(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward:
             self._move(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._between_neighbors(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _between_neighbors(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """The same messages, each in the group of its two ranks where there is one."""
+        groups = [self.neighbor_groups.get(op.group_peer, op.group) for op in ops]
+        return [dist.P2POp(op.op, op.tensor, op.peer, group, op.tag) for op, group in zip(ops, groups, strict=True)]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -264,7 +289,7 @@ class _Stage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(
                 grad.contiguous() for grad in self.bwd_cache[bwd_chunk_id] if grad is not None
             )
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        return self._between_neighbors(super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else None

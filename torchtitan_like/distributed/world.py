@@ -163,6 +163,7 @@ class World:
     owns_default_group: bool
     all_ranks: Any = None  # the group of all ranks on their devices, for the training thread; None for one rank
     groups: dict[str, Any] = field(default_factory=dict)  # this rank's, by dimension of the weights' mesh, and `cp`
+    neighbor_groups: dict[int, Any] = field(default_factory=dict)  # of two pipeline ranks, by the other one's number
     _training_groups: list[Any] = field(default_factory=list)
 
     @property
@@ -316,8 +317,10 @@ def join_world(
     if dims.cp > 1:
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
     all_ranks = _group_of_all(ranks, timeout)
+    neighbors = neighbor_groups(groups["pp"]) if dims.pp > 1 else {}
     checkpoint_group = HostGroup(ranks, checkpoint_timeout)
-    training = {step_group.group, *groups.values(), dist.group.WORLD if owns else None} - {None}
+    default = dist.group.WORLD if owns else None
+    training = {step_group.group, *groups.values(), *neighbors.values(), default} - {None}
     if all_ranks not in (None, dist.group.WORLD):
         training.add(all_ranks)
     for group in training - {dist.group.WORLD}:  # a mesh's own groups have torch's time-out, half an hour
@@ -333,6 +336,7 @@ def join_world(
         owns,
         all_ranks,
         groups,
+        neighbors,
         list(training),
     )
 
@@ -344,3 +348,26 @@ def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
     if dist.get_world_size() == len(ranks):
         return dist.group.WORLD
     return dist.new_group(ranks, timeout=timeout)
+
+
+def neighbor_groups(group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
+    """Groups of this rank and each of its two neighbors on the ring of `group`, by the neighbor's rank in `group`.
+
+    With a device bound to the default group, NCCL runs all single messages of a group on one stream, in the order in
+    which they were started: a stage's output would wait for messages between other ranks. Without one (gloo, or a
+    default group that another program made) torch keeps pairs of ranks apart by itself, and the result is empty. So it
+    is for two ranks, whose group is such a pair. Collective over the ranks of `group`.
+    """
+    size, rank = group.size(), group.rank()
+    if size == 2 or dist.group.WORLD is None or dist.group.WORLD.bound_device_id is None:
+        return {}
+    edges = [(first, (first + 1) % size) for first in range(size)]
+    last = [edges.pop()] if size % 2 else []  # an odd ring needs a third round: no rank is in two pairs of a round
+    found: dict[int, dist.ProcessGroup] = {}
+    for pairs in (edges[::2], edges[1::2], last):
+        pair_group = dist.split_group(parent_pg=group, split_ranks=[list(pair) for pair in pairs]) if pairs else None
+        mine = [pair for pair in pairs if rank in pair]
+        if pair_group is not None and mine:
+            (pair,) = mine
+            found[pair[0] if pair[1] == rank else pair[1]] = pair_group
+    return found

@@ -85,8 +85,6 @@ ACCEPT(ncclCommAbort)
 ACCEPT(ncclCommDeregister)
 ACCEPT(ncclCommDestroy)
 ACCEPT(ncclCommFinalize)
-ACCEPT(ncclGroupStart)
-ACCEPT(ncclGroupEnd)
 ACCEPT(ncclRedOpDestroy)
 
 #define COLLECTIVE_CALL(name)              \
@@ -100,10 +98,35 @@ COLLECTIVE_CALL(ncclAllReduce)
 COLLECTIVE_CALL(ncclAlltoAll)
 COLLECTIVE_CALL(ncclBcast)
 COLLECTIVE_CALL(ncclBroadcast)
-COLLECTIVE_CALL(ncclRecv)
 COLLECTIVE_CALL(ncclReduce)
 COLLECTIVE_CALL(ncclReduceScatter)
-COLLECTIVE_CALL(ncclSend)
+
+/* NCCL runs all messages of a group as one kernel, so they count as one call. */
+static __thread int group_depth = 0;
+static __thread int messages_in_group = 0;
+
+EXPORT int ncclGroupStart(void) {
+    group_depth++;
+    return 0;
+}
+
+EXPORT int ncclGroupEnd(void) {
+    if (--group_depth > 0 || messages_in_group == 0) return 0;
+    messages_in_group = 0;
+    record_event(COLLECTIVE, "group of ncclSend and ncclRecv");
+    return 0;
+}
+
+static int message(const char *name) {
+    if (group_depth > 0)
+        messages_in_group++;
+    else
+        record_event(COLLECTIVE, name);
+    return 0;
+}
+
+EXPORT int ncclSend(void) { return message("ncclSend"); }
+EXPORT int ncclRecv(void) { return message("ncclRecv"); }
 
 /* ---- cuBLAS */
 

@@ -11,7 +11,7 @@ from torchtitan_like.models.layers.attention import Attention, causal_attention
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.norm import RMSNorm
-from torchtitan_like.models.layers.rotary import RotaryEmbedding, rotate
+from torchtitan_like.models.layers.rotary import FusedRotation, RotaryEmbedding, rotate
 
 
 class OpNames(TorchDispatchMode):
@@ -108,6 +108,17 @@ def test_tables_are_hugging_faces_at_long_range(head_dim):
 def test_rotation_of_bf16_is_computed_in_fp32_and_rounded_once():
     rotary, x = RotaryEmbedding(64, 32, 1e4), torch.randn(1, 32, 2, 64, dtype=torch.bfloat16)
     assert torch.equal(rotate(x, *rotary.tables(32)), rotate(x.float(), *rotary.tables(32)).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_rotation_for_cuda_gives_the_same_numbers(dtype):
+    rotary = RotaryEmbedding(64, 32, 1e4)
+    x, grad = torch.randn(2, 2, 32, 2, 64).to(dtype)
+    x.requires_grad_()
+    plain, fused = rotate(x, *rotary.tables(32)), FusedRotation.apply(x, *rotary.tables(32))
+    assert torch.equal(plain, fused)
+    gradients = [torch.autograd.grad(y, x, grad)[0] for y in (plain, fused)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_rotary_tables_are_the_same_on_every_way_to_them():

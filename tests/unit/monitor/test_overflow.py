@@ -57,6 +57,21 @@ def test_the_first_module_is_named(
     assert f"The last {num_before + 1} of {num_before + 1} modules" in caplog.text
 
 
+def test_measurements_on_a_device_are_judged_later_and_alike(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is read, and so nothing is raised, before `judge`; finite steps behind the first bad one change nothing."""
+    place, model = [7, 2], build("1.second.weight", 3e38)
+    detector = OverflowDetector([model], Debug(), lambda: (place[0], place[1]))
+    detector._is_on_device = True
+    model(torch.full((2, 4), 10.0))
+    place[:] = [8, 0]
+    model(torch.full((2, 4), 10.0))
+    assert caplog.messages == []
+    with pytest.raises(NonFiniteError, match="step 7, micro-batch 2: .* is in 1.second .Linear., output 0"):
+        detector.judge()
+    assert "The last 5 of 5 modules" in caplog.text
+    detector.judge()
+
+
 def test_as_many_modules_are_shown_as_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     """Each with its weights, inputs and outputs: abs min and max of each."""
     model = build("2.second.weight", torch.inf)
@@ -106,9 +121,9 @@ def test_a_step_can_be_traced_and_the_one_behind_it_ends_the_run(caplog: pytest.
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64])
 def test_a_tensor_alone(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     good = torch.tensor([0.5, -2.0, 1.0]).to(dtype)
-    assert abs_min_max(good) == [0.5, 2.0] and abs_min_max(good[:0]) == [0.0, 0.0]
+    assert abs_min_max(good).tolist() == [0.5, 2.0] and abs_min_max(good[:0]).tolist() == [0.0, 0.0]
     assert not detect_overflow(good, "x") and caplog.messages == []
-    assert abs_min_max(torch.tensor([1e300], dtype=torch.float64)) == [1e300, 1e300]
+    assert abs_min_max(torch.tensor([1e300], dtype=torch.float64)).tolist() == [1e300, 1e300]
     bad = torch.tensor([0.5, torch.nan]).to(dtype)
     assert detect_overflow(bad, "x")
     assert caplog.messages == ["x has an inf or nan: abs min nan, abs max nan, (2,)"]
