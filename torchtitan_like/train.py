@@ -193,8 +193,6 @@ class Trainer:
         self.schedule = build_schedule(self.config.lr_scheduler, self.config.training.steps)
         named = [named for part in self.parts for named in part.named_parameters()]
         self.optimizer = build_optimizer(named, section, self.world.all_ranks)
-        if not self.optimizer.gate_on_device:
-            logger.info(f"optimizer.implementation = {section.implementation!r} synchronises with the host each step")
         self.states: dict[str, Stateful] = {
             "model": ModelState(self.parts),
             "optimizer": self.optimizer,

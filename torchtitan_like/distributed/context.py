@@ -155,7 +155,8 @@ def _exchanged_together(heads: Sequence[Tensor], context: ContextParallel) -> tu
     per_rank = [x.shape[1] // context.size for x in heads]
     # Of each tensor the heads of the first rank, then those of the second: a cut into equal parts gives each rank its own.
     joined = torch.cat([x.unflatten(1, (context.size, -1)) for x in heads], dim=2).flatten(1, 2)
-    return all_to_all_heads_seq(joined, context.group).split(per_rank, dim=1)
+    exchanged: tuple[Tensor, ...] = all_to_all_heads_seq(joined, context.group).split(per_rank, dim=1)
+    return exchanged
 
 
 def _enough_heads(x: Tensor, num_ranks: int) -> Tensor:

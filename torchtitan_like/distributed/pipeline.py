@@ -209,8 +209,8 @@ class _Stage(PipelineStage):
         """
         return torch.ones(1, dtype=torch.int32)
 
-    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor | None:
-        return received_result
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._allocating_nothing():

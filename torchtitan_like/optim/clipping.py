@@ -58,12 +58,11 @@ def sum_of_squares(norms: Mapping[int, list[Tensor]]) -> Tensor:
     """
     if not norms:
         raise ValueError("no parameter has a gradient: was backward run?")
-    total: Any = 0.0
+    shares = []
     for copies, values in norms.items():
         square = torch.stack(values).square().sum()
-        total = total + (square / copies if copies > 1 else square)
-    share: Tensor = total
-    return share
+        shares.append(square / copies if copies > 1 else square)
+    return sum(shares[1:], start=shares[0])
 
 
 def global_norm(square: Tensor, all_ranks: ProcessGroup | None) -> Tensor:

@@ -224,13 +224,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             some = slice(start, start + chunk)
             counts = valid[some]
-            losses, d_logits = body(hidden[some] @ weight.t(), labels[some].where(counts, 0))
+            losses, d_logits = body(hidden[some] @ weight.t(), labels[some] * counts)
             losses = losses.where(counts, 0)
             total += losses.sum()
             if by_source is not None:
                 by_source += losses.where(sources[some] == numbers, 0).sum(-1, dtype=by_source.dtype)
             # Ignored tokens get no gradient by way of the narrow factors: (tokens, dim) is much less than (tokens, vocab).
-            mask = counts.to(hidden.dtype).unsqueeze(-1)
+            mask = counts.unsqueeze(-1)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[some]).mul_(mask)
             if wants_weight:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def _groups(named: list[tuple[str, Tensor]], section: OptimizerSection) -> list[
 
 def _build(named: list[tuple[str, Tensor]], section: OptimizerSection) -> torch.optim.Optimizer:
     fused = section.implementation == "fused"
+    is_on_gpu = any(p.is_cuda for _, p in named)
     optimizer: torch.optim.Optimizer = OPTIMIZERS[section.name](
         _groups(named, section),
         lr=section.lr,
@@ -45,32 +47,57 @@ def _build(named: list[tuple[str, Tensor]], section: OptimizerSection) -> torch.
         weight_decay=section.weight_decay,
         fused=fused,
         foreach=section.implementation == "foreach",
+        capturable=is_on_gpu and not fused,  # counts steps on the GPU, where an update can be taken back
     )
     for _, p in named:
         optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu"),
+            "step": torch.zeros((), dtype=torch.float32, device=p.device if fused or is_on_gpu else "cpu"),
             "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
         }
     return optimizer
 
 
-def _gated_step(optimizers: list[torch.optim.Optimizer], skip: Tensor, on_device: bool) -> None:
-    """Step unless `skip` is 1: decided by the fused kernels themselves, or else on the host (one synchronisation)."""
-    if not on_device and skip.item():
-        return
-    for optimizer in optimizers:
-        if on_device:
-            optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name the fused kernels read
+def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """Step unless `skip` is 1; on a GPU without reading `skip` on the host."""
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name the fused kernels read
         optimizer.step()
+    elif skip.is_cuda:
+        step_or_restore(optimizer, skip)
+    elif not skip.item():
+        optimizer.step()
+
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """Step, then restore every bit of weights and states if `skip` is 1.
+
+    For implementations that have no gate of their own. Bits are selected by integer products with 0 and 1, which not
+    even a NaN survives. Needs memory for a copy of the weights and states.
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for tensor in (parameter, *optimizer.state[parameter].values()):
+            local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+            integer = INTEGERS[local.element_size()]
+            by_type[integer].append(local.view(integer))
+    old = {integer: torch._foreach_mul(bits, skip.to(integer)) for integer, bits in by_type.items()}
+    optimizer.step()
+    for integer, bits in by_type.items():
+        torch._foreach_mul_(bits, (1 - skip).to(integer))
+        torch._foreach_add_(bits, old[integer])
 
 
 class Optimizer:
     """Adam or AdamW over named parameters, with one rule for bad numbers: `skip` = 1 leaves every weight as it is.
 
-    `fused` reads `skip` on the device. `foreach` and `for-loop` know no such gate, so they read it on the host: one
-    synchronisation per step (logged at start). Hyper-parameters come from the config and the schedule, never from a
-    checkpoint; the state holds tensors alone. `is_atomic`: a step updates all weights of all ranks or none.
+    `fused` reads `skip` on the device. `foreach` and `for-loop` have no such gate: on a GPU their update is taken back
+    there (`step_or_restore`), on the CPU the host reads `skip`. Hyper-parameters come from the config and the schedule,
+    never from a checkpoint; the state holds tensors alone. `is_atomic`: a step updates all weights of all ranks or none.
     """
 
     is_atomic = True
@@ -83,7 +110,6 @@ class Optimizer:
     ) -> None:
         self.all_ranks = all_ranks
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
-        self.gate_on_device = section.implementation == "fused"
         self.peak_lr: float = section.lr
         self._optimizers = self._make(section)
 
@@ -105,16 +131,20 @@ class Optimizer:
 
         Raises RuntimeError when a parameter has none: an update without it would go unnoticed.
         """
-        if missing := [name for name, parameter in self.named if parameter.grad is None]:
+        self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
+        return clip_gradients(self.parameters, max_norm, self.all_ranks)
+
+    def _refuse_missing(self, names: Iterable[str]) -> None:
+        if missing := list(names):
             raise RuntimeError(
                 f"no gradient has reached {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} ({len(missing)} of "
                 f"{len(self.named)} parameters): set requires_grad = False on what is not to be trained"
             )
-        return clip_gradients(self.parameters, max_norm, self.all_ranks)
 
     def step(self, skip: Tensor) -> None:
         """Update the weights, or leave them when `skip` (0-dim float, 0 or 1) is 1."""
-        _gated_step(self._optimizers, skip, self.gate_on_device)
+        for optimizer in self._optimizers:
+            _gated_step(optimizer, skip)
 
     def zero_grad(self) -> None:
         for _, p in self.named:
@@ -136,11 +166,11 @@ class Optimizer:
 
 
 class OptimizerInBackward(Optimizer):
-    """Updates each weight as soon as its gradient is complete and frees the gradient at once.
+    """Updates the weights of a block as soon as its gradients are complete and frees these at once.
 
-    No gradient norm exists before the update, so nothing is clipped, and the gate is per weight: one whose gradient
-    holds a non-finite number is left as it is. A non-finite *loss* makes every gradient non-finite (train.py), so it
-    stops every weight on every rank; a single bad gradient stops only its own shard.
+    No gradient norm exists before the update, so nothing is clipped, and the gate is per block: one with a non-finite
+    number in a gradient is left as it is. A non-finite *loss* makes every gradient non-finite (train.py), so it stops
+    every weight on every rank; a single bad gradient stops only the block's own shard.
     """
 
     is_atomic = False
@@ -148,37 +178,64 @@ class OptimizerInBackward(Optimizer):
     def _make(self, section: OptimizerSection) -> list[torch.optim.Optimizer]:
         self._halted: Tensor | None = None
         self._norms: dict[int, list[Tensor]] = {}
-        optimizers = []
+        blocks: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parameter in self.named:
-            optimizer = _build([(name, parameter)], section)
-            parameter.register_post_accumulate_grad_hook(self._update_hook(optimizer))
-            optimizers.append(optimizer)
-        return optimizers
+            blocks[block_of(name)].append((name, parameter))
+        return [self._update_together(members, section) for members in blocks.values()]
 
-    def _update_hook(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-        def update(parameter: Tensor) -> None:
-            ((copies, (grad,)),) = local_gradients([parameter]).items()
+    def _update_together(
+        self, members: list[tuple[str, Tensor]], section: OptimizerSection
+    ) -> torch.optim.Optimizer:
+        """One optimizer for these parameters, which steps when the last of them has its gradient."""
+        optimizer = _build(members, section)
+        complete: list[Tensor] = []  # in the order of the backward, in which norms are added up
+
+        def on_gradient(parameter: Tensor) -> None:
+            grad: Any = parameter.grad
             if grad.is_cpu and torch.cuda.is_initialized():  # offloaded: torch 2.11 does not wait for the copy
                 torch.cuda.current_stream().synchronize()
-            norms = local_norms([grad])
+            complete.append(parameter)
+            if len(complete) == len(members):
+                self._update(optimizer, complete)
+                complete.clear()
+
+        for _, parameter in members:
+            parameter.register_post_accumulate_grad_hook(on_gradient)
+        return optimizer
+
+    def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        all_norms = []
+        for copies, grads in local_gradients(parameters).items():
+            norms = local_norms(grads)
             self._norms.setdefault(copies, []).extend(norms)
-            norm = norms[0] if len(norms) == 1 else torch.stack(norms).sum()
-            skip = norm.isfinite().logical_not().float()
-            if self._halted is not None:
-                skip = torch.maximum(skip, self._halted)
-            _gated_step([optimizer], skip, self.gate_on_device)
+            all_norms += norms
+        skip = (torch.stack(all_norms).sum() * 0).ne(0).float()  # a product that is 0 or NaN
+        if self._halted is not None:
+            skip = torch.maximum(skip, self._halted)
+        _gated_step(optimizer, skip)
+        for parameter in parameters:
             parameter.grad = None
 
-        return update
-
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of the gradients already applied; `max_norm` cannot act on them (preflight says so)."""
+        """The norm of the gradients already applied; `max_norm` cannot act on them (preflight says so).
+
+        Raises RuntimeError when a block still waits for a gradient: its weights would never be updated.
+        """
+        waiting = {block_of(name) for name, parameter in self.named if parameter.grad is not None}
+        self._refuse_missing(name for name, p in self.named if p.grad is None and block_of(name) in waiting)
         norms, self._norms = self._norms, {}
         return global_norm(sum_of_squares(norms), self.all_ranks)
 
     def step(self, skip: Tensor) -> None:
         """The weights are updated already; from now on `skip` = 1 holds for every coming gradient."""
         self._halted = skip
+
+
+def block_of(name: str) -> str:
+    """The block of a model that a parameter belongs to: `layers.3` of `layers.3.attention.wq.weight`, else `output`."""
+    first, _, rest = name.partition(".")
+    second = rest.partition(".")[0]
+    return f"{first}.{second}" if second.isdigit() else first
 
 
 def build_optimizer(

@@ -37,10 +37,10 @@ class BadNumbers(Generic[Place]):
 
     def gate(self, grad_norm: torch.Tensor) -> torch.Tensor:
         """1 where this step's update is to be left out, else 0; all 0-dim. A non-finite loss has reached the norm."""
-        is_bad = (grad_norm * 0).ne(0).float()  # a product that is 0 or NaN; `isfinite` takes more kernels
+        is_bad = (grad_norm * 0).ne(0)  # a product that is 0 or NaN; `isfinite` takes more kernels
         self._in_a_row = (self._in_a_row + 1) * is_bad
         # Sticky: the weights stay as they are from here on.
-        self._halted = torch.maximum(self._halted, (self._in_a_row > self._limit).float())
+        self._halted = torch.maximum(self._halted, self._in_a_row > self._limit)
         left_out = torch.maximum(is_bad, self._halted)
         if self._norms is not None:
             left_out = torch.maximum(left_out, (grad_norm > self._norms.limit(self._threshold)).float())

@@ -1,11 +1,12 @@
 """One rule for bad numbers in every implementation; groups, state names, and updates inside backward."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchtitan_like.optim.optimizer import build_optimizer
+from torchtitan_like.optim.optimizer import build_optimizer, step_or_restore
 
 
 def section(**changes):
@@ -131,11 +132,44 @@ def test_in_backward_waits_for_a_gradient_that_is_on_its_way_to_the_host(monkeyp
     """FSDP2 of torch 2.11 calls the hook of an offloaded parameter before the copy of its gradient has arrived."""
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))
-    weight = model[0].weight
-    weight.grad = torch.full_like(weight, 9.0)  # what was in that memory before
-    stream = SimpleNamespace(synchronize=lambda: weight.grad.fill_(1.0))
+    block = list(model[0].parameters())
+    for parameter in block:
+        parameter.grad = torch.full_like(parameter, 9.0)  # what was in that memory before
+    stream = SimpleNamespace(synchronize=lambda: [parameter.grad.fill_(1.0) for parameter in block])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    for hook in weight._post_accumulate_grad_hooks.values():
-        hook(weight)
-    assert optimizer.clip_gradients(1.0) == pytest.approx(weight.numel() ** 0.5)
+    for parameter in block:
+        for hook in parameter._post_accumulate_grad_hooks.values():
+            hook(parameter)
+    num_elements = sum(parameter.numel() for parameter in block)
+    assert optimizer.clip_gradients(1.0) == pytest.approx(num_elements**0.5)
+
+
+def test_in_backward_a_block_that_waits_for_a_gradient_is_named():
+    model, _ = model_and_loss()
+    optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))
+    (model[2](torch.ones(8)).sum() + model[0].weight.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"no gradient has reached 0\.bias \(1 of 4 parameters\)"):
+        optimizer.clip_gradients(1.0)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+def test_an_update_is_restored_bit_by_bit(name, implementation):
+    """What a GPU does for implementations without a gate. The state counts steps in a tensor, as there."""
+    taken, loss = model_and_loss()
+    skipped, plain = copy.deepcopy(taken), copy.deepcopy(taken)
+    optimizers = []
+    for model in (taken, skipped, plain):
+        optimizer = build_optimizer(model.named_parameters(), section(name=name, implementation=implementation))
+        optimizers.append(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+    optimizers[2].step(skip=torch.zeros(()))
+    step_or_restore(optimizers[0]._optimizers[0], torch.zeros(()))
+    assert torch.equal(weights(taken), weights(plain))
+    skipped[0].weight.grad[0, 0] = torch.nan
+    before = weights(skipped), {name: value.clone() for name, value in optimizers[1].state_dict().items()}
+    step_or_restore(optimizers[1]._optimizers[0], torch.ones(()))
+    assert torch.equal(weights(skipped), before[0])
+    assert all(torch.equal(value, before[1][name]) for name, value in optimizers[1].state_dict().items())
