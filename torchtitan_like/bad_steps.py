@@ -20,6 +20,7 @@ from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.monitor.jsonl import encode
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
+from torchtitan_like.util.files import WriteFailures
 
 MOST_PINS = 3  # for steps that are skipped, by one attempt: a pinned checkpoint stays for ever, and disks are finite
 
@@ -38,11 +39,13 @@ class BadSteps:
         batches: TrainBatches,
         start: Start,
         known: dict[str, Any],
+        failures: WriteFailures,
     ) -> None:
         self._folder, self._checkpointer, self._batches = folder, checkpointer, batches
         self._start, self._known = start, known
         self._rows: deque[dict[str, Any]] = deque(maxlen=4)  # no run is further on when it halts
         self._num_pins = 0
+        self._failures = failures
 
     def look(self, rows: Iterable[dict[str, Any]]) -> None:
         """Take note of the next steps, by their rows of metrics.jsonl."""
@@ -62,8 +65,9 @@ class BadSteps:
         """On the checkpoint thread: nothing is deleted meanwhile."""
         path = self._folder.attempt_folder / "bad-steps" / f"step-{row['step']}.json"
         if found is not None and self._num_pins < most_pins:
-            (found / PIN).write_text(f"{path}\n", encoding="utf-8")
-            self._num_pins += 1
+            with self._failures.noted(found / PIN):
+                (found / PIN).write_text(f"{path}\n", encoding="utf-8")
+                self._num_pins += 1
         folder, start, batches = self._folder.folder, self._start, self._batches
         place = os.path.relpath(found, folder) if found else start.path and str(start.path.absolute())
         is_pinned, is_start = found is not None and (found / PIN).exists(), found in (None, start.path)
@@ -78,6 +82,7 @@ class BadSteps:
             "samples": [numbers[[0, -1]].tolist() for numbers in stretches],
             "checkpoint": checkpoint,
         }
-        write_atomically(path, encode({**row, **self._known, **about}).decode())
+        with self._failures.noted(path):
+            write_atomically(path, encode({**row, **self._known, **about}).decode())
+            logger.error(f"Step {row['step']} can be met again: python scripts/replay.py {path}")
         self._folder.event("bad_step", step=row["step"], bundle=str(path), checkpoint=checkpoint)
-        logger.error(f"Step {row['step']} can be met again: python scripts/replay.py {path}")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from torchtitan_like.monitor.errors import first_error, in_words, record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
-from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
+from torchtitan_like.monitor.run_directory import RunDirectory, tell_launcher, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
@@ -43,6 +43,7 @@ from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.files import StorageError, WriteFailures
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
@@ -128,7 +129,12 @@ def build_model(
 
 
 def build_metrics(
-    config: JobConfig, world: World, folder: RunDirectory, flops_per_token: float, sources: Sequence[str]
+    config: JobConfig,
+    world: World,
+    folder: RunDirectory,
+    flops_per_token: float,
+    sources: Sequence[str],
+    failures: WriteFailures,
 ) -> Metrics:
     """The metrics of a run; says what the hardware can do."""
     memory = build_memory_monitor(world.device)
@@ -148,6 +154,7 @@ def build_metrics(
         sources=sources,
         num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
         run_config=mask_values(config.model_dump()) if config.metrics.enable_wandb else None,
+        failures=failures,
     )
 
 
@@ -174,6 +181,7 @@ CODES: dict[type[Exception], ExitCode] = {
     CheckpointError: ExitCode.STORAGE,
     DataError: ExitCode.BAD_DATA,
     ReplicaError: ExitCode.BAD_NUMBERS,
+    StorageError: ExitCode.STORAGE,
 }
 
 
@@ -209,10 +217,23 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
                 step = trainer.progress.step
                 trainer.close()
         if launched.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
-            write_exit(config.job.dump_folder, code.reason, int(code), step)
+            failures = None if trainer is None else trainer.failures
+            code = leave_exit(config.job.dump_folder, code, step, failures or WriteFailures())
     if world is not None:
         world.leave()
         logger.info("Process group destroyed")
+    return code
+
+
+def leave_exit(folder: str, code: ExitCode, step: int | None, failures: WriteFailures) -> ExitCode:
+    """Write exit.json and return the code in it. A finished run that could not write its files has the code STORAGE."""
+    for _ in range(2):  # the second time, the first attempt to write the file is one of the failures
+        if code is ExitCode.DONE and failures.stop_is_due():
+            code = ExitCode.STORAGE
+        with failures.noted(Path(folder) / "exit.json"):
+            write_exit(folder, code.reason, int(code), step)
+            return code
+    tell_launcher(code.reason, int(code), step)
     return code
 
 
@@ -239,9 +260,6 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
         return int(ExitCode.BAD_CONFIG)
     if config.job.print_config and launched.rank == 0:
         print(dump_toml(config))
-    if config.job.save_config_file and launched.rank == 0:
-        text = json.dumps(mask_values(config.model_dump()), indent=2)
-        write_atomically(Path(config.job.dump_folder) / config.job.save_config_file, text)
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     requests = Requests()
     with requests.listening():
@@ -251,8 +269,11 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
             code = EXIT_CODES[stopped.request]
             logger.info(f"Training stopped: {code.reason}, before the first step")
             if launched.rank == 0:
-                write_exit(config.job.dump_folder, code.reason, int(code), step=None)
+                leave_exit(config.job.dump_folder, code, None, WriteFailures())
             return int(code)
+        except StorageError as error:  # nobody can learn the code from a file
+            logger.error(str(error))
+            return int(ExitCode.STORAGE)
         except Exception as error:
             requests.only_note = True
             _tell(error, Path(config.job.dump_folder), launched.rank)
@@ -274,11 +295,13 @@ def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
     here = Heartbeat.newest
     folder, (phase, step, *_) = (here.folder, here.at) if here else (dump_folder / "attempts" / "0", ("start", 0))
     mine = record_error(folder, rank, phase, step, error)
-    print(in_words(mine), file=sys.stderr)
+    with suppress(OSError):  # stderr may be a file on a full disk
+        print(in_words(mine), file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun's last words are one failed rank's: whichever it takes, they tell of the first error of all.
         first = (first_error(folder) if here else None) or mine
         message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     if here:
         here.kill_stuck_peers()

@@ -6,6 +6,7 @@ process. What happens in a step is `Trainer.train_step`; in what order steps, sa
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import time
@@ -43,7 +44,7 @@ from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.run_directory import RunDirectory
+from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
@@ -55,6 +56,8 @@ from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 
@@ -79,6 +82,7 @@ class Trainer:
         self.checkpointer = checkpointer
         self.starts = starts  # to be tried in this order
         self.is_leader = world.rank == 0
+        self.failures = WriteFailures(goes_on=config.checkpoint.on_save_error == "continue")
         self._prepare_run_directory()
         self._consider(starts[0])
         self._prepare_randomness()
@@ -96,18 +100,30 @@ class Trainer:
 
     def _prepare_run_directory(self) -> None:
         """The folder that explains the run, then its seed."""
-        folder, group = self.config.job.dump_folder, self.world.step_group
-        made = RunDirectory(folder) if self.is_leader else None
-        self.run_directory = made or RunDirectory(folder, group.broadcast_object(None))
-        if made is not None:
-            group.broadcast_object(made.attempt)
-            made.write_config(dump_toml(self.config))
-            made.remove_exit()
-            made.capture_environment()
-        add_file(self.run_directory.log_file(self.world.rank))
+        folder = self.config.job.dump_folder
+
+        def make() -> int:
+            with storage_error(folder):
+                made = RunDirectory(folder)
+                made.write_config(dump_toml(self.config))
+                if name := self.config.job.save_config_file:
+                    text = json.dumps(mask_values(self.config.model_dump()), indent=2)
+                    write_atomically(made.folder / name, text)
+                made.remove_exit()
+                return made.attempt
+
+        attempt = self.world.step_group.leader_does(make)
+        self.run_directory = RunDirectory(folder, attempt, failures=self.failures)
+        if self.is_leader:
+            self.run_directory.capture_environment()
+        add_file(self.run_directory.log_file(self.world.rank), self.failures)
         trace = trace_file(self.config.comm, self.run_directory.folder, self.world.rank)
         self.heartbeat = Heartbeat(
-            self.run_directory.attempt_folder, self.world.rank, num_ranks=self.world.size, trace=trace
+            self.run_directory.attempt_folder,
+            self.world.rank,
+            num_ranks=self.world.size,
+            trace=trace,
+            failures=self.failures,
         )
 
     def _consider(self, start: Start) -> None:
@@ -208,7 +224,7 @@ class Trainer:
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
         names = self.batches.sources
-        self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names)
+        self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names, self.failures)
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self.optimizer.named, self.start.step
         )
@@ -240,12 +256,19 @@ class Trainer:
         self.numbers = BadNumbers(self.config.resilience, device, self.progress, stored.get("numbers", {}))
         if self.is_leader:
             known = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
-            self.bad_steps = BadSteps(self.run_directory, self.checkpointer, self.batches, self.start, known)
+            self.bad_steps = BadSteps(
+                self.run_directory, self.checkpointer, self.batches, self.start, known, self.failures
+            )
             spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
             self.metrics.observers += [self.bad_steps.look, spikes.look]
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
         is_own = self.start.path is not None and self.start.path.parent == self.checkpointer.folder
-        self.metrics.rewind(self.progress.step, stored if is_own else None)
+
+        def rewind() -> None:
+            with storage_error(self.run_directory.folder):
+                self.metrics.rewind(self.progress.step, stored if is_own else None)
+
+        self.world.step_group.leader_does(rewind)
         training = self.config.training
         logger.info(
             f"Trainer is initialized with local batch size {training.local_batch_size}, global batch size "
@@ -271,6 +294,7 @@ class Trainer:
             self.world.rank,
             self.progress.step,
             self.world.step_group.barrier,
+            self.failures,
         )
         self.requests.only_note = True
         self.heartbeat.start(0.8 * config.comm.init_timeout_seconds)
@@ -392,6 +416,7 @@ class Trainer:
         asked = {
             Request.BAD_NUMBERS: self.numbers.have_halted(),
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
+            Request.WRITE_FAILED: self.failures.stop_is_due(),
             Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
         }
         found = [request for request, is_asked in asked.items() if is_asked] + self.limits.reached()
@@ -423,12 +448,17 @@ class Trainer:
             self.parts.train()
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Save where the run is now. Metrics up to here are on disk before it is seen."""
+        """Save where the run is now. Metrics up to here are on disk before it is visible.
+
+        Raises StorageError if they cannot be written; with `checkpoint.on_save_error = "continue"` they wait in memory.
+        """
         if not saves:
             return
         step = self.progress.step
         self.heartbeat.beat("save", step)
         self.metrics.flush(step)
+        if not self.failures.goes_on:
+            self.world.step_group.leader_does(self.metrics.check_written)
         self.replicas.check(step)
         with self.metrics.pause():
             self.garbage.collect("GC collection before checkpoint saving")
@@ -477,6 +507,8 @@ class Trainer:
         if good is None or self.optimizer.is_atomic:
             step, is_finished = self.progress.step, reason is None
             self.save(self.checkpointer.due_at_end(step, is_finished=is_finished, export_asked=export_asked))
+        if reason is None and Request.WRITE_FAILED in agreed(self._ask("end").wait()):
+            reason = Request.WRITE_FAILED  # since the last step, on any rank
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
         cause = reason.name.lower() if reason is not None else "last_step"
         if self.is_leader:
@@ -491,6 +523,8 @@ class Trainer:
         self.heartbeat.close()
         self.metrics.close()
         self.garbage.close()
+        if lost := self.failures.summary():
+            logger.warning(f"Failed writes of rank {self.world.rank} by file: {lost}")
         add_file(None)
 
     def _restore_progress(self, state: dict[str, Any]) -> None:

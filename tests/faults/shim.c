@@ -7,7 +7,7 @@
  *
  * rank: RANK of the process (0 where it has none), or *. call: open (for writing), read, write, fsync, rename, unlink,
  * mkdir. pattern: fnmatch of the whole path; of a rename the old or the new one. first: which matching call of the
- * process is the first to be hit; hits: how many are (0: all). action: EIO, ENOSPC, EROFS: fail with it. stall: wait
+ * process is the first to be hit; hits: how many are (0: all). action: EIO, ENOSPC, EROFS, EDQUOT: fail with it. stall: wait
  * <argument> seconds, then go on. park: stop before the call. half: write half of the bytes, then stop. after: make the
  * call, then stop.
  *
@@ -132,6 +132,7 @@ static int before(struct rule *r) {
   if (!strcmp(r->action, "EIO")) return EIO;
   if (!strcmp(r->action, "ENOSPC")) return ENOSPC;
   if (!strcmp(r->action, "EROFS")) return EROFS;
+  if (!strcmp(r->action, "EDQUOT")) return EDQUOT;
   if (!strcmp(r->action, "stall")) wait_seconds(r->seconds);
   if (!strcmp(r->action, "park")) park();
   return 0;

@@ -184,8 +184,8 @@ class Checkpoint(Section):
     )
     on_save_error: Literal["stop", "continue"] = Field(
         "stop",
-        description="When a save fails: stop the run, or continue and try again at the next save. The last save of a run "
-        "must succeed.",
+        description="When a save, or a write to another file of the run, fails: stop the run with code 74, or continue and "
+        "try again later. The last save of a run must succeed.",
     )
     keep_latest_k: KeepCount = Field(
         10, description="Number of newest checkpoints kept, at least 2; older ones are deleted. 0 keeps all."

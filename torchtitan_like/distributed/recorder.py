@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ def set_up_recorder(comm: Comm, folder: Path) -> None:
             "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed collective ends the process without cleaning up first
         }
-        (folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a folder that cannot be written ends the run a moment later, by agreement
+            (folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
     for name, value in wanted.items():
         if os.environ.get(name, value) not in (value, TORCHRUN_DEFAULTS.get(name)):
             logger.warning(f"{name}={os.environ[name]} in the environment is overridden with {value}")

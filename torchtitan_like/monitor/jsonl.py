@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
 from itertools import compress
 from operator import not_
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
+
+from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
+
+MOST_UNWRITTEN = 10_000  # rows that wait in memory while the disk is full: about 5 MB
+
+logger = logging.getLogger()
 
 
 def encode(row: Mapping[str, object]) -> bytes:
@@ -43,24 +51,50 @@ def _in_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class JsonlFile:
-    """A file of rows that each have an integer ``step``, opened at the first ``append``. One process writes it."""
+    """A file of rows that each have an integer ``step``, opened at the first ``append``. One process writes it.
 
-    def __init__(self, path: Path) -> None:
+    Rows that cannot be written are noted in `failures` and wait in memory: each ``append`` tries them again, in order.
+    """
+
+    def __init__(self, path: Path, failures: WriteFailures | None = None) -> None:
         self.path = path
-        self._file: BinaryIO | None = None
+        self._file = AppendOnlyFile(path)
+        self._failures = WriteFailures() if failures is None else failures
+        self._unwritten: list[bytes] = []
+        self._num_dropped = 0
 
-    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
+    def append(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
         """Write the rows and hand them to the operating system: they outlive this process, though not a power cut."""
-        file = self._open()
-        file.write(b"".join(map(encode, rows)))
-        file.flush()
+        self._unwritten += map(encode, rows)
+        surplus = max(0, len(self._unwritten) - MOST_UNWRITTEN)
+        del self._unwritten[:surplus]
+        self._num_dropped += surplus
+        if self._unwritten:
+            with self._failures.noted(self.path):
+                self._file.append(b"".join(self._unwritten))
+                self._unwritten.clear()
+
+    @property
+    def num_missing(self) -> int:
+        """Number of appended rows that are not in the file: those that wait, and those dropped from memory."""
+        return len(self._unwritten) + self._num_dropped
+
+    def require_all(self) -> None:
+        """Write the rows that wait. Raises OSError if rows are missing after that."""
+        self.append()
+        if self.num_missing:
+            raise OSError(errno.EIO, f"{self.num_missing} rows are missing", str(self.path))
+
+    def sync(self) -> int:
+        """The file's size in bytes once all rows are on the disk. Raises OSError if they cannot be written."""
+        self.require_all()
+        return self._file.sync()
 
     def byte_offset(self) -> int:
-        """The file's size in bytes once all of it is on the disk."""
-        file = self._open()
-        file.flush()
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
+        """As `sync`; 0 where that would raise."""
+        with self._failures.noted(self.path):
+            return self.sync()
+        return 0
 
     def end(self) -> tuple[int, dict[str, Any]]:
         """The file's size in bytes and its last row, of what `rewind` has left: (0, {}) where there is nothing."""
@@ -74,6 +108,8 @@ class JsonlFile:
 
     def rewind(self, step: int, discarded: Path) -> int:
         """Move what lies beyond ``step`` to the end of ``discarded``; returns how many lines moved.
+
+        Raises OSError.
 
         Lines that are no whole row (a writer killed in mid-line) move too. Killed at any point this loses no line and
         leaves none in ``path`` for ever: what moves is on the disk in ``discarded`` before it leaves ``path``.
@@ -95,15 +131,12 @@ class JsonlFile:
         return sum(goes)
 
     def close(self) -> None:
-        if self._file is not None:
+        """Write what waits, if that is possible now, and close the file. Never raises OSError."""
+        self.append()
+        with self._failures.noted(self.path):
             self._file.close()
-            self._file = None
-
-    def _open(self) -> BinaryIO:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
-        return self._file
+        if self.num_missing:
+            logger.error(f"{self.num_missing} rows are missing from {self.path}: they could not be written")
 
 
 def _stays(line: bytes, step: int) -> bool:

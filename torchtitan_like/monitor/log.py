@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchtitan_like.util.credentials import mask_text
+from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
 
 LINE_FORMAT = "[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
@@ -32,6 +33,11 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the line if stdout is gone or its disk is full: a log line must not end the run."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
 
 class _LineFormatter(logging.Formatter):
     """One log line in `LINE_FORMAT`, without credentials."""
@@ -50,8 +56,30 @@ class _PlainFormatter(_LineFormatter):
         return _ANSI.sub("", super().format(record))
 
 
-class _AttemptFileHandler(logging.FileHandler):
-    """The one log file of this process; see ``add_file``."""
+class _AttemptFileHandler(logging.Handler):
+    """The one log file of this process; see ``add_file``. Lines that cannot be written are noted and counted."""
+
+    def __init__(self, path: Path, failures: WriteFailures) -> None:
+        super().__init__()
+        self._file, self._failures, self._num_lost = AppendOnlyFile(path), failures, 0
+        with failures.noted(path):
+            self._file.append(b"")  # the file is there, whatever is logged
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n"
+        if self._num_lost:
+            line = f"({self._num_lost} lines are missing here: they could not be written)\n{line}"
+        try:
+            self._file.append(line.encode(errors="backslashreplace"))
+            self._num_lost = 0
+        except OSError as error:
+            self._num_lost += 1
+            self._failures.note(self._file.path, error)
+
+    def close(self) -> None:
+        with self._failures.noted(self._file.path):
+            self._file.close()
+        super().close()
 
 
 def init_logger() -> None:
@@ -65,17 +93,16 @@ def init_logger() -> None:
         logger.addHandler(handler)
 
 
-def add_file(path: str | os.PathLike[str] | None) -> None:
+def add_file(path: str | os.PathLike[str] | None, failures: WriteFailures | None = None) -> None:
     """Also append each line to ``path``, whose parent folders are made; None ends that.
 
-    A process has one such file: the previous one is closed.
+    A process has one such file: the previous one is closed. A write that fails is noted in `failures`.
     """
     for handler in [h for h in logger.handlers if isinstance(h, _AttemptFileHandler)]:
         logger.removeHandler(handler)
         handler.close()
     if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        file_handler = _AttemptFileHandler(path, encoding="utf-8")
+        file_handler = _AttemptFileHandler(Path(path), WriteFailures() if failures is None else failures)
         file_handler.setFormatter(_PlainFormatter())
         logger.addHandler(file_handler)
 

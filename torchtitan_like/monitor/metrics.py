@@ -22,6 +22,7 @@ from torchtitan_like.monitor.jsonl import JsonlFile
 from torchtitan_like.monitor.log import logger, paint, use_colors
 from torchtitan_like.monitor.memory import MemoryMonitor, MemoryReading
 from torchtitan_like.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
+from torchtitan_like.util.files import StorageError, WriteFailures
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
@@ -111,6 +112,7 @@ class Metrics:
         rank: int = 0,
         num_passes: float = 3.0,
         run_config: Mapping[str, object] | None = None,
+        failures: WriteFailures | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -125,8 +127,9 @@ class Metrics:
         self._memory = memory_monitor
         self._clock, self._wall_clock = clock, wall_clock
         self._colors = use_colors(section.disable_color_printing)
-        self._steps_file = JsonlFile(folder / "metrics.jsonl")
-        self._validation_file = JsonlFile(folder / "validation.jsonl")
+        self._failures = WriteFailures() if failures is None else failures
+        self._steps_file = JsonlFile(folder / "metrics.jsonl", self._failures)
+        self._validation_file = JsonlFile(folder / "validation.jsonl", self._failures)
         self._sinks = self._build_sinks(rank, run_config or {})
         self._pending: list[tuple[StepRecord, int, float]] = []
         self._last_row: Row = {}
@@ -266,6 +269,18 @@ class Metrics:
         size = self._steps_file.byte_offset() if self._writer else 0
         return size if self._last_row.get("step", step) == step else 0
 
+    def check_written(self) -> None:
+        """Raise StorageError if rows of past steps are not on the disk. For the rank that writes."""
+        try:
+            self._validation_file.require_all()
+            self._steps_file.sync()
+        except OSError as error:
+            raise StorageError(
+                f"The rows of past steps cannot be written: {error}. A checkpoint is published only after them, so none is "
+                "saved now. Free space or repair the disk, then start the run again: it repeats the steps since the last "
+                "checkpoint"
+            ) from error
+
     def close(self) -> None:
         """Close files and sinks. No collective: it may be called after a fault, when ``flush`` must not."""
         self._steps_file.close()
@@ -282,9 +297,11 @@ class Metrics:
             return sinks
         folder = self._folder / section.save_tb_folder
         if section.enable_tensorboard:
-            sinks.append(TensorBoard(folder, rank, self._wall_clock))
+            with self._failures.noted(folder):
+                sinks.append(TensorBoard(folder, rank, self._wall_clock, self._failures))
         if section.enable_wandb:
-            sinks.append(WeightsAndBiases(folder, run_config))
+            with self._failures.noted(folder):
+                sinks.append(WeightsAndBiases(folder, run_config))
         return sinks
 
     def _active_clock(self) -> float:

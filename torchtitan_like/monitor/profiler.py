@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import is_out_of_memory
+from torchtitan_like.util.files import WriteFailures
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Profiling
@@ -33,20 +36,29 @@ class Profiler:
 
 @contextmanager
 def maybe_profile(
-    section: Profiling, run_folder: Path, rank: int, step: int, barrier: Barrier = lambda: None
+    section: Profiling,
+    run_folder: Path,
+    rank: int,
+    step: int,
+    barrier: Barrier = lambda: None,
+    failures: WriteFailures | None = None,
 ) -> Iterator[Profiler]:
     """Profile the loop inside as ``[profiling]`` says; ``step`` is the last step done before it (0 at a fresh start).
 
     Files are ``<run_folder>/<save_traces_folder>/iteration_<step>/rank<rank>_trace.json`` and, for the allocator,
     ``<save_memory_snapshot_folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``. A snapshot is also written, as
-    ``iteration_<step>_exit``, when the loop ends by running out of memory. ``barrier`` is called after each dump.
+    ``iteration_<step>_exit``, when the loop ends by running out of memory. ``barrier`` is called after each dump. A dump that
+    cannot be written is noted in `failures`.
     With both switched off nothing is imported.
     """
     parts: list[_Traces | _MemorySnapshots] = []
+    failures = WriteFailures() if failures is None else failures
     if section.enable_profiling:
-        parts.append(_Traces(section, run_folder / section.save_traces_folder, rank, step, barrier))
+        folder = run_folder / section.save_traces_folder
+        parts.append(_Traces(section, folder, rank, step, barrier, failures))
     if section.enable_memory_snapshot and _has_cuda():
-        parts.append(_MemorySnapshots(section, run_folder / section.save_memory_snapshot_folder, rank, step, barrier))
+        folder = run_folder / section.save_memory_snapshot_folder
+        parts.append(_MemorySnapshots(section, folder, rank, step, barrier, failures))
     error: BaseException | None = None
     try:
         yield Profiler(parts)
@@ -70,11 +82,14 @@ def _has_cuda() -> bool:
 class _Traces:
     """torch.profiler in cycles: idle, then ``profiler_warmup`` steps, then ``profiler_active`` recorded ones."""
 
-    def __init__(self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier) -> None:
+    def __init__(
+        self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier, failures: WriteFailures
+    ) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile, schedule
 
         self._folder, self._rank, self._step, self._barrier = folder, rank, step, barrier
+        self._failures = failures
         active, warmup = section.profiler_active, section.profiler_warmup
         cycle = schedule(wait=section.profile_freq - active - warmup, warmup=warmup, active=active)
         activities = [ProfilerActivity.CPU]
@@ -102,23 +117,28 @@ class _Traces:
         self._profile.stop()
 
     def _dump(self, profile: Any) -> None:
-        folder = self._folder / f"iteration_{self._step}"
-        folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
         started = time.perf_counter()
-        profile.export_chrome_trace(str(folder / f"rank{self._rank}_trace.json"))
-        seconds = time.perf_counter() - started
-        logger.info(f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds")
+        with self._failures.noted(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+            _check_end(path)
+            seconds = time.perf_counter() - started
+            logger.info(f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds")
         self._barrier()  # all ranks dump at this step: nobody starts the next one while another still writes
 
 
 class _MemorySnapshots:
     """The CUDA allocator's history, dumped every ``profile_freq`` steps; view it at pytorch.org/memory_viz."""
 
-    def __init__(self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier) -> None:
+    def __init__(
+        self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier, failures: WriteFailures
+    ) -> None:
         import torch
 
         self._memory = torch.cuda.memory
         self._folder, self._rank, self._step, self._barrier = folder, rank, step, barrier
+        self._failures = failures
         self._freq = section.profile_freq
         logger.info(f"Memory profiler active. Snapshots will be saved at {folder}")
         self._memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
@@ -136,7 +156,16 @@ class _MemorySnapshots:
 
     def _dump(self, name: str) -> None:
         path = self._folder / name / f"rank{self._rank}_memory_snapshot.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        self._memory._dump_snapshot(str(path))
-        logger.info(f"Finished dumping memory snapshot {path} in {time.perf_counter() - started:.2f} seconds")
+        with self._failures.noted(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._memory._dump_snapshot(str(path))
+            logger.info(f"Finished dumping memory snapshot {path} in {time.perf_counter() - started:.2f} seconds")
+
+
+def _check_end(trace: Path) -> None:
+    """Raise OSError if a trace is not whole: Kineto reports no failed write."""
+    with open(trace, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 16))
+        if not file.read().rstrip().endswith(b"}"):
+            raise OSError(errno.EIO, "the profiler could not write all of its trace", str(trace))

@@ -10,11 +10,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_like.monitor.environment import write_environment
 from torchtitan_like.monitor.jsonl import encode
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.util.files import AppendOnlyFile, StorageError, WriteFailures
+
+EXIT = "exit.json"
+LAUNCHER_FOLDER = "TORCHTITAN_LIKE_LAUNCHER_FOLDER"  # environment variable, set by run_train.sh
 
 
 class RunDirectory:
@@ -29,9 +34,12 @@ class RunDirectory:
         dump_folder: str | os.PathLike[str],
         attempt: int | None = None,
         wall_clock: Callable[[], float] = time.time,
+        failures: WriteFailures | None = None,
     ) -> None:
         self.folder = Path(dump_folder)
         self._wall_clock = wall_clock
+        self._failures = WriteFailures() if failures is None else failures
+        self._events = AppendOnlyFile(self.folder / "events.jsonl")
         if attempt is None:
             attempt = self._make_attempt()
             _end_last_line(self.folder / "events.jsonl")
@@ -50,12 +58,15 @@ class RunDirectory:
     def capture_environment(self) -> threading.Thread:
         """Write ``attempts/<n>/environment/`` from a thread: git and a slow disk must not delay the first step.
 
-        The thread is joined when Python exits; a fault in it is a warning, never the run's end.
+        The thread is joined when Python exits. A file that cannot be written is noted; another fault in it is a warning,
+        never the run's end.
         """
+        folder = self.attempt_folder / "environment"
 
         def capture() -> None:
             try:
-                write_environment(self.attempt_folder / "environment")
+                with self._failures.noted(folder):
+                    write_environment(folder)
             except Exception as error:
                 logger.warning(f"The environment could not be recorded in {self.attempt_folder}: {error!r}")
 
@@ -66,8 +77,9 @@ class RunDirectory:
     def event(self, kind: str, **fields: object) -> None:
         """Append one line to events.jsonl: ``{"event": kind, "time": seconds, "attempt": n, ...}``."""
         line = encode({"event": kind, "time": self._wall_clock(), "attempt": self.attempt, **fields})
-        with open(self.folder / "events.jsonl", "ab") as file:
-            file.write(line)
+        with self._failures.noted(self._events.path):
+            self._events.append(line)
+            self._events.close()
 
     def remove_exit(self) -> None:
         """At the start of an attempt: an exit.json that is there always tells of the newest attempt."""
@@ -89,18 +101,42 @@ def write_exit(dump_folder: str | os.PathLike[str], reason: str, code: int, step
     """exit.json: how the run ended, with the code that launchers return; step: None where it never began."""
     folder = Path(dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "exit.json", json.dumps({"reason": reason, "code": code, "step": step}) + "\n")
+    write_atomically(folder / EXIT, _exit_text(reason, code, step))
+
+
+def tell_launcher(reason: str, code: int, step: int | None) -> None:
+    """Write exit.json into the launcher's own temporary folder, for a run whose folder cannot be written.
+
+    Raises StorageError if no launcher has named one (environment variable `LAUNCHER_FOLDER`), or if that is full too.
+    """
+    folder = os.environ.get(LAUNCHER_FOLDER)
+    message = f"The run ended with {reason} (code {code}), and exit.json could not be written anywhere"
+    if folder is None:
+        raise StorageError(message)
+    try:
+        write_atomically(Path(folder) / EXIT, _exit_text(reason, code, step))
+    except OSError as error:
+        raise StorageError(f"{message}: {error}") from error
+
+
+def _exit_text(reason: str, code: int, step: int | None) -> str:
+    return json.dumps({"reason": reason, "code": code, "step": step}) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` so that a reader, or a crash, finds the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _end_last_line(path: Path) -> None:

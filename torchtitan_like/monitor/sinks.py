@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
 
 
 class Sink(Protocol):
@@ -27,10 +29,17 @@ class TensorBoard:
     The package is imported at the first ``write``, which keeps it out of the time to the first step.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        wall_clock: Callable[[], float] = time.time,
+        failures: WriteFailures | None = None,
+    ) -> None:
         self.folder = _make_new(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_clock())), rank)
         self._wall_clock = wall_clock
-        self._file: BinaryIO | None = None
+        self._failures = WriteFailures() if failures is None else failures
+        self._file: AppendOnlyFile | None = None
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {self.folder}")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -41,23 +50,27 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        record = self._record(step=step, summary=Summary(value=values))
         if self._file is None:
             now = self._wall_clock()
             name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
-            self._file = (self.folder / name).open("ab")
-            self._append(file_version="brain.Event:2")
-        self._append(step=step, summary=Summary(value=values))
-        self._file.flush()
+            self._file = AppendOnlyFile(self.folder / name)
+            record = self._record(file_version="brain.Event:2") + record
+        with self._failures.noted(self._file.path):
+            self._file.append(record)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._failures.noted(self._file.path):
+                self._file.close()
 
-    def _append(self, **fields: Any) -> None:
+    def _record(self, **fields: Any) -> bytes:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        RecordWriter(self._file).write(Event(wall_time=self._wall_clock(), **fields).SerializeToString())
+        buffer = io.BytesIO()
+        RecordWriter(buffer).write(Event(wall_time=self._wall_clock(), **fields).SerializeToString())
+        return buffer.getvalue()
 
 
 def _make_new(folder: Path, rank: int) -> Path:

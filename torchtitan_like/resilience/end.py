@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 from torchtitan_like.resilience.requests import SIGNALS
@@ -21,13 +22,19 @@ def end_process(code: int) -> NoReturn:
     ended with SIGSEGV (seen on torch 2.13), and a launcher then takes a completed job for a crash. As it would after a signal
     that comes this late: it ends the waiting for threads, with the code; and so does the alarm, for one that hangs.
     """
-    sys.stdout.flush()
+    _flush()
     for signum in (*SIGNALS, signal.SIGALRM):
         signal.signal(signum, lambda *_: os._exit(code))
     signal.alarm(LONGEST_WAIT)
     # As the interpreter waits: idle workers of a ThreadPoolExecutor, such as the compiler's, end only when they are told to.
     threading._shutdown()  # type: ignore[attr-defined]
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    """Flush stdout and stderr. A full disk or a closed pipe behind them does not change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()

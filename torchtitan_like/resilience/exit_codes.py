@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
     BAD_DATA = 65  # data is malformed, or differs from what the checkpoint was trained on
     LOST_PEER = 69  # a rank was killed or hung and could leave no word, and the others lost it; start again to continue
     BAD_NUMBERS = 70  # a non-finite loss or gradient; the weights are those before it
-    STORAGE = 74  # a checkpoint could not be written or read
+    STORAGE = 74  # a checkpoint could not be written or read, or another file of the run could not be written
     REQUEUE = 75  # stopped by the scheduler (SIGTERM), a deadline or for want of memory; start again to continue
     BAD_CONFIG = 78  # the config must be changed first
     INTERRUPTED = 130  # stopped by a person (Ctrl-C, kill switch)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+from torchtitan_like.util.files import WriteFailures
+
 logger = logging.getLogger()
 
 INTERVAL = 5.0  # seconds between two looks
@@ -36,8 +38,8 @@ class Heartbeat:
 
     A rank that stays in one place of a step, or at one batch of a validation, for longer than ``limit`` seconds has the stacks
     of all its threads written beside it (``stacks-rank-<r>.txt``), and the collectives that it has called into ``trace`` (file,
-    what goes into it), once for each place: before the time-out of a collective ends the process. Nothing here fails a run: a
-    file that cannot be written is told of once.
+    what goes into it), once for each place: before the time-out of a collective ends the process. A file that cannot be
+    written is noted in `failures`.
     """
 
     newest: ClassVar[Heartbeat | None] = None  # of this process: where it is when an error ends it
@@ -50,6 +52,7 @@ class Heartbeat:
         *,
         num_ranks: int = 1,
         trace: tuple[Path, Callable[[], bytes]] | None = None,
+        failures: WriteFailures | None = None,
     ) -> None:
         self.limit = float("inf")
         Heartbeat.newest = self
@@ -59,7 +62,7 @@ class Heartbeat:
         self._written: Beat | None = None
         self._pause, self._next_write = min(num_ranks // MOST_WRITES, LONGEST), 0.0
         self._dumped: Beat | None = None
-        self._is_told_of = False
+        self._failures = WriteFailures() if failures is None else failures
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
@@ -99,9 +102,7 @@ class Heartbeat:
                     f"Step {beat.step}, micro-batch {beat.micro_batch}, has taken {silent:.0f} s so far: {stacks}"
                 )
         except OSError as error:
-            if not self._is_told_of:
-                logger.warning(f"The heartbeat of rank {self._rank} could not be written: {error}")
-            self._is_told_of = True
+            self._failures.note(error.filename or self._folder / f"rank-{self._rank}.json", error)
 
     def kill_stuck_peers(self) -> None:
         """For a rank that an error ends: ranks beside it that have stood still for longer than `limit` cannot do anything about

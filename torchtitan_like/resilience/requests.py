@@ -20,21 +20,23 @@ class Request(IntEnum):
 
     BAD_NUMBERS = 0
     SAVE_FAILED = 1
-    KILL = 2
-    INTERRUPT = 3
-    TERMINATE = 4
-    DEADLINE = 5
-    HOST_MEMORY = 6
-    GPU_MEMORY = 7
-    DATA_EXHAUSTED = 8
-    SAVE = 9
-    EXPORT = 10
+    WRITE_FAILED = 2
+    KILL = 3
+    INTERRUPT = 4
+    TERMINATE = 5
+    DEADLINE = 6
+    HOST_MEMORY = 7
+    GPU_MEMORY = 8
+    DATA_EXHAUSTED = 9
+    SAVE = 10
+    EXPORT = 11
 
 
 # The requests that end the run, and with which code; the others ask for something in passing.
 EXIT_CODES = {
     Request.BAD_NUMBERS: ExitCode.BAD_NUMBERS,
     Request.SAVE_FAILED: ExitCode.STORAGE,
+    Request.WRITE_FAILED: ExitCode.STORAGE,
     Request.KILL: ExitCode.INTERRUPTED,
     Request.INTERRUPT: ExitCode.INTERRUPTED,
     Request.TERMINATE: ExitCode.REQUEUE,

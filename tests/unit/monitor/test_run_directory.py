@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
-from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically, write_exit
+from torchtitan_like.monitor.run_directory import (
+    LAUNCHER_FOLDER,
+    RunDirectory,
+    tell_launcher,
+    write_atomically,
+    write_exit,
+)
+from torchtitan_like.util.files import StorageError, WriteFailures
 
 
 @pytest.mark.parametrize(
@@ -99,8 +107,30 @@ def test_a_capture_that_fails_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: Path) -> None:
-        raise PermissionError("no")
+        raise ValueError("no")
 
     monkeypatch.setattr("torchtitan_like.monitor.run_directory.write_environment", broken)
     RunDirectory(tmp_path).capture_environment().join()
-    assert "could not be recorded" in caplog.text and "PermissionError" in caplog.text
+    assert "could not be recorded" in caplog.text and "ValueError" in caplog.text
+
+
+def test_a_capture_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "variables.txt"))
+
+    monkeypatch.setattr("torchtitan_like.monitor.run_directory.write_environment", full)
+    failures = WriteFailures()
+    RunDirectory(tmp_path, failures=failures).capture_environment().join()
+    assert failures.stop_is_due()
+
+
+def test_the_launcher_learns_the_end_of_a_run_whose_folder_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LAUNCHER_FOLDER, str(tmp_path / "launcher"))
+    tell_launcher("storage", 74, 3)
+    end = json.loads((tmp_path / "launcher/exit.json").read_text())
+    assert end == {"reason": "storage", "code": 74, "step": 3}
+    monkeypatch.delenv(LAUNCHER_FOLDER)
+    with pytest.raises(StorageError, match="storage \\(code 74\\), and exit.json could not be written anywhere"):
+        tell_launcher("storage", 74, 3)

@@ -16,6 +16,7 @@ import pytest
 
 from torchtitan_like.resilience import heartbeat
 from torchtitan_like.resilience.heartbeat import Heartbeat
+from torchtitan_like.util.files import WriteFailures
 
 
 class Clock:
@@ -154,12 +155,13 @@ def test_peers_are_found_without_looking_at_all_ranks(
     assert looked_at == [f"rank-{rank}" for rank in ranks]
 
 
-def test_a_disk_that_is_full_fails_no_run_and_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_is_noted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "heartbeat").write_text("in the way")
-    one = Heartbeat(tmp_path, 3)
+    failures = WriteFailures()
+    one = Heartbeat(tmp_path, 3, failures=failures)
     one.look()
     one.look()
-    assert caplog.text.count("The heartbeat of rank 3 could not be written") == 1
+    assert caplog.text.count("Cannot write") == 1 and failures.summary() == f"{tmp_path}/heartbeat: 2"
 
 
 def test_the_thread_writes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,184 @@
+"""A full or failing disk outside the checkpoint folder: one agreed stop with code 74, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.faults.kills import Chain
+from tests.faults.shim import Rule
+from tests.faults.trainer import ASSETS, Ended
+from torchtitan_like.monitor.jsonl import read_rows
+
+STEPS = 6
+BASE = {"training__steps": STEPS, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
+VALIDATION = {
+    "validation__enable": "true",
+    "validation__dataset_path": ASSETS / "text.jsonl",
+    "validation__seq_len": 16,
+    "validation__local_batch_size": 1,
+    "validation__steps": 2,
+    "validation__freq": 2,
+}
+PROFILE = {
+    "profiling__enable_profiling": "true",
+    "profiling__profile_freq": 2,
+    "profiling__profiler_warmup": 0,
+    "profiling__profiler_active": 1,
+}
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
+OFTEN = {"torchtitan_like.resilience.heartbeat:INTERVAL": 0.05}
+
+
+class Writer(NamedTuple):
+    """A file that one rank writes, and the call that fails from its `first` time on."""
+
+    call: str
+    pattern: str
+    rank: int = 0
+    first: int = 1
+    overrides: Mapping[str, Any] = {}
+
+
+WRITERS = {
+    "metrics.jsonl": Writer("write", "*/metrics.jsonl", first=3),
+    "metrics.jsonl at its fsync": Writer("fsync", "*/metrics.jsonl", first=2),
+    "metrics.jsonl at its first row": Writer("open", "*/metrics.jsonl"),
+    "validation.jsonl": Writer("write", "*/validation.jsonl", overrides=VALIDATION),
+    "events.jsonl": Writer("write", "*/events.jsonl", first=2),
+    "log of rank 1": Writer("write", "*/logs/rank1.log", rank=1, first=20),
+    "log of rank 0, from its start": Writer("open", "*/logs/rank0.log"),
+    "heartbeat of rank 1": Writer("open", "*/heartbeat/.rank-1", rank=1, first=2),
+    "TensorBoard": Writer("write", "*/tb/*", overrides={"metrics__enable_tensorboard": "true"}),
+    "TensorBoard's folder": Writer("mkdir", "*/tb*", overrides={"metrics__enable_tensorboard": "true"}),
+    "environment": Writer("open", "*/environment/variables.txt"),
+    "traces of rank 1": Writer("mkdir", "*/profile_traces*", rank=1, overrides=PROFILE),
+    "attempt's folder": Writer("mkdir", "*/attempts/[0-9]"),
+    "config.toml": Writer("write", "*/attempts/*/config.toml*"),
+    "exit.json": Writer("open", "*/exit.json*"),
+}
+# ./run_tests.sh --nightly tries each writer with each error.
+IN_CI = {
+    ("metrics.jsonl", "ENOSPC"),
+    ("metrics.jsonl at its fsync", "EIO"),
+    ("log of rank 1", "EDQUOT"),
+    ("heartbeat of rank 1", "EROFS"),
+    ("attempt's folder", "EROFS"),
+    ("exit.json", "ENOSPC"),
+}
+CASES = [pytest.param(*case, marks=() if case in IN_CI else pytest.mark.nightly) for case in product(WRITERS, ERRORS)]
+
+
+@pytest.mark.parametrize(("name", "error"), CASES)
+def test_a_write_that_fails_stops_all_ranks_and_loses_nothing(chain: Chain, name: str, error: str) -> None:
+    writer = WRITERS[name]
+    chain.overrides.update({**BASE, **writer.overrides})
+    rule = Rule(writer.call, writer.pattern, error, rank=writer.rank, first=writer.first, hits=0)
+    ended = chain.run([rule], name, settings=OFTEN)
+    assert chain.faults.hits, f"no call was hit: {ended.tail}"
+    check_stop(ended, writer)
+    ended = chain.run(what=f"after {name}")
+    assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
+    assert len(chain.check_rows(name)) == STEPS
+    if writer.overrides is VALIDATION:
+        assert [row["step"] for row in read_rows(chain.folder / "validation.jsonl")] == [1, 2, 4, 6]
+
+
+def check_stop(ended: Ended, writer: Writer) -> None:
+    """All ranks have ended with code 74, and the log says which file and why."""
+    assert "Traceback" not in ended.output and "Logging error" not in ended.output, ended.tail
+    assert "annot write" in ended.output or "annot be written" in ended.output, ended.tail
+    if "exit.json" in writer.pattern:  # all is done, and the process's own code is all that is left to tell it
+        assert ended.exit is None and ended.codes == [74, 0], ended.codes
+        return
+    assert ended.exit is not None and (ended.exit["reason"], ended.exit["code"]) == ("storage", 74), ended.tail
+    assert ended.codes == [74, 74], ended.codes
+
+
+ON_ITS_WAY = (
+    "metrics.jsonl",
+    "validation.jsonl",
+    "events.jsonl",
+    "log of rank 1",
+    "heartbeat of rank 1",
+    "TensorBoard",
+)
+
+
+@pytest.mark.parametrize("name", ON_ITS_WAY)
+def test_training_goes_on_and_rows_are_written_later(chain: Chain, name: str) -> None:
+    writer = WRITERS[name]
+    chain.overrides.update({**BASE, **writer.overrides, "checkpoint__on_save_error": "continue"})
+    rule = Rule(writer.call, writer.pattern, "ENOSPC", rank=writer.rank, first=writer.first, hits=2)
+    ended = chain.run([rule], name, settings=OFTEN)
+    assert chain.faults.hits, f"no call was hit: {ended.tail}"
+    assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
+    assert ended.output.count("Training goes on without it") >= 1, ended.tail
+    assert "Failed writes of rank" in ended.output
+    assert len(chain.check_rows(name)) == STEPS
+    if writer.overrides is VALIDATION:
+        assert [row["step"] for row in read_rows(chain.folder / "validation.jsonl")] == [1, 2, 4, 6]
+
+
+# ---- a file system that is really full
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
+    """A file system of this size at `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(file: Path, left: int) -> None:
+    """Take all space of the disk but `left` bytes."""
+    with open(file, "wb", buffering=0) as stream:
+        with contextlib.suppress(OSError):
+            while True:
+                stream.write(bytes(65536))
+        stream.truncate(max(0, stream.tell() - left))
+
+
+DRILLS = [pytest.param(seed, marks=() if seed < 2 else pytest.mark.nightly) for seed in range(30)]
+
+
+@pytest.mark.parametrize("seed", DRILLS)
+def test_a_disk_that_fills_up_at_a_random_moment(chain: Chain, seed: int) -> None:
+    draw = random.Random(seed)
+    chain.overrides.update({
+        **BASE, "training__steps": 20, **VALIDATION, "metrics__enable_tensorboard": "true",
+        "checkpoint__async_mode": draw.choice(["disabled", "async"]),
+        "checkpoint__on_save_error": draw.choice(["stop", "continue"]),
+    })  # fmt: skip
+    left, moment = draw.choice([0, draw.randrange(1 << 16), draw.randrange(1 << 26)]), draw.uniform(0.0, 2.0)
+    foreign = chain.folder / "of-somebody-else"
+    with small_disk(chain.folder, 96):  # a save wants 64 MiB to be left over
+        timer = threading.Timer(moment, fill, (foreign, left))
+        ended = chain.run(what=f"seed {seed}", settings=OFTEN, act=lambda run: timer.start())
+        timer.cancel()
+        timer.join()
+        assert "Traceback" not in ended.output, ended.tail
+        assert {74, 0} >= set(ended.codes), (ended.codes, ended.tail)
+        if ended.exit is None:  # not even that file had a place
+            assert ended.codes[0] == 74, (ended.codes, ended.tail)
+        foreign.unlink(missing_ok=True)
+        ended = chain.run(what=f"after seed {seed}")
+        assert ended.exit == {"reason": "done", "code": 0, "step": 20}, ended.tail
+        assert not list(chain.folder.glob("**/*.tmp-*"))
+        if chain.overrides["checkpoint__on_save_error"] == "stop":
+            assert len(chain.check_rows(f"seed {seed}")) == 20

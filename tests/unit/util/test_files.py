@@ -1,0 +1,182 @@
+"""Files whose writes fail: what is left in them, what is noted, and what is tried again."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like.monitor import log
+from torchtitan_like.monitor.jsonl import MOST_UNWRITTEN, JsonlFile, read_rows
+from torchtitan_like.monitor.sinks import TensorBoard
+from torchtitan_like.resilience.end import _flush
+from torchtitan_like.util.files import AppendOnlyFile, StorageError, WriteFailures, storage_error
+
+
+class Disk:
+    """Stands in for FileIO.write: a disk with `free` bytes left (None: no limit)."""
+
+    def __init__(self) -> None:
+        self.free: int | None = None
+        self.error = errno.ENOSPC
+
+    def write(self, file: io.FileIO, data: memoryview) -> int:
+        if self.free is not None and len(data) > self.free:
+            if not self.free:
+                raise OSError(self.error, os.strerror(self.error))
+            data = data[: self.free]  # as the kernel does: what fits is written, the next call fails
+        if self.free is not None:
+            self.free -= len(data)
+        return os.write(file.fileno(), data)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+
+    class File(io.FileIO):
+        def write(self, data: memoryview) -> int:  # type: ignore[override]
+            return disk.write(self, data)
+
+    def open_file(self: AppendOnlyFile) -> io.FileIO:
+        if self._file is None:
+            self._file = File(self.path, "ab")
+        return self._file
+
+    monkeypatch.setattr(AppendOnlyFile, "_open", open_file)
+    return disk
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_before() -> Iterator[None]:
+    before, level = list(log.logger.handlers), log.logger.level
+    yield
+    log.add_file(None)
+    log.logger.handlers[:] = before
+    log.logger.setLevel(level)
+
+
+def test_a_record_is_in_the_file_whole_or_not_at_all(tmp_path: Path, disk: Disk) -> None:
+    file = AppendOnlyFile(tmp_path / "a")
+    file.append(b"first\n")
+    disk.free = 4
+    with pytest.raises(OSError, match="No space"):
+        file.append(b"second\n")
+    assert file.path.read_bytes() == b"first\n"
+    disk.free = None
+    file.append(b"third\n")
+    assert file.path.read_bytes() == b"first\nthird\n" and file.sync() == 12
+    file.close()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_rows_wait_in_memory_until_they_can_be_written(tmp_path: Path, disk: Disk, error: int) -> None:
+    failures = WriteFailures()
+    file = JsonlFile(tmp_path / "metrics.jsonl", failures)
+    file.append([{"step": 1}])
+    disk.free, disk.error = 5, error
+    file.append([{"step": 2}])
+    file.append([{"step": 3}])
+    assert (file.num_missing, failures.stop_is_due(), file.byte_offset()) == (2, True, 0)
+    with pytest.raises(OSError, match="2 rows are missing"):
+        file.sync()
+    disk.free = None
+    file.append([{"step": 4}])
+    assert [row["step"] for row in read_rows(file.path)] == [1, 2, 3, 4] and not file.num_missing
+    file.close()
+
+
+def test_closing_writes_what_waits_and_reports_what_is_lost(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    for free, written in ((None, [1]), (0, [])):
+        disk.free = 0
+        file = JsonlFile(tmp_path / f"{free}.jsonl")
+        file.append([{"step": 1}])
+        disk.free = free
+        file.close()
+        assert [row["step"] for row in read_rows(file.path)] == written
+    assert "1 rows are missing from" in caplog.text
+
+
+def test_waiting_rows_take_a_limited_amount_of_memory(tmp_path: Path, disk: Disk) -> None:
+    disk.free = 0
+    file = JsonlFile(tmp_path / "a.jsonl")
+    file.append({"step": step} for step in range(MOST_UNWRITTEN + 3))
+    disk.free = None
+    file.append()
+    assert read_rows(file.path)[0]["step"] == 3 and file.num_missing == 3, "and these three are never said to be there"
+
+
+def test_lost_log_lines_are_counted_in_the_log(tmp_path: Path, disk: Disk) -> None:
+    log.init_logger()
+    failures = WriteFailures()
+    log.add_file(path := tmp_path / "rank0.log", failures)
+    log.logger.info("before")
+    disk.free = 0
+    log.logger.info("lost")
+    log.logger.info("lost as well")
+    disk.free = None
+    log.logger.info("after")
+    log.add_file(None)
+    lines = path.read_text().splitlines()
+    assert [line.rpartition(" - ")[2] for line in lines[::2]] == ["before", "after"]
+    assert lines[1] == "(3 lines are missing here: they could not be written)", "with the line of the failure itself"
+    assert failures.stop_is_due()
+
+
+def test_a_dashboard_never_ends_in_half_a_record(tmp_path: Path, disk: Disk) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    failures = WriteFailures()
+    board = TensorBoard(tmp_path / "tb", failures=failures)
+    board.write(1, {"loss": 1.0})
+    disk.free = 20
+    board.write(2, {"loss": 2.0})
+    disk.free = None
+    board.write(3, {"loss": 3.0})
+    board.close()
+    (file,) = board.folder.iterdir()
+    assert [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")] == [1, 3]
+    assert failures.summary() == f"{file}: 1"
+
+
+def test_each_file_is_logged_once_and_all_failures_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    failures = WriteFailures(goes_on=True)
+    for path in ("a", "a", "b"):
+        with failures.noted(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caplog.text.count("Cannot write a: No space left on device (errno 28). Training goes on") == 1
+    assert failures.summary() == "a: 2, b: 1" and not failures.stop_is_due()
+
+
+def test_other_errors_are_not_noted() -> None:
+    failures = WriteFailures()
+    with pytest.raises(ValueError, match="a bug"), failures.noted("a"):
+        raise ValueError("a bug")
+    assert not failures.stop_is_due()
+
+
+def test_an_error_that_all_ranks_must_know_names_the_folder() -> None:
+    with pytest.raises(StorageError, match="The run folder outputs cannot be written: "), storage_error("outputs"):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("act", [_flush, lambda: (log.init_logger(), log.logger.info("a line"))])
+def test_a_full_disk_behind_stdout_ends_nothing(
+    act: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = io.StringIO()
+    stream.flush = full  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(sys, "stdout", stream)
+    act()
+    assert "Traceback" not in capsys.readouterr().err
