@@ -285,6 +285,11 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
         findings.warning(
             "debug.launch_blocking", f"{NO_EFFECT}: there is no GPU" if device_type == "cpu" else slow
         )
+    if device_type == "cuda" and not config.debug.deterministic:  # which sets both itself
+        for name in ("NCCL_ALGO", "NCCL_PROTO"):
+            if value := os.environ.get(name):
+                text = f"{name}={value} is set: NCCL chooses by message size, a forced choice is mostly slower"
+                findings.warning(name, text, "unset it, or see docs/nccl.md")
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:

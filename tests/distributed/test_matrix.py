@@ -105,16 +105,39 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("matrix")
 
 
-def run(folder, layout, option, dtype, mutation=""):
+def run(folder, layout, option, dtype, mutation="", timeout=60):
     layers = LAYOUTS[layout][1].get(LAYERS, 2)
     expected = reference(str(folder / f"one-rank-{layers}"), dtype, layers, option != "compile")
     argv = options(str(folder / layout), dtype, **overrides(layout, option))
-    return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation)[0]
+    return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation, timeout=timeout)[0]
 
 
 @pytest.mark.parametrize(("layout", "option", "dtype"), CELLS)
 def test_equals_one_rank(folder, layout, option, dtype):
     expected, cell = run(folder, layout, option, dtype)
+    compare(expected, cell, dtype)
+
+
+# Cells that take minutes: all four kinds of parallelism at once, and Inductor's kernels.
+LAYOUTS_OF_MANY = {"pp-fsdp-tp-cp": (16, pipeline("1F1B", **{TP: 2, CP: 2}))}
+INDUCTOR = {"compile.enable": "true", "compile.backend": "inductor"}
+LONG_CELLS = [
+    ("pp-fsdp-tp-cp", "together", "float64"),
+    ("pp-fsdp-tp-cp", "validate", "float32"),
+    ("fsdp", "inductor", "float64"),
+    ("fsdp", "inductor", "float32"),
+    ("fsdp-tp", "inductor", "float64"),
+    ("pp-fsdp", "inductor", "float64"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("layout", "option", "dtype"), LONG_CELLS)
+def test_long_cells_equal_one_rank(folder, layout, option, dtype, monkeypatch):
+    monkeypatch.setitem(OPTIONS, "inductor", {**INDUCTOR, **VALIDATE})
+    for name, row in LAYOUTS_OF_MANY.items():
+        monkeypatch.setitem(LAYOUTS, name, row)
+    expected, cell = run(folder, layout, option, dtype, timeout=500)
     compare(expected, cell, dtype)
 
 

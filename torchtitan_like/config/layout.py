@@ -57,6 +57,16 @@ class Layout:
         """Ranks that hold one weight, in pieces or whole; 0 where that is unknown."""
         return self.dp * self.cp if self.is_resolved else 0
 
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """True where matrix products may run on a GPU's tensor cores; unknown hardware counts."""
+        is_half = self.config.training.mixed_precision_param == "bfloat16"
+        return is_half and self.device_type != "cpu" and self.args is not None
+
+    def width(self, *names: str) -> int:
+        """The model argument of the first of these names that it has; 0 where it has none."""
+        return next((int(getattr(self.args, one)) for one in names if hasattr(self.args, one)), 0)
+
     def size(self, name: str) -> int:
         """A size of the model; 0 where it is unknown."""
         return (self.limits or {}).get(name, 0)
@@ -75,6 +85,14 @@ class Layout:
     def unit(self) -> int:
         """Samples of one forward pass on all data-parallel ranks."""
         return self.config.training.local_batch_size * self.dp
+
+    @property
+    def tokens_of_a_product(self) -> int:
+        """Rows of a matrix product: the tokens of one forward pass on one rank."""
+        is_piped = self.pp > 1
+        parallelism, training = self.parallelism, self.config.training
+        samples = parallelism.pipeline_parallel_microbatch_size if is_piped else training.local_batch_size
+        return samples * training.seq_len // self.pieces
 
     @property
     def num_accumulated(self) -> int:

@@ -5,6 +5,7 @@ The same table answers a user before a run starts and tells the matrix of layout
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -61,6 +62,7 @@ IMPL, BUCKETING, RESHARD, SP, ASYNC_TP, ROTATE, BALANCER = _of(
     "context_parallel_rotate_method",
     "context_parallel_load_balancer",
 )
+PREFETCH = "parallelism.fsdp_prefetch_depth"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 COMPILE = ("compile.enable", "compile.components")
 BATCH = ("training.global_batch_size", "training.local_batch_size")
@@ -196,6 +198,19 @@ DATA_RULES = (
         f"{NO_EFFECT}: weights are not sharded",
         "",
         DEGREES,
+        "warning",
+    ),
+    LayoutRule(
+        "prefetch-without-shards",
+        lambda at: (
+            at.is_resolved
+            and at.parallelism.fsdp_prefetch_depth > 1
+            and (at.parallelism.data_parallel_impl != "fsdp2" or at.dp_shard * at.cp == 1)
+        ),
+        PREFETCH,
+        f'{NO_EFFECT}; it needs data_parallel_impl = "fsdp2" and sharded weights',
+        "",
+        (IMPL, *DEGREES),
         "warning",
     ),
     LayoutRule(
@@ -416,6 +431,90 @@ TENSOR_RULES = (
     ),
 )
 
+# Matrix products on tensor cores: a dimension of a weight should be a multiple of 64 elements (the
+# tile of an A100 or later, in 16-bit types), its part on each rank of 8 (16 bytes), below which
+# torch falls back to slower kernels.
+TILE, UNIT = 64, 8
+
+
+def is_aligned(size: int, shards: int = 1) -> bool:
+    """True for a dimension that tensor cores take well, sharded over ``shards`` ranks."""
+    return size % TILE == 0 and (size % shards != 0 or size // shards % UNIT == 0)
+
+
+def padded(size: int, shards: int = 1) -> int:
+    """The next larger size that is aligned on every rank."""
+    step = math.lcm(TILE, UNIT * shards)
+    return -(-size // step) * step
+
+
+def _width_rule(name: str, what: str, get: Callable[[Layout], int], key: str, is_sharded: bool) -> LayoutRule:
+    """One dimension of the weights against the tiles of tensor cores."""
+
+    def shards(at: Layout) -> int:
+        return at.tp if is_sharded else 1
+
+    return LayoutRule(
+        name,
+        lambda at: at.uses_tensor_cores and not is_aligned(get(at), shards(at)),
+        "model.args",
+        lambda at: (
+            f"{what} of {get(at)}"
+            + (f" on {shards(at)} tensor-parallel ranks" if shards(at) > 1 else "")
+            + f" is slow on tensor cores: multiples of {TILE}, and of {UNIT} on each rank, are fast"
+        ),
+        lambda at: f"{key} = {padded(get(at), shards(at))} would be",
+        (*MODEL_KEYS, TP),
+        "warning",
+    )
+
+
+ALIGNMENT_RULES = (
+    _width_rule(
+        "unaligned-vocabulary",
+        "a vocabulary",
+        lambda at: at.size("vocab_size"),
+        "model.args.vocab_size",
+        True,
+    ),
+    _width_rule("unaligned-width", "a width (dim)", lambda at: at.width("dim"), "dim", False),
+    _width_rule(
+        "unaligned-features",
+        "a feed-forward width",
+        lambda at: at.width("ffn_dim", "hidden_dim"),
+        "a feed-forward width",
+        True,
+    ),
+    LayoutRule(
+        "unaligned-heads",
+        lambda at: at.uses_tensor_cores and at.width("head_dim") % UNIT != 0,
+        "model.args",
+        lambda at: (
+            f"heads of {at.width('head_dim')} dimensions are slow: the flash kernel and tensor "
+            f"cores take multiples of {UNIT}"
+        ),
+        "change dim or n_heads",
+        MODEL_KEYS,
+        "warning",
+    ),
+    LayoutRule(
+        "unaligned-tokens",
+        lambda at: (
+            at.uses_tensor_cores
+            and at.config.training.seq_len % at.pieces == 0
+            and at.tokens_of_a_product % UNIT != 0
+        ),
+        "training.seq_len",
+        lambda at: (
+            f"{at.tokens_of_a_product} tokens a rank and forward pass are slow on tensor cores: "
+            f"multiples of {UNIT} are fast"
+        ),
+        "change training.seq_len or training.local_batch_size",
+        (TP, CP, *BATCH),
+        "warning",
+    ),
+)
+
 CONTEXT_RULES = (
     LayoutRule(
         "ptrr",
@@ -461,6 +560,7 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
     *BATCH_RULES,
     *DATA_RULES,
     *TENSOR_RULES,
+    *ALIGNMENT_RULES,
     *CONTEXT_RULES,
     *_sequence_rules("training"),
     *_sequence_rules("validation"),

@@ -33,6 +33,12 @@ class Parallelism(Section):
         "default",
         description="Free gathered weights after the forward pass. default: always, except with pipelines.",
     )
+    fsdp_prefetch_depth: int = Field(
+        1,
+        gt=0,
+        description="FSDP2: blocks whose weights are gathered ahead, in forward and backward. Each further one hides longer "
+        "collectives and costs the memory of one more gathered block.",
+    )
     tensor_parallel_degree: int = Field(1, gt=0, description="Ranks over which each layer is cut.")
     enable_sequence_parallel: bool = Field(
         True,

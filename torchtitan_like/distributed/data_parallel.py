@@ -8,7 +8,7 @@ its casts are those of `simple_fsdp`, with the same numbers and without the impo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -40,13 +40,14 @@ def apply_data_parallel(
     reduce_dtype: str,
     reshard: Literal["always", "default", "never"],
     cpu_offload: bool,
+    prefetch_depth: int = 1,
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
     Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, and backward begins
     with the outermost group, whatever that one holds: they are resharded between the two only under "always". With pipelines
     "default" reshards nothing: each micro-batch would gather everything again. Returns the name of what was applied, for the
-    log.
+    log. prefetch_depth: blocks that are gathered ahead of the one that computes; FSDP2's own default is 1.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -73,18 +74,28 @@ def apply_data_parallel(
             fully_shard(module, mesh=dp_mesh, reshard_after_forward=reshard_after, **policy)
 
     between = reshard == "always" or (reshard == "default" and dims.pp == 1)
+    blocks = list(blocks)
     for block in blocks:
         wrap(block, between)
     head = _present(model, spec.last_modules)
     if head and not _share_parameters(head, _present(model, spec.first_modules)):
         wrap(head, reshard == "always")
     wrap(model, reshard == "always")
+    if prefetch_depth > 1 and name != "DDP":
+        prefetch_blocks(blocks, prefetch_depth)
     module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
     return name
+
+
+def prefetch_blocks(blocks: Sequence[Any], depth: int) -> None:
+    """Gather the weights of the next `depth` blocks while one computes, in forward and backward."""
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(i - depth, 0) : i][::-1])
 
 
 def _present(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:

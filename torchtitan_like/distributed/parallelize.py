@@ -199,7 +199,16 @@ def parallelize(
     else:
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
-        name = apply_data_parallel(model, spec, blocks.values(), world.mesh, dims, **how, cpu_offload=offload)
+        name = apply_data_parallel(
+            model,
+            spec,
+            blocks.values(),
+            world.mesh,
+            dims,
+            **how,
+            cpu_offload=offload,
+            prefetch_depth=parallelism.fsdp_prefetch_depth,
+        )
     if world.mesh is not None:
         lines.append(f"Applied {name} to the model")
     by = "a cast of each weight" if world.mesh is None else "simple_fsdp" if simple else "fully_shard"

@@ -243,6 +243,7 @@ def test_limits_that_no_shipped_model_meets(
 
 def test_every_rule_is_tried() -> None:
     tried = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
+    tried |= {rule for *_, rule in UNALIGNED}
     tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches",
               "narrow-reduction", "old-zero-bubble"}  # fmt: skip
     assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
@@ -338,6 +339,8 @@ WITHOUT_EFFECT = [
     ("bucketing=true impl=simple_fsdp compile=true compile.backend=eager", 2, "a model compiled by",
      "bucketing-without-graph"),
     ("bucketing=true impl=simple_fsdp compile=true", 1, "at least two data-parallel", "bucketing-alone"),
+    ("parallelism.fsdp_prefetch_depth=2", 1, "sharded weights", "prefetch-without-shards"),
+    ("parallelism.fsdp_prefetch_depth=2 impl=simple_fsdp", 2, "sharded weights", "prefetch-without-shards"),
     ("async_tp=true", 2, "tensor_parallel_degree > 1", "async-without-tp"),
     ("check=10", 2, "data_parallel_replicate_degree > 1", "replicas-without-replicas"),
     ("debug.moe_force_load_balance=true", 1, "llama3 has no experts", "balance-without-experts"),
@@ -349,6 +352,44 @@ def test_a_feature_that_is_off_only_warns(line: str, ranks: int, words: str, rul
     assert rule in [broken.name for broken in broken_rules(layout(line, ranks))]
     (text,) = warnings(line, ranks)
     assert "has no effect in this run" in text and words in text
+
+
+HALF = "training.mixed_precision_param=bfloat16"
+FEATURES = f"{HALF} model.args.multiple_of=1 model.args.dim=192"  # 512 of them
+UNALIGNED = [
+    (f"{HALF} model.args.vocab_size=50257", 1, "model.args.vocab_size = 50304 would be", "unaligned-vocabulary"),
+    (f"{HALF} model.args.vocab_size=50304 tp=16", 16, "vocab_size = 50304 would be", ""),
+    (f"{HALF} model.args.vocab_size=50368 tp=16", 16, "vocab_size = 50432 would be", "unaligned-vocabulary"),
+    (f"{HALF} model.args.dim=288 heads=2", 1, "dim = 320 would be", "unaligned-width"),
+    (f"{HALF} multiple_of=1 model.args.dim=256", 1, "a feed-forward width of 682", "unaligned-features"),
+    (f"{HALF} multiple_of=64 model.args.ffn_dim_multiplier=1.4 tp=16", 16, "of 960 on 16", "unaligned-features"),
+    (f"{HALF} model.args.dim=192 heads=16", 1, "heads of 12 dimensions", "unaligned-heads"),
+    (f"{HALF} seq=100 local=1 validate=false", 1, "100 tokens a rank", "unaligned-tokens"),
+    (f"{HALF} seq=64 local=1 tp=16 validate=false", 16, "4 tokens a rank", "unaligned-tokens"),
+]
+
+
+@pytest.mark.parametrize(("line", "ranks", "words", "rule"), UNALIGNED)
+def test_sizes_that_tensor_cores_do_not_like(line: str, ranks: int, words: str, rule: str) -> None:
+    names = [found.name for found in broken_rules(layout(line, ranks)) if "unaligned" in found.name]
+    assert names == ([rule] if rule else [])
+    assert (words in " ".join(warnings(line, ranks))) is bool(rule)
+    on_cpu = layout(f"{line} device=cpu", ranks)
+    exact = layout(line.replace("bfloat16", "float32"), ranks)
+    for other in (on_cpu, exact):
+        assert not [found for found in broken_rules(other) if "unaligned" in found.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [("llama3", one) for one in ("1B", "3B", "8B", "70B", "405B")]
+    + [("qwen3", one) for one in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")],
+)
+def test_published_models_are_aligned(name: str, flavor: str) -> None:
+    for tp in (1, 8):
+        line = f"{HALF} model.name={name} model.flavor={flavor} tp={tp} validate=false"
+        names = [found.name for found in broken_rules(layout(line, tp))]
+        assert not [found for found in names if "unaligned" in found], names
 
 
 @pytest.mark.parametrize(

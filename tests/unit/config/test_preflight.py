@@ -456,3 +456,22 @@ def test_releases_of_torch(
     assert [problem.severity for problem in found] == [severity] * bool(severity)
     assert all(words in str(problem) for problem in found)
     assert check("--training.steps 1000", training=False) == []
+
+
+@pytest.mark.parametrize("name", ["NCCL_ALGO", "NCCL_PROTO"])
+def test_a_forced_choice_of_nccl_is_warned_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "Tree")
+    line = "--training.steps 1000"
+    (warning,) = check(line, device_type="cuda")
+    assert warning.severity == "warning" and f"{name}=Tree is set" in str(warning)
+    assert "docs/nccl.md" in warning.remedy
+    assert check(line, device_type="cpu") == check(f"{line} --debug.deterministic", device_type="cuda") == []
+
+
+def test_the_page_on_nccl_says_what_each_value_means(repo_root: Path) -> None:
+    page = (repo_root / "docs/nccl.md").read_text()
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    assert {"`0`", "`1`", "`2` (default)"} <= rows, "NCCL_CROSS_NIC"
+    assert {"Ring", "Tree", "CollNet (SHARP)", "NVLS (NVLink SHARP)"} <= rows
+    assert "Leave NCCL_ALGO and NCCL_PROTO alone" in page
+    assert "docs/nccl.md" in (repo_root / "README.md").read_text()
