@@ -114,18 +114,13 @@ def _number(path: Path) -> tuple[int, str]:
 def verify(arguments: argparse.Namespace) -> int:
     """Read every extent of one step, or of every step of a folder."""
     path: Path = arguments.path
-    is_step = (path / MANIFEST).exists()
-    steps = [_step(path)] if is_step else [*all_steps(path), *all_steps(path / HF_EXPORTS)]
+    manifest = read_manifest(path)
+    steps = [*all_steps(path), *all_steps(path / HF_EXPORTS)]
+    if manifest is not None:
+        steps = [StepFolder(manifest["step"], path, manifest)]
     if not steps:
         raise CheckpointError(f"{path} is neither a step with a {MANIFEST} nor a folder that holds such steps")
     return max([_verify(step) for step in steps])
-
-
-def _step(path: Path) -> StepFolder:
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise CheckpointError(f"{path} is no checkpoint of this program: it has no {MANIFEST}")
-    return StepFolder(manifest["step"], path, manifest)
 
 
 def _verify(step: StepFolder) -> int:

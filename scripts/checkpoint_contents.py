@@ -38,6 +38,7 @@ from torchtitan_like.checkpoint.publishing import StagedOutput
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import (
+    CONFIG,
     MANIFEST,
     Manifest,
     file_records,
@@ -362,7 +363,7 @@ def _write_native(
     writer = ExtentWriter(staged, 0)
     state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
     dcp.save(state, storage_writer=writer, no_dist=True)
-    small_files = {"config.toml": config.encode()}
+    small_files = {CONFIG: config.encode()}
     more = {"config": config}
     return _complete(staged, writer.records, small_files, "weights", source, more)
 
@@ -376,6 +377,8 @@ def _write_hf(
     if identity:
         votes = Votes(HostGroup.alone())
         records = write_model(staged, state, identity, votes, dtype=None)
+        if "config" in source.manifest:
+            others[CONFIG] = source.manifest["config"].encode()
     else:
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         names = tuple((name, name) for name in state)

@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from scripts.named_in_config import add_import_flag, import_custom, with_assets
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
 from torchtitan_like.checkpoint.publishing import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
+from torchtitan_like.checkpoint.step_folders import CONFIG, file_records, read_manifest
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.unpickle import CheckedReader
 from torchtitan_like.checkpoint.votes import Votes
@@ -78,6 +79,8 @@ def export(step: Path, out: Path, arguments: argparse.Namespace, votes: Votes) -
             shard_bytes=round((arguments.shard_gb or 5) * 1e9),
             by_index=not arguments.shard_gb,
         )
+        stored = (step / CONFIG).read_bytes()
+        files[CONFIG] = votes.leader_does(lambda: write_file(staged / CONFIG, stored))
         verify_together(staged, files, votes)
         content = {"kind": "hf", "step": manifest["step"], "files": files}
         votes.leader_does(lambda: output.publish(content))

@@ -191,6 +191,7 @@ def test_a_conversion_copies_no_file_that_a_link_leads_to(
     assert export.main([str(GOLDEN), str(tmp_path / "models/snapshots/1a2b")]) == 0
     model = tmp_path / "models/snapshots/1a2b"
     (model / "manifest.json").unlink()
+    (model / "config.toml").unlink()
     (tmp_path / "models/blobs").mkdir()
     for file in ("model.safetensors", "config.json"):
         shutil.move(model / file, tmp_path / "models/blobs" / file)

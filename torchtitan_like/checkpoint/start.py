@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +13,7 @@ from torchtitan_like.checkpoint.step_folders import (
     Manifest,
     StepFolder,
     all_steps,
+    emptied,
     numbered_folders,
     read_manifest,
 )
@@ -131,9 +133,11 @@ def _new_run(section: Checkpoint, folder: Path, hf_assets_path: Path) -> Start:
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Every `step-N` that holds a checkpoint of any format, be it damaged."""
+    """Every `step-N` that holds a checkpoint of any format, be it damaged, or has lost one."""
     return [
-        (number, path) for number, path in numbered_folders(folder) if (path / MANIFEST).exists() or format_of(path)
+        (number, path)
+        for number, path in numbered_folders(folder)
+        if os.path.lexists(path / MANIFEST) or emptied(path) or format_of(path)
     ]
 
 

@@ -20,12 +20,17 @@ import xxhash
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes, naming
+from torchtitan_like.util.reading import parse_json, read_text
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
 # What `write_manifest` and the writer of a step set; the rest of a manifest is the run's summary.
 MANIFEST_OWN_KEYS = {"format_version", "extent_bytes", "hash", "self", "kind", "step", "config", "files"}
+CONFIG = "config.toml"  # of the run; in its exports too
+# Errors that a healthy manifest cannot have: a bad sector, a folder or a pipe of that name, a file without end.
+_NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
+_NO_CONTENT = {CONFIG, "PIN"}  # files of a step that hold nothing of its state
 _STEP = re.compile(r"step-(\d+)")
 
 Manifest = dict[str, Any]
@@ -54,18 +59,23 @@ def read_manifest(path: Path) -> Manifest | None:
     """
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (FileNotFoundError, NotADirectoryError):
-        if any(path.glob("shard-*.bin")):
+        if file.is_symlink() or any(path.glob("shard-*.bin")):
             raise DamagedError(f"{file} is missing: what the other files should hold is not known") from None
+        if (path / CONFIG).is_file() and any(path.glob("*.safetensors")):
+            raise DamagedError(
+                f"{file} is missing, and {CONFIG} shows that this is an export of this program: its files cannot be "
+                f"verified. To load it unverified, copy it without {CONFIG}"
+            ) from None
         return None
     except OSError as error:
-        kind = DamagedError if error.errno == errno.EIO else CheckpointError
+        kind = DamagedError if error.errno in _NO_MANIFEST else CheckpointError
         raise kind(f"{file} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise DamagedError(f"{file} cannot be read: {error}") from error
     try:
-        manifest = json.loads(text)
+        manifest = parse_json(text)
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: it is no valid JSON ({error})") from error
     if not isinstance(manifest, dict) or not {"format_version", "kind", "step"} <= manifest.keys():
@@ -120,7 +130,10 @@ def _hash(manifest: Manifest) -> str:
 
 
 def all_steps(folder: Path) -> list[StepFolder]:
-    """Every `step-N` of `folder` with a manifest, oldest first, the damaged ones too. Raises as `read_manifest` for others."""
+    """Every `step-N` of `folder` with a manifest or nothing at all, oldest first, the damaged ones too.
+
+    Raises as `read_manifest` for others.
+    """
     if not folder.is_dir():
         return []
     steps = []
@@ -132,7 +145,17 @@ def all_steps(folder: Path) -> list[StepFolder]:
             continue
         if manifest is not None:
             steps.append(StepFolder(number, path, manifest, _damage(number, path, manifest)))
+        elif (left := emptied(path)) is not None:
+            steps.append(StepFolder(number, path, {}, left))
     return steps
+
+
+def emptied(path: Path) -> str | None:
+    """Describe a folder that has lost all of a checkpoint, as cleaners of old files leave it; None for others."""
+    left = {file.name for file in path.rglob("*") if not file.is_dir()}
+    if left - _NO_CONTENT:
+        return None
+    return f"{path} is empty" + (f" but for {', '.join(sorted(left))}" if left else "")
 
 
 def published_steps(folder: Path) -> list[StepFolder]:

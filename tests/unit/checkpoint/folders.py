@@ -20,14 +20,20 @@ def make_steps(folder: Path, *names: str) -> None:
     """Steps with a file of 100 bytes, seed 7 and a stored configuration. Behind a step's number stands what it is:
 
     nothing: full. w: weights only. h: an export of ours. !: its file is cut short. m: its manifest is garbled.
-    ?: of no known format. x: its manifest is gone. H, D, M: somebody else's safetensors, DCP, Meta's files.
+    ?: of no known format. x: its manifest is gone. e: all is gone but config.toml. H, D, M: somebody else's safetensors,
+    DCP, Meta's files.
     """
     for name in names:
-        number = name.rstrip("wh!mx?HDM")
+        number = name.rstrip("wh!mx?eHDM")
         what = name[len(number) :]
         step = folder / f"step-{number}"
         step.mkdir(parents=True)
-        foreign = {"H": "model.safetensors", "D": ".metadata", "M": "consolidated.00.pth", "?": "notes.txt"}.get(what)
+        if "h" in what or "e" in what:
+            (step / "config.toml").write_text(CONFIG)
+        if "e" in what:
+            continue
+        foreign = {"H": "model.safetensors", "D": ".metadata", "M": "consolidated.00.pth", "?": "notes.txt",
+                   "hx": "model.safetensors"}.get(what)  # fmt: skip
         (step / (foreign or SHARD)).write_bytes(bytes(100))
         if foreign or "x" in what:
             continue

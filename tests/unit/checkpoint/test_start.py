@@ -30,7 +30,7 @@ def path(name: str) -> dict[str, Any]:
 
 
 ELSEWHERE = {"FULL": "3", "WEIGHTS": "4w", "HF": "5H", "DCP": "6D", "META": "7M", "EXPORT": "8h", "TORN": "9?",
-             "GARBLED": "12m", "LATE": "30"}  # fmt: skip
+             "GARBLED": "12m", "LATE": "30", "LOST": "13hx"}  # fmt: skip
 WHOLE_RUN = {"initial_load_model_only": False}
 
 STARTS = [
@@ -51,6 +51,8 @@ STARTS = [
     ({}, ["5", "10!", "15"], ("resume", 15, "step"), [5]),
     ({}, ["5", "10m", "15!"], ("resume", 5, "step"), []),
     ({}, ["5", "20!"], ("resume", 5, "step"), []),
+    ({}, ["5", "10e"], ("resume", 5, "step"), []),
+    ({}, ["5", "10hx"], ("resume", 5, "step"), []),
     # nothing is left to do
     ({}, ["5", "20w"], ("resume", 20, "step"), []),
     ({}, ["20w"], ("resume", 20, "step"), []),
@@ -104,6 +106,14 @@ REFUSED = [
     ({}, ["5!", "10m", "15w"], "step-10/manifest.json is damaged.*step-5/shard-00000.bin"),
     (path("FULL"), ["5!"], "no full checkpoint that is whole"),
     ({"start": "resume"}, ["5!"], "no full checkpoint that is whole"),
+    # what a cleaner of old files has left
+    ({}, ["5e"], "step-5 is empty but for config.toml.*Move them away"),
+    ({}, ["0e"], "step-0 is empty but for config.toml.*Move them away"),
+    ({}, ["5e", "10w"], "step-5 is empty but for config.toml.*Move them away"),
+    (path("FULL"), ["5e"], "step-5 is empty but for config.toml.*Move them away"),
+    ({"start": "scratch"}, ["5e"], "Choose another job.dump_folder"),
+    ({}, ["10hx"], "step-10/manifest.json is missing, and config.toml shows.*Move them away"),
+    (path("LOST"), [], "step-13/manifest.json is missing, and config.toml shows.*without config.toml"),
     ({"load_step": 7}, ["5", "10"], "full checkpoints: 5, 10"),
     ({"load_step": 7}, [], "full checkpoints: none"),
     ({"load_step": 10}, ["5", "10w"], "step-10 holds weights alone"),
@@ -149,7 +159,7 @@ def decide(tmp_path: Path, elsewhere: Path) -> Any:
         make_steps(tmp_path, *on_disk)
         wanted = asked.get("initial_load_path")
         if wanted in ELSEWHERE:
-            number = ELSEWHERE[wanted].rstrip("whmHDM?")
+            number = ELSEWHERE[wanted].rstrip("whmxHDM?")
             asked = asked | {"initial_load_path": str(elsewhere / f"step-{number}")}
         return decide_start(section(**asked), tmp_path, LAST_STEP, elsewhere / "assets" / "step-0")
 

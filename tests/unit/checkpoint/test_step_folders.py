@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,58 @@ def test_what_cannot_be_looked_at_is_no_damage(tmp_path: Path, name: str) -> Non
     with pytest.raises(CheckpointError, match="step-10") as told:
         all_steps(tmp_path)
     assert not isinstance(told.value, DamagedError)
+
+
+def _fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def _without_end(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def _dangling(file: Path) -> None:
+    file.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("replace", [Path.mkdir, _fifo, _without_end, _dangling])
+def test_a_manifest_that_is_no_file_is_damage_of_that_step(
+    tmp_path: Path, replace: Callable[[Path], None]
+) -> None:
+    make_steps(tmp_path, "5", "10", "15h")
+    for step in ("step-10", "step-15"):
+        (tmp_path / step / MANIFEST).unlink()
+        replace(tmp_path / step / MANIFEST)
+    five, ten, fifteen = all_steps(tmp_path)
+    assert five.is_full and ten.damage and fifteen.damage
+    assert f"step-10/{MANIFEST}" in ten.damage
+    assert published_steps(tmp_path) == [five]
+
+
+def test_nested_text_in_a_manifest_is_damage(tmp_path: Path) -> None:
+    make_steps(tmp_path, "5")
+    (tmp_path / "step-5" / MANIFEST).write_text("[" * 200_000)
+    with pytest.raises(DamagedError, match="no valid JSON .it is nested too deeply"):
+        read_manifest(tmp_path / "step-5")
+
+
+def test_emptied_folders_of_steps_are_damage(tmp_path: Path) -> None:
+    """Cleaners of old files leave folders, and what was touched last."""
+    make_steps(tmp_path, "5", "10e")
+    (tmp_path / "step-15/sharded").mkdir(parents=True)
+    five, ten, fifteen = all_steps(tmp_path)
+    assert five.damage is None
+    assert ten.damage == f"{tmp_path / 'step-10'} is empty but for config.toml"
+    assert fifteen.damage == f"{tmp_path / 'step-15'} is empty"
+
+
+def test_an_export_without_its_manifest_is_damage(tmp_path: Path) -> None:
+    """Its config.toml shows that it had one; somebody else's safetensors have neither."""
+    make_steps(tmp_path, "5hx", "6H")
+    (damaged,) = all_steps(tmp_path)
+    assert damaged.step == 5 and damaged.damage and "an export of this program" in damaged.damage
+    (tmp_path / "step-5/config.toml").unlink()
+    assert all_steps(tmp_path) == []
 
 
 def test_a_step_under_another_number_is_damage(tmp_path: Path) -> None:

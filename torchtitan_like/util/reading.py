@@ -1,0 +1,49 @@
+"""Read small files that somebody else may have written: bounded in time and memory, plain errors.
+
+A FIFO never ends, `/dev/zero` never ends and fills memory, and text nested 100,000 deep exhausts the
+stack of the parsers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 2**28  # of a file that is read as a whole; the largest manifests have some 50 MB
+
+
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a whole regular file. Raises OSError: EISDIR, EINVAL if it is a device or pipe, EFBIG."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else opening a FIFO waits for a writer
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """As `read_file`, decoded. Raises UnicodeDecodeError too."""
+    return read_file(path, max_bytes).decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As `json.loads`, with ValueError for text that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+    """Read and parse a JSON file. Raises OSError, ValueError."""
+    return parse_json(read_file(path, max_bytes))
