@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,105 @@ def test_a_validation_is_broken_off_when_the_run_is_to_stop(tmp_path):
     assert codes == [ExitCode.INTERRUPTED] * 2
     assert [row["step"] for row in read_rows(tmp_path / "run/validation.jsonl")] == [1], "of a part there is no loss"
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 5
+
+
+def test_a_grace_too_short_for_a_save_is_logged_once(tmp_path):
+    saves = {"training.steps": 3, "checkpoint.enable": "true", "checkpoint.interval": 1}
+    for name, grace in (("short", 0), ("long", 600)):
+        argv = options(str(tmp_path / name), "float32", **saves, **{"resilience.grace_seconds": grace})
+        assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
+        log = (tmp_path / name / "attempts/1/logs/rank0.log").read_text()
+        assert log.count("A scheduler's signal must come") == (grace == 0)
+
+
+def log_lines(argv):
+    """On this rank of a pool: the run's seed in its first log line about it, and all its log lines."""
+    lines, root = [], logging.getLogger()
+    handler, level = logging.Handler(logging.INFO), root.level
+    handler.emit = lambda record: lines.append(record.getMessage())
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        run_one_rank(argv)
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    return lines
+
+
+def seeds_of(lines):
+    return {
+        match[1] for match in (re.fullmatch(r"Seed: (\d+) \(debug.seed is unset\)", line) for line in lines) if match
+    }
+
+
+def test_without_a_seed_rank_0_draws_one_for_all_and_a_resume_keeps_it(tmp_path):
+    def seed_of_run(name, steps):
+        settings = {"debug.seed": "None", "checkpoint.enable": "true", "training.steps": steps}
+        settings |= {"checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
+        ranks = run_ranks(log_lines, 2, options(str(tmp_path / name), "float32", **settings))
+        seeds = [seeds_of(lines) for lines in ranks]
+        assert len(seeds[0]) == 1 and seeds[0] == seeds[1], "one seed, the same on both ranks, in both logs"
+        return seeds[0]
+
+    first = seed_of_run("a", 1)
+    assert seed_of_run("a", 2) == first, "resumed"
+    assert seed_of_run("b", 1) != first, "drawn anew for another run"
+
+
+START_UP_LINES = [
+    "Starting job: ",
+    "Building 1-D device mesh with ",
+    "Checkpoint start: ",
+    "Seed: ",
+    r"\[GC\] ",
+    "Building llama3 debugmodel with ",
+    r"Model llama3 debugmodel size: [\d,]+ total parameters",
+    "Applied selective activation checkpointing",
+    "Applied FSDP",
+    ".*memory usage for model: ",
+    "Peak FLOPS used for computing MFU: ",
+    "Checkpointing active: ",
+    "Trainer is initialized with local batch size 4, global batch size 8 .* total steps 1 ",
+    "Training starts at step 1",
+    "Profiling active. Traces will be saved at ",
+]
+
+
+def test_the_lines_of_a_start_come_in_their_order(tmp_path):
+    settings = {"training.steps": 1, "training.local_batch_size": 4, "checkpoint.enable": "true"}
+    settings |= {"activation_checkpoint.mode": "selective", "profiling.enable_profiling": "true"}
+    lines = run_ranks(log_lines, 2, options(str(tmp_path / "run"), "float32", **settings))[0]
+    found = [next((i for i, line in enumerate(lines) if re.match(want, line)), None) for want in START_UP_LINES]
+    assert None not in found and found == sorted(found), list(zip(START_UP_LINES, found, strict=True)) + lines
+
+
+def objects_sent_between_steps(argv):
+    """On this rank of a pool: the collectives of Python objects that the loop has called, with the step they came after."""
+    trainer, called = build(argv), []
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    plain = {name: getattr(dist, name) for name in names}
+    for name, function in plain.items():
+
+        def counted(*given, name=name, function=function, **named):
+            called.append((name, trainer.progress.step))
+            return function(*given, **named)
+
+        setattr(dist, name, counted)
+    try:
+        trainer.train()
+        num_rows = len(called)
+        trainer.world.step_group.gather_objects(None)
+        assert len(called) == num_rows + 1, "the functions that are counted are those that are called"
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+        release(trainer)
+    return called[:num_rows]
+
+
+def test_no_step_exchanges_python_objects(tmp_path):
+    """all_gather_object pickles, and takes 20 times as long as an all-reduce of numbers."""
+    settings = {"training.steps": 4, "training.local_batch_size": 4, "metrics.log_freq": 2}
+    argv = options(str(tmp_path / "run"), "float32", **settings)
+    assert run_ranks(objects_sent_between_steps, 2, argv) == [[], []]

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from torchtitan_like.launch import look_for_device
+from torchtitan_like import launch
+from torchtitan_like.launch import look_for_device, read_config
 from torchtitan_like.preflight import load_checked
 
 
@@ -19,3 +20,12 @@ def test_waiting_for_kernels_is_set_before_anybody_asks_for_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ["CUDA_LAUNCH_BLOCKING"]))
     load_checked(["--training.steps=1000", option], 1, training=True, device_type=look_for_device)
     assert asked == [seen]
+
+
+@pytest.mark.parametrize(("num_cores", "is_warned"), [(1, True), (64, False)])
+def test_a_start_on_one_core_is_a_warning_of_the_run(
+    num_cores: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "num_cores", lambda: num_cores)
+    read_config(["--training.dataloader.num_workers", "0"], 1)
+    assert ("may use 1 CPU core" in caplog.text) == is_warned

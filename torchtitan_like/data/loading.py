@@ -66,6 +66,11 @@ def reader(
 
 def few_cores(num_workers: int, num_ranks: int, num_cores: int) -> str | None:
     """What to warn of before a machine starts ``num_ranks`` ranks, each with so many workers; None: nothing."""
+    if num_cores == 1:
+        return (
+            f"This process may use 1 CPU core: training, data and saves of {num_ranks} ranks share it. In a Slurm job pass "
+            "--cpus-per-task to srun too, not to sbatch alone"
+        )
     wanted = num_ranks * (num_workers + 1) + 4
     if num_workers == 0 or num_cores >= wanted:
         return None

@@ -165,7 +165,7 @@ def test_validation_reads_the_same_every_time(
 
 @pytest.mark.parametrize(
     ("num_workers", "num_ranks", "num_cores", "wanted"),
-    [(2, 8, 27, 28), (2, 8, 28, None), (1, 1, 5, 6), (1, 1, 6, None), (0, 8, 1, None)],
+    [(2, 8, 27, 28), (2, 8, 28, None), (1, 1, 5, 6), (1, 1, 6, None), (0, 8, 2, None)],
 )
 def test_too_few_cores_for_ranks_and_workers_are_told(
     num_workers: int, num_ranks: int, num_cores: int, wanted: int | None
@@ -176,3 +176,9 @@ def test_too_few_cores_for_ranks_and_workers_are_told(
     else:
         assert told is not None and f"num_workers = {num_workers}: {num_ranks} ranks" in told
         assert f"{num_cores} cores, expected ranks x (workers + 1) + 4 = {wanted} or more" in told
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_single_core_is_reported_with_and_without_workers(num_workers: int) -> None:
+    warning = few_cores(num_workers, 8, 1)
+    assert warning is not None and "may use 1 CPU core" in warning and "--cpus-per-task" in warning
