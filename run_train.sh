@@ -17,13 +17,16 @@
 #   NCCL_DEBUG_TO
 #                folder for what NCCL tells, a file for each process (NCCL_DEBUG, default INFO; NCCL_DEBUG_SUBSYS)
 #   TRACE_TO     folder for every line that each rank executes (slow; scripts/trace_lines.py)
-#   BREAK_RANK   rank that waits for a debugger at a breakpoint() in the code, on port BREAK_PORT (default: 4444) of its machine
 #   KNOWN_BAD_GPUS
 #                file of GPUs' UUIDs, one a line: a machine that has one of them starts nothing
 #
 # Returns 0 when the run is done, 78 for a config that cannot work (nothing is started), 1 after a crash, and otherwise
 # the code in the run folder's exit.json.
 set -euo pipefail
+
+# Until the run is started, a signal ends this script with its code, once the command under way has ended.
+trap 'echo "Stopped: nothing was started." >&2; exit 130' INT
+trap 'echo "Stopped: nothing was started." >&2; exit 75' TERM HUP
 
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=scripts/setup_env.sh
@@ -83,9 +86,9 @@ started=$(date +%s)
 check=(--training)
 [ "$gpus" -gt 0 ] || [ -e /dev/kfd ] || check+=(--device-type cpu) # /dev/kfd: AMD's GPUs
 for ((nodes = least_nodes; nodes <= most_nodes; nodes++)); do
-  resolved=$("$PYTHON" -m torchtitan_like.config "${check[@]}" --world-size $((NGPU * nodes)) "${config[@]}") || exit $?
+  resolved=$(trap '' INT; "$PYTHON" -m torchtitan_like.config "${check[@]}" --world-size $((NGPU * nodes)) "${config[@]}") || exit $?
 done
-run_folder=$("$PYTHON" "$ROOT/scripts/run_folder.py" clear <<<"$resolved")
+run_folder=$("$PYTHON" "$ROOT/scripts/run_folder.py" clear <<<"$resolved") || exit $?
 
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
@@ -116,12 +119,8 @@ if [ -n "${NCCL_DEBUG_TO:-}" ]; then
   mkdir -p "$NCCL_DEBUG_TO"
   export NCCL_DEBUG=${NCCL_DEBUG:-INFO} NCCL_DEBUG_FILE="$NCCL_DEBUG_TO/nccl-%h-%p.log" # %h: host, %p: process
 fi
-if [ -n "${BREAK_RANK:-}" ]; then
-  export PYTHONBREAKPOINT=torchtitan_like.monitor.breakpoint.wait_for_person
-fi
 
-# All that torchrun would else take from an operator's PET_ variables; and localhost, as this machine's name may not resolve.
-rendezvous=(--nnodes=1 --rdzv_backend c10d --rdzv_endpoint=localhost:0 --local-addr=localhost)
+rendezvous=(--nnodes=1)
 if [ "$most_nodes" -gt 1 ]; then
   [ -n "${MASTER_ADDR:-}" ] || { echo "NNODES=$NNODES needs one machine's address in MASTER_ADDR" >&2; exit 78; }
   rendezvous=(--nnodes="$NNODES" --rdzv_backend c10d --rdzv_endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}"
@@ -131,10 +130,6 @@ if [ "$most_nodes" -gt 1 ]; then
     rendezvous=(--nnodes="$NNODES" --node_rank="$NODE_RANK"
       --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
   fi
-  # Several torchruns keep one store for all restarts: in it, new ranks would find the addresses of dead ones.
-  if [[ "$NNODES" == *:* || "$MAX_RESTARTS" -gt 0 ]]; then
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-  fi
 fi
 rendezvous+=(--max-restarts="$MAX_RESTARTS")
 
@@ -143,7 +138,7 @@ program=(-m torchtitan_like.train)
 [ -z "${TRACE_TO:-}" ] || program=("$ROOT/scripts/trace_lines.py" -m torchtitan_like.train)
 command=("$PYTHON" "${program[@]}" "${config[@]}")
 if [ $((NGPU * most_nodes)) -gt 1 ] || [ "$MAX_RESTARTS" -gt 0 ] || [ -n "${NUMA_BINDING:-}" ]; then
-  command=("$PYTHON" -m torch.distributed.run --nproc_per_node="$NGPU" "${rendezvous[@]}"
+  command=("$PYTHON" -m torchtitan_like.torchrun --nproc_per_node="$NGPU" "${rendezvous[@]}"
     ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"}
     --local-ranks-filter "$LOG_RANK" --role "$role" --tee 3 --log-dir "$run_folder/torchrun"
     "${program[@]}" "${config[@]}")
@@ -166,6 +161,7 @@ pass_on() {
 }
 trap 'pass_on INT' INT
 trap 'pass_on TERM' TERM HUP
+export TORCHTITAN_LIKE_LAUNCHER=$$ # the run saves and ends when this script is killed
 set -m
 "${command[@]}" </dev/null &
 run=$!
@@ -176,18 +172,5 @@ while kill -0 "$run" 2>/dev/null; do
 done
 code=0
 wait "$run" || code=$?
-
-# torchrun makes a 1 of every worker's code and ends with 1 when it was signalled: the truth is in the exit.json that this
-# attempt has written. One rank without torchrun ends with the code that stands there, or has crashed after it was written.
-# On several machines, one that does not see rank 0's folder has only torchrun's code.
-# A crash is read from the first error; torchrun's own words name one of those that failed.
-end="$run_folder/exit.json"
-if [ "$code" -eq 0 ] || { [ -n "$signalled" ] && [ -e "$end" ]; } || grep -qs "\"code\": $code\b" "$end"; then
-  if [ -e "$end" ] || [ "$most_nodes" -eq 1 ]; then
-    code=0
-    "$PYTHON" "$ROOT/scripts/run_folder.py" report "$typed" "$typed_in" <<<"$resolved" || code=$?
-  fi
-else
-  "$PYTHON" "$ROOT/scripts/run_folder.py" errors "$started" <<<"$resolved" || code=$?
-fi
-exit "$code"
+trap '' INT TERM HUP
+"$PYTHON" "$ROOT/scripts/run_folder.py" end "$code" "$signalled" "$started" "$most_nodes" "$typed" "$typed_in" <<<"$resolved"

@@ -30,7 +30,7 @@ for folder_of in /proc/[0-9]*; do
   words=$(tr '\0' ' ' <"$folder_of/cmdline" 2>/dev/null) || continue
   IFS= read -r -d '' program 2>/dev/null <"$folder_of/cmdline" || continue # a shell's command line may hold all the rest
   [[ "$program" == *python* && "$words" == *"${PATTERN:--m torchtitan_like.train}"* ]] || continue
-  [[ "$words" != *torch.distributed.run* && "$pid" != "$$" ]] || continue
+  [[ "$words" != *torch.distributed.run* && "$words" != *torchtitan_like.torchrun* && "$pid" != "$$" ]] || continue
   rank=$(tr '\0' '\n' <"$folder_of/environ" 2>/dev/null | sed -n 's/^RANK=//p')
   file="$folder/stack-$host-rank${rank:-0}-$pid.txt"
   if [ -n "${DRY_RUN:-}" ]; then

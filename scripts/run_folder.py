@@ -1,14 +1,10 @@
-"""What run_train.sh does in a run's folder before and after torchrun. The resolved config comes on standard input.
+"""What run_train.sh does in a run's folder before and after the run. The resolved config comes on standard input.
 
 python scripts/run_folder.py clear
-    removes the exit.json of an earlier attempt; prints the run's folder
-python scripts/run_folder.py report COMMAND FOLDER
-    exits with the code in exit.json. After a finished run it prints where things are, how to resume (COMMAND: what was
-    typed, in FOLDER) and how to sample
-python scripts/run_folder.py errors SINCE
-    of a run that crashed: prints the first error of those left since then (in seconds since 1970), as its last words. Exits
-    with 69, and leaves an exit.json that says so, when all that is left are errors of ranks that have lost another; with 78
-    when a rank has refused the config; else with 0
+    removes the exit.json of an earlier attempt and prints the run's folder. Exits with 74 if another run is alive in it
+python scripts/run_folder.py end CODE SIGNAL SINCE NUM_MACHINES COMMAND FOLDER
+    of a run that has ended with CODE: prints how it ended, and exits with the code of run_train.sh. SIGNAL: the one that was
+    passed on (INT, TERM, or empty); SINCE: its start, in seconds since 1970; COMMAND: what was typed, in FOLDER
 """
 
 from __future__ import annotations
@@ -18,15 +14,18 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.monitor.errors import errors_of, first_error, in_words
 from torchtitan_like.monitor.run_directory import write_exit
+from torchtitan_like.process_start import CODES
 from torchtitan_like.resilience.exit_codes import ExitCode
 
 if sys.version_info >= (3, 11):
@@ -34,56 +33,103 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-NO_EXIT_FILE = 1
+CRASH = 1
 PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 ROOT = Path(__file__).resolve().parent.parent
 
 
+class Typed(NamedTuple):
+    """What a person would type to run this again, and where."""
+
+    command: str
+    folder: Path
+
+
 def clear(config: dict[str, Any]) -> int:
-    """An old exit.json must not be taken for the outcome of the run that starts now."""
+    """Remove the exit.json of an earlier attempt, unless it belongs to a run that is alive."""
     folder = Path(config["job"]["dump_folder"])
+    if refusal := RunLock(folder / config["checkpoint"]["folder"]).holder_here():
+        print(refusal, file=sys.stderr)
+        return int(ExitCode.STORAGE)
     (folder / "exit.json").unlink(missing_ok=True)
     print(folder)
     return 0
 
 
-def report(config: dict[str, Any], command: str, typed_in: Path) -> int:
-    """Print how the run ended; the code to return for it."""
+def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_machines: int, typed: Typed) -> int:
+    """Print how the run has ended. Return the code for it.
+
+    torchrun returns 0 for every end that all ranks agree on, and 1 after a signal: exit.json, which this attempt has
+    written, has the code. One rank without torchrun returns that code, or has crashed after it wrote the file.
+    """
     folder = Path(config["job"]["dump_folder"])
+    exit_file = folder / "exit.json"
+    stop = CODES[signal.Signals[f"SIG{passed_on}"]] if passed_on else None
     try:
-        end = json.loads((folder / "exit.json").read_text(encoding="utf-8"))
-        code, reason, step = int(end["code"]), end["reason"], end["step"]
+        written = json.loads(exit_file.read_text(encoding="utf-8"))
+        outcome = int(written["code"]), str(written["reason"]), written["step"]
+    except FileNotFoundError:
+        outcome = None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"{folder / 'exit.json'} does not say how the run has ended: {error}", file=sys.stderr)
-        return NO_EXIT_FILE
+        print(f"{exit_file} does not say how the run has ended: {error}", file=sys.stderr)
+        return CRASH
+    if outcome is not None and (code == 0 or stop is not None or code == outcome[0]):
+        return report(config, *outcome, typed)
+    if code == 0:
+        if num_machines > 1:  # rank 0 has written the file in a folder that this machine does not see
+            return 0
+        print(f"The run has ended with code 0, but has left no {exit_file}", file=sys.stderr)
+        return CRASH
+    early = ExitCode(code) if code in CODES.values() else stop
+    if early is not None and not has_begun(folder / "attempts", since):
+        write_exit(folder, early.reason, early, step=None)
+        return report(config, early, early.reason, None, typed)
+    if code == ExitCode.STORAGE:  # another run is alive here, as a rank has printed; that run's files stay
+        return code
+    return report_crash(folder, code, since)
+
+
+def has_begun(attempts: Path, since: float) -> bool:
+    """Return True if ranks have come so far since then that they have a folder, or have left an error."""
+    newest = max((int(path.name) for path in attempts.glob("[1-9]*")), default=0)
+    is_new = newest > 0 and (attempts / str(newest)).stat().st_mtime >= since
+    return is_new or first_since(attempts, since) is not None
+
+
+def report(config: dict[str, Any], code: int, reason: str, step: int | None, typed: Typed) -> int:
+    """Print how the run ended; returns ``code``."""
+    folder = Path(config["job"]["dump_folder"])
     if code == ExitCode.DONE:
-        print("\n".join(last_words(config, folder, command, typed_in, step)))
+        print("\n".join(last_words(config, folder, typed, int(step or 0))))
     else:
         where = "before the first step" if step is None else f"at step {step}"
         print(f"Stopped {where}: {reason} (code {code}); logs: {folder}/attempts", file=sys.stderr)
     return code
 
 
-def errors(config: dict[str, Any], since: float) -> int:
-    """Print why the newest attempt has crashed: the first error, and which ranks have left none."""
-    attempts = Path(config["job"]["dump_folder"]) / "attempts"
+def report_crash(folder: Path, code: int, since: float) -> int:
+    """Print the first error since then, and which ranks have left none. Return the code for it.
+
+    It is BAD_CONFIG if a rank has refused the config, and LOST_PEER if ranks have left nothing but errors of others that
+    were lost. exit.json then has that code too.
+    """
+    attempts = folder / "attempts"
     with suppress(OSError, ValueError, KeyError):  # of a rank that was asked to stop because another had crashed
-        if json.loads((attempts.parent / "exit.json").read_text(encoding="utf-8"))["step"] is None:
-            (attempts.parent / "exit.json").unlink()
+        if json.loads((folder / "exit.json").read_text(encoding="utf-8"))["step"] is None:
+            (folder / "exit.json").unlink()
     found = first_since(attempts, since)
     if found is None:
         where = f"in {attempts}: it was killed, or its error stands above and could not be written"
         print(f"The run has crashed, and no rank has left an error {where}", file=sys.stderr)
-        return 0
-    folder, first, ranks = found
+        return code
+    attempt, first, ranks = found
     if first["phase"] == "config":  # nothing has started: the launcher's own check had less to go by
-        write_exit(config["job"]["dump_folder"], ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
-        print(in_words(first), file=sys.stderr)
+        write_exit(folder, ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
+        print(f"Nothing was started. A rank has refused the configuration: {in_words(first)}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
-    words = [f"FIRST ERROR of {len(ranks)} (all: {folder}/errors): {in_words(first)}"]
-    seen = {int(path.stem.removeprefix("rank-")) for path in folder.glob("heartbeat/rank-*.json")}
+    words = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {in_words(first)}"]
+    seen = {int(path.stem.removeprefix("rank-")) for path in attempt.glob("heartbeat/rank-*.json")}
     silent = seen - ranks
-    code = 0
     if silent:
         shown = ", ".join(map(str, sorted(silent)[:32])) + f" and {len(silent) - 32} more" * (len(silent) > 32)
         silence = f"NO ERROR of rank {shown}: killed (for its memory? see dmesg), or it hung and was killed at the end"
@@ -91,9 +137,9 @@ def errors(config: dict[str, Any], since: float) -> int:
         words.insert(len(words) if is_consequence else 0, silence)
         if is_consequence:
             code = ExitCode.LOST_PEER
-            write_exit(config["job"]["dump_folder"], code.reason, code, first["step"])
+            write_exit(folder, code.reason, code, first["step"])
     print("\n".join(words), file=sys.stderr)
-    return code
+    return int(code)
 
 
 def first_since(attempts: Path, since: float) -> tuple[Path, dict[str, Any], set[int]] | None:
@@ -115,13 +161,14 @@ def first_since(attempts: Path, since: float) -> tuple[Path, dict[str, Any], set
     return max(found, key=lambda one: one[1]["time"], default=None)
 
 
-def last_words(config: dict[str, Any], folder: Path, command: str, typed_in: Path, last_step: int) -> list[str]:
+def last_words(config: dict[str, Any], folder: Path, typed: Typed, last_step: int) -> list[str]:
     """Three lines: where everything is, how to resume, how to generate a sample."""
-    metrics, elsewhere = config["metrics"], Path.cwd() != typed_in.resolve()
+    metrics, elsewhere = config["metrics"], Path.cwd() != typed.folder.resolve()
+    command = typed.command
     folder = folder.absolute() if elsewhere else folder
     checkpoint = config["checkpoint"]  # switched off, what lies there is an older run's
     if checkpoint.get("load_step", -1) >= 0:  # with more steps it is another command, and would go back once more
-        command += " --checkpoint.load_step=-1"
+        command = with_option(command, "checkpoint.load_step", -1)
     steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
     board = f"tensorboard --logdir {shlex.quote(str(folder / metrics['save_tb_folder']))}"
@@ -154,7 +201,28 @@ def how_to_resume(steps: list[StepFolder], command: str, wanted: int, last_step:
     what = "the same command, more steps"
     if full[-1].step < last_step:
         what += f"; from step {full[-1].step}, as the last save holds the weights alone"
-    return f"Resume ({what}): {command} --training.steps {2 * wanted}"
+    return f"Resume ({what}): {with_option(command, 'training.steps', 2 * wanted)}"
+
+
+def with_option(command: str, key: str, value: int) -> str:
+    """Return the command with the option ``key`` set to ``value``, in place of every value that it has there."""
+    words: list[str] = []
+    is_value = False
+    for word in shlex.split(command):
+        name, has_value, _ = word.partition("=")
+        if name.replace("-", "_") == f"__{key}":
+            is_value = not has_value
+        elif is_value:
+            is_value = False
+        else:
+            words.append(word)
+    return " ".join([*map(quoted, words), f"--{key}", str(value)])
+
+
+def quoted(word: str) -> str:
+    """Quote a word for a shell. An assignment before a command (NAME=value) must not be quoted as a whole."""
+    name, is_assignment, value = word.partition("=")
+    return f"{name}={shlex.quote(value)}" if is_assignment and name.isidentifier() else shlex.quote(word)
 
 
 def python() -> list[str]:
@@ -176,10 +244,9 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["clear"]:
             return clear(config)
-        case ["report", command, typed_in]:
-            return report(config, command, Path(typed_in))
-        case ["errors", since]:
-            return errors(config, float(since))
+        case ["end", code, passed_on, since, num_machines, command, typed_in]:
+            typed = Typed(command, Path(typed_in))
+            return end(config, int(code), passed_on, float(since), int(num_machines), typed)
     print(__doc__, file=sys.stderr)
     return 2
 

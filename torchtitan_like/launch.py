@@ -17,6 +17,7 @@ import torch
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
 from torchtitan_like.data.errors import DataError
@@ -203,6 +204,8 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
             else:
                 trainer = trainer_class(config, world, checkpointer, starts, requests)
                 code = trainer.train()
+        except LockedError:
+            raise
         except tuple(CODES) as problem:
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
@@ -271,7 +274,8 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
             if launched.rank == 0:
                 leave_exit(config.job.dump_folder, code, None, WriteFailures())
             return int(code)
-        except StorageError as error:  # nobody can learn the code from a file
+        except (LockedError, StorageError) as error:
+            # exit.json belongs to the living run, or cannot be written: the code is returned instead.
             logger.error(str(error))
             return int(ExitCode.STORAGE)
         except Exception as error:

@@ -17,6 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan_like.process_start import begin_rank
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    begin_rank(sys.argv[1:])
+
 import torch
 
 from torchtitan_like.bad_steps import BadSteps

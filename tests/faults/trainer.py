@@ -181,7 +181,7 @@ class _TorchrunRun:
                     command = one.cmdline()
                     is_trainer = {"torchtitan_like.train", "tests.faults.plants"} & {
                         *command
-                    } and "torch.distributed.run" not in command
+                    } and "torchtitan_like.torchrun" not in command
                     if is_trainer and one.ppid() not in found.values():
                         found[int(one.environ().get("RANK", 0))] = one.pid
         return found

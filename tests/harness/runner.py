@@ -97,12 +97,12 @@ def run_row(row: OverrideDefinitions, folder: Path, run: Callable[..., RunResult
 def trainer_command(
     arguments: list[str], ngpu: int, dump_folder: Path, module: str = "torchtitan_like.train"
 ) -> list[str]:
-    """The command of one run: torchrun, or for one rank the trainer itself, as run_train.sh starts them."""
+    """The command of one run: our torchrun, or for one rank the trainer itself, as run_train.sh starts them."""
     trainer = ["-m", module, *arguments]
     if ngpu == 1:
         return [sys.executable, *trainer]
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ngpu}", "--rdzv_backend=c10d"]
-    launcher += ["--rdzv_endpoint=localhost:0", "--role=rank", "--tee=3", f"--log-dir={dump_folder / 'torchrun'}"]
+    launcher = ["-m", "torchtitan_like.torchrun", f"--nproc_per_node={ngpu}"]
+    launcher += ["--role=rank", "--tee=3", f"--log-dir={dump_folder / 'torchrun'}"]
     return [sys.executable, *launcher, *trainer]
 
 

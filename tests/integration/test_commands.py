@@ -140,7 +140,7 @@ def test_a_config_with_several_problems_starts_nothing(tmp_path: Path) -> None:
                 "checkpoint.interval", "parallelism.enable_async_tensor_parallel", "optimizer.lr"):  # fmt: skip
         assert key in done.stderr, done.stderr
     assert after.children_user + after.children_system - before.children_user - before.children_system < 5
-    assert "torch.distributed.run" not in done.stdout
+    assert "torchtitan_like.torchrun" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["broken.toml"]
 
 

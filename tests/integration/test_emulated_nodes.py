@@ -265,7 +265,7 @@ def test_a_signal_ends_both_nodes_by_agreement(data: Path, run_forked: ForkedTra
 def is_rank(process: psutil.Process) -> bool:
     """A rank, and not a torchrun that was started to run it."""
     try:
-        return "torchtitan_like.train" in process.cmdline() and "torch.distributed.run" not in process.cmdline()
+        return "torchtitan_like.train" in process.cmdline() and "torchtitan_like.torchrun" not in process.cmdline()
     except psutil.Error:
         return False
 

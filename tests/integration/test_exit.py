@@ -29,9 +29,9 @@ def test_the_host_groups_end_before_the_process_does(text, tmp_path):
     The mesh's one group stays, in DTensor's caches; it has been idle since the last step.
     """
     (tmp_path / "program.py").write_text(PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_endpoint=localhost:0"]
+    launcher = [sys.executable, "-m", "torchtitan_like.torchrun", "--nproc_per_node=2"]
     result = subprocess.run(
-        [*launcher, "--rdzv_backend=c10d", str(tmp_path / "program.py"),
+        [*launcher, str(tmp_path / "program.py"),
          *arguments(text, tmp_path / "outputs", **{"training.steps": 2})],
         cwd=ROOT, env=trainer_environment(), capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
     )  # fmt: skip

@@ -258,4 +258,4 @@ def is_rank(process: psutil.Process, outputs: Path) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    return "torchtitan_like.train" in words and "torch.distributed.run" not in words and str(outputs) in words
+    return "torchtitan_like.train" in words and "torchtitan_like.torchrun" not in words and str(outputs) in words

@@ -108,6 +108,15 @@ class FileLock:
             logger.warning(f"{self.path}: no sign of life from {_name(holder)}, the lock is taken over")
             self._remove(text)
 
+    def holder_here(self) -> str | None:
+        """Return the message of a LockedError if a live process of this machine holds the lock. Does not wait."""
+        try:
+            holder = _parse(self._read() or "")
+        except OSError:
+            return None
+        is_here = holder.get("machine") == self._me["machine"]
+        return self._refusal(holder) if is_here and _is_alive(holder) else None
+
     def check(self) -> None:
         """Raise CheckpointError unless the lock is still ours; called before anything is published."""
         for _ in range(5):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.distributed.store import ROUND, host_store, stay_on_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -246,20 +247,29 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
-    """Where the ranks find each other's addresses: the launcher's store; in it, a restarted run has a part of its own.
+    """Return the store in which the ranks find each other's addresses; a restarted run has its own part of it.
 
-    NOTE: torchrun (2.13) keeps one store for all its restarts. Of the addresses in it, a rank would take dead peers'. Where
-    several launchers work together each counts restarts by itself, so their number tells nothing (docs/operations.md).
+    NOTE: plain torchrun (2.13) keeps one store for all its restarts. A rank would read the addresses of dead peers in it.
+    Several such launchers count restarts independently, so their count does not tell them apart (docs/operations.md).
     """
     if launch.world_size == 1:
         return dist.HashStore()
-    store, *_ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store = _open_store(launch, timeout)
     store.set_timeout(timeout)
     has_one_launcher = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_launcher else "any"
-    place = dist.PrefixStore(f"restart_{restarts}", store)
+    place = dist.PrefixStore(os.environ.get(ROUND, f"restart_{restarts}"), store)
     _meet(place, launch, timeout.total_seconds())
     return place
+
+
+def _open_store(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
+    """Connect to the launcher's store. A launcher without a store leaves it to rank 0 to host one."""
+    is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_host and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return host_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    store: dist.Store = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    return store
 
 
 def _meet(place: dist.Store, launch: LaunchedAs, timeout: float) -> None:
@@ -296,6 +306,7 @@ def join_world(
     ranks = list(range(dims.world_size))
     with ExitStack() as undo:
         if owns:
+            stay_on_loopback(os.environ)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend,

@@ -217,7 +217,7 @@ def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
     words = ["-m", "torchtitan_like.train"]
     bash_words = ["bash", "-c", "echo; read -r line", "python"]
     sleeps = [sys.executable, *waits, "/home/bashir/a.toml", *words]
-    commands = {"3": sleeps, "": [*sleeps[:3], "torch.distributed.run", *words], "4": [*bash_words, *words]}
+    commands = {"3": sleeps, "": [*sleeps[:3], "torchtitan_like.torchrun", *words], "4": [*bash_words, *words]}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = [
         subprocess.Popen([*command, str(tmp_path)], env={**os.environ, "RANK": rank}, text=True, **pipes)

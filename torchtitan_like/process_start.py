@@ -1,0 +1,88 @@
+"""The first lines of a process: signals end it with their exit code, and it does not outlive its launcher.
+
+Imports nothing that takes long: what a signal does before these lines is up to Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.monitor.run_directory import write_exit
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+# Environment variable: the process id of the launcher, which the process ends with.
+LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
+# The codes of a process that a signal stops before the first step.
+CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.REQUEUE,
+    signal.SIGUSR1: ExitCode.REQUEUE,
+}
+PR_SET_PDEATHSIG = 1
+
+
+def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> None:
+    """End the process at once on a signal of `CODES`, after ``record``. Signals that are ignored stay so."""
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        code = CODES[signal.Signals(signum)]
+        message = f"Training stopped: {code.reason}, during the imports\n"
+        with suppress(OSError):
+            os.write(2, message.encode())
+        record(code)
+        os._exit(code)
+
+    for signum in CODES:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, end)
+
+
+def die_with_launcher(signum: signal.Signals) -> None:
+    """Have the kernel send ``signum`` to this process when its parent dies. Only under a launcher, and on Linux.
+
+    The kernel watches the parent's thread that started this process: torchrun and bash start ranks from their main thread.
+    """
+    launcher = int(os.environ.pop(LAUNCHER, 0))
+    is_launched = launcher > 0 or "TORCHELASTIC_RUN_ID" in os.environ
+    if not is_launched or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+    # The launcher may have died before the line above. A wrapper may stand between it and this process.
+    if launcher > 0 and os.getppid() != launcher and not _is_running(launcher):
+        os.kill(os.getpid(), signum)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def begin_rank(argv: list[str]) -> None:
+    """Prepare a rank: signals, the launcher's death, and no exit.json of an earlier attempt in the run folder."""
+    exit_on_signals()
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    die_with_launcher(signal.SIGKILL if is_under_torchrun else signal.SIGTERM)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        config = load_config(argv)
+    except (ConfigError, SystemExit):  # reported when it is loaded again, for the run
+        return
+    folder = Path(config.job.dump_folder)
+    if RunLock(folder / config.checkpoint.folder).holder_here() is not None:
+        return  # exit.json belongs to that run
+    with suppress(OSError):
+        (folder / "exit.json").unlink(missing_ok=True)
+    exit_on_signals(lambda code: write_exit(folder, code.reason, int(code), step=None))

@@ -1,0 +1,96 @@
+"""torchrun for runs: `python -m torchtitan_like.torchrun --nproc_per_node=8 -m torchtitan_like.train ...`.
+
+Takes torchrun's arguments. The differences:
+
+- Its store listens on one address: on loopback on one machine, else on the address of MASTER_ADDR.
+- The ranks end when this process does, even after SIGKILL.
+- A second signal does not end it while the ranks save.
+- It returns the code of ranks that stop before the first step or refuse to start, and 1 after a signal or a crash.
+  It returns 0 for an end that all ranks agree on: exit.json has the code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import Namespace
+from types import FrameType
+
+from torchtitan_like.process_start import LAUNCHER, die_with_launcher, exit_on_signals
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    exit_on_signals()
+    die_with_launcher(signal.SIGTERM)
+
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from torchtitan_like.distributed.rendezvous import register_backends
+from torchtitan_like.distributed.store import LOOPBACK
+from torchtitan_like.resilience.exit_codes import ExitCode
+
+DEFAULT_PORT = 29500
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The codes with which ranks end before the first step. Of several, the first one here is the reason: the launcher
+# stops the other ranks with SIGTERM, and so with REQUEUE.
+EARLY_CODES = (ExitCode.BAD_CONFIG, ExitCode.STORAGE, ExitCode.INTERRUPTED, ExitCode.REQUEUE)
+
+
+def early_code(codes: set[int]) -> ExitCode | None:
+    """Return the code of ranks that have ended with ``codes``; None if one of them has crashed."""
+    if not codes <= set(EARLY_CODES):
+        return None
+    return next(code for code in EARLY_CODES if code in codes)
+
+
+def stop_once(signum: int, _frame: FrameType | None) -> None:
+    """Have torchrun pass the signal on and wait for the ranks, which may be saving. Further signals are ignored."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise SignalException(f"received signal {signum}", sigval=signal.Signals(signum))
+
+
+def main(argv: list[str]) -> int:
+    """Run the ranks to their end; returns the exit code."""
+    arguments = torch_run.parse_args(argv)
+    set_rendezvous(arguments)
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, stop_once)
+    arguments.signals_to_handle = "SIGQUIT"  # torchrun would handle STOP_SIGNALS each time, and end at the second
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        record(torch_run.run)(arguments)
+    except SignalException:  # the ranks have ended
+        return 1
+    except ChildFailedError as error:
+        code = early_code({failure.exitcode for failure in error.failures.values()})
+        if code is not None:
+            return int(code)
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def set_rendezvous(arguments: Namespace) -> None:
+    """Replace torchrun's rendezvous by ours."""
+    names = register_backends()
+    _, max_nodes = torch_run.parse_min_max_nnodes(arguments.nnodes)
+    backend = "loopback" if max_nodes == 1 else arguments.rdzv_backend
+    if backend not in names:
+        return
+    if backend == "static":
+        # torchrun passes the rank on to its own static backend alone.
+        arguments.rdzv_conf = ",".join(filter(None, [arguments.rdzv_conf, f"rank={arguments.node_rank}"]))
+        arguments.rdzv_endpoint = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
+    if backend == "loopback":
+        arguments.standalone = False
+        arguments.rdzv_endpoint = f"{LOOPBACK}:0"
+    arguments.node_rank = 0
+    arguments.rdzv_backend = names[backend]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
