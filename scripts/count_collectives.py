@@ -205,8 +205,8 @@ def main(argv: list[str]) -> int:
         if checked.returncode:
             print(checked.stderr, file=sys.stderr, end="")
             return checked.returncode
-        run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(options.world_size)]
-        run += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", __file__, WORKER, *arguments]
+        run = [sys.executable, "-m", "torchtitan_like.torchrun", "--nproc_per_node", str(options.world_size)]
+        run += [__file__, WORKER, *arguments]
         done = subprocess.run(run, capture_output=True, text=True, env=environ)
         if done.returncode:
             print(done.stderr[-4000:], file=sys.stderr, end="")

@@ -36,6 +36,8 @@ else:
 CRASH = 1
 PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 ROOT = Path(__file__).resolve().parent.parent
+# An attempt's folder, the first error in it, and the ranks that have left one.
+Found = tuple[Path, dict[str, Any], set[int]]
 
 
 class Typed(NamedTuple):
@@ -84,6 +86,8 @@ def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_mac
     if early is not None and not has_begun(folder / "attempts", since):
         write_exit(folder, early.reason, early, step=None)
         return report(config, early, early.reason, None, typed)
+    if code == ExitCode.BAD_CONFIG:
+        return report_refusal(folder, first_since(folder / "attempts", since))
     if code == ExitCode.STORAGE:  # another run is alive here, as a rank has printed; that run's files stay
         return code
     return report_crash(folder, code, since)
@@ -107,6 +111,14 @@ def report(config: dict[str, Any], code: int, reason: str, step: int | None, typ
     return code
 
 
+def report_refusal(folder: Path, found: Found | None) -> int:
+    """Print that a rank has refused the config, and why if it has left a record. Return the code for it."""
+    write_exit(folder, ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
+    reason = "its message is above" if found is None else in_words(found[1])
+    print(f"Nothing was started: a rank has refused the configuration (code 78): {reason}", file=sys.stderr)
+    return int(ExitCode.BAD_CONFIG)
+
+
 def report_crash(folder: Path, code: int, since: float) -> int:
     """Print the first error since then, and which ranks have left none. Return the code for it.
 
@@ -123,10 +135,8 @@ def report_crash(folder: Path, code: int, since: float) -> int:
         print(f"The run has crashed, and no rank has left an error {where}", file=sys.stderr)
         return code
     attempt, first, ranks = found
-    if first["phase"] == "config":  # nothing has started: the launcher's own check had less to go by
-        write_exit(folder, ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
-        print(f"Nothing was started. A rank has refused the configuration: {in_words(first)}", file=sys.stderr)
-        return int(ExitCode.BAD_CONFIG)
+    if first["phase"] == "config":
+        return report_refusal(folder, found)
     words = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {in_words(first)}"]
     seen = {int(path.stem.removeprefix("rank-")) for path in attempt.glob("heartbeat/rank-*.json")}
     silent = seen - ranks
@@ -142,7 +152,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     return int(code)
 
 
-def first_since(attempts: Path, since: float) -> tuple[Path, dict[str, Any], set[int]] | None:
+def first_since(attempts: Path, since: float) -> Found | None:
     """Of the newest start that has left errors since then: its folder, the first of them, and which ranks have left one.
 
     Every node asks, and of thousands of ranks there are thousands of records: of a start that came far enough to have a

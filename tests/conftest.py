@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What a shell, a scheduler, a launcher or a git hook has set for pytest itself is not meant for the code under test.
 OF_OTHERS = ("SLURM_", "TORCH_", "TORCHDYNAMO_", "TORCHELASTIC_", "PET_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "OMPI_",
-             "MASTER_", "GIT_", "WANDB_", "SMTP_", "TRACE_", "BREAK_", "CUBLAS_", "CUDA_LAUNCH_")  # fmt: skip
+             "MASTER_", "GIT_", "WANDB_", "SMTP_", "TRACE_", "CUBLAS_", "CUDA_LAUNCH_")  # fmt: skip
 OF_OTHERS_TOO = """
     RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
     NGPU NNODES NODE_RANK RDZV_ID MAX_RESTARTS CONFIG_FILE LOG_RANK LOG_PREFIX NUMA_BINDING KNOWN_BAD_GPUS TYPED

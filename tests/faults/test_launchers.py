@@ -6,20 +6,24 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.faults.drills import BASE, SHORT
 from tests.faults.kills import Chain
 from tests.faults.plants import Plant
 from tests.faults.trainer import EXACT, Starter, Torchrun, arguments, exact_rows
-from tests.harness.ports import free_ports
-from tests.harness.runner import ROOT, kill_session, trainer_environment
+from tests.harness.ports import free_ports, listening_addresses
+from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_command, trainer_environment
+from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.monitor.errors import errors_of
 
 
@@ -63,6 +67,8 @@ def test_a_config_that_one_rank_refuses_is_no_crash(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 78, result.stderr[-3000:]
     head, error, problem = result.stderr.splitlines()[-3:]
+    assert head.startswith("Nothing was started: a rank has refused the configuration (code 78): ")
+    assert "crash" not in result.stderr and "Traceback" not in result.stderr, result.stderr
     assert head.endswith("rank 1, step 0, phase config:") and error.endswith("1 problem in the configuration:")
     assert "experimental.custom_import" in problem and "not on this rank" in problem
     assert json.loads((tmp_path / "outputs/exit.json").read_text())["code"] == 78
@@ -98,6 +104,122 @@ def test_run_train_returns_the_code_all_have_agreed_on(tmp_path: Path) -> None:
     result = run_train(tmp_path / "outputs", Plant("validation", "SIGTERM", 1, 4))
     assert result.returncode == 75, result.stderr[-3000:]
     assert "requeue (code 75)" in result.stderr.splitlines()[-1]
+
+
+def test_a_run_listens_on_loopback_only_and_dies_with_its_launcher(tmp_path: Path) -> None:
+    """With data workers. The launcher is killed, so it cannot stop its ranks."""
+    folder = tmp_path / "outputs"
+    settings = arguments(folder, **BASE | {"training__steps": 100_000, "lr_scheduler__total_steps": 100_000},
+                         training__dataloader__num_workers=1)  # fmt: skip
+    process = subprocess.Popen(
+        [str(ROOT / "run_train.sh"), *settings], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=trainer_environment({"PYTHON": sys.executable, "NGPU": "2"}), text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        before = list(takewhile(lambda line: not re.search(r"step: +2 ", line), process.stdout))
+        everyone = psutil.Process(process.pid).children(recursive=True)
+        [launcher] = [one for one in everyone if one.ppid() == process.pid]
+        ranks = [one for one in everyone if one.ppid() == launcher.pid]
+        assert len(ranks) == 2 and len(everyone) >= 1 + 2 + 2, "".join(before)
+        assert listening_addresses([launcher.pid]) == ["127.0.0.1"], "the one store"
+        for rank in ranks:
+            assert set(listening_addresses([rank.pid])) == {"127.0.0.1"}, "gloo"
+        assert set(listening_addresses(one.pid for one in everyone)) == {"127.0.0.1"}
+        launcher.kill()
+        _, alive = psutil.wait_procs(everyone, timeout=60)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        kill_session(process)
+    assert not alive, output
+    assert process.returncode == 128 + signal.SIGKILL, output[-3000:]
+
+
+# Holds a rank where it begins to import torch.
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+
+class Hold:
+    def find_spec(self, name, *_):
+        is_rank = "RANK" in os.environ or "torch.distributed.run" not in " ".join(sys.orig_argv[:3])
+        if name == "torch" and is_rank and "torchtitan_like.torchrun" not in sys.orig_argv[:3]:
+            Path(os.environ["HELD"], os.environ.get("RANK", "0")).write_text(str(os.getpid()))
+            time.sleep(200)
+
+sys.meta_path.insert(0, Hold())
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "to", "signum", "code"),
+    [
+        ("run_train.sh", "launcher", signal.SIGINT, 130),
+        ("run_train.sh", "rank 1", signal.SIGTERM, 75),
+        ("torchrun", "launcher", signal.SIGTERM, 1),
+        ("none", "rank 0", signal.SIGTERM, 75),
+    ],
+)
+def test_a_signal_during_the_imports_ends_with_its_code(
+    tmp_path: Path, launcher: str, to: str, signum: signal.Signals, code: int
+) -> None:
+    """exit.json is of this start, and not of the one before."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    (folder / "exit.json").write_text('{"reason": "done", "code": 0, "step": 8}')
+    (tmp_path / "sitecustomize.py").write_text(HOLDS)
+    train = ["-m", "torchtitan_like.train", *arguments(folder, **BASE)]
+    command = {
+        "run_train.sh": [str(ROOT / "run_train.sh"), *train[2:]],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *train],
+        "none": [sys.executable, *train],
+    }[launcher]
+    num_ranks = 1 if launcher == "none" else 2
+    variables = {"PYTHON": sys.executable, "NGPU": "2", "HELD": str(tmp_path)}
+    environ = trainer_environment(variables)
+    environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environ['PYTHONPATH']}"
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, preexec_fn=listen_to_signals,
+    )  # fmt: skip
+    try:
+        held = [tmp_path / str(rank) for rank in range(num_ranks)]
+        give_up = time.monotonic() + 200
+        while not all(file.exists() and file.read_text() for file in held):
+            assert time.monotonic() < give_up and process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        pid = process.pid if to == "launcher" else int(held[int(to[-1])].read_text())
+        os.kill(pid, signum)
+        output, _ = process.communicate(timeout=100)
+    finally:
+        kill_session(process)
+    assert process.returncode == code, output
+    assert "has crashed" not in output
+    expected = {signal.SIGTERM: ("requeue", 75), signal.SIGINT: ("interrupted", 130)}[signum]
+    written = json.loads((folder / "exit.json").read_text())
+    assert (written["reason"], written["code"], written["step"]) == (*expected, None), output
+    if launcher != "torchrun":  # whose own traceback it is
+        assert "Traceback" not in output
+
+
+def test_a_second_start_leaves_the_files_of_a_living_run(tmp_path: Path) -> None:
+    """The ranks themselves refuse it, as where the launcher did not know of the run. The run that lives is this test."""
+    folder = tmp_path / "outputs"
+    lock = RunLock(folder / "checkpoint")
+    lock.acquire()
+    (folder / "exit.json").write_text('{"reason": "done", "code": 0, "step": 8}')  # it is about to end
+    try:
+        result = subprocess.run(
+            trainer_command(arguments(folder, **BASE), 2, folder), cwd=ROOT, env=trainer_environment(),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+    finally:
+        lock.release()
+    assert result.returncode == 74, result.stderr[-3000:]
+    assert f"belongs to a run that is alive: process {os.getpid()}" in result.stdout
+    assert json.loads((folder / "exit.json").read_text())["step"] == 8
+    assert not (folder / "attempts").exists() and not (folder / "config.toml").exists()
 
 
 def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import random
 import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 
 def free_ports(count: int) -> list[int]:
@@ -22,3 +27,28 @@ def free_ports(count: int) -> list[int]:
             if len(found) == count:
                 return found
     raise RuntimeError(f"no {count} free ports between 10,000 and 32,000")
+
+
+def listening_addresses(pids: Iterable[int]) -> list[str]:
+    """Return the addresses of all TCP sockets on which these processes listen, from /proc (Linux)."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                sockets.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.append(_address(local.partition(":")[0]))
+    return found
+
+
+def _address(text: str) -> str:
+    """Return the usual form of an address that the kernel prints as 32-bit words in the machine's byte order."""
+    words = [bytes.fromhex(text[i : i + 8]) for i in range(0, len(text), 8)]
+    if sys.byteorder == "little":
+        words = [word[::-1] for word in words]
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address)

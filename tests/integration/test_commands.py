@@ -206,8 +206,7 @@ SHOWN = {
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "TRACE_TO=": lambda words: check(words[3:]),
     "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
-    "BREAK_RANK=": lambda words: check(words[2:]),
-    "nc 127.0.0.1 4444": lambda words: None,  # tests/unit/monitor/test_breakpoint.py speaks with it
+    "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),
     "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
     "NNODES=2:4 MAX_RESTARTS=": lambda words: check([words[5].partition("=")[2], "--world-size", "24", *words[7:]]),
     "python scripts/download_assets.py ": lambda words: download_assets.parse(words[2:]),

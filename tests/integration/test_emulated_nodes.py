@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.distributed.parity import short_documents
+from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_environment
 from tests.integration.forked import ForkedTrainer
 from torchtitan_like.monitor.jsonl import read_rows
@@ -234,6 +235,7 @@ def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
         before = list(itertools.takewhile(lambda line: not re.search(r"step: +2 ", line), process.stdout))
         assert any(ACROSS in line for line in before), before
         everyone = psutil.Process(process.pid).children(recursive=True)
+        assert set(listening_addresses(each.pid for each in everyone)) == {"127.0.0.1"}
         victim = next(child for child in everyone if is_rank(child))
         victim.kill()
         killed = time.monotonic()

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.harness.runner import ROOT, listen_to_signals
+from torchtitan_like.checkpoint.lock import RunLock
 
 # Stands in for PYTHON: logs its arguments and some variables; answers for the config check and for the run itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -26,7 +26,7 @@ case "$1 $2" in
     cat "$here/resolved.toml"
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
-  "-m torch.distributed.run" | "-m torchtitan_like.train" | */trace_lines.py*)
+  "-m torchtitan_like.torchrun" | "-m torchtitan_like.train" | */trace_lines.py*)
     env -0 >"$here/environment"
     printf '%q ' "$@" >"$here/run"
     cd "$here" && eval "${{RUN:-true}}" ;;
@@ -124,12 +124,11 @@ def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> N
 
 def test_torchrun_starts_as_torchtitans_users_know(shell: Shell) -> None:
     result = shell(CONFIG_FILE="my.toml", LOG_RANK="0,1", NGPU="3")
-    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
-    torchrun += ["--local-addr=localhost", "--max-restarts=0"]  # whatever PET_NNODES and PET_MAX_RESTARTS say
+    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--max-restarts=0"]  # whatever PET_NNODES and PET_MAX_RESTARTS say
     torchrun += ["--local-ranks-filter", "0,1", "--role", "rank", "--tee", "3"]
     torchrun += ["--log-dir", str(shell.folder / "outputs" / "torchrun"), "-m", "torchtitan_like.train"]
-    assert shell.read("run") == ["-m", "torch.distributed.run", *torchrun, "--job.config_file", "my.toml"]
-    assert "-m torch.distributed.run --nproc_per_node=3" in result.stdout
+    assert shell.read("run") == ["-m", "torchtitan_like.torchrun", *torchrun, "--job.config_file", "my.toml"]
+    assert "-m torchtitan_like.torchrun --nproc_per_node=3" in result.stdout
 
 
 def test_one_rank_needs_no_torchrun(shell: Shell) -> None:
@@ -213,13 +212,6 @@ def test_every_line_of_a_rank_can_be_written_down(shell: Shell, ranks: str) -> N
     assert shell.read("run")[-5:] == traced
 
 
-def test_one_rank_can_wait_for_a_debugger(shell: Shell) -> None:
-    shell(BREAK_RANK="1")
-    [hook] = [line for line in shell.environment if line.startswith("PYTHONBREAKPOINT=")]
-    module, _, name = hook.partition("=")[2].rpartition(".")
-    assert callable(getattr(import_module(module), name))
-
-
 @pytest.mark.parametrize("ranks", ["1", "3"])
 def test_ranks_stay_near_their_gpus(shell: Shell, ranks: str) -> None:
     executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
@@ -260,39 +252,24 @@ def test_several_machines(shell: Shell, variables: dict[str, str], expected: str
     assert run[run.index("--role") + 1] == os.uname().nodename.split(".")[0] + ":"
 
 
-SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-
-
 def test_as_many_machines_as_there_are(shell: Shell) -> None:
     """Each number of them is checked before any comes."""
     shell(NNODES="2:4", NGPU="4", MASTER_ADDR="node-1", MAX_RESTARTS="3")
     run, checks = shell.read("run"), (shell.folder / "checks").read_text().splitlines()
     assert "--nnodes=2:4" in run and "--max-restarts=3" in run
     assert [line.split("--world-size ")[1].split()[0] for line in checks] == ["8", "12", "16"]
-    assert SHARED_STORE in shell.environment
 
 
-@pytest.mark.parametrize(
-    ("variables", "stores"),
-    [
-        ({"NNODES": "2", "MASTER_ADDR": "n1"}, []),
-        ({"NNODES": "2", "MASTER_ADDR": "n1", "MAX_RESTARTS": "1"}, [SHARED_STORE]),
-        ({"NNODES": "1:2", "MASTER_ADDR": "n1"}, [SHARED_STORE]),
-        ({"MAX_RESTARTS": "1"}, []),
-    ],
-)
-def test_new_ranks_do_not_meet_where_the_dead_have_met(
-    shell: Shell, variables: dict[str, str], stores: list[str]
-) -> None:
+@pytest.mark.parametrize("variables", [{"NNODES": "2", "MASTER_ADDR": "n1"}, {"MAX_RESTARTS": "1"}])
+def test_the_number_of_restarts_is_always_given(shell: Shell, variables: dict[str, str]) -> None:
     shell(**variables)
-    assert [line for line in shell.environment if line.startswith("TORCH_DISABLE")] == stores
     restarts = [word for word in shell.read("run") if word.startswith("--max-restarts")]
     assert restarts == [f"--max-restarts={variables.get('MAX_RESTARTS', 0)}"]
 
 
 def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
     shell(NGPU="1", MAX_RESTARTS="2")
-    assert {"torch.distributed.run", "--nproc_per_node=1", "--max-restarts=2"} <= set(shell.read("run"))
+    assert {"torchtitan_like.torchrun", "--nproc_per_node=1", "--max-restarts=2"} <= set(shell.read("run"))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +302,8 @@ def test_variables_that_cannot_work_start_nothing(shell: Shell, variables: dict[
     [
         (ENDS % ("done", 0), 0, "--prompt"),
         (ENDS % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
-        ("true", 1, "does not say how the run has ended"),
+        ("true", 1, "The run has ended with code 0, but has left no"),
+        ("echo [] >outputs/exit.json", 1, "exit.json does not say how the run has ended"),
         ("exit 1", 1, ""),
         (ENDS % ("done", 0) + "; exit 1", 1, ""),
     ],
@@ -437,7 +415,21 @@ def test_a_run_that_went_back_is_not_told_to_go_back_once_more(shell: Shell) -> 
     resolved = shell.folder / "resolved.toml"
     resolved.write_text(resolved.read_text().replace("enable = true", "enable = true\nload_step = 100", 1))
     _, resume, _ = shell("--checkpoint.load_step", "100").stdout.splitlines()[-3:]
-    assert resume.endswith("--checkpoint.load_step 100 --checkpoint.load_step=-1 --training.steps 600")
+    assert shlex.split(resume)[-4:] == ["--checkpoint.load_step", "-1", "--training.steps", "600"]
+
+
+@pytest.mark.parametrize(
+    "given", [["--training.steps", "300"], ["--training.steps=300"], ["--training.steps", "9", "--training.steps=300"]]
+)
+def test_the_resume_line_replaces_options_instead_of_repeating_them(shell: Shell, given: list[str]) -> None:
+    publish_step(shell, 300)
+    description = ["--job.description", "two words"]
+    result = shell(*given, *description, NGPU="2", CONFIG_FILE="my config.toml")
+    words = shlex.split(result.stdout.splitlines()[-2])
+    script = words.index(str(ROOT / "run_train.sh"))
+    assert words[script + 1 :] == [*description, "--training.steps", "600"]
+    assert words[script - 1] == "CONFIG_FILE=my config.toml"
+    assert "CONFIG_FILE='my config.toml' " in result.stdout, "quoted as a whole it would be no assignment"
 
 
 def test_without_a_checkpoint_the_last_lines_say_how_to_get_one(shell: Shell) -> None:
@@ -488,6 +480,90 @@ def test_a_signal_is_passed_on_and_the_run_may_save(shell: Shell, sent: str, arr
         (shell.folder / "ready").unlink()  # ends the loop of a run that was not told
     assert process.returncode == 75
     assert f"Passing SIG{arrives} on" in stderr
+
+
+@pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 75), ("SIGINT", 130), ("SIGHUP", 75)])
+def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, sent: str, code: int) -> None:
+    """The script checks the config by then, which takes seconds."""
+    (shell.folder / "resolved.toml").unlink()
+    os.mkfifo(shell.folder / "resolved.toml")  # the check waits until somebody writes into it
+    process = shell.start()
+    with open(shell.folder / "resolved.toml", "w"):  # returns when the check reads
+        process.send_signal(getattr(signal, sent))
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == code
+    assert stderr == "Stopped: nothing was started.\n" and not shell.was_started
+
+
+@pytest.mark.parametrize(("sent", "reason", "code"), [("TERM", "requeue", 75), ("INT", "interrupted", 130)])
+def test_a_signal_before_the_ranks_have_begun_is_no_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
+    """torchrun returns 1, and no rank has come so far that it could have written exit.json."""
+    run = f"trap 'exit 1' {sent}; touch ready; while [ -e ready ]; do sleep 0.05; done"
+    process = shell.start(RUN=run)
+    wait_for(shell.folder / "ready")
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    try:
+        _, stderr = process.communicate(timeout=200)
+    finally:
+        (shell.folder / "ready").unlink()
+    assert process.returncode == code
+    assert f"Stopped before the first step: {reason} (code {code})" in stderr and "crash" not in stderr
+    written = json.loads((shell.folder / "outputs/exit.json").read_text())
+    assert written == {"reason": reason, "code": code, "step": None}
+
+
+def test_a_rank_that_is_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
+    """As one that runs out of memory in its last save."""
+    run = "trap 'exit 1' TERM; mkdir -p outputs/attempts/1; touch ready; while [ -e ready ]; do sleep 0.05; done"
+    process = shell.start(RUN=run)
+    wait_for(shell.folder / "ready")
+    process.send_signal(signal.SIGTERM)
+    try:
+        _, stderr = process.communicate(timeout=200)
+    finally:
+        (shell.folder / "ready").unlink()
+    assert process.returncode == 1 and "The run has crashed" in stderr
+    assert not (shell.folder / "outputs/exit.json").exists()
+
+
+@pytest.mark.parametrize(("reason", "code"), [("requeue", 75), ("interrupted", 130)])
+def test_ranks_that_a_signal_stops_in_their_imports_end_with_its_code(shell: Shell, reason: str, code: int) -> None:
+    """The signal has reached a rank, and not this script."""
+    result = shell(RUN=f"exit {code}")
+    assert result.returncode == code
+    assert result.stderr.startswith(f"Stopped before the first step: {reason} (code {code})")
+    assert json.loads((shell.folder / "outputs/exit.json").read_text())["code"] == code
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_rank_that_refuses_the_config_is_no_crash(shell: Shell, ranks: str) -> None:
+    result = shell(NGPU=ranks, RUN="echo 1 problem in the configuration >&2; exit 78")
+    assert result.returncode == 78
+    problem, words = result.stderr.splitlines()
+    assert words.startswith("Nothing was started: a rank has refused the configuration (code 78)")
+    assert json.loads((shell.folder / "outputs/exit.json").read_text())["code"] == 78
+
+
+def test_a_second_start_leaves_the_exit_json_of_a_living_run(shell: Shell) -> None:
+    """It is refused before any rank is started; the run that lives is this test."""
+    steps, end = shell.folder / "outputs/checkpoint", shell.folder / "outputs/exit.json"
+    end.write_text('{"reason": "done", "code": 0, "step": 9}')  # written, while old steps are still being deleted
+    lock = RunLock(steps)
+    lock.acquire()
+    try:
+        result = shell()
+    finally:
+        lock.release()
+    assert result.returncode == 74 and not shell.was_started
+    assert f"belongs to a run that is alive: process {os.getpid()}" in result.stderr
+    assert json.loads(end.read_text())["step"] == 9
+
+
+def test_ranks_that_find_a_living_run_leave_its_exit_json(shell: Shell) -> None:
+    """As where the run is another machine's."""
+    result = shell(RUN="echo belongs to a run that is alive >&2; exit 74")
+    assert result.returncode == 74 and result.stderr == "belongs to a run that is alive\n"
+    assert not (shell.folder / "outputs/exit.json").exists()
 
 
 def wait_for(path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Stores and rendezvous handlers listen on the address that is named, and on no other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from tests.harness.ports import free_ports, listening_addresses
+from torchtitan_like.distributed.rendezvous import create_dynamic, create_fixed, create_loopback
+from torchtitan_like.distributed.store import ROUND, bind, host_store, stay_on_loopback
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def new_addresses(before: list[str]) -> list[str]:
+    """Return the addresses on which this process listens in addition to ``before``."""
+    now = listening_addresses([os.getpid()])
+    for address in before:
+        now.remove(address)
+    return now
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_listens_on_its_host_only(host: str) -> None:
+    before = listening_addresses([os.getpid()])
+    store = host_store(host, 0, TIMEOUT)
+    assert new_addresses(before) in (["127.0.0.1"], ["::1"])
+    other = dist.TCPStore(host, store.port, is_master=False, timeout=TIMEOUT)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
+    assert bind("192.0.2.77", 0) is None  # RFC 5737: for documentation
+    assert bind("no-such-host.invalid", 0) is None
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_name_that_this_machine_resolves_to_loopback_listens_on_all_addresses(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Debian gives the machine's own name 127.0.1.1, which no other machine can reach."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    before = listening_addresses([os.getpid()])
+    listener = bind("node-1", 0)
+    assert listener is not None
+    with listener:
+        assert new_addresses(before) in (["::"], ["0.0.0.0"])
+    assert "listens on all addresses: node-1 resolves to 127.0.1.1" in caplog.text
+
+
+ONE_MACHINE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "interface"),
+    [
+        (ONE_MACHINE, "lo"),
+        (ONE_MACHINE | {"LOCAL_WORLD_SIZE": "1"}, None),
+        (ONE_MACHINE | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "lo"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "node-1"}, None),
+        (ONE_MACHINE | {"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+    ],
+    ids=["one machine", "several", "several launchers on one", "unknown launcher", "chosen"],
+)
+def test_ranks_of_one_machine_talk_over_loopback(environ: dict[str, str], interface: str | None) -> None:
+    environ = dict(environ)
+    stay_on_loopback(environ)
+    assert environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def parameters(name: str, endpoint: str, **config: Any) -> RendezvousParameters:
+    return RendezvousParameters(name, endpoint, "run", 1, 1, local_addr="localhost", **config)
+
+
+def test_one_machine_meets_on_loopback_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ROUND, raising=False)
+    before = listening_addresses([os.getpid()])
+    handler = create_loopback(parameters("one", "ignored:0"))
+    first, second = handler.next_rendezvous(), handler.next_rendezvous()
+    assert new_addresses(before) == ["127.0.0.1"]
+    assert handler.use_agent_store and os.environ[ROUND] == "2"
+    for info in (first, second):
+        assert (info.rank, info.world_size) == (0, 1)
+        assert info.bootstrap_store_info is not None
+        assert info.bootstrap_store_info.master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize("create", [create_fixed, create_dynamic])
+def test_several_machines_meet_in_one_store_at_the_named_address(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ROUND, raising=False)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    [port] = free_ports(1)
+    before = listening_addresses([os.getpid()])
+    handler = create(parameters("several", f"127.0.0.1:{port}", rank=0, last_call_timeout=1))
+    info = handler.next_rendezvous()
+    assert new_addresses(before) == ["127.0.0.1"]
+    assert handler.use_agent_store and handler.get_backend() == "several"
+    assert info.bootstrap_store_info is not None
+    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == ("127.0.0.1", port)
+    handler.shutdown()
+
+
+def test_an_endpoint_without_a_port_is_refused() -> None:
+    with pytest.raises(ValueError, match="The rendezvous endpoint is 'node-1', expected HOST:PORT"):
+        create_fixed(parameters("several", "node-1", rank=0))

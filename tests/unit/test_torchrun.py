@@ -1,0 +1,50 @@
+"""Our torchrun: which rendezvous it uses, and what it returns for the codes of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import run as torch_run
+
+from torchtitan_like.torchrun import early_code, set_rendezvous
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({75}, 75),
+        ({130, 75}, 130),
+        ({78, 75}, 78),
+        ({74, 75}, 74),
+        ({1, 75}, None),
+        ({-9, 75}, None),
+        ({70}, None),
+    ],
+)
+def test_ranks_that_stop_early_give_their_code(codes: set[int], expected: int | None) -> None:
+    assert early_code(codes) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "backend", "endpoint"),
+    [
+        ([], "loopback", "127.0.0.1:0"),
+        (["--standalone"], "loopback", "127.0.0.1:0"),
+        (["--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"], "loopback", "127.0.0.1:0"),
+        (["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"], "c10d", "node-1:1"),
+        (["--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"], "c10d", "node-1:1"),
+        (["--nnodes=2", "--node_rank=1", "--master_addr=node-1"], "static", "node-1:29500"),
+        (["--nnodes=2", "--node_rank=1", "--master_addr=node-1", "--master_port=7"], "static", "node-1:7"),
+    ],
+)
+def test_the_rendezvous_is_ours(given: list[str], backend: str, endpoint: str) -> None:
+    arguments = torch_run.parse_args([*given, "program.py"])
+    set_rendezvous(arguments)
+    assert arguments.rdzv_backend == f"torchtitan_like_{backend}"
+    assert arguments.rdzv_endpoint == endpoint and not arguments.standalone
+    assert ("rank=1" in arguments.rdzv_conf) == (backend == "static")
+
+
+def test_another_backend_stays() -> None:
+    arguments = torch_run.parse_args(["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=etcd:1", "program.py"])
+    set_rendezvous(arguments)
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("etcd", "etcd:1")
