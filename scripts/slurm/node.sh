@@ -3,8 +3,8 @@
 #
 #   srun --ntasks-per-node=1 scripts/slurm/node.sh [--section.key value ...]
 #
-# Slurm signals every process of a step. Of USR1 torchrun would die and leave its ranks behind, and after a second TERM, the
-# one that run_train.sh passes on, it may never end. So all below this script ignore USR1, and run_train.sh alone is told.
+# Slurm signals every process of a step. A USR1 would kill torchrun, and its ranks with it. So all processes below this
+# script ignore USR1, and only run_train.sh is signaled.
 # Returns 0 for every end that the ranks have agreed on, as exit.json tells which; else run_train.sh's code.
 set -uo pipefail
 
