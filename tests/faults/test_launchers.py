@@ -216,7 +216,7 @@ def test_a_second_start_leaves_the_files_of_a_living_run(tmp_path: Path) -> None
         )  # fmt: skip
     finally:
         lock.release()
-    assert result.returncode == 74, result.stderr[-3000:]
+    assert result.returncode == 74, result.stdout[-3000:] + result.stderr[-3000:]
     assert f"belongs to a run that is alive: process {os.getpid()}" in result.stdout
     assert json.loads((folder / "exit.json").read_text())["step"] == 8
     assert not (folder / "attempts").exists() and not (folder / "config.toml").exists()

@@ -83,6 +83,17 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, monk
     second.release()
 
 
+def test_a_live_holder_on_this_machine_is_known_without_waiting(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path, sleep=never), RunLock(tmp_path, sleep=never)
+    assert second.holder_here() is None
+    first.acquire()
+    message = second.holder_here()
+    assert message is not None and f"belongs to a run that is alive: process {os.getpid()}" in message
+    first.release()
+    holder_elsewhere(tmp_path)
+    assert second.holder_here() is None, "nobody can tell from here"
+
+
 def test_a_killed_holder_on_this_machine_is_succeeded_at_once(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.checkpoint.votes import Votes
 
-FINE, DAMAGE, UNSEEN = (None, None), (None, (True, "a flipped bit")), (None, (False, "rank 1: OSError: not there"))
+FINE = (None, None)
+DAMAGE = (None, (DamagedError, "a flipped bit"))
+UNSEEN = (None, (CheckpointError, "rank 1: OSError: not there"))
 
 
 @pytest.mark.parametrize(
@@ -29,4 +32,16 @@ def test_only_damage_sends_a_run_back_to_an_older_step(others: list[Any], kind: 
 
     with pytest.raises(CheckpointError, match=told) as found:
         Votes(group).all_do(read)
+    assert type(found.value) is kind
+
+
+@pytest.mark.parametrize("kind", [DamagedError, LockedError, CheckpointError])
+def test_every_rank_raises_the_class_of_the_leaders_error(kind: type[CheckpointError]) -> None:
+    group: Any = SimpleNamespace(rank=0, leader_does=lambda action: action())
+
+    def act() -> None:
+        raise kind("the reason")
+
+    with pytest.raises(CheckpointError, match="the reason") as found:
+        Votes(group).leader_does(act)
     assert type(found.value) is kind
