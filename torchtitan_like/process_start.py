@@ -36,9 +36,10 @@ def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> N
     def end(signum: int, _frame: FrameType | None) -> None:
         code = CODES[signal.Signals(signum)]
         message = f"Training stopped: {code.reason}, during the imports\n"
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk must not change the code
             os.write(2, message.encode())
-        record(code)
+        with suppress(OSError):
+            record(code)
         os._exit(code)
 
     for signum in CODES:
