@@ -44,6 +44,7 @@ from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     MANIFEST,
+    NONFINITE,
     Manifest,
     StepFolder,
     all_steps,
@@ -66,6 +67,7 @@ LEFTOVERS = (
     (".tmp-", "unfinished"),
     (STAGED, "unfinished"),
     (".superseded-", "superseded"),
+    (NONFINITE, "non-finite"),
     (".trash-", "being deleted"),
 )
 

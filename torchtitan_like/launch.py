@@ -40,6 +40,7 @@ from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
+from torchtitan_like.resilience.numbers import NonFiniteStateError
 from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
@@ -181,6 +182,7 @@ CODES: dict[type[Exception], ExitCode] = {
     ConfigError: ExitCode.BAD_CONFIG,
     CheckpointError: ExitCode.STORAGE,
     DataError: ExitCode.BAD_DATA,
+    NonFiniteStateError: ExitCode.BAD_NUMBERS,
     ReplicaError: ExitCode.BAD_NUMBERS,
     StorageError: ExitCode.STORAGE,
 }

@@ -56,7 +56,7 @@ from torchtitan_like.resilience.end import end_process
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits
-from torchtitan_like.resilience.numbers import BadNumbers
+from torchtitan_like.resilience.numbers import BadNumbers, NonFiniteStateError, nonfinite_names
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
 from torchtitan_like.resilience.spikes import SpikeWatch
@@ -456,6 +456,8 @@ class Trainer:
         """Save where the run is now. Metrics up to here are on disk before it is visible.
 
         Raises StorageError if they cannot be written; with `checkpoint.on_save_error = "continue"` they wait in memory.
+        Raises NonFiniteStateError on every rank, and publishes no step, if the state holds an inf
+        or nan on any rank.
         """
         if not saves:
             return
@@ -476,20 +478,41 @@ class Trainer:
                 "numbers": self.numbers.state_dict(),
                 **asdict(self.progress),
             }
-            self.checkpointer.save(
-                saves,
-                step,
-                self.states,
-                config_toml=dump_toml(self.config),
-                summary=summary,
-                on_published=partial(self._published, step),
-            )
+            content: dict[str, Any] = {
+                "config_toml": dump_toml(self.config),
+                "summary": summary,
+                "on_published": partial(self._published, step),
+            }
+            if names := self._nonfinite_state():
+                path = self.checkpointer.save_nonfinite(step, self.states, **content)
+                raise NonFiniteStateError(
+                    f"After step {step}, {len(names)} tensors of the run's state hold an inf or nan: "
+                    f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Expected finite "
+                    f"numbers, so step {step} is not published. The state is in {path} for study; a "
+                    "restart uses the checkpoint before it. Check the learning rate and the "
+                    "machine's memory before you start again"
+                )
+            self.checkpointer.save(saves, step, self.states, **content)
             self.garbage.collect("GC collection after checkpoint saving")
+
+    def _nonfinite_state(self) -> list[str]:
+        """Names of the tensors to save that hold an inf or nan on any rank; a collective."""
+        named = (
+            (f"{key}.{name}", value)
+            for key, state in self.states.items()
+            for name, value in state.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        )
+        local, group = nonfinite_names(named), self.world.step_group
+        if not any(group.sum_async([len(local)]).wait()):
+            return []
+        return sorted({name for names in group.gather_objects(local) for name in names})
 
     def _published(self, step: int, save: Save, path: Path, seconds: float) -> None:
         """On rank 0's checkpoint thread: note the save, and whether the scheduler's grace is enough for another one."""
-        self.run_directory.event("save", step=step, path=str(path), form=save.kind, seconds=seconds)
-        if save.kind == "full" and (warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)):
+        form = save.suffix.lstrip(".") or save.kind
+        self.run_directory.event("save", step=step, path=str(path), form=form, seconds=seconds)
+        if form == "full" and (warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)):
             logger.warning(warning)
 
     # ---- close
@@ -511,7 +534,12 @@ class Trainer:
         self.checkpointer.wait()  # a save under way may be of this very step
         if good is None or self.optimizer.is_atomic:
             step, is_finished = self.progress.step, reason is None
-            self.save(self.checkpointer.due_at_end(step, is_finished=is_finished, export_asked=export_asked))
+            saves = self.checkpointer.due_at_end(step, is_finished=is_finished, export_asked=export_asked)
+            try:
+                self.save(saves)
+            except NonFiniteStateError as error:
+                reason = Request.BAD_NUMBERS
+                logger.error(str(error))
         if reason is None and Request.WRITE_FAILED in agreed(self._ask("end").wait()):
             reason = Request.WRITE_FAILED  # since the last step, on any rank
         code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE

@@ -12,6 +12,7 @@ from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.monitor.jsonl import decode, read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.train import Trainer
 
 BAD_STEP = 5
 STEPS = {"training.steps": 9, "checkpoint.enable": "true", "checkpoint.keep_latest_k": 2}
@@ -34,6 +35,7 @@ def train_with_an_inf(argv):
     """Put an inf into the embedding of a rare token, and train. How it ended."""
     trainer = build(argv)
     token = rare_token(trainer)
+    assert token is not None
     weight = trainer.parts[0].tok_embeddings.weight
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     owner, row = divmod(token, len(local))  # dim 0 is cut evenly, by FSDP as by tensor parallelism
@@ -56,9 +58,55 @@ LAYOUTS = {
 RANKS_THAT_ARE_FINE = {"fsdp": [True, False], "ddp, accumulation": [True, False], "tp": [False]}
 
 
-def run(tmp_path, layout, **overrides):
+def overflow_on(head, token):
+    """Make the loss of every sample that holds `token` overflow."""
+    plain = head.loss
+
+    def loss(hidden, weight, labels):
+        return plain(hidden, weight, labels) * torch.where((labels == token).any(), torch.inf, 1.0)
+
+    head.loss = loss
+
+
+def train_with_a_bad_token(argv):
+    """Train with a loss that overflows on a rare token: exit code, last step, skipped steps, token."""
+    trainer = build(argv)
+    position = trainer.batches.position
+    labels = []
+    for _ in range(BAD_STEP):
+        batch = next(trainer.batches)
+        own = set(batch.labels.unique().tolist())
+        labels.append(set().union(*trainer.world.step_group.gather_objects(own)))
+    trainer.batches._go_to(position)
+    token = min(labels[-1].difference(*labels[:-1]))
+    overflow_on(trainer.parts[0].output, token)
+    rows = []
+    trainer.metrics.observers.append(rows.extend)
+    code = trainer.train()
+    skipped = [row["step"] for row in rows if row["skipped"]]
+    release(trainer)
+    return code, trainer.progress.step, skipped, token
+
+
+@pytest.fixture
+def overflow_in_replay(monkeypatch):
+    """A function that makes the replay's loss overflow on a token, as the run's did."""
+
+    def patch(token):
+        build_model = Trainer._build_model
+
+        def build_and_patch(trainer):
+            build_model(trainer)
+            overflow_on(trainer.parts[0].output, token)
+
+        monkeypatch.setattr(Trainer, "_build_model", build_and_patch)
+
+    return patch
+
+
+def run(tmp_path, layout, train=train_with_an_inf, **overrides):
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **{**STEPS, **overrides})
-    return run_ranks(train_with_an_inf, 2, argv)
+    return run_ranks(train, 2, argv)
 
 
 def bundle_of(tmp_path, step):
@@ -95,9 +143,9 @@ def test_a_run_that_stops_pins_its_last_save_and_one_process_meets_the_number_ag
     endings = run(tmp_path, layout)
     assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
     path, bundle = bundle_of(tmp_path, BAD_STEP)
-    steps = published_steps(tmp_path / "run/checkpoint")
-    assert [(step.step, (step.path / "PIN").exists()) for step in steps] == [(4, True)]
-    pinned = {"kind": "resume", "path": "checkpoint/step-4", "is_start": False, "is_pinned": True}
+    assert published_steps(tmp_path / "run/checkpoint") == [], "the weights hold an inf"
+    saved = "checkpoint/step-4.nonfinite"
+    pinned = {"kind": "resume", "path": saved, "is_start": False, "is_pinned": True}
     assert bundle["checkpoint"] == pinned
     assert (bundle["position"], bundle["samples"], bundle["seed"]) == (32, [[32, 39]], 42)
     rows = {row["step"]: row for row in read_rows(tmp_path / "run/metrics.jsonl")}
@@ -108,28 +156,33 @@ def test_a_run_that_stops_pins_its_last_save_and_one_process_meets_the_number_ag
     assert_the_embedding_is_found(found, bundle)
 
 
-def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path):
+def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path, overflow_in_replay):
     """The steps between are trained again; the run has gone on, and deleted none of what the bundle names."""
     skip = {"resilience.on_nonfinite": "skip", "checkpoint.interval": 3, "checkpoint.last_save_model_only": "false"}
-    endings = run(tmp_path, "fsdp", **skip, **{"training.steps": 12, "checkpoint.async_mode": "async"})
+    more = {"training.steps": 12, "checkpoint.async_mode": "async"}
+    endings = run(tmp_path, "fsdp", train_with_a_bad_token, **skip, **more)
     assert {ending[0] for ending in endings} == {ExitCode.DONE} and endings[0][2][0] == BAD_STEP
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert bundle["checkpoint"]["path"] == "checkpoint/step-3"
     assert [step.step for step in published_steps(tmp_path / "run/checkpoint")] == [3, 9, 12]
+    overflow_in_replay(endings[0][3])
     code, found = meet_again(tmp_path, path)
-    assert code == 0
-    assert_the_embedding_is_found(found, bundle)
+    assert code == 0 and found["data_digest"] == bundle["data_digest"]
+    assert not math.isfinite(found["loss"]) and found["bad_values"] == []
 
 
-def test_a_run_that_can_save_nothing_at_its_end_is_met_again_behind_an_older_save(tmp_path):
+def test_a_run_that_can_save_nothing_at_its_end_is_met_again_behind_an_older_save(
+    tmp_path, overflow_in_replay
+):
     """With the optimizer in backward; on one process gradients are there to be looked at all the same."""
-    endings = run(tmp_path, "fsdp", **{"optimizer.early_step_in_backward": "true", "checkpoint.interval": 2})
+    early = {"optimizer.early_step_in_backward": "true", "checkpoint.interval": 2}
+    endings = run(tmp_path, "fsdp", train_with_a_bad_token, **early)
     assert endings[0][0] == ExitCode.BAD_NUMBERS
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert (bundle["checkpoint"]["path"], bundle["checkpoint"]["is_pinned"]) == ("checkpoint/step-4", True)
+    overflow_in_replay(endings[0][3])
     code, found = meet_again(tmp_path, path)
-    assert code == 0 and found["bad_gradients"]
-    assert_the_embedding_is_found(found, bundle)
+    assert code == 0 and len(found["bad_gradients"]) == found["num_parameters"]
 
 
 def test_a_run_without_checkpoints_is_met_again_from_its_seed(tmp_path):
@@ -148,6 +201,6 @@ def test_what_cannot_be_met_again_is_told(tmp_path, capsys):
     assert "step-5.json cannot be read" in capsys.readouterr().err
     run(tmp_path, "tp")
     path, _ = bundle_of(tmp_path, BAD_STEP)
-    (tmp_path / "run/checkpoint/step-4").rename(tmp_path / "step-4")
+    (tmp_path / "run/checkpoint/step-4.nonfinite").rename(tmp_path / "step-4")
     assert replay.main([str(path)]) == ExitCode.BAD_CONFIG
-    assert "checkpoint/step-4, the checkpoint before the bad step, is missing" in capsys.readouterr().err
+    assert "checkpoint/step-4.nonfinite, the checkpoint before the bad step, is missing" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     MANIFEST_OWN_KEYS,
+    NONFINITE,
     file_records,
     remove_stale_stages,
     stale_stages,
@@ -383,7 +384,7 @@ class Checkpointer:
             except CheckpointError as error:
                 errors.append(f"step-{step} ({save.kind}) could not be saved: {error}")
                 continue
-            if save.kind == "full":
+            if save.kind == "full" and not save.suffix:
                 self.newest_step = step
             elif save.kind == "hf":
                 self._newest_export = step
@@ -402,16 +403,35 @@ class Checkpointer:
             + "; ".join(errors)
         )
 
+    def save_nonfinite(
+        self, step: int, states: Mapping[str, Stateful], **content: Any
+    ) -> str | None:
+        """Write a state that holds an inf or nan as `step-N.nonfinite`, in the foreground; its path.
+
+        Nothing is written if it exists, and None is returned if this run saves no checkpoints.
+        `content` is what `save` takes.
+        """
+        if not self.saves:
+            return None
+        path = self.folder / f"step-{step}{NONFINITE}"
+        self.wait()
+        if not self._on_leader(path.exists):
+            save = Save("full", self.folder, is_last=True, suffix=NONFINITE)
+            self.save([save], step, states, **content)
+        return str(path)
+
     def look_back(self, step: int, then: Callable[[Path | None], None]) -> None:
-        """Call `then` with the newest full step before `step` that this run has saved or loaded, None if there is none.
+        """Call `then` with the state to replay `step` from, None if there is none.
+
+        That is the state just before `step` if it was saved as non-finite, or else the newest full
+        step before `step` that this run has saved or loaded.
 
         On the checkpoint thread, behind the saves under way, so that nothing is deleted meanwhile. On rank 0; never blocks.
         """
 
         def look() -> None:
             try:
-                found = newest_before(self.folder, step) if self.saves else None
-                then(None if found is None else found.path)
+                then(self._state_before(step) if self.saves else None)
             except Exception as error:  # no reason to end a run
                 logger.error(f"What step {step} is to leave behind is not kept: {error!r}")
 
@@ -419,6 +439,13 @@ class Checkpointer:
             self._looking = [self._thread.submit(look)]
         else:
             look()
+
+    def _state_before(self, step: int) -> Path | None:
+        path = self.folder / f"step-{step - 1}{NONFINITE}"
+        if path.is_dir():
+            return path
+        newest = newest_before(self.folder, step)
+        return None if newest is None else newest.path
 
     # ---- end
 

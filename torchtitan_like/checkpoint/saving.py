@@ -41,6 +41,7 @@ class Save:
     folder: Path  # where its step-N will stand
     dtype: torch.dtype | None = None  # floating-point weights are converted to it; None keeps their own
     is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
+    suffix: str = ""  # of the folder's name; with one it is no step that a run starts from
 
 
 class StepWriter:
@@ -75,7 +76,7 @@ class StepWriter:
         what, where and in how many seconds, on rank 0.
         """
         begin = time.monotonic()
-        final = save.folder / f"step-{step}"
+        final = save.folder / f"step-{step}{save.suffix}"
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
         if save.dtype is not None and save.kind != "hf":  # an export converts piece by piece
             warn_of_overflow(tensors, save.dtype)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Literal
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.step_folders import (
     MANIFEST,
+    NONFINITE,
     Manifest,
     StepFolder,
     all_steps,
     emptied,
+    nonfinite_states,
     numbered_folders,
     read_manifest,
 )
@@ -99,6 +101,7 @@ def decide_start(
     damage = [step.damage for step in may_be_full if step.damage]
     if full:
         left_out = f"; damaged and left out: {'; '.join(damage)}" if damage else ""
+        left_out += _nonfinite_after(folder, full[0].step)
         first = _resume(full[0], f"newest full checkpoint{left_out}")
         return [first, *(_resume(older, "an older full checkpoint") for older in full[1:])]
     if damage:
@@ -116,6 +119,16 @@ def _resume(found: StepFolder, why: str) -> Start:
     if manifest["format_version"] == 1 and config.exists():  # the first format kept it beside the manifest alone
         manifest = {**manifest, "config": config.read_text(encoding="utf-8")}
     return Start("resume", found.step, found.path, why, manifest.get("seed"), manifest=manifest)
+
+
+def _nonfinite_after(folder: Path, step: int) -> str:
+    """A clause that names the states after `step` that hold an inf or nan; empty if there are none."""
+    names = [
+        path.name
+        for path in nonfinite_states(folder)
+        if int(path.name.removeprefix("step-").removesuffix(NONFINITE)) > step
+    ]
+    return f"; not finite and left out: {', '.join(names)}" if names else ""
 
 
 def _new_run(section: Checkpoint, folder: Path, hf_assets_path: Path) -> Start:
@@ -175,7 +188,7 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
             f"which no run can be resumed. For a new run from these weights set checkpoint.initial_load_path = "
             f"{str(newest)!r} and another job.dump_folder; to begin anew, move them away"
         )
-    why = f"no full checkpoint in {folder}"
+    why = f"no full checkpoint in {folder}{_nonfinite_after(folder, 0)}"
     if section.initial_load_path or section.initial_load_in_hf:
         return _initial(section, last_step, hf_assets_path, why)
     return Start("scratch", 0, None, f"{why}, no initial_load_path")

@@ -1,6 +1,7 @@
 """The checkpoint folder as a list of steps: which are complete, which are damaged, which is newest.
 
 A step is a directory `step-N` with a `manifest.json`; staged ones are called `step-N.tmp-<id>` and are never read.
+`step-N.nonfinite` is the complete state of a step that holds an inf or nan. No function here takes it for a step.
 Only rank 0 calls these functions; the others are told the outcome.
 """
 
@@ -31,6 +32,7 @@ CONFIG = "config.toml"  # of the run; in its exports too
 # Errors that a healthy manifest cannot have: a bad sector, a folder or a pipe of that name, a file without end.
 _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 _NO_CONTENT = {CONFIG, "PIN"}  # files of a step that hold nothing of its state
+NONFINITE = ".nonfinite"  # suffix of a state with an inf or nan, kept for study
 _STEP = re.compile(r"step-(\d+)")
 
 Manifest = dict[str, Any]
@@ -173,6 +175,12 @@ def is_inside(name: str) -> bool:
     """Return True if a path from a stored file stays in its folder: relative, without `..`."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def nonfinite_states(folder: Path) -> list[Path]:
+    """Every `step-N.nonfinite` of `folder`, by number."""
+    found = [(_STEP.fullmatch(path.name.removesuffix(NONFINITE)), path) for path in folder.glob(f"*{NONFINITE}")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:

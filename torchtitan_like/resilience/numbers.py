@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -15,6 +15,32 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
 
 Place = TypeVar("Place")
+
+
+class NonFiniteStateError(Exception):
+    """The state to save holds an inf or nan: no run can go on from it."""
+
+
+@torch.no_grad()
+def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors with an inf or nan in this rank's shard. Waits for the device.
+
+    A 2-norm is the cheapest pass over a tensor, but it may overflow. Only tensors whose norm is not
+    finite are searched element by element.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, tensor in named:
+        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.is_floating_point():
+            groups.setdefault((local.device, local.dtype), {})[name] = local.detach()
+    names = []
+    for tensors in groups.values():
+        norms = torch.stack(torch._foreach_norm(list(tensors.values())))
+        are_finite = norms.isfinite().tolist()
+        for (name, tensor), is_finite in zip(tensors.items(), are_finite, strict=True):
+            if not is_finite and not tensor.isfinite().all():
+                names.append(name)
+    return names
 
 
 class BadNumbers(Generic[Place]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtitan_like.config.sections_run import Resilience
-from torchtitan_like.resilience.numbers import BadNumbers
+from torchtitan_like.resilience.numbers import BadNumbers, nonfinite_names
 
 OK, BAD = 1.0, math.nan
 CPU = torch.device("cpu")
@@ -87,3 +87,16 @@ def test_norms_of_steps_that_do_not_count_are_not_kept(num_before: int) -> None:
     kept = [float(norm) for norm in range(max(1, num_before - 7), num_before + 1)]
     assert states[num_before - 1] == {"nonfinite_in_a_row": 0, "grad_norms": kept}
     assert states[num_before:] == [states[num_before - 1]] * 3
+
+
+def test_tensors_that_are_not_finite_are_named() -> None:
+    named = {
+        "fine": torch.ones(3),
+        "large": torch.full((4,), 3e38),  # its norm overflows
+        "nan": torch.tensor([1.0, math.nan]),
+        "inf in bf16": torch.tensor([-math.inf], dtype=torch.bfloat16),
+        "inf in float64": torch.tensor(math.inf, dtype=torch.float64),
+        "empty": torch.empty(0),
+        "integers": torch.arange(3),
+    }
+    assert nonfinite_names(named.items()) == ["nan", "inf in bf16", "inf in float64"]

@@ -74,7 +74,7 @@ def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.Cap
     make_steps(tmp_path, "10", "20w", "30!", "40m", "50?", "60H")
     make_steps(tmp_path / "hf", "20h")
     (tmp_path / "step-10" / "PIN").touch()
-    for name in ("step-70.tmp-ab", "step-80.superseded-cd", ".trash-5"):
+    for name in ("step-70.tmp-ab", "step-80.superseded-cd", ".trash-5", "step-90.nonfinite"):
         (tmp_path / name).mkdir()
     code, text = run(capsys, "ls", tmp_path)
     assert code == 0
@@ -88,6 +88,7 @@ def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.Cap
         "step-60": ("foreign", "Hugging Face safetensors"),
         "step-70.tmp-ab": ("unfinished",),
         "step-80.superseded-cd": ("superseded",),
+        "step-90.nonfinite": ("non-finite",),
         ".trash-5": ("being deleted",),
         "hf/step-20": ("hf",),
     }

@@ -1,0 +1,83 @@
+"""A state with an inf or nan is kept for study, and no run starts from it."""
+
+import pytest
+import torch
+
+from tests.distributed.parity import options
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.distributed.world import launched_as
+from torchtitan_like.launch import read_config
+from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.train import Trainer, run
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def run_with_a_bad_state(argv, name, step):
+    """The last rank puts a NaN into one tensor of the state after `step`: exit code and start."""
+    launched, plain, starts = launched_as(), Trainer.train_step, set()
+
+    def train_step(trainer, number, *args):
+        starts.add(str(trainer.start))
+        record = plain(trainer, number, *args)
+        if number == step and trainer.world.rank == trainer.world.size - 1:
+            key, _, tensor = name.partition(".")
+            local(trainer.states[key].state_dict()[tensor]).detach().view(-1)[0] = torch.nan
+        return record
+
+    Trainer.train_step = train_step
+    try:
+        code = run(read_config(argv, launched.world_size), launched, Requests())
+        return code, starts.pop()
+    finally:
+        Trainer.train_step = plain
+
+
+WEIGHT = "model.output.weight"
+MOMENT = "optimizer.state.output.weight.exp_avg"
+
+
+@pytest.mark.parametrize(
+    ("interval", "step", "name", "published", "settings"),
+    [
+        (4, 5, WEIGHT, [4], {}),  # the gradients of step 6 show it, and the run saves step 5
+        (2, 4, WEIGHT, [2], {}),  # found by the save of step 4
+        (2, 4, MOMENT, [2], {"checkpoint.async_mode": "async", "checkpoint.hf_interval": 4}),
+        (100, 1, WEIGHT, [], {"checkpoint.enable_first_step_checkpoint": "true"}),
+    ],
+    ids=["halted", "interval", "optimizer", "first step"],
+)
+def test_it_is_never_the_newest_step(tmp_path, interval, step, name, published, settings):
+    folder = tmp_path / "run"
+    changes = {
+        "training.local_batch_size": 4,
+        "training.steps": 8,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": interval,
+        "checkpoint.last_save_model_only": "false",
+        **settings,
+    }
+    argv = options(str(folder), "float32", **changes)
+    endings = run_ranks(run_with_a_bad_state, 2, argv, name, step)
+    assert [code for code, _ in endings] == [ExitCode.BAD_NUMBERS] * 2
+    checkpoints = folder / "checkpoint"
+    assert [found.step for found in published_steps(checkpoints)] == published
+    names = {path.name for path in checkpoints.glob("*step-*")}
+    assert names == {f"step-{step}.nonfinite", *(f"step-{number}" for number in published)}
+    assert not (checkpoints / "hf").exists()
+    log = (folder / "attempts/1/logs/rank0.log").read_text()
+    assert f"After step {step}, 1 tensors of the run's state hold an inf or nan: {name}." in log
+    saves = [row for row in read_rows(folder / "events.jsonl") if row["event"] == "save"]
+    assert saves[-1]["form"] == "nonfinite"
+
+    endings = run_ranks(run_with_a_bad_state, 2, argv, name, None)
+    assert [code for code, _ in endings] == [ExitCode.DONE] * 2
+    assert published_steps(checkpoints)[-1].step == 8
+    start = endings[0][1]
+    assert f" at step {published[-1] if published else 0}: " in start
+    assert f"; not finite and left out: step-{step}.nonfinite" in start
