@@ -16,7 +16,8 @@ from tests.harness.runner import ROOT, run_trainer
 
 SOURCES = Path(__file__).parent / "device"
 NUM_STEPS = 6
-DETAILED_STEP = 5  # whose calls are recorded one by one; the last step is a log step
+TIMEOUT = 900  # seconds; compiling takes minutes on few cores
+DETAILED_STEP = 5  # unless a cell asks for another one; the last step is a log step
 
 
 def build_device(folder: Path) -> Path:
@@ -48,14 +49,19 @@ class Recorded:
     output: str
 
 
-def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: int, timeout: float = 420) -> Recorded:
-    """Run the trainer on `num_ranks` null devices in `folder`. AssertionError if it does not end well."""
+def run_recorded(
+    library: Path, folder: Path, arguments: list[str], num_ranks: int, detailed_step: int = DETAILED_STEP
+) -> Recorded:
+    """Run the trainer on `num_ranks` null devices in `folder`, and record the calls of `detailed_step` one by one.
+
+    AssertionError if it does not end well.
+    """
     environment = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(library.parent),
         "NULL_CUDA_LIBRARY": str(library),
         "NULL_CUDA_FOLDER": str(folder),
-        "NULL_CUDA_DETAILED_STEP": str(DETAILED_STEP),
+        "NULL_CUDA_DETAILED_STEP": str(detailed_step),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
         # cuDNN's own library needs a real device. PyTorch then takes the flash kernel.
@@ -65,7 +71,7 @@ def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: i
     outputs = folder / "outputs"
     arguments = ["--job.dump_folder", str(outputs), "--training.steps", str(NUM_STEPS), *arguments]
     module = "tests.gpu_null.rank"
-    run = run_trainer(arguments, num_ranks, outputs, env=environment, timeout=timeout, module=module)
+    run = run_trainer(arguments, num_ranks, outputs, env=environment, timeout=TIMEOUT, module=module)
     assert run.returncode == 0, run.tail
     ranks = [json.loads(recording_path(folder, rank).read_text()) for rank in range(num_ranks)]
     return Recorded(ranks, run.stdout)

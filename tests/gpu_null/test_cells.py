@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from tests.gpu_null.cells import CELLS, Cell
-from tests.gpu_null.harness import DETAILED_STEP, NUM_STEPS, Recorded, build_device, describe_calls, run_recorded
+from tests.gpu_null.harness import NUM_STEPS, Recorded, build_device, describe_calls, run_recorded
 from tests.gpu_null.recording import ALLOCATIONS
 
 TABLE = Path(__file__).parent / "counts.json"
 RELEASE = torch.__version__.partition("+")[0]
 STEADY_STEPS = range(4, NUM_STEPS + 1)
 # No line of the log may contain one of these.
-UNWANTED = ("Traceback", "unbatched P2P", "is overridden with")
+UNWANTED = ("Traceback", "unbatched P2P", "is overridden with", "FutureWarning", "DeprecationWarning")
+CHECKPOINT_THREAD = "checkpoint/checkpointer.py:_commit"
 
 Calls = list[list[Any]]  # rows [kind, phase, site, detail, number]
 
@@ -32,12 +33,17 @@ def read_table() -> dict[str, Any]:
     return table
 
 
-def counts_by_rank(recorded: Recorded) -> dict[str, dict[str, int]]:
+def training_syncs(recording: dict[str, Any]) -> Calls:
+    """Waits of the detailed step, without those of the thread that writes checkpoints."""
+    return [call for call in recording["calls"] if call[0] == "syncs" and CHECKPOINT_THREAD not in call[2]]
+
+
+def counts_by_rank(recorded: Recorded, step: int) -> dict[str, dict[str, int]]:
     """What a step of each rank costs; equal ranks share a row, as in {"0,1": {...}}."""
     ranks: dict[str, list[str]] = {}
     for rank, recording in enumerate(recorded.ranks):
-        step = recording["steps"][str(DETAILED_STEP)]
-        counts = {kind: number for kind, number in step.items() if kind not in ALLOCATIONS}
+        counts = {kind: number for kind, number in recording["steps"][str(step)].items() if kind not in ALLOCATIONS}
+        counts["syncs"] = sum(call[4] for call in training_syncs(recording))
         counts["peak_reserved_mib"] = recording["peak_reserved_mib"]
         ranks.setdefault(json.dumps(counts), []).append(str(rank))
     return {",".join(numbers): json.loads(counts) for counts, numbers in ranks.items()}
@@ -84,20 +90,21 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_costs_what_the_table_says(
     cell: Cell, device: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    recorded = run_recorded(device, tmp_path, cell.command, cell.num_ranks)
+    recorded = run_recorded(device, tmp_path, cell.command, cell.num_ranks, cell.detailed_step)
     for rank, recording in enumerate(recorded.ranks):
         steady = [recording["steps"][str(step)] for step in STEADY_STEPS]
         allocations = [call for call in recording["calls"] if call[0] in ALLOCATIONS]
         assert not any(counts[kind] for counts in steady for kind in ALLOCATIONS), (
-            f"rank {rank} allocates after step 3; in step {DETAILED_STEP}:\n" + "\n".join(describe_calls(allocations))
+            f"rank {rank} allocates after step 3; in step {cell.detailed_step}:\n"
+            + "\n".join(describe_calls(allocations))
         )
-        syncs = [call for call in recording["calls"] if call[0] == "syncs"]
+        syncs = training_syncs(recording)
         unexplained = [call for call in syncs if not any(part in call[2] for part in cell.syncs)]
         assert not unexplained, f"rank {rank} waits for the device:\n" + "\n".join(describe_calls(unexplained))
     assert [line for line in recorded.output.splitlines() if any(part in line for part in UNWANTED)] == []
 
     calls = recorded.ranks[0]["calls"]
-    counts, places = counts_by_rank(recorded), counts_by_place(calls)
+    counts, places = counts_by_rank(recorded, cell.detailed_step), counts_by_place(calls)
     table = read_table()
     if pytestconfig.getoption("--update-counts"):
         table.setdefault(RELEASE, {})[cell.name] = {"ranks": counts, "rank_0_by_place": places}
