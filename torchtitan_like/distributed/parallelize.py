@@ -192,7 +192,10 @@ def parallelize(
         "reduce_dtype": training.mixed_precision_reduce,
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
-    if simple or world.mesh is None:  # one rank casts its weights; it gathers none
+    # Without data-parallel peers nothing is gathered, and a cast of each weight is left. A pipeline casts once for all its
+    # micro-batches, and offloading needs FSDP2's copies.
+    casts_only = world.mesh is None or (dims.dp * dims.cp == 1 and dims.pp == 1 and not offload)
+    if simple or casts_only:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
 
         name = apply_simple_fsdp(model, spec, blocks.values(), world.mesh, dims, **how, compiled=compiled)
@@ -209,9 +212,9 @@ def parallelize(
             cpu_offload=offload,
             prefetch_depth=parallelism.fsdp_prefetch_depth,
         )
-    if world.mesh is not None:
+    if not casts_only:
         lines.append(f"Applied {name} to the model")
-    by = "a cast of each weight" if world.mesh is None else "simple_fsdp" if simple else "fully_shard"
+    by = "a cast of each weight" if casts_only else "simple_fsdp" if simple else "fully_shard"
     lines.append(
         f"Mixed precision training is handled by {by}: parameters "
         f"{training.dtype}, compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
