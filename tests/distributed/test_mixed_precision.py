@@ -12,6 +12,7 @@ LAYOUTS = {
     "fsdp": (2, {}),
     "ddp": (2, {"parallelism.data_parallel_replicate_degree": 2}),
     "hsdp": (4, {"parallelism.data_parallel_replicate_degree": 2}),
+    "tp": (2, {"parallelism.tensor_parallel_degree": 2}),
 }
 
 
