@@ -1,10 +1,12 @@
-"""The runs whose steps are counted: layouts, schedules and features that CPU ranks cannot show on CUDA."""
+"""The runs whose steps are counted: layouts, schedules and features that CPU ranks cannot show on
+CUDA."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# bf16 and 8 x 2,048 tokens per rank, as on a GPU; no log line, validation or checkpoint between the counted steps.
+# bf16 and 8 x 2,048 tokens per rank, as on a GPU; no log line, validation or checkpoint between the
+# counted steps.
 BASE = """
     --job.config_file train_configs/debug_model.toml --training.mixed_precision_param bfloat16
     --training.local_batch_size 8 --training.seq_len 2048 --metrics.log_freq 100 --metrics.no-enable_tensorboard
@@ -23,16 +25,15 @@ NOT_MODELED = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its arguments in addition to BASE, the number of ranks, and host syncs that are accepted with a reason.
-
-    detailed_step: the step that is compared with the table and whose calls are recorded one by one.
-    """
+    """One run: its arguments in addition to BASE, the number of ranks, and host syncs that are
+    accepted with a reason."""
 
     name: str
     num_ranks: int
     arguments: str = ""
-    syncs: dict[str, str] = field(default_factory=dict)  # part of the call's stack -> why the host may wait there
-    detailed_step: int = 5
+    syncs: dict[str, str] = field(
+        default_factory=dict
+    )  # part of the call's stack -> why the host may wait there
 
     @property
     def command(self) -> list[str]:
@@ -50,8 +51,10 @@ AC = "--activation_checkpoint.mode"
 FLOAT8 = "--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name"
 
 OP = "selective --activation_checkpoint.selective_ac_option op"
-OFFLOAD_WAITS = {"_fully_shard/": "FSDP2 waits for each block's offloaded gradients at the end of the backward pass"}
-SAVES = "--checkpoint.enable --checkpoint.interval 3 --checkpoint.async_mode async_with_pinned_mem"
+OFFLOAD_WAITS = {
+    "_fully_shard/": "FSDP2 waits for each block's offloaded gradients at the end of the backward pass"
+}
+SAVES = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode async_with_pinned_mem"
 SKIPS = "--resilience.on_nonfinite skip --resilience.on_spike skip --resilience.spike_threshold 6"
 
 CELLS = [
@@ -65,7 +68,9 @@ CELLS = [
     Cell("cpu_offload", 2, "--training.enable_cpu_offload", OFFLOAD_WAITS),
     # tensor, context and pipeline parallel
     Cell("tensor_parallel", 2, f"{TP} 2"),
-    Cell("tensor_parallel_without_sequence", 2, f"{TP} 2 --parallelism.no-enable_sequence_parallel"),
+    Cell(
+        "tensor_parallel_without_sequence", 2, f"{TP} 2 --parallelism.no-enable_sequence_parallel"
+    ),
     Cell("tensor_parallel_whole_logits", 2, f"{TP} 2 --parallelism.disable_loss_parallel"),
     Cell("fsdp_tensor_parallel", 4, f"{TP} 2"),
     Cell("hsdp_tensor_parallel", 8, f"{DP_REPLICATE} 2 {DP_SHARD} 2 {TP} 2"),
@@ -85,7 +90,7 @@ CELLS = [
     Cell("foreach_optimizer", 2, "--optimizer.implementation foreach"),
     Cell("optimizer_in_backward", 2, "--optimizer.early_step_in_backward"),
     # saving, and decisions about numbers
-    Cell("step_after_async_save", 2, SAVES, detailed_step=4),
+    Cell("step_after_async_save", 2, SAVES),  # saves after step 4
     Cell("skipped_steps", 2, SKIPS),
     Cell("overflow_detector", 2, "--debug.detect_overflow"),
     Cell("deterministic", 2, "--debug.deterministic"),

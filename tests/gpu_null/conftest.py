@@ -6,4 +6,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-counts", action="store_true", help="write what is counted into counts.json")
+    parser.addoption(
+        "--update-counts", action="store_true", help="write what is counted into counts.json"
+    )

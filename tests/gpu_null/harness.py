@@ -17,11 +17,14 @@ from tests.harness.runner import ROOT, run_trainer
 SOURCES = Path(__file__).parent / "device"
 NUM_STEPS = 6
 TIMEOUT = 900  # seconds; compiling takes minutes on few cores
-DETAILED_STEP = 5  # unless a cell asks for another one; the last step is a log step
+DETAILED_STEP = (
+    5  # whose calls are recorded one by one and compared; the last step logs, and ends the run
+)
 
 
 def build_device(folder: Path) -> Path:
-    """Compile the device against the CUDA headers that torch's wheels have brought; returns the library.
+    """Compile the device against the CUDA headers that torch's wheels have brought; returns the
+    library.
 
     Raises RuntimeError, with the compiler's output, if that fails.
     """
@@ -49,19 +52,15 @@ class Recorded:
     output: str
 
 
-def run_recorded(
-    library: Path, folder: Path, arguments: list[str], num_ranks: int, detailed_step: int = DETAILED_STEP
-) -> Recorded:
-    """Run the trainer on `num_ranks` null devices in `folder`, and record the calls of `detailed_step` one by one.
-
-    AssertionError if it does not end well.
-    """
+def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: int) -> Recorded:
+    """Run the trainer on `num_ranks` null devices in `folder`. AssertionError if it does not end
+    well."""
     environment = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(library.parent),
         "NULL_CUDA_LIBRARY": str(library),
         "NULL_CUDA_FOLDER": str(folder),
-        "NULL_CUDA_DETAILED_STEP": str(detailed_step),
+        "NULL_CUDA_DETAILED_STEP": str(DETAILED_STEP),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
         # cuDNN's own library needs a real device. PyTorch then takes the flash kernel.
@@ -71,7 +70,9 @@ def run_recorded(
     outputs = folder / "outputs"
     arguments = ["--job.dump_folder", str(outputs), "--training.steps", str(NUM_STEPS), *arguments]
     module = "tests.gpu_null.rank"
-    run = run_trainer(arguments, num_ranks, outputs, env=environment, timeout=TIMEOUT, module=module)
+    run = run_trainer(
+        arguments, num_ranks, outputs, env=environment, timeout=TIMEOUT, module=module
+    )
     assert run.returncode == 0, run.tail
     ranks = [json.loads(recording_path(folder, rank).read_text()) for rank in range(num_ranks)]
     return Recorded(ranks, run.stdout)
@@ -84,7 +85,8 @@ def demangled(name: str) -> str:
 
 
 def main() -> None:
-    """Print what a step of the trainer costs: `python -m tests.gpu_null.harness NUM_RANKS TRAINER_ARGUMENTS`."""
+    """Print what a step of the trainer costs: `python -m tests.gpu_null.harness NUM_RANKS
+    TRAINER_ARGUMENTS`."""
     import tempfile
 
     num_ranks, arguments = int(sys.argv[1]), sys.argv[2:]
@@ -100,7 +102,9 @@ def main() -> None:
 def describe_calls(calls: list[list[Any]]) -> list[str]:
     """One line for each group of equal calls, by kind and phase."""
     lines = []
-    for kind, phase, site, detail, number in sorted(calls, key=lambda call: (call[0], call[1], -call[4])):
+    for kind, phase, site, detail, number in sorted(
+        calls, key=lambda call: (call[0], call[1], -call[4])
+    ):
         lines.append(f"{number:4} {kind} in {phase}: {demangled(detail)[:160]}\n       {site}")
     return lines
 

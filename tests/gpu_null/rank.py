@@ -1,7 +1,7 @@
 """One rank of the trainer on a null CUDA device: `python -m tests.gpu_null.rank TRAINER_ARGUMENTS`.
 
-The environment names the library (NULL_CUDA_LIBRARY), the folder for recordings (NULL_CUDA_FOLDER) and the step whose
-calls are recorded one by one (NULL_CUDA_DETAILED_STEP).
+The environment names the library (NULL_CUDA_LIBRARY), the folder for recordings (NULL_CUDA_FOLDER)
+and the step whose calls are recorded one by one (NULL_CUDA_DETAILED_STEP).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ recording = Recording(os.environ["NULL_CUDA_LIBRARY"], int(os.environ["NULL_CUDA
 
 
 class RecordedTrainer(train.Trainer):
-    """The trainer, with its steps counted. Each turn of the loop begins by fetching the next step's batch."""
+    """The trainer, with its steps counted. Each turn of the loop begins by fetching the next step's
+    batch."""
 
     def _fetch(self, step: int) -> Any:
         recording.start_step(step - 1)
@@ -34,5 +35,7 @@ class RecordedTrainer(train.Trainer):
 if __name__ == "__main__":
     code = launch(sys.argv[1:], partial(run_as, RecordedTrainer))
     if code == 0:
-        recording.write(recording_path(Path(os.environ["NULL_CUDA_FOLDER"]), rank_from_environment()))
+        recording.write(
+            recording_path(Path(os.environ["NULL_CUDA_FOLDER"]), rank_from_environment())
+        )
     train.end_process(code)

@@ -1,4 +1,5 @@
-"""What a training step asks of the device: counts per step, and for one step the code that made each call."""
+"""What a training step asks of the device: counts per step, and for one step the code that made
+each call."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ KINDS = (
     "pinned_allocations",
 )
 ALLOCATIONS = ("device_allocations", "pinned_allocations")
-# A call belongs to the first phase that a frame of its stack names, from the innermost frame outwards.
+# A call belongs to the first phase that a frame of its stack names, from the innermost frame
+# outwards.
 PHASES = {
     ("optim/clipping.py", None): "clip",
     ("optim/loss.py", None): "loss",
@@ -49,7 +51,11 @@ def call_site(frame: FrameType | None) -> tuple[str, str]:
         if phase is None:
             phase = PHASES.get((file, code.co_name)) or PHASES.get((file, None))
             phase = phase or PHASES_BY_FOLDER.get(file.partition("/")[0])
-        if len(names) < FRAMES_SHOWN and not code.co_filename.startswith("<") and "_ops.py" not in file:
+        if (
+            len(names) < FRAMES_SHOWN
+            and not code.co_filename.startswith("<")
+            and "_ops.py" not in file
+        ):
             names.append(f"{file}:{code.co_name}")
         frame = frame.f_back
     if node is not None:

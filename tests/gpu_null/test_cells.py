@@ -1,6 +1,8 @@
-"""Each cell costs what the table says: launches, copies, collectives, waits and memory of a step, on every rank.
+"""Each cell costs what the table says: launches, copies, collectives, waits and memory of a step,
+on every rank.
 
-The table, counts.json, holds the counts of one torch release. `--update-counts` writes the new ones into it.
+The table, counts.json, holds the counts of one torch release. `--update-counts` writes the new ones
+into it.
 """
 
 from __future__ import annotations
@@ -14,14 +16,26 @@ import pytest
 import torch
 
 from tests.gpu_null.cells import CELLS, Cell
-from tests.gpu_null.harness import NUM_STEPS, Recorded, build_device, describe_calls, run_recorded
+from tests.gpu_null.harness import (
+    DETAILED_STEP,
+    Recorded,
+    build_device,
+    describe_calls,
+    run_recorded,
+)
 from tests.gpu_null.recording import ALLOCATIONS
 
 TABLE = Path(__file__).parent / "counts.json"
 RELEASE = torch.__version__.partition("+")[0]
-STEADY_STEPS = range(4, NUM_STEPS + 1)
+STEADY_STEPS = range(4, DETAILED_STEP + 1)
 # No line of the log may contain one of these.
-UNWANTED = ("Traceback", "unbatched P2P", "is overridden with", "FutureWarning", "DeprecationWarning")
+UNWANTED = (
+    "Traceback",
+    "unbatched P2P",
+    "is overridden with",
+    "FutureWarning",
+    "DeprecationWarning",
+)
 CHECKPOINT_THREAD = "checkpoint/checkpointer.py:_commit"
 
 Calls = list[list[Any]]  # rows [kind, phase, site, detail, number]
@@ -35,14 +49,19 @@ def read_table() -> dict[str, Any]:
 
 def training_syncs(recording: dict[str, Any]) -> Calls:
     """Waits of the detailed step, without those of the thread that writes checkpoints."""
-    return [call for call in recording["calls"] if call[0] == "syncs" and CHECKPOINT_THREAD not in call[2]]
+    return [
+        call
+        for call in recording["calls"]
+        if call[0] == "syncs" and CHECKPOINT_THREAD not in call[2]
+    ]
 
 
-def counts_by_rank(recorded: Recorded, step: int) -> dict[str, dict[str, int]]:
+def counts_by_rank(recorded: Recorded) -> dict[str, dict[str, int]]:
     """What a step of each rank costs; equal ranks share a row, as in {"0,1": {...}}."""
     ranks: dict[str, list[str]] = {}
     for rank, recording in enumerate(recorded.ranks):
-        counts = {kind: number for kind, number in recording["steps"][str(step)].items() if kind not in ALLOCATIONS}
+        step = recording["steps"][str(DETAILED_STEP)]
+        counts = {kind: number for kind, number in step.items() if kind not in ALLOCATIONS}
         counts["syncs"] = sum(call[4] for call in training_syncs(recording))
         counts["peak_reserved_mib"] = recording["peak_reserved_mib"]
         ranks.setdefault(json.dumps(counts), []).append(str(rank))
@@ -50,7 +69,8 @@ def counts_by_rank(recorded: Recorded, step: int) -> dict[str, dict[str, int]]:
 
 
 def place_of(call: list[Any]) -> str:
-    """A name for where a call comes from, without what changes with every edit: kind, phase and innermost function."""
+    """A name for where a call comes from, without what changes with every edit: kind, phase and
+    innermost function."""
     kind, phase, site = call[:3]
     return f"{kind} in {phase}: {site.partition(' < ')[0]}"
 
@@ -90,31 +110,39 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_costs_what_the_table_says(
     cell: Cell, device: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    recorded = run_recorded(device, tmp_path, cell.command, cell.num_ranks, cell.detailed_step)
+    recorded = run_recorded(device, tmp_path, cell.command, cell.num_ranks)
     for rank, recording in enumerate(recorded.ranks):
         steady = [recording["steps"][str(step)] for step in STEADY_STEPS]
         allocations = [call for call in recording["calls"] if call[0] in ALLOCATIONS]
         assert not any(counts[kind] for counts in steady for kind in ALLOCATIONS), (
-            f"rank {rank} allocates after step 3; in step {cell.detailed_step}:\n"
+            f"rank {rank} allocates after step 3; in step {DETAILED_STEP}:\n"
             + "\n".join(describe_calls(allocations))
         )
         syncs = training_syncs(recording)
         unexplained = [call for call in syncs if not any(part in call[2] for part in cell.syncs)]
-        assert not unexplained, f"rank {rank} waits for the device:\n" + "\n".join(describe_calls(unexplained))
-    assert [line for line in recorded.output.splitlines() if any(part in line for part in UNWANTED)] == []
+        assert not unexplained, f"rank {rank} waits for the device:\n" + "\n".join(
+            describe_calls(unexplained)
+        )
+    assert [
+        line for line in recorded.output.splitlines() if any(part in line for part in UNWANTED)
+    ] == []
 
     calls = recorded.ranks[0]["calls"]
-    counts, places = counts_by_rank(recorded, cell.detailed_step), counts_by_place(calls)
+    counts, places = counts_by_rank(recorded), counts_by_place(calls)
     table = read_table()
     if pytestconfig.getoption("--update-counts"):
         table.setdefault(RELEASE, {})[cell.name] = {"ranks": counts, "rank_0_by_place": places}
         TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return
     if RELEASE not in table:
-        pytest.skip(f"counts.json holds torch {', '.join(table)}, not {RELEASE}: --update-counts adds this release")
+        pytest.skip(
+            f"counts.json holds torch {', '.join(table)}, not {RELEASE}: --update-counts adds this release"
+        )
     pinned = table[RELEASE].get(cell.name)
     assert pinned is not None, f"counts.json has no cell {cell.name}: --update-counts adds it"
-    assert counts == pinned["ranks"], f"rank 0 by place:\n{explain_change(calls, pinned['rank_0_by_place'])}"
+    assert counts == pinned["ranks"], (
+        f"rank 0 by place:\n{explain_change(calls, pinned['rank_0_by_place'])}"
+    )
 
 
 def test_every_pinned_cell_exists() -> None:

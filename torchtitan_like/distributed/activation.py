@@ -80,7 +80,8 @@ def _per_op_contexts(saved_ops: tuple[str, ...], recomputed_shapes: set[tuple[in
 
 
 class _PerOpPolicy:
-    """Saves the outputs of `saved_ops`, except every second matrix product and those whose weight shape is listed.
+    """Saves the outputs of `saved_ops`, except every second matrix product and those whose weight
+    shape is listed.
 
     Half of the matrix products cost half of the recompute and save half of the memory; which half matters little.
     """

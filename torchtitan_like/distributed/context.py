@@ -151,9 +151,11 @@ def _ulysses_core(context: ContextParallel, core: Core) -> Core:
 
 
 def _exchanged_together(heads: Sequence[Tensor], context: ContextParallel) -> tuple[Tensor, ...]:
-    """`all_to_all_heads_seq` of several tensors that differ in their number of heads at most, as one exchange."""
+    """`all_to_all_heads_seq` of several tensors that differ in their number of heads at most, as
+    one exchange."""
     per_rank = [x.shape[1] // context.size for x in heads]
-    # Of each tensor the heads of the first rank, then those of the second: a cut into equal parts gives each rank its own.
+    # Of each tensor the heads of the first rank, then those of the second: a cut into equal parts
+    # gives each rank its own.
     joined = torch.cat([x.unflatten(1, (context.size, -1)) for x in heads], dim=2).flatten(1, 2)
     exchanged: tuple[Tensor, ...] = all_to_all_heads_seq(joined, context.group).split(per_rank, dim=1)
     return exchanged

@@ -192,8 +192,8 @@ def parallelize(
         "reduce_dtype": training.mixed_precision_reduce,
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
-    # Without data-parallel peers nothing is gathered, and a cast of each weight is left. A pipeline casts once for all its
-    # micro-batches, and offloading needs FSDP2's copies.
+    # Without data-parallel peers nothing is gathered, and a cast of each weight is left. A pipeline
+    # casts once for all its micro-batches, and offloading needs FSDP2's copies.
     casts_only = dims.dp * dims.cp == 1 and dims.pp == 1 and not offload
     if simple or casts_only or world.mesh is None:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp

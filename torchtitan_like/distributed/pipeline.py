@@ -189,23 +189,25 @@ class _Runner(NamedTuple):
 class _Stage(PipelineStage):
     """Torch's stage, with six things mended.
 
-    What it receives has memory only while its micro-batch is under way: torch allocates it for every micro-batch of a
-    step and keeps it, which grows with gradient accumulation. What it sends is checked: the next stage has allocated
-    a certain shape, and would take anything else for it. It can be evaluated beside the next stage on one rank. And a
-    backward in two parts finds its weights when forward passes in between have resharded them: torch looks for
-    gathered weights among the sharded ones, and would leave gradients out without a word. Messages to and from a neighbor
-    use the group of these two ranks (`World.neighbor_groups`), so that they wait for no other pair's. And no vote on
-    shapes is held.
+    What it receives has memory only while its micro-batch is under way: torch allocates it for
+    every micro-batch of a step and keeps it, which grows with gradient accumulation. What it sends
+    is checked: the next stage has allocated a certain shape, and would take anything else for it.
+    It can be evaluated beside the next stage on one rank. And a backward in two parts finds its
+    weights when forward passes in between have resharded them: torch looks for gathered weights
+    among the sharded ones, and would leave gradients out without a word. Messages to and from a
+    neighbor use the group of these two ranks (`World.neighbor_groups`), so that they wait for no
+    other pair's. And no vote on shapes is held.
     """
 
     handed_on: Tensor  # what its output must be like, on meta
     neighbor_groups: Mapping[int, dist.ProcessGroup]  # by rank within the pipeline's group; may be empty
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Skip torch's vote on whether stages must learn their shapes from each other: ours are given.
+        """Skip torch's vote on whether stages must learn their shapes from each other: ours are
+        given.
 
-        The vote sends one number from stage to stage, each as a single NCCL message on the group of all stages, and reads
-        it on the host.
+        The vote sends one number from stage to stage, each as a single NCCL message on the group of
+        all stages, and reads it on the host.
         """
         return torch.ones(1, dtype=torch.int32)
 

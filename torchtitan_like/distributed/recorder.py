@@ -27,7 +27,8 @@ def set_up_recorder(comm: Comm, folder: Path) -> None:
         wanted |= {
             "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(comm.trace_buf_size > 0)),
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / comm.save_traces_folder / comm.save_traces_file_prefix),
-            # Pipelines send single messages on groups of two ranks, where nothing else can be held up by them.
+            # Pipelines send single messages on groups of two ranks, where nothing else can be held
+            # up by them.
             "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed collective ends the process without cleaning up first
         }

@@ -353,7 +353,8 @@ def join_world(
 
 
 def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
-    """The default group where it is the whole of the run, as in every run of its own; None for one rank."""
+    """The default group where it is the whole of the run, as in every run of its own; None for one
+    rank."""
     if len(ranks) == 1:
         return None
     if dist.get_world_size() == len(ranks):
@@ -362,12 +363,14 @@ def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
 
 
 def neighbor_groups(group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """Groups of this rank and each of its two neighbors on the ring of `group`, by the neighbor's rank in `group`.
+    """Groups of this rank and each of its two neighbors on the ring of `group`, by the neighbor's
+    rank in `group`.
 
-    With a device bound to the default group, NCCL runs all single messages of a group on one stream, in the order in
-    which they were started: a stage's output would wait for messages between other ranks. Without one (gloo, or a
-    default group that another program made) torch keeps pairs of ranks apart by itself, and the result is empty. So it
-    is for two ranks, whose group is such a pair. Collective over the ranks of `group`.
+    With a device bound to the default group, NCCL runs all single messages of a group on one
+    stream, in the order in which they were started: a stage's output would wait for messages
+    between other ranks. Without one (gloo, or a default group that another program made) torch
+    keeps pairs of ranks apart by itself, and the result is empty. So it is for two ranks, whose
+    group is such a pair. Collective over the ranks of `group`.
     """
     size, rank = group.size(), group.rank()
     if size == 2 or dist.group.WORLD is None or dist.group.WORLD.bound_device_id is None:

@@ -30,7 +30,8 @@ class NonFiniteError(RuntimeError):
 
 
 def abs_min_max(tensor: Tensor) -> Tensor:
-    """Smallest and largest absolute value (2,), nan where there is one. Of a DTensor those of this rank's shard."""
+    """Smallest and largest absolute value (2,), nan where there is one. Of a DTensor those of this
+    rank's shard."""
     local: Any = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     if local.numel() == 0:
@@ -48,7 +49,8 @@ def detect_overflow(tensor: Tensor, name: str) -> bool:
 
 
 class Observation(NamedTuple):
-    """An event in the forward pass: a module starts, one of its tensors was measured, or the module ends."""
+    """An event in the forward pass: a module starts, one of its tensors was measured, or the module
+    ends."""
 
     event: Literal["start", "tensor", "end"]
     step: int
@@ -59,11 +61,12 @@ class Observation(NamedTuple):
 
 
 class OverflowDetector:
-    """Looks at weights, inputs and outputs of every module of ``parts`` as it runs. At the first number that is not finite
-    the last modules of the micro-batch go into the log, and NonFiniteError is raised, on this rank alone.
+    """Looks at weights, inputs and outputs of every module of ``parts`` as it runs. At the first
+    number that is not finite the last modules of the micro-batch go into the log, and
+    NonFiniteError is raised, on this rank alone.
 
-    On the CPU this happens in the module itself. What lies on another device is judged in `judge`, which waits for the
-    device once for all modules; call it at log steps and before the run ends.
+    On the CPU this happens in the module itself. What lies on another device is judged in `judge`,
+    which waits for the device once for all modules; call it at log steps and before the run ends.
 
     ``place`` returns the step and micro-batch. For the fields of ``section`` see there.
     """
@@ -88,7 +91,8 @@ class OverflowDetector:
             hook.remove()
 
     def judge(self) -> None:
-        """Log the traced modules; log and raise NonFiniteError for the first tensor that is not finite."""
+        """Log the traced modules; log and raise NonFiniteError for the first tensor that is not
+        finite."""
         observations, self._observations = self._observations, []
         pairs = [seen.abs_min_max.double() for seen in observations if seen.abs_min_max is not None]
         numbers = iter(torch.stack(pairs).tolist() if pairs else [])

@@ -76,8 +76,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Step, then restore every bit of weights and states if `skip` is 1.
 
-    For implementations that have no gate of their own. Bits are selected by integer products with 0 and 1, which not
-    even a NaN survives. Needs memory for a copy of the weights and states.
+    For implementations that have no gate of their own. Bits are selected by integer products with 0
+    and 1, which not even a NaN survives. Needs memory for a copy of the weights and states.
     """
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -95,9 +95,10 @@ def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 class Optimizer:
     """Adam or AdamW over named parameters, with one rule for bad numbers: `skip` = 1 leaves every weight as it is.
 
-    `fused` reads `skip` on the device. `foreach` and `for-loop` have no such gate: on a GPU their update is taken back
-    there (`step_or_restore`), on the CPU the host reads `skip`. Hyper-parameters come from the config and the schedule,
-    never from a checkpoint; the state holds tensors alone. `is_atomic`: a step updates all weights of all ranks or none.
+    `fused` reads `skip` on the device. `foreach` and `for-loop` have no such gate: on a GPU their
+    update is taken back there (`step_or_restore`), on the CPU the host reads `skip`.
+    Hyper-parameters come from the config and the schedule, never from a checkpoint; the state holds
+    tensors alone. `is_atomic`: a step updates all weights of all ranks or none.
     """
 
     is_atomic = True
@@ -168,9 +169,10 @@ class Optimizer:
 class OptimizerInBackward(Optimizer):
     """Updates the weights of a block as soon as its gradients are complete and frees these at once.
 
-    No gradient norm exists before the update, so nothing is clipped, and the gate is per block: one with a non-finite
-    number in a gradient is left as it is. A non-finite *loss* makes every gradient non-finite (train.py), so it stops
-    every weight on every rank; a single bad gradient stops only the block's own shard.
+    No gradient norm exists before the update, so nothing is clipped, and the gate is per block: one
+    with a non-finite number in a gradient is left as it is. A non-finite *loss* makes every
+    gradient non-finite (train.py), so it stops every weight on every rank; a single bad gradient
+    stops only the block's own shard.
     """
 
     is_atomic = False
@@ -186,7 +188,8 @@ class OptimizerInBackward(Optimizer):
     def _update_together(
         self, members: list[tuple[str, Tensor]], section: OptimizerSection
     ) -> torch.optim.Optimizer:
-        """One optimizer for these parameters, which steps when the last of them has its gradient."""
+        """One optimizer for these parameters, which steps when the last of them has its
+        gradient."""
         optimizer = _build(members, section)
         complete: list[Tensor] = []  # in the order of the backward, in which norms are added up
 
@@ -217,9 +220,11 @@ class OptimizerInBackward(Optimizer):
             parameter.grad = None
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of the gradients already applied; `max_norm` cannot act on them (preflight says so).
+        """The norm of the gradients already applied; `max_norm` cannot act on them (preflight says
+        so).
 
-        Raises RuntimeError when a block still waits for a gradient: its weights would never be updated.
+        Raises RuntimeError when a block still waits for a gradient: its weights would never be
+        updated.
         """
         waiting = {block_of(name) for name, parameter in self.named if parameter.grad is not None}
         self._refuse_missing(name for name, p in self.named if p.grad is None and block_of(name) in waiting)
@@ -232,7 +237,8 @@ class OptimizerInBackward(Optimizer):
 
 
 def block_of(name: str) -> str:
-    """The block of a model that a parameter belongs to: `layers.3` of `layers.3.attention.wq.weight`, else `output`."""
+    """The block of a model that a parameter belongs to: `layers.3` of
+    `layers.3.attention.wq.weight`, else `output`."""
     first, _, rest = name.partition(".")
     second = rest.partition(".")[0]
     return f"{first}.{second}" if second.isdigit() else first
