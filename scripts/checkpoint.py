@@ -39,7 +39,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import find_damage
 from torchtitan_like.checkpoint.lock import FileLock
 from torchtitan_like.checkpoint.publishing import STAGED, StagedOutput
-from torchtitan_like.checkpoint.retention import PIN, doomed
+from torchtitan_like.checkpoint.retention import PIN, find_expired
 from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
@@ -89,6 +89,11 @@ def ls(arguments: argparse.Namespace) -> int:
 def _rows(place: Path, folder: Path) -> Iterator[tuple[str, str, str, str, str]]:
     steps = {step.path: step for step in all_steps(place)}
     for path in sorted(filter(Path.is_dir, place.iterdir()), key=_number):
+        try:
+            files = [file.stat() for file in path.rglob("*") if file.is_file()]
+            newest = max((file.st_mtime for file in files), default=path.stat().st_mtime)
+        except FileNotFoundError:  # a run has renamed or deleted it meanwhile
+            continue
         step, notes = steps.get(path), []
         if step is not None:
             kind = step.manifest.get("kind", "?") if step.damage is None else "DAMAGED"
@@ -102,10 +107,9 @@ def _rows(place: Path, folder: Path) -> Iterator[tuple[str, str, str, str, str]]
         else:
             continue
         notes += ["pinned"] if (path / PIN).exists() else []
-        files = [file.stat() for file in path.rglob("*") if file.is_file()]
-        age = time.time() - max((file.st_mtime for file in files), default=path.stat().st_mtime)
         name = path.relative_to(folder).as_posix()
-        yield name, kind, in_bytes(sum(file.st_size for file in files)), f"{in_time(age)} ago", ", ".join(notes)
+        age = f"{in_time(time.time() - newest)} ago"
+        yield name, kind, in_bytes(sum(file.st_size for file in files)), age, ", ".join(notes)
 
 
 def _number(path: Path) -> tuple[int, str]:
@@ -126,10 +130,23 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _verify(step: StepFolder) -> int:
+    """Print the damage of a step; returns 1 when there is any."""
+    try:
+        return _verify_files(step)
+    except FileNotFoundError:
+        if step.path.exists():
+            raise
+        print(f"{step.path}: not verified, a run has deleted or renamed it meanwhile")
+        return 0
+
+
+def _verify_files(step: StepFolder) -> int:
     records = file_records(step.manifest)
     # The sizes are among what find_damage reports; a manifest that cannot be read leaves nothing to report but itself.
-    damage = [str(error) for error in find_damage(step.path, records, progress=Meter(step.path.name))]
+    damage = [str(e) for e in find_damage(step.path, records, progress=Meter(step.path.name))]
     damage = damage or ([step.damage] if step.damage else [])
+    if damage and not step.path.exists():
+        raise FileNotFoundError(step.path)
     for text in damage:
         print(text)
     known = {*records, MANIFEST, PIN}
@@ -311,8 +328,10 @@ def _offload(arguments: argparse.Namespace) -> int:
             print(f"{step.path} is copied to {target}, where it cannot be read back from here: it is kept")
 
     # A damaged step is none of the newest that stay: nothing could be resumed from it.
-    kept = [step for step in published_steps(folder) if step.step not in damaged]
-    for old in doomed(kept, arguments.keep):
+    kept = {step.step: step for step in published_steps(folder) if step.step not in damaged}
+    folders = [(number, step.path) for number, step in kept.items()]
+    expiry = find_expired(folders, lambda number, _: kept[number].is_full, arguments.keep)
+    for old in (kept[number] for number, _ in expiry.steps):
         if arguments.dry_run:
             ending = "would be removed here, if its copy is right" if is_local else "would be kept"
             print(f"{old.path} {ending}")

@@ -6,11 +6,17 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
+from torchtitan_like.checkpoint.step_folders import (
+    StepFolder,
+    numbered_folders,
+    read_step,
+    superseded_folders,
+)
 
 logger = logging.getLogger()
 
@@ -18,25 +24,53 @@ PIN = "PIN"  # a file of this name inside `step-N` keeps it for ever; who wants 
 _TRASH = ".trash-"
 
 
-def doomed(steps: Sequence[StepFolder], keep_latest_k: int, keep_every: int = 0) -> list[StepFolder]:
-    """Those of the complete `steps`, oldest first, that are not to be kept. `keep_latest_k` 0 keeps all.
+class Expiry(NamedTuple):
+    """What retention deletes."""
+
+    steps: list[tuple[int, Path]]  # oldest first
+    newest_full: tuple[int, Path] | None
+    oldest_of_newest: int | None  # number of the `keep_latest_k`-th newest step; None: there are fewer
+
+
+def find_expired(
+    folders: Sequence[tuple[int, Path]],
+    is_full: Callable[[int, Path], bool | None],
+    keep_latest_k: int,
+    keep_every: int = 0,
+) -> Expiry:
+    """Which of the steps in `folders`, oldest first, are not to be kept. `keep_latest_k` 0 keeps all.
 
     Kept are the newest `keep_latest_k`, multiples of `keep_every`, pinned ones, step 0 (what the run began from) and the
-    newest full one, without which no run could go on.
+    newest full one, without which no run could go on. `is_full` returns None for what is no complete checkpoint: that is
+    neither counted nor deleted. It is called for as few steps as possible.
     """
-    newest_full = max((step.step for step in steps if step.is_full), default=None)
-    return [
-        old
-        for old in (steps[:-keep_latest_k] if keep_latest_k else ())
-        if old.step not in (0, newest_full)
-        and not (keep_every and old.step % keep_every == 0)
-        and not (old.path / PIN).exists()
-    ]
+    num_newest, oldest_of_newest = 0, None
+    newest_full: tuple[int, Path] | None = None
+    expired: list[tuple[int, Path]] = []
+    if 0 < keep_latest_k <= len(folders):
+        for number, path in reversed(folders):
+            is_older = num_newest == keep_latest_k
+            is_kept = number == 0 or (keep_every > 0 and number % keep_every == 0)
+            if is_older and newest_full and (is_kept or (path / PIN).exists()):
+                continue
+            full = is_full(number, path)
+            if full is None:
+                continue
+            if not is_older:
+                num_newest, oldest_of_newest = num_newest + 1, number
+            elif (newest_full or not full) and not is_kept and not (path / PIN).exists():
+                expired.append((number, path))
+            if full and newest_full is None:
+                newest_full = number, path
+    is_enough = num_newest == keep_latest_k
+    return Expiry(expired[::-1], newest_full, oldest_of_newest if is_enough else None)
 
 
 def newest_before(folder: Path, step: int) -> StepFolder | None:
     """The newest full step before `step`, leaving out step 0, which is always kept."""
-    return next((found for found in reversed(published_steps(folder)) if found.is_full and 0 < found.step < step), None)
+    earlier = [(number, path) for number, path in numbered_folders(folder) if 0 < number < step]
+    found = (read_step(number, path) for number, path in reversed(earlier))
+    return next((step for step in found if step is not None and step.is_full), None)
 
 
 def pin_before(folder: Path, step: int) -> Path | None:
@@ -60,17 +94,48 @@ class Retention:
         self.folder = folder
         self.keep_latest_k = keep_latest_k
         self.keep_every = keep_every
+        self._looked: dict[Path, bool | None] = {}  # of steps seen before: see `find_expired`
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="retention")
 
     def apply(self) -> list[int]:
-        """Put the doomed steps out of sight and have them deleted; their numbers."""
-        gone = []
-        for old in doomed(published_steps(self.folder), self.keep_latest_k, self.keep_every):
-            names = (f"{_TRASH}{old.step}{suffix}" for suffix in _suffixes())
-            os.rename(old.path, next(path for name in names if not (path := self.folder / name).exists()))
-            gone.append(old.step)
+        """Put the expired steps out of sight and have them deleted; returns their numbers.
+
+        No manifest is read twice, but that of the newest full step before anything is deleted: the cost of a save
+        does not grow with the number of kept steps. A superseded step expires when `keep_latest_k` complete steps
+        with its number or a higher one are there.
+        """
+        folders = numbered_folders(self.folder) if self.keep_latest_k else []
+        present = {path for _, path in folders}
+        self._looked = {path: full for path, full in self._looked.items() if path in present}
+        expiry = self._find_expired(folders)
+        if expiry.steps and expiry.newest_full is not None:
+            self._looked.pop(expiry.newest_full[1])  # it may have been damaged since
+            if not self._is_full(*expiry.newest_full):
+                self._looked.clear()
+                expiry = self._find_expired(folders)
+        for number, path in expiry.steps:
+            self._discard(number, path)
+        if expiry.oldest_of_newest is not None:
+            for number, path in superseded_folders(self.folder):
+                if number <= expiry.oldest_of_newest and not (path / PIN).exists():
+                    logger.info(f"Deleting {path}: the run has passed step {number} again")
+                    self._discard(number, path)
         self._deleter.submit(self._empty_trash)
-        return gone
+        return [number for number, _ in expiry.steps]
+
+    def _find_expired(self, folders: Sequence[tuple[int, Path]]) -> Expiry:
+        return find_expired(folders, self._is_full, self.keep_latest_k, self.keep_every)
+
+    def _is_full(self, number: int, path: Path) -> bool | None:
+        if path not in self._looked:
+            step = read_step(number, path)
+            is_whole = step is not None and step.damage is None
+            self._looked[path] = step.is_full if step is not None and is_whole else None
+        return self._looked[path]
+
+    def _discard(self, number: int, path: Path) -> None:
+        candidates = (self.folder / f"{_TRASH}{number}{suffix}" for suffix in _suffixes())
+        os.rename(path, next(trash for trash in candidates if not trash.exists()))
 
     def close(self) -> None:
         """Wait until everything is deleted."""

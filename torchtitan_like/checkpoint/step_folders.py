@@ -34,6 +34,7 @@ _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 _NO_CONTENT = {CONFIG, "PIN"}  # files of a step that hold nothing of its state
 NONFINITE = ".nonfinite"  # suffix of a state with an inf or nan, kept for study
 _STEP = re.compile(r"step-(\d+)")
+_SUPERSEDED = re.compile(r"step-(\d+)\.superseded-.*")
 
 Manifest = dict[str, Any]
 
@@ -136,20 +137,8 @@ def all_steps(folder: Path) -> list[StepFolder]:
 
     Raises as `read_manifest` for others.
     """
-    if not folder.is_dir():
-        return []
-    steps = []
-    for number, path in numbered_folders(folder):
-        try:
-            manifest = read_manifest(path)
-        except DamagedError as error:
-            steps.append(StepFolder(number, path, {}, str(error)))
-            continue
-        if manifest is not None:
-            steps.append(StepFolder(number, path, manifest, _damage(number, path, manifest)))
-        elif (left := emptied(path)) is not None:
-            steps.append(StepFolder(number, path, {}, left))
-    return steps
+    found = (read_step(number, path) for number, path in numbered_folders(folder))
+    return [step for step in found if step is not None]
 
 
 def emptied(path: Path) -> str | None:
@@ -167,8 +156,41 @@ def published_steps(folder: Path) -> list[StepFolder]:
 
 def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
     """Every directory named `step-N` of `folder` with its number, in order, whatever is in it."""
-    found = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    return _matching_folders(folder, _STEP)
+
+
+def superseded_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Steps that `supersede_later` has renamed, exports too, with their numbers."""
+    places = (folder, folder / HF_EXPORTS)
+    return [found for place in places for found in _matching_folders(place, _SUPERSEDED)]
+
+
+def _matching_folders(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """One listing of the folder; the file system is not asked about each entry."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [
+                (int(match[1]), folder / entry.name)
+                for entry in entries
+                if (match := pattern.fullmatch(entry.name)) and entry.is_dir()
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found)
+
+
+def read_step(number: int, path: Path) -> StepFolder | None:
+    """Read a step's manifest and compare names and sizes with it; None: no checkpoint, or gone meanwhile."""
+    try:
+        manifest = read_manifest(path)
+        damage = emptied(path) if manifest is None else _damage(number, path, manifest)
+    except DamagedError as error:
+        manifest, damage = {}, str(error)
+    except FileNotFoundError:
+        return None
+    if (manifest is None and damage is None) or (damage and not path.is_dir()):
+        return None
+    return StepFolder(number, path, manifest or {}, damage)
 
 
 def is_inside(name: str) -> bool:

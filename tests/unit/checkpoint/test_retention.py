@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.folders import make_steps, one_rank
+from tests.unit.checkpoint.folders import SHARD, make_steps, one_rank
+from torchtitan_like.checkpoint import step_folders
 from torchtitan_like.checkpoint.retention import PIN, Retention, pin_before
-from torchtitan_like.checkpoint.step_folders import numbered_folders
+from torchtitan_like.checkpoint.step_folders import numbered_folders, supersede_later
 
 
 @pytest.fixture
@@ -51,6 +52,81 @@ def test_what_is_kept(tmp_path: Path, on_disk: list[str], keep: int, every: int,
     assert retention.apply() == [step for step in before if step not in expected]
     retention.close()
     assert left(tmp_path) == expected
+    assert not list(tmp_path.glob(".trash-*"))
+
+
+@pytest.mark.parametrize(("keep", "every"), [(0, 0), (3, 1), (3, 0)])
+def test_the_files_opened_after_a_save_do_not_grow_with_kept_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, every: int
+) -> None:
+    opened: list[str] = []
+    read_text = step_folders.read_text
+
+    def counting(path: Path, *args: Any, **options: Any) -> str:
+        opened.append(path.parent.name)
+        return read_text(path, *args, **options)
+
+    def opened_in(folder: Path, num_kept: int) -> list[list[str]]:
+        """Per save, of three."""
+        make_steps(folder, *map(str, range(1, num_kept + 1)))
+        if not every:  # old steps are kept by their pins
+            for number in range(1, num_kept + 1):
+                (folder / f"step-{number}" / PIN).touch()
+        retention = Retention(folder, keep_latest_k=keep, keep_every=every)
+        saves = []
+        for number in range(num_kept + 1, num_kept + 4):
+            make_steps(folder, str(number))
+            opened.clear()
+            assert retention.apply() == []
+            saves.append(list(opened))
+        retention.close()
+        return saves
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step_folders, "read_text", counting)
+        few, many = opened_in(tmp_path / "few", 5), opened_in(tmp_path / "many", 30)
+    assert [len(names) for names in few] == [len(names) for names in many]
+    assert [len(names) for names in many] == ([keep, 1, 1] if keep else [0, 0, 0])
+
+
+def test_the_newest_full_step_is_looked_at_again_before_others_go(
+    tmp_path: Path, retention: Retention
+) -> None:
+    """Its files have gone since the save before: the one that is deleted otherwise is the last whole one."""
+    make_steps(tmp_path, "1", "2", "3")
+    assert retention.apply() == [1]
+    (tmp_path / "step-3" / SHARD).unlink()
+    make_steps(tmp_path, "4w", "5w")
+    assert retention.apply() == []
+    assert left(tmp_path) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "expected"),
+    [
+        (["40"], 2, ["20", "30", "40", "50"]),
+        (["20", "30"], 2, ["20", "30", "40", "50"]),
+        (["20", "30", "40"], 2, ["20", "40", "50"]),
+        (["20", "30", "40", "50", "60"], 2, ["20"]),
+        (["20", "30", "40", "50!", "60!"], 2, ["20", "40", "50"]),
+        (["20", "30", "40", "50", "60"], 0, ["20", "30", "40", "50"]),
+    ],
+)
+def test_a_superseded_step_expires_when_as_many_steps_have_passed_it_as_are_kept(
+    tmp_path: Path, steps: list[str], keep: int, expected: list[str]
+) -> None:
+    """Exports too; pinned ones never (step 20)."""
+    make_steps(tmp_path, "20", "30", "40", "50")
+    make_steps(tmp_path / "hf", "40h")
+    (tmp_path / "step-20" / PIN).touch()
+    supersede_later(tmp_path, 10, "abc")
+    make_steps(tmp_path, *steps)
+    retention = Retention(tmp_path, keep_latest_k=keep)
+    retention.apply()
+    retention.close()
+    present = {path.name for path in tmp_path.glob("*.superseded-*")}
+    assert present == {f"step-{number}.superseded-abc" for number in expected}
+    assert bool(list((tmp_path / "hf").iterdir())) == ("40" in expected)
     assert not list(tmp_path.glob(".trash-*"))
 
 

@@ -19,6 +19,7 @@ from scripts import checkpoint
 from scripts.checkpoint import Meter, in_bytes, in_time, main
 from scripts.checkpoint_contents import open_contents
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
+from torchtitan_like.checkpoint import step_folders
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.stateful import ModelState
@@ -95,6 +96,45 @@ def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.Cap
     assert lines.keys() == expected.keys()
     for name, words in expected.items():
         assert all(word in lines[name] for word in words), lines[name]
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [("ls", "stat"), ("ls", "read_text"), ("verify", "stat"), ("verify", "read_text")],
+)
+def test_a_step_that_a_run_deletes_meanwhile_is_no_error(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    call: str,
+) -> None:
+    """Whichever look at the step finds it gone: the step vanishes before the first one, the second one ..."""
+
+    def num_looks(vanishes_at: int) -> int:
+        folder, looks = tmp_path / str(vanishes_at), 0
+        owner: Any = Path if call == "stat" else step_folders
+        original = getattr(owner, call)
+
+        def look(path: Path, *args: Any, **options: Any) -> Any:
+            nonlocal looks
+            if "step-10" in path.parts:
+                looks += 1
+                if looks == vanishes_at:
+                    os.rename(folder / "step-10", folder / ".trash-10")
+            return original(path, *args, **options)
+
+        make_steps(folder, "10", "20")
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, call, look)
+            code, text = run(capsys, command, folder)
+        assert (code, "step-20" in text, "DAMAGED" in text, "missing" in text) == (0, True, False, False), text
+        return looks
+
+    looks = num_looks(0)
+    assert looks > 0
+    for vanishes_at in range(1, looks + 1):
+        num_looks(vanishes_at)
 
 
 def test_ls_of_another_folder_says_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
