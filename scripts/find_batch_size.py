@@ -1,14 +1,15 @@
-"""Find the largest training.local_batch_size that fits into memory: short runs of a config, then a table.
+"""Find the largest training.local_batch_size that fits into memory, by short runs of a config.
 
     python scripts/find_batch_size.py train_configs/llama3_8b.toml --ngpu 8
-    python scripts/find_batch_size.py train_configs/debug_model.toml --limit-gib 4 --training.seq_len 1024
+    python scripts/find_batch_size.py train_configs/debug_model.toml --limit-gib 4
 
-Each trial is a run of its own through run_train.sh, with the options of the real run. The size doubles until a trial
-runs out of memory or uses more than --limit-gib; bisection then finds the largest size that fits, whatever number that is:
-batch sizes need no alignment. Without --limit-gib only running out of memory counts, so a GPU is needed.
+Each trial is a run of its own through run_train.sh, with the options of the real run. The size
+doubles until a trial runs out of memory or uses more than --limit-gib. Bisection then finds the
+largest size that fits, whatever number that is: batch sizes need no alignment. Memory is that of
+rank 0. Without --limit-gib only running out of memory counts, so a GPU is needed.
 
-Exit codes: 0 a size was found; 1 not even one sample fits; 2 wrong arguments; otherwise that of a trial which failed for
-another reason, with its last lines.
+Exit codes: 0 a size was found; 1 not even one sample fits; 2 wrong arguments. A trial that fails
+for another reason ends the search with its code and its last lines.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def largest_that_fits(try_size: Callable[[int], Trial], most: int) -> list[Trial
     return trials
 
 
-def run_trial(size: int, *, config: str, ngpu: int, steps: int, limit_gib: float, options: list[str]) -> Trial:
+def run_trial(
+    size: int, *, config: str, ngpu: int, steps: int, limit_gib: float, options: list[str]
+) -> Trial:
     """Run some steps with this batch size. Raises TrialFailed."""
     with tempfile.TemporaryDirectory(prefix="find_batch_size-") as folder:
         settings = {
@@ -118,13 +121,17 @@ def table(trials: list[Trial], limit_gib: float) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument("--ngpu", type=int, default=1, help="ranks of each trial")
     parser.add_argument("--steps", type=int, default=3, help="steps of each trial")
     parser.add_argument("--most", type=int, default=1024, help="largest size to try")
-    parser.add_argument("--limit-gib", type=float, default=float("inf"), help="memory of a rank that counts as full")
+    parser.add_argument(
+        "--limit-gib", type=float, default=float("inf"), help="memory of a rank that counts as full"
+    )
     arguments, options = parser.parse_known_args(argv)
     if min(arguments.ngpu, arguments.steps, arguments.most) < 1 or arguments.limit_gib <= 0:
         parser.error("--ngpu, --steps, --most and --limit-gib must be larger than 0")
@@ -138,7 +145,9 @@ def main(argv: list[str]) -> int:
             limit_gib=arguments.limit_gib,
             options=options,
         )
-        print(f"local_batch_size {size}: {'fits' if trial.fits else 'does not fit'}", file=sys.stderr)
+        print(
+            f"local_batch_size {size}: {'fits' if trial.fits else 'does not fit'}", file=sys.stderr
+        )
         return trial
 
     try:

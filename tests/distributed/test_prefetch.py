@@ -1,4 +1,4 @@
-"""`parallelism.fsdp_prefetch_depth`: which weights are gathered ahead, and that no number changes."""
+"""`parallelism.fsdp_prefetch_depth`: which weights are gathered ahead; no number changes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from torchtitan_like.preflight import load_checked
 # What switches a feature off where the defaults leave it on.
 OFF = {
     "parallelism.context_parallel_rotate_method": [
-        "--parallelism.context_parallel_rotate_method=ulysses --parallelism.context_parallel_degree=2"
+        "--parallelism.context_parallel_rotate_method=ulysses"
+        " --parallelism.context_parallel_degree=2"
     ],
     "parallelism.module_fqns_per_model_part": [
         "--parallelism.module_fqns_per_model_part tok_embeddings,layers.0 norm,output"

@@ -32,10 +32,15 @@ class FakeRuns:
         values = dict(zip(command[1::2], command[2::2], strict=True))
         memory = 10 + 5.2 * int(values["--training.local_batch_size"])
         if values.get("--training.seq_len") == "0":
-            return subprocess.CompletedProcess(command, 78, "training.seq_len = 0: expected > 0", None)
+            return subprocess.CompletedProcess(
+                command, 78, "training.seq_len = 0: expected > 0", None
+            )
         if memory > 48:
             return subprocess.CompletedProcess(command, 1, "torch.OutOfMemoryError: CUDA", None)
-        rows = [{"step": 1, "memory_gib": memory - 1}, {"step": 2, "memory_gib": memory, "tps": 100.0}]
+        rows = [
+            {"step": 1, "memory_gib": memory - 1},
+            {"step": 2, "memory_gib": memory, "tps": 100.0},
+        ]
         path = Path(values["--job.dump_folder"]) / "metrics.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return subprocess.CompletedProcess(command, 0, "", None)
@@ -48,7 +53,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     return fake
 
 
-def test_running_out_of_memory_ends_at_seven_not_four(runs: FakeRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_out_of_memory_ends_at_seven_not_four(
+    runs: FakeRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["x.toml", "--parallelism.tensor_parallel_degree", "2"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "training.local_batch_size = 7"
@@ -56,7 +63,9 @@ def test_running_out_of_memory_ends_at_seven_not_four(runs: FakeRuns, capsys: py
     assert all("--parallelism.tensor_parallel_degree" in command for command in runs.commands)
 
 
-def test_a_limit_counts_like_the_end_of_memory(runs: FakeRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_counts_like_the_end_of_memory(
+    runs: FakeRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["x.toml", "--limit-gib", "31"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "training.local_batch_size = 4" and "above 31 GiB" in out
@@ -64,7 +73,9 @@ def test_a_limit_counts_like_the_end_of_memory(runs: FakeRuns, capsys: pytest.Ca
     assert "Not even one sample fits." in capsys.readouterr().out
 
 
-def test_another_failure_ends_the_search(runs: FakeRuns, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_failure_ends_the_search(
+    runs: FakeRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["x.toml", "--training.seq_len", "0"]) == 78
     assert "expected > 0" in capsys.readouterr().err and len(runs.commands) == 1
     assert issubclass(TrialFailed, Exception)
@@ -73,6 +84,12 @@ def test_another_failure_ends_the_search(runs: FakeRuns, capsys: pytest.CaptureF
 @pytest.mark.nightly
 def test_real_trials_on_cpu(capsys: pytest.CaptureFixture[str], repo_root: Path) -> None:
     small = "--training.seq_len 64 --model.args.n_layers 1 --validation.enable=false".split()
-    arguments = [str(repo_root / "train_configs/debug_model.toml"), "--limit-gib", "64", "--most", "3"]
+    arguments = [
+        str(repo_root / "train_configs/debug_model.toml"),
+        "--limit-gib",
+        "64",
+        "--most",
+        "3",
+    ]
     assert main([*arguments, *small]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "training.local_batch_size = 3"
