@@ -324,6 +324,12 @@ def default(files: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return run(DEFAULT, files, tmp_path_factory.mktemp("default"))[0]
 
 
+def test_no_warning_of_python_is_in_the_log(default: RunResult) -> None:
+    """torch's deprecations are such warnings: a new release may bring one."""
+    warned = re.findall(r".*\.py:\d+: \w*Warning: .*|.*Warning: .*deprecated.*", default.stdout)
+    assert warned == []
+
+
 def test_two_ranks_are_one(default: RunResult, reference: RunResult) -> None:
     expect_the_same_losses(default, reference, rtol=1e-5)
     assert default.exit == {"reason": "done", "code": 0, "step": STEPS}

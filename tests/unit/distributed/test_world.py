@@ -1,9 +1,12 @@
 """What a process learns from its launcher, and which device it takes."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_like.distributed import world
 from torchtitan_like.distributed.world import LaunchedAs, _meet, launched_as, pick_device
 
 
@@ -43,3 +46,14 @@ def test_who_has_not_come_is_named():
     place.add("here", 1)
     with pytest.raises(TimeoutError, match=r"ranks \[1, 3\] have not come within 0 s \(comm.init_timeout_seconds\)"):
         _meet(place, LaunchedAs(0, 0, 4), 0.1)
+
+
+def test_the_public_function_sets_timeouts_where_torch_has_it(monkeypatch) -> None:
+    """torch 2.14 made it public and deprecated the other one, whose use would stand in each log."""
+    called = []
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: called.append("old"))
+    monkeypatch.setattr(dist, "set_timeout", lambda *_: called.append("new"), raising=False)
+    world.set_timeout(timedelta(seconds=1), None)
+    monkeypatch.delattr(dist, "set_timeout")
+    world.set_timeout(timedelta(seconds=1), None)
+    assert called == ["new", "old"]
