@@ -122,7 +122,8 @@ def report_refusal(folder: Path, found: Found | None) -> int:
 def report_crash(folder: Path, code: int, since: float) -> int:
     """Print the first error since then, and which ranks have left none. Return the code for it.
 
-    It is BAD_CONFIG if a rank has refused the config, and LOST_PEER if ranks have left nothing but errors of others that
+    It is BAD_CONFIG if a rank has refused the config, BAD_DATA if one has read damaged data, and
+    LOST_PEER if ranks have left nothing but errors of others that
     were lost. exit.json then has that code too.
     """
     attempts = folder / "attempts"
@@ -148,6 +149,9 @@ def report_crash(folder: Path, code: int, since: float) -> int:
         if is_consequence:
             code = ExitCode.LOST_PEER
             write_exit(folder, code.reason, code, first["step"])
+    if first["phase"] == "data":  # one rank has read damaged data, and the others have lost it
+        code = ExitCode.BAD_DATA
+        write_exit(folder, code.reason, code, first["step"])
     print("\n".join(words), file=sys.stderr)
     return int(code)
 

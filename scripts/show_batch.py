@@ -29,7 +29,7 @@ from torchtitan_like.data import streaming
 from torchtitan_like.data.batch import Batch
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import CACHE_FOLDER_NAME
+from torchtitan_like.data.formats.documents import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, resolve_sources
 from torchtitan_like.monitor.jsonl import read_rows
@@ -54,7 +54,7 @@ def build(config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer) -> 
 
 def with_windows_of_its_own(config: JobConfig, folder: Path) -> JobConfig:
     """Another place for the windows of streams: a run may be reading its own, and what lies behind a reader is deleted."""
-    place = folder / CACHE_FOLDER_NAME
+    place = folder / VISIBLE_CACHE_FOLDER_NAME
     place.mkdir()
     for entry in streaming.folder_of(config.data, config.job.dump_folder).glob("[!.]*"):
         if not entry.name.startswith("window-"):

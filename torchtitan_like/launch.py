@@ -20,7 +20,7 @@ from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.errors import DataError, WorkerKilled
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.loading import few_cores
 from torchtitan_like.data.token_cache import num_cores
@@ -181,6 +181,7 @@ CODES: dict[type[Exception], ExitCode] = {
     ChangedError: ExitCode.BAD_CONFIG,
     ConfigError: ExitCode.BAD_CONFIG,
     CheckpointError: ExitCode.STORAGE,
+    WorkerKilled: ExitCode.REQUEUE,
     DataError: ExitCode.BAD_DATA,
     NonFiniteStateError: ExitCode.BAD_NUMBERS,
     ReplicaError: ExitCode.BAD_NUMBERS,
@@ -221,7 +222,9 @@ def run_as(trainer_class: Callable[..., Any], config: JobConfig, launched: Launc
             if trainer is not None:
                 step = trainer.progress.step
                 trainer.close()
-        if launched.rank == 0:  # before old steps are deleted, which may take longer than a scheduler waits
+        # In training one rank alone may read damaged data: no other can say so.
+        is_alone = trainer is not None and code is ExitCode.BAD_DATA
+        if launched.rank == 0 or is_alone:  # before old steps are deleted, which may take longer than a scheduler waits
             failures = None if trainer is None else trainer.failures
             code = leave_exit(config.job.dump_folder, code, step, failures or WriteFailures())
     if world is not None:

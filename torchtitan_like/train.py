@@ -176,7 +176,8 @@ class Trainer:
             "dp_rank": dims.dp_coordinate(self.world.rank),
             "dp_size": dims.dp,
             "with_positions": has_documents(self.args),
-            "once": self.world.step_group.leader_does,
+            "group": self.world.step_group,
+            "is_recorder": dims.counts_tokens(self.world.rank),
         }
         self.batches = build_train_batches(
             config.training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared

@@ -250,7 +250,8 @@ class Data(Section):
     sources: dict[SourceName, DataSource] = Field({}, description="The training texts, one table per name.")
     cache_folder: HomePath | None = Field(
         None,
-        description="Folder of the token cache. Unset: beside the data, or in job.dump_folder if that is read-only.",
+        description="Folder of the token cache. Unset: .token_cache/ next to the data, or the user's cache folder "
+        "($XDG_CACHE_HOME or ~/.cache) if that is read-only.",
     )
     allow_change: list[str] = Field(
         [],

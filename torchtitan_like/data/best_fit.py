@@ -15,8 +15,10 @@ shortest, each go to the sample with the least room that is enough for them, or 
   from the lengths of the documents alone. Documents that share a sample may lie anywhere in the file: where it does not
   fit into memory, a sample costs one access to the disk for each of its documents.
 
-The plan is made once for a token file and a ``seq_len``, and lies beside the token file as one file of 64-bit words,
-memory-mapped: a header, for each sample the number of its first piece (and at the end the number of pieces), for each
+The plan is made once for a token file and a ``seq_len``, and lies beside the token file as one
+file of 64-bit words, with a
+hash table: a header, for each sample the number of its first piece (and at the end the number of
+pieces), for each
 piece the token where it begins.
 """
 
@@ -36,10 +38,11 @@ from numpy.typing import NDArray
 from torchtitan_like.config.sections_training import Data
 
 from . import token_cache
+from .checked_file import CheckedArray, CheckedFile, HashTable, RawFile, table_path
 from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME
+from .formats.documents import CACHE_FOLDER_NAMES
 from .packing import PackedSamples
-from .token_file import TokenFile, written_whole
+from .token_file import TokenFile, written_with_hashes
 
 logger = logging.getLogger()
 
@@ -75,7 +78,7 @@ class BestFitSamples(PackedSamples):
         row, column, start, length = self._pieces(samples)
         for piece in zip(row.tolist(), column.tolist(), start.tolist(), length.tolist(), strict=True):
             in_row, at, first, size = piece
-            rows[in_row, at : at + size] = self.file.tokens[first : first + size]
+            self.file.tokens.fill(rows[in_row, at : at + size], first)
         return rows, _sums(row, length, len(samples))
 
     def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -95,7 +98,8 @@ class BestFitSamples(PackedSamples):
         counts = np.where(real, self._plan.first_pieces[np.where(real, samples + 1, 0)] - first, 0)
         row = np.repeat(np.arange(len(samples)), counts)
         start = self._plan.starts[np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)]
-        document_ends = self.file.offsets[np.searchsorted(self.file.offsets, start.astype(np.uint64), side="right")]
+        offsets = self.file.offsets
+        document_ends = offsets[offsets.searchsorted(start.astype(np.uint64), side="right")]
         length = np.minimum(document_ends.astype(np.int64) - start, self.seq_len + 1)
         before = _sums(row, length, len(samples))
         before = np.cumsum(before) - before  # tokens in all rows above
@@ -106,8 +110,8 @@ class BestFitSamples(PackedSamples):
 class Plan:
     """first_pieces: int64 (num_samples + 1,), where the pieces of each sample begin; starts: int64 (num_pieces,), tokens."""
 
-    first_pieces: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    first_pieces: NDArray[np.int64] | CheckedArray
+    starts: NDArray[np.int64] | CheckedArray
 
     @property
     def num_samples(self) -> int:
@@ -119,7 +123,7 @@ def cached_plan(file: TokenFile, seq_len: int, *, cache_folder: str | None, dump
 
     Safe to call from any number of processes at once. Raises DataError for a damaged plan, and where none can be written.
     """
-    is_cache = file.folder.parent.name == CACHE_FOLDER_NAME
+    is_cache = file.folder.parent.name in CACHE_FOLDER_NAMES
     return token_cache.find_or_build(
         plan_name(file, seq_len),
         lambda path: open_plan(path, file, seq_len),
@@ -153,8 +157,17 @@ def open_plan(path: Path, file: TokenFile, seq_len: int) -> Plan | None:
             f"the packing plan {path} is damaged: it has {size:,} bytes and is not the plan of {file.folder} for samples "
             f"of {seq_len} tokens; delete it, it will be made again"
         )
-    words = np.memmap(path, np.int64, mode="r").view(np.ndarray)
-    return Plan(words[first:behind], words[behind:])
+    if not table_path(path).exists():
+        return None  # an earlier version made it: it is made again, with hashes
+    raw = RawFile(path)
+    checked = CheckedFile(raw, HashTable(raw, f"delete {path}, it will be made again"))
+    checked.verify(0)
+
+    def words(start: int, count: int) -> CheckedArray:
+        dtype = np.dtype(np.int64)
+        return CheckedArray(checked, dtype, start * _WORD.itemsize, count, in_memory=True)
+
+    return Plan(words(first, num_samples + 1), words(behind, num_pieces))
 
 
 def make_plan(offsets: NDArray[np.uint64], seq_len: int) -> Plan:
@@ -235,11 +248,11 @@ def _build(path: Path, file: TokenFile, seq_len: int) -> Plan:
     logger.info(
         f"packing the {file.meta.num_documents:,} documents of {file.folder} into samples of {seq_len:,} tokens"
     )
-    plan = make_plan(file.offsets, seq_len)
-    with written_whole(path, "the packing plan") as stream:
+    plan = make_plan(file.offsets[:], seq_len)
+    with written_with_hashes(path, "the packing plan") as stream:
         stream.write(np.array([*_key(file, seq_len), plan.num_samples, len(plan.starts)], _WORD).data)
-        stream.write(plan.first_pieces.astype(_WORD).data)
-        stream.write(plan.starts.astype(_WORD).data)
+        stream.write(plan.first_pieces[:].astype(_WORD).data)
+        stream.write(plan.starts[:].astype(_WORD).data)
     num_labels = file.meta.num_tokens - file.meta.num_documents
     padding = 1 - (num_labels + len(plan.starts)) / (plan.num_samples * (seq_len + 1))
     logger.info(

@@ -7,6 +7,11 @@ class DataError(Exception):
     """A fault in the data or in how it is configured: says where, what was expected, what to do."""
 
 
+class WorkerKilled(DataError):
+    """A process that tokenizes was killed from outside, usually because memory ran low. A new
+    start continues."""
+
+
 class TokenizerError(DataError):
     """A tokenizer that cannot be loaded, or does not fit the model or the settings."""
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .token_file import TokenFile
-from .token_stream import row_reader
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding
@@ -26,7 +25,7 @@ Samples: TypeAlias = "PackedSamples | JoinedSamples"
 
 
 class PackedSamples:
-    """The samples of a token file. Holds no token itself: the file is memory-mapped.
+    """The samples of a token file. Holds no token itself: samples are read from the file.
 
     num_samples, num_labels: of an epoch; num_labels counts those that are to be learned.
     """
@@ -45,7 +44,6 @@ class PackedSamples:
         # The text's very first token is no label anyway.
         self.num_labels = num_labels - (file.meta.num_documents - 1 if mask_document_starts else 0)
         self._num_full = num_labels // seq_len
-        self._read_full = row_reader(file.tokens, seq_len, self._num_full)
 
     def __str__(self) -> str:
         meta = self.file.meta
@@ -68,9 +66,9 @@ class PackedSamples:
         lengths = np.full(samples.shape, self.seq_len + 1, np.int64)
         full = (samples >= 0) & (samples < self._num_full)
         if full.all():
-            return self._read_full(samples), lengths
+            return self.file.tokens.rows(samples * self.seq_len, self.seq_len + 1), lengths
         rows = np.zeros((len(samples), self.seq_len + 1), self.file.tokens.dtype)
-        rows[full] = self._read_full(samples[full])
+        rows[full] = self.file.tokens.rows(samples[full] * self.seq_len, self.seq_len + 1)
         tail = self.file.tokens[self._num_full * self.seq_len :]
         is_tail = samples == self._num_full
         rows[is_tail, : len(tail)] = tail
@@ -104,13 +102,14 @@ class PackedSamples:
 
     def _starts_within(self, first: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where documents begin within ``seq_len`` tokens from each of ``first`` (rows,): rows, and how far behind it."""
-        starts = self.file.offsets[:-1]
-        low = np.searchsorted(starts, first.astype(np.uint64))
-        high = np.searchsorted(starts, (first + self.seq_len).astype(np.uint64))
+        # The last offset is the end of the text and begins no document.
+        offsets, num_documents = self.file.offsets, self.file.meta.num_documents
+        low = np.minimum(offsets.searchsorted(first.astype(np.uint64)), num_documents)
+        high = np.minimum(offsets.searchsorted((first + self.seq_len).astype(np.uint64)), num_documents)
         counts = high - low
         row = np.repeat(np.arange(len(first)), counts)
         document = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-        return row, starts[document].astype(np.int64) - first[row]
+        return row, offsets[document].astype(np.int64) - first[row]
 
 
 class JoinedSamples:

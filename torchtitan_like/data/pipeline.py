@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,12 +12,14 @@ from typing import Any, Literal
 
 from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
+from torchtitan_like.distributed.world import HostGroup
 
 from .batches import TrainBatches
 from .best_fit import pack
+from .building import build_together
 from .errors import DataError
 from .formats.documents import Corpus, find_corpus
-from .formats.listing import Once, alone, seen_once
+from .formats.listing import seen_once
 from .formats.token_sources import open_token_source
 from .formats.tokenizer import Tokenizer
 from .mixture import MIXTURE_VERSION, PATTERN, SampleOrder, Supply, seed_of
@@ -24,7 +27,7 @@ from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
 from .steps import StepPositions
 from .streaming import StreamedSamples, folder_of
-from .token_cache import Entry, TokenPolicy, cached_tokens, entry_of, find_cached
+from .token_cache import Entry, TokenPolicy, cached_tokens, entry_of, find_cached, writable_folder
 from .token_file import TokenFile
 from .validation import ValidationBatches
 
@@ -51,24 +54,29 @@ def build_train_batches(
     dp_size: int,
     num_accumulation: int,
     with_positions: bool = False,
-    once: Once[Any] = alone,
+    group: HostGroup | None = None,
+    is_recorder: bool = True,
 ) -> TrainBatches:
     """This rank's share of the training batches, at position 0. Builds the token caches if need be: call it on all
     ranks.
 
     ``seed`` keys the order of samples. ``num_accumulation``: micro-batches of a step, once it has its full size.
-    ``with_positions``: tell where each token stands in its document. ``once``: what one rank does for all. Raises DataError for
-    what is wrong with the texts or their configuration.
+    ``with_positions``: tell where each token stands in its document. ``group``: of all ranks
+    (None: this process is alone). ``is_recorder``: see `RunDigests`. Raises DataError for what is
+    wrong with the texts or
+    their configuration, and WorkerKilled.
     """
     named = resolve_sources("training", training, data.sources)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
-    parts: list[PackedSamples | StreamedSamples] = [
-        _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
-        if one.source.streaming
-        else pack(_tokens(one, data, tokenizer, dump_folder, with_positions, once), training.seq_len, data, dump_folder)
-        for one in named
-    ]
+
+    def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
+        if one.source.streaming:
+            return _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, group, is_recorder)
+        return pack(tokens, training.seq_len, data, dump_folder)
+
+    parts = list(map(samples_of, named))
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
     steps = StepPositions(sizes, training.skip_steps)
     changes = _weight_changes(named)
@@ -110,7 +118,8 @@ def build_validation_sets(
     dp_rank: int,
     dp_size: int,
     with_positions: bool = False,
-    once: Once[Any] = alone,
+    group: HostGroup | None = None,
+    is_recorder: bool = True,
 ) -> dict[str, ValidationBatches]:
     """This rank's share of the batches of each validation text, by its name ("" where there is only one); none while
     validation is off. Builds the token caches if need be: call it on all ranks.
@@ -124,7 +133,7 @@ def build_validation_sets(
     named = resolve_sources("validation", validation, validation.sources)
     sets = {}
     for one in named:
-        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, once)
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, group, is_recorder)
         samples = pack(tokens, validation.seq_len, data, dump_folder)
         logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
@@ -173,13 +182,22 @@ def _stream(
 
 
 def _tokens(
-    named: NamedSource, data: Data, tokenizer: Tokenizer, dump_folder: str, with_positions: bool, once: Once[Any]
+    named: NamedSource,
+    data: Data,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    with_positions: bool,
+    group: HostGroup | None = None,
+    is_recorder: bool = True,
 ) -> TokenFile:
-    source = named.source
+    source, group = named.source, group or HostGroup.alone()
+    once = group.leader_does
     places: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
     if source.format == "tokens":
         with_documents = with_positions or data.mask_document_starts or data.packing == "best_fit"
-        return open_token_source(source, tokenizer, with_documents=with_documents, once=once, **places)
+        return open_token_source(
+            source, tokenizer, with_documents=with_documents, once=once, is_recorder=is_recorder, **places
+        )
     policy = _policy(source, data, tokenizer)
 
     def look() -> tuple[Corpus, str]:
@@ -187,11 +205,18 @@ def _tokens(
         return corpus, named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
 
     entry: Entry = seen_once(once, source.path, lambda: entry_of(*look(), policy))
-    found = find_cached(entry.name, entry.open, beside=entry.beside, **places)
-    if found is None:  # every rank looks for itself: one of them builds, and nodes may have their own copies
+
+    def build(stop: threading.Event) -> TokenFile:
         corpus, name = look()
-        found = cached_tokens(corpus, policy, name=name, **places)
-    return found
+        return cached_tokens(corpus, policy, name=name, stop=stop, **places)
+
+    return build_together(
+        group,
+        lambda: find_cached(entry.name, entry.open, beside=entry.beside, **places),
+        build,
+        lambda: writable_folder(beside=entry.beside, **places)[0],
+        f"the token cache of {entry.beside}",
+    )
 
 
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:

@@ -38,12 +38,12 @@ from torchtitan_like.config.sections_training import Data
 
 from . import best_fit, packing
 from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME, Blocks, Corpus
+from .formats.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
 from .formats.records import Span
 from .mixture import UNKNOWN_SIZE, seed_of
 from .order import PERMUTATION_VERSION, shuffled
 from .packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
-from .token_cache import TokenPolicy, cache_key, check_ids, encode_piece, find_or_build
+from .token_cache import TokenPolicy, cache_key, encode_piece, find_or_build
 from .token_file import EncodedPiece, Staging, TokenFile, open_token_file, token_type
 
 logger = logging.getLogger()
@@ -58,7 +58,7 @@ NUM_AHEAD = 4  # windows
 
 def folder_of(data: Data, dump_folder: str) -> Path:
     """Where windows lie, and what is downloaded for them."""
-    return Path(data.cache_folder or Path(dump_folder, CACHE_FOLDER_NAME)).absolute()
+    return Path(data.cache_folder or Path(dump_folder, VISIBLE_CACHE_FOLDER_NAME)).absolute()
 
 
 class StreamedSamples(JoinedSamples):
@@ -184,7 +184,6 @@ class StreamedSamples(JoinedSamples):
         try:
             staging = Staging(building, self.dtype)
             staging.append(self._permuted(piece, key["window"]))
-            check_ids(staging, self._policy)
             staging.publish(folder, key)
             if piece.num_bad:
                 logger.warning(

@@ -1,10 +1,15 @@
 """Text is tokenised once: the token file of a corpus is built when it is first needed and found again ever after.
 
-Its folder lies beside the data (in `token_cache/`), in ``cache_folder`` where one is named, or in the dump folder
-where the data are read-only. The folder's name ends with a hash of all it depends on: names, sizes and modification
-times of the files, the field, the tokenizer, BOS and EOS. Times and not contents, because start-up must not read a
-terabyte to find that nothing has changed; copies with other times are tokenised again, and `TokenMeta.text_digest`
-then shows that they are the same text.
+Its folder lies in `.token_cache/` next to the data, in ``cache_folder`` where one is named, or in
+the user's cache
+folder where the data are read-only. Caches that earlier versions left in a visible `token_cache/`
+are found too. The
+folder's name ends with a hash of all it depends on: names, sizes and modification times of the
+files, the field, the
+tokenizer, BOS and EOS. Times and not contents, because start-up must not read a terabyte to find
+that nothing has
+changed; copies with other times are tokenised again, and `TokenMeta.text_digest` then shows that
+they are the same text.
 
 One process builds, under a file lock; the others wait for it. No torch.distributed is needed, and a lock dies with
 its holder.
@@ -22,20 +27,31 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAME, PIECES_VERSION, Corpus, Piece, piece_size, plan_pieces, read_piece
+from .errors import DataError, WorkerKilled
+from .formats.documents import (
+    CACHE_FOLDER_NAME,
+    PIECES_VERSION,
+    VISIBLE_CACHE_FOLDER_NAME,
+    Corpus,
+    Piece,
+    piece_size,
+    plan_pieces,
+    read_piece,
+)
 from .formats.records import BadRecord, Span
 from .formats.tokenizer import Tokenizer, load_tokenizer
 from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
@@ -47,6 +63,7 @@ FORMAT_VERSION = 1
 # Starting worker processes takes seconds: fewer pieces than this are tokenised without.
 MIN_PIECES_FOR_WORKERS = 4
 PROGRESS_SECONDS = 10.0
+POLL_SECONDS = 1.0  # between looks at work that another process does
 GROUP_CHARACTERS = 1 << 18  # that are tokenised in one call
 
 Found = TypeVar("Found")
@@ -69,10 +86,13 @@ def cached_tokens(
     cache_folder: str | None,
     dump_folder: str,
     num_workers: int | None = None,
+    stop: threading.Event | None = None,
 ) -> TokenFile:
     """The token file of ``corpus``, built now unless it is there. Safe to call from any number of processes at once.
 
-    ``num_workers``: processes that tokenise; None: as many as there are cores. The result does not depend on it.
+    ``num_workers``: processes that tokenise; None: as many as there are cores. The result does not
+    depend on it. ``stop``: set
+    by another thread to end the build, with `BuildStopped`.
 
     Raises DataError for texts that cannot be read, a corpus without text, and where no cache folder can be written.
     """
@@ -80,10 +100,11 @@ def cached_tokens(
     return find_or_build(
         entry.name,
         entry.open,
-        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores()),
+        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores(), stop),
         beside=corpus.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
+        stop=stop,
     )
 
 
@@ -108,13 +129,28 @@ def entry_of(corpus: Corpus, name: str, policy: TokenPolicy) -> Entry:
 def find_cached(
     name: str, find: Callable[[Path], Found | None], *, beside: Path, cache_folder: str | None, dump_folder: str
 ) -> Found | None:
-    """What ``find`` finds at the first place where an entry ``name`` of the cache lies; None: there is none."""
-    return next((x for at in _places(beside, cache_folder, dump_folder) if (x := find(at / name)) is not None), None)
+    """What ``find`` finds in the first folder where an entry ``name`` of the cache lies; None:
+    there is none."""
+    writable, others = _folders(beside, cache_folder, dump_folder)
+    for folder in writable + others:
+        if (entry := find(folder / name)) is not None:
+            return entry
+    return None
 
 
-def _places(beside: Path, cache_folder: str | None, dump_folder: str) -> list[Path]:
-    places = [beside / CACHE_FOLDER_NAME, Path(dump_folder).absolute() / CACHE_FOLDER_NAME]
-    return [Path(cache_folder).absolute()] if cache_folder else places
+def _folders(
+    beside: Path, cache_folder: str | None, dump_folder: str
+) -> tuple[list[Path], list[Path]]:
+    """Folders in which an entry may be built, the first writable one is taken; and others, in
+    which it may lie."""
+    if cache_folder:
+        return [Path(cache_folder).absolute()], []
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    users = [user_cache / "torchtitan_like" / "token_cache"]
+    in_run = Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME
+    # A user without a home folder has a relative path here.
+    writable = [beside / CACHE_FOLDER_NAME, *(users if user_cache.is_absolute() else []), in_run]
+    return writable, [beside / VISIBLE_CACHE_FOLDER_NAME]
 
 
 def find_or_build(
@@ -126,26 +162,42 @@ def find_or_build(
     cache_folder: str | None,
     dump_folder: str,
     wait: bool = True,
+    stop: threading.Event | None = None,
 ) -> Found:
     """What ``find`` finds at one of the places where an entry ``name`` of the cache may lie; else what ``build`` makes there.
 
     ``beside``: where the data lie. Only one process builds at a time: the others wait, or raise BlockingIOError. Raises
     DataError where no place can be written.
     """
-    candidates = _places(beside, cache_folder, dump_folder)
-    found = find_cached(name, find, beside=beside, cache_folder=cache_folder, dump_folder=dump_folder)
+    places: Any = {"beside": beside, "cache_folder": cache_folder, "dump_folder": dump_folder}
+    found = find_cached(name, find, **places)
     if found is not None:
         return found
-    for candidate in candidates:
-        if not _writable(candidate):
-            continue
-        entry = candidate / name
-        with _locked(candidate / f".{name}.lock", entry, wait):
-            found = find(entry)  # another process may have built it while this one waited
-            return build(entry) if found is None else found
-    tried = " or ".join(str(candidate) for candidate in candidates)
+    candidate, problems = writable_folder(**places)
+    if problems:
+        logger.info(f"the token cache of {beside} goes to {candidate}: {'; '.join(problems)}")
+    entry = candidate / name
+    with _locked(candidate / f".{name}.lock", entry, wait, stop):
+        found = find(entry)  # another process may have built it while this one waited
+        return build(entry) if found is None else found
+
+
+def writable_folder(
+    *, beside: Path, cache_folder: str | None, dump_folder: str
+) -> tuple[Path, list[str]]:
+    """The folder in which entries of the cache are built, and why the folders before it are not
+    taken.
+
+    Raises DataError where none can be written.
+    """
+    problems: list[str] = []
+    for folder in _folders(beside, cache_folder, dump_folder)[0]:
+        problem = _why_not_writable(folder)
+        if problem is None:
+            return folder, problems
+        problems.append(problem)
     raise DataError(
-        f"the token cache of {beside} cannot be written to {tried}: set data.cache_folder to a writable folder"
+        f"the token cache of {beside} cannot be written: {'; '.join(problems)}; set data.cache_folder to a writable folder"
     )
 
 
@@ -173,21 +225,23 @@ def _file_identities(corpus: Corpus) -> dict[str, Any]:
     return {"count": len(corpus.files), "hash": state.hexdigest()}
 
 
-def _writable(folder: Path) -> bool:
-    """Whether files can be made in ``folder``: tried, since permissions do not tell of read-only file systems."""
+def _why_not_writable(folder: Path) -> str | None:
+    """None if files can be made in ``folder``: tried, since permissions do not tell of read-only
+    file systems."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return True
+            return None
     except OSError as error:
-        logger.info(f"nothing is cached in {folder}: {error}")
-        return False
+        return f"{folder} cannot be written ({error.strerror})"
 
 
 @contextmanager
-def _locked(lock: Path, entry: Path, wait: bool) -> Iterator[None]:
+def _locked(
+    lock: Path, entry: Path, wait: bool, stop: threading.Event | None = None
+) -> Iterator[None]:
     """Hold ``lock``; says so when it has to wait, or raises BlockingIOError. The system frees it when its holder ends,
-    however it ends.
+    however it ends. Raises BuildStopped if ``stop`` is set meanwhile.
     """
     with lock.open("w") as stream:
         try:
@@ -196,7 +250,7 @@ def _locked(lock: Path, entry: Path, wait: bool) -> Iterator[None]:
             if not wait:
                 raise
             logger.info(f"waiting for another process to build {entry}")
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            _wait_for_lock(stream, stop)
         except OSError as error:
             raise DataError(
                 f"the file system of {lock.parent} has no file locks ({error}): set data.cache_folder to a folder on a "
@@ -208,18 +262,41 @@ def _locked(lock: Path, entry: Path, wait: bool) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_UN)
 
 
-def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any], num_workers: int) -> TokenFile:
+def _wait_for_lock(stream: TextIO, stop: threading.Event | None) -> None:
+    if stop is None:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        return
+    while not stop.wait(POLL_SECONDS):
+        with suppress(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+    raise BuildStopped
+
+
+def _build(
+    corpus: Corpus,
+    policy: TokenPolicy,
+    folder: Path,
+    key: dict[str, Any],
+    num_workers: int,
+    stop: threading.Event | None,
+) -> TokenFile:
     """Tokenise the corpus, going on after the last committed piece of a build that was killed."""
     unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
     staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
     try:
-        _fill(staging, corpus, policy, folder, num_workers)
-        _check(staging, corpus, policy, key)
+        _fill(staging, corpus, policy, folder, num_workers, stop)
+        _check(staging, corpus, key)
         staging.publish(folder, key)
-    except (BrokenProcessPool, OSError) as error:
-        reason = "a worker was killed, most often for want of memory" if isinstance(error, BrokenProcessPool) else error
-        raise DataError(f"the token cache {folder} was not finished: {reason}; what was done is kept") from error
-    except StagingTaken:
+    except BrokenProcessPool as error:
+        raise WorkerKilled(
+            f"a process that tokenizes {corpus.folder} was killed, usually because memory ran low: the token cache "
+            f"{folder} is not finished; start again to continue after {staging.num_pieces:,} pieces, or build "
+            "it with fewer processes (scripts/tokenize_corpus.py --workers)"
+        ) from error
+    except OSError as error:
+        raise DataError(f"the token cache {folder} was not finished: {error}; what was done is kept") from error
+    except (StagingTaken, BuildStopped):
         raise
     except DataError:
         staging.discard()  # of no use: the files have to be changed
@@ -231,7 +308,18 @@ def _build(corpus: Corpus, policy: TokenPolicy, folder: Path, key: dict[str, Any
     return built
 
 
-def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path, num_workers: int) -> None:
+class BuildStopped(Exception):
+    """Another thread has ended the build; what was done is kept."""
+
+
+def _fill(
+    staging: Staging,
+    corpus: Corpus,
+    policy: TokenPolicy,
+    folder: Path,
+    num_workers: int,
+    stop: threading.Event | None,
+) -> None:
     """Append the pieces that are not yet there."""
     pieces = plan_pieces(corpus)
     rest = pieces[staging.num_pieces :]
@@ -241,13 +329,22 @@ def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path, n
     logger.info(
         f"tokenising {corpus.folder}: {len(corpus.files)} files, {total / 2**20:,.1f} MiB, into {folder}{again}"
     )
-    first_bad = ""
-    for piece, encoded in zip(rest, _encode_all(corpus, rest, policy, num_workers), strict=True):
-        staging.append(encoded)
-        first_bad = first_bad or encoded.first_bad
-        line = progress.line(piece_size(piece), staging.meta.num_tokens)
+    bytes_before = staging.meta.text_bytes
+
+    def report(text_bytes: int, added: int = 0) -> None:
+        """``text_bytes``: bytes of text that this process and its workers have encoded so far."""
+        if stop is not None and stop.is_set():
+            raise BuildStopped
+        in_work = text_bytes - (staging.meta.text_bytes - bytes_before)
+        line = progress.line(added, staging.meta.num_tokens, max(in_work, 0))
         if line:
             logger.info(f"tokenising {corpus.folder}: {line}")
+
+    first_bad = ""
+    for piece, encoded in zip(rest, _encode_all(corpus, rest, policy, num_workers, report), strict=True):
+        staging.append(encoded)
+        first_bad = first_bad or encoded.first_bad
+        report(0, piece_size(piece))
     meta = staging.meta
     if meta.num_bad:
         logger.warning(
@@ -258,42 +355,67 @@ def _fill(staging: Staging, corpus: Corpus, policy: TokenPolicy, folder: Path, n
     logger.info(f"tokenised: {meta.num_documents:,} documents{empty}, {meta.num_tokens:,} tokens, {rates}")
 
 
-def _check(staging: Staging, corpus: Corpus, policy: TokenPolicy, key: dict[str, Any]) -> None:
+def _check(staging: Staging, corpus: Corpus, key: dict[str, Any]) -> None:
     """Raise DataError where what was written must not be published."""
-    if cache_key(corpus, policy) != key:
+    if _file_identities(corpus) != key["files"]:
         raise DataError(
             f"files in {corpus.folder} changed while they were tokenised: start again when they are complete"
         )
     if staging.meta.num_documents == 0:
         raise DataError(f"no text in {corpus}")
-    check_ids(staging, policy)
 
 
-def check_ids(staging: Staging, policy: TokenPolicy) -> None:
-    """Raise DataError where a tokenizer gave ids that no model of its size can embed."""
-    found, vocab_size = staging.meta.max_id, policy.tokenizer.vocab_size
-    if found >= vocab_size:
-        raise DataError(f"{policy.tokenizer.path} gave the id {found}, beyond its vocabulary of {vocab_size}")
+def _encode_all(
+    corpus: Corpus,
+    pieces: list[Piece],
+    policy: TokenPolicy,
+    num_workers: int,
+    report: Callable[[int], None],
+) -> Iterator[EncodedPiece]:
+    """The pieces in order, tokenised by ``num_workers`` processes; twice as many pieces are in
+    memory at once.
 
-
-def _encode_all(corpus: Corpus, pieces: list[Piece], policy: TokenPolicy, num_workers: int) -> Iterator[EncodedPiece]:
-    """The pieces in order, tokenised by ``num_workers`` processes; twice as many pieces are in memory at once."""
+    ``report`` is called now and then with the bytes of text that were encoded so far; what it
+    raises ends the work.
+    """
     num_workers = min(num_workers, len(pieces))
     if len(pieces) < MIN_PIECES_FOR_WORKERS or num_workers == 1:
-        yield from (encode_piece(corpus, piece, policy) for piece in pieces)
+        done = 0
+
+        def count(text_bytes: int) -> None:
+            nonlocal done
+            done += text_bytes
+            report(done)
+
+        yield from (encode_piece(corpus, piece, policy, count) for piece in pieces)
         return
     # Spawned, not forked: the trainer may have threads and a CUDA context by now.
-    with ProcessPoolExecutor(
-        num_workers, get_context("spawn"), _start_worker, (corpus, policy.tokenizer.path, policy.bos_id, policy.eos_id)
-    ) as pool:
+    context = get_context("spawn")
+    counter = context.Value("q", 0)
+    arguments = corpus, policy.tokenizer.path, policy.bos_id, policy.eos_id, counter
+    with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
         waiting: deque[Future[EncodedPiece]] = deque()
+
+        def first_result() -> EncodedPiece:
+            while True:
+                try:
+                    return waiting[0].result(POLL_SECONDS)
+                except FutureTimeout:
+                    report(counter.value)
+
         try:
             for piece in pieces:
                 waiting.append(pool.submit(_encode_in_worker, piece))
                 if len(waiting) == 2 * num_workers:
-                    yield waiting.popleft().result()
+                    yield first_result()
+                    waiting.popleft()
             while waiting:
-                yield waiting.popleft().result()
+                yield first_result()
+                waiting.popleft()
+        except BaseException:  # also when nobody asks for more: the pool would wait for what it has begun
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
         finally:
             for future in waiting:
                 future.cancel()
@@ -304,12 +426,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_worker: tuple[Corpus, TokenPolicy]
+_worker: tuple[Corpus, TokenPolicy, Any]
 
 
-def _start_worker(corpus: Corpus, tokenizer_path: str, bos_id: int | None, eos_id: int | None) -> None:
+def _start_worker(
+    corpus: Corpus, tokenizer_path: str, bos_id: int | None, eos_id: int | None, counter: Any
+) -> None:
     global _worker
-    _worker = (corpus, TokenPolicy(load_tokenizer(tokenizer_path), bos_id, eos_id))
+    _worker = (corpus, TokenPolicy(load_tokenizer(tokenizer_path), bos_id, eos_id), counter)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -322,57 +446,135 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(piece: Piece) -> EncodedPiece:
-    corpus, policy = _worker
-    return encode_piece(corpus, piece, policy)
+    corpus, policy, counter = _worker
+
+    def count(text_bytes: int) -> None:
+        with counter.get_lock():
+            counter.value += text_bytes
+
+    return encode_piece(corpus, piece, policy, count)
 
 
-def encode_piece(corpus: Corpus, piece: Iterable[Span], policy: TokenPolicy) -> EncodedPiece:
-    """Read and tokenise one piece. A document without any token is left out, and counted."""
-    before, after = (array("I", [] if end is None else [end]) for end in (policy.bos_id, policy.eos_id))
-    tokens = array("I")
-    lengths, hashes, num_empty, text_bytes, bad = [], [], 0, 0, []
-    for text, ids in _encode_documents(read_piece(corpus, piece), policy.tokenizer):
-        if isinstance(text, BadRecord):
-            bad.append(text)
-            continue
-        if not ids:
-            num_empty += 1
-            continue
-        raw = text.encode()
-        for part in (before, ids, after):
-            tokens += part
-        lengths.append(len(before) + len(ids) + len(after))
-        hashes.append(xxhash.xxh3_64_intdigest(raw))
-        text_bytes += len(raw)
-    return EncodedPiece(
-        np.array(tokens, token_type(policy.tokenizer.vocab_size)),
-        np.array(lengths, np.uint64),
-        np.array(hashes, np.uint64),
-        num_empty,
-        text_bytes,
-        len(bad),
-        str(bad[0]) if bad else "",
-    )
+def encode_piece(
+    corpus: Corpus,
+    piece: Iterable[Span],
+    policy: TokenPolicy,
+    report: Callable[[int], None] = lambda text_bytes: None,
+) -> EncodedPiece:
+    """Read and tokenise one piece. A document without any token is left out, and counted.
+
+    ``report`` is called with bytes of text as they are encoded. Raises DataError, with the file,
+    for a document that is too
+    long (`Tokenizer.parts`) and for ids beyond the vocabulary.
+    """
+    found = _Encoded(policy)
+    spans = list(piece)
+    for group in _groups(read_piece(corpus, spans)):
+        found.bad += [record for record in group if isinstance(record, BadRecord)]
+        texts = [record for record in group if isinstance(record, str)]
+        try:
+            if len(texts) == 1:
+                found.add_long(texts[0], report)
+            elif texts:
+                found.add(texts, report)
+        except DataError as error:
+            files = sorted({str(span.file) for span in spans})
+            raise DataError(f"{', '.join(files[:3])}: {error}") from error
+    return found.as_piece()
 
 
-def _encode_documents(
-    records: Iterable[str | BadRecord], tokenizer: Tokenizer
-) -> Iterator[tuple[str | BadRecord, array[int]]]:
-    """Each record with its token ids; a bad one has none."""
-    for group in _groups(records):
-        encoded = iter(tokenizer.encode_batch([record for record in group if isinstance(record, str)]))
-        yield from ((record, next(encoded) if isinstance(record, str) else array("I")) for record in group)
+class _Encoded:
+    """Documents that were encoded: their tokens, with BOS and EOS, in the type on disk."""
+
+    def __init__(self, policy: TokenPolicy) -> None:
+        self._tokenizer = policy.tokenizer
+        self._before, self._after = (
+            np.array([] if end is None else [end], np.uint32) for end in (policy.bos_id, policy.eos_id)
+        )
+        self._dtype = token_type(policy.tokenizer.vocab_size)
+        self._tokens = array("H" if self._dtype.itemsize == 2 else "I")
+        self._lengths: list[NDArray[np.int64]] = []
+        self._hashes: list[int] = []
+        self._num_empty = 0
+        self._text_bytes = 0
+        self.bad: list[BadRecord] = []
+
+    def add(self, texts: Sequence[str], report: Callable[[int], None]) -> None:
+        """Encode some documents in one call."""
+        ids, lengths = self._tokenizer.encode_texts(texts)
+        is_empty = lengths == 0
+        raw = [text.encode() for text, empty in zip(texts, is_empty.tolist(), strict=True) if not empty]
+        self._hashes += map(xxhash.xxh3_64_intdigest, raw)
+        self._num_empty += int(is_empty.sum())
+        lengths = lengths[~is_empty]
+        num_before, num_added = len(self._before), len(self._before) + len(self._after)
+        ends = np.cumsum(lengths + num_added)
+        tokens = np.empty(len(ids) + len(lengths) * num_added, np.uint32)
+        tokens[np.arange(len(ids)) + np.repeat(np.arange(len(lengths)) * num_added + num_before, lengths)] = ids
+        if num_before:
+            tokens[ends - lengths - num_added] = self._before
+        if len(self._after):
+            tokens[ends - 1] = self._after
+        self._append(tokens)
+        self._lengths.append(lengths + num_added)
+        num_bytes = sum(map(len, raw))
+        self._text_bytes += num_bytes
+        report(num_bytes)
+
+    def add_long(self, text: str, report: Callable[[int], None]) -> None:
+        """Encode one document in parts: what a tokenizer makes of a text takes many times its
+        memory."""
+        digest, num_bytes, length = xxhash.xxh3_64(), 0, 0
+        for part in self._tokenizer.parts(text):
+            ids, _ = self._tokenizer.encode_texts([part])
+            if not length and len(ids):
+                self._append(self._before)
+            self._append(ids)
+            raw = part.encode()
+            digest.update(raw)
+            length += len(ids)
+            num_bytes += len(raw)
+            report(len(raw))
+        if not length:
+            self._num_empty += 1
+            return
+        self._append(self._after)
+        self._lengths.append(np.array([length + len(self._before) + len(self._after)]))
+        self._hashes.append(digest.intdigest())
+        self._text_bytes += num_bytes
+
+    def as_piece(self) -> EncodedPiece:
+        """What was added."""
+        lengths = np.concatenate([np.empty(0, np.int64), *self._lengths]).astype(np.uint64)
+        return EncodedPiece(
+            np.frombuffer(self._tokens, self._dtype),
+            lengths,
+            np.array(self._hashes, np.uint64),
+            self._num_empty,
+            self._text_bytes,
+            len(self.bad),
+            str(self.bad[0]) if self.bad else "",
+        )
+
+    def _append(self, ids: NDArray[np.uint32]) -> None:
+        largest, vocab_size = int(ids.max(initial=0)), self._tokenizer.vocab_size
+        if largest >= vocab_size:
+            raise DataError(
+                f"{self._tokenizer.path} gave the id {largest}, beyond its vocabulary of {vocab_size}"
+            )
+        self._tokens.frombytes(ids.astype(self._dtype).data.cast("B") if len(ids) else b"")
 
 
 def _groups(records: Iterable[str | BadRecord]) -> Iterator[list[str | BadRecord]]:
-    """Some records at a time: what a tokenizer makes of a text takes many times its memory."""
+    """Some records at a time; a long one by itself."""
     group, num_characters = list[str | BadRecord](), 0
     for record in records:
-        group.append(record)
-        num_characters += len(record) if isinstance(record, str) else 0
-        if num_characters >= GROUP_CHARACTERS:
+        size = len(record) if isinstance(record, str) else 0
+        if group and num_characters + size > GROUP_CHARACTERS:
             yield group
             group, num_characters = [], 0
+        group.append(record)
+        num_characters += size
     yield group
 
 
@@ -391,21 +593,26 @@ class Progress:
         self._last_line = self.clock()
         self._first = (self._last_line, self.done, self.tokens)
 
-    def line(self, added: int, tokens: int) -> str | None:
-        """Count ``added`` bytes; a line to print, at most one in ``PROGRESS_SECONDS``."""
+    def line(self, added: int, tokens: int, in_work: int = 0) -> str | None:
+        """Count ``added`` bytes; a line to print, at most one in ``PROGRESS_SECONDS``.
+
+        in_work: bytes of which the work is done, but which are not counted yet.
+        """
         self.done += added
         now = self.clock()
         if now - self._last_line < PROGRESS_SECONDS:
             return None
         self._last_line = now
-        seconds, since = now - self._first[0], self.done - self._first[1]
-        left = round((self.total - self.done) * seconds / max(1, since))
+        done = min(self.done + in_work, self.total)
+        seconds, since = now - self._first[0], done - self._first[1]
+        left = round((self.total - done) * seconds / max(1, since))
         eta = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-        share = 100 * self.done / max(1, self.total)
-        return f"{share:.0f}% of {self.total / 2**20:,.0f} MiB, {tokens:,} tokens, {self.rates(tokens)}, ETA {eta}"
+        share, rates = 100 * done / max(1, self.total), self.rates(tokens, in_work)
+        return f"{share:.0f}% of {self.total / 2**20:,.0f} MiB, {tokens:,} tokens, {rates}, ETA {eta}"
 
-    def rates(self, tokens: int) -> str:
+    def rates(self, tokens: int, in_work: int = 0) -> str:
         """Bytes and tokens per second since the start of this process's work."""
         start, done, first_tokens = self._first
         seconds = max(self.clock() - start, 1e-9)
-        return f"{(self.done - done) / seconds / 2**20:,.1f} MiB/s, {(tokens - first_tokens) / seconds:,.0f} tokens/s"
+        speed = (self.done + in_work - done) / seconds / 2**20
+        return f"{speed:,.1f} MiB/s, {(tokens - first_tokens) / seconds:,.0f} tokens/s"

@@ -10,15 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .checked_file import CheckedArray
 from .errors import DataError
-
-if TYPE_CHECKING:
-    from .formats.listing import MappedTokens
 
 
 @dataclass(frozen=True)
@@ -27,15 +25,16 @@ class TokenPart:
 
     tokens: (num_tokens,) integers. files: all that it is read from, the tokens first. starts(eos_id):
     where its documents begin, empty ones too, as chunks of int64 that never fall; checks the index on the way. is_flat:
-    there is no index: documents end at ``eos_id``, without one the file is a document. offsets: a file with
-    the same as a finished array, (num_documents + 1,) uint64, where there is one.
+    there is no index: documents end at ``eos_id``, without one the file is a document. offsets:
+    the same as a
+    finished array, (num_documents + 1,) uint64, where there is one.
     """
 
-    tokens: MappedTokens
+    tokens: CheckedArray
     files: tuple[Path, ...]
     starts: Callable[[int | None], Iterator[NDArray[np.int64]]]
     is_flat: bool = False
-    offsets: Path | None = None
+    offsets: CheckedArray | None = None
 
 
 class TokenStream:
@@ -80,14 +79,22 @@ class TokenStream:
         self._check(rows, lambda index: int(first[index // length]) + index % length)
         return rows
 
+    def fill(self, out: NDArray[Any], first: int) -> None:
+        """Fill ``out`` with the tokens from index ``first`` on."""
+        self._copy(out, first)
+        self._check(out, lambda index: first + index)
+
     def _copy(self, row: NDArray[Any], place: int) -> None:
         """Fill ``row`` with the tokens from ``place`` on, through as many parts as it takes."""
         part, filled = bisect_right(self.starts, place) - 1, 0
         while filled < len(row):
-            inside = place + filled - self.starts[part]
-            piece = self._tokens[part][inside : inside + len(row) - filled]
-            row[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            tokens, inside = self._tokens[part], place + filled - self.starts[part]
+            count = min(len(row) - filled, len(tokens) - inside)
+            if tokens.dtype == row.dtype:
+                tokens.fill(row[filled : filled + count], inside)
+            else:
+                row[filled : filled + count] = tokens[inside : inside + count]
+            filled += count
             part += 1
 
     def _check(self, ids: NDArray[Any], place_of: Callable[[int], int]) -> None:
@@ -104,13 +111,4 @@ class TokenStream:
         )
 
 
-Tokens: TypeAlias = "NDArray[Any] | TokenStream"
-
-
-def row_reader(tokens: Tokens, seq_len: int, num_samples: int) -> Callable[[NDArray[np.int64]], NDArray[Any]]:
-    """What copies samples (rows,): of sample i tokens [i * seq_len, i * seq_len + seq_len], as (rows, seq_len + 1)."""
-    if isinstance(tokens, TokenStream):
-        return lambda samples: tokens.rows(samples * seq_len, seq_len + 1)
-    stride = tokens.itemsize
-    shape, strides = (num_samples, seq_len + 1), (seq_len * stride, stride)
-    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False).__getitem__
+Tokens: TypeAlias = "CheckedArray | TokenStream"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,22 @@ def write_jsonl(file: Path, texts: Iterable[str], field: str = "text") -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts), encoding="utf-8")
     return file
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """Damage one byte as a disk would: size and modification time stay. A negative offset counts
+    from the end."""
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.fixture(autouse=True)
+def users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test writes to the real one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path / "xdg" / "torchtitan_like" / "token_cache"
 
 
 @pytest.fixture

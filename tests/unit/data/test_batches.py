@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -315,11 +314,6 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(DataError, match="expected 2 or more"):
         build(file, data={"add_bos": False, "add_eos": False})
-
-
-def test_reading_does_not_copy_the_corpus(build: Build, corpus_file: Path) -> None:
-    (samples,) = build(corpus_file)._batches._samples.parts
-    assert np.shares_memory(samples._read_full.__self__, samples.file.tokens)
 
 
 def test_ranks_that_read_the_same_text_tell_each_other_little(build: Build, corpus_file: Path) -> None:

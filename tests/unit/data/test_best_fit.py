@@ -25,13 +25,14 @@ from torchtitan_like.data.batch import Batch, assemble
 from torchtitan_like.data.batch import Plan as ReadingPlan
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.best_fit import BestFitSamples, Plan, make_plan, open_plan, pack, plan_name
+from torchtitan_like.data.checked_file import CheckedArray, CheckedFile, RawFile
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 from torchtitan_like.data.pipeline import build_validation_sets
 from torchtitan_like.data.token_file import TokenFile, TokenMeta
 
-from .conftest import write_jsonl
+from .conftest import flip_bit, write_jsonl
 from .test_token_cache import as_user_without_rights, wait_for
 
 Build = Callable[..., TrainBatches]
@@ -45,7 +46,11 @@ def token_file(folder: Path, lengths: list[int]) -> TokenFile:
     meta = TokenMeta(
         num_tokens=num_tokens, num_documents=len(lengths), text_digest=xxhash.xxh3_64_intdigest(repr(lengths).encode())
     )
-    return TokenFile(folder / "token_cache" / "own-1", np.arange(1, num_tokens + 1, dtype=np.uint32), offsets, meta)
+    path = folder / "tokens"
+    path.parent.mkdir(exist_ok=True)
+    np.arange(1, num_tokens + 1, dtype=np.uint32).tofile(path)
+    tokens = CheckedArray(CheckedFile(RawFile(path)), np.dtype(np.uint32))
+    return TokenFile(folder / ".token_cache" / "own-1", tokens, offsets, meta)
 
 
 def cached_plan(file: TokenFile, seq_len: int, dump_folder: str = "unused") -> Plan:
@@ -189,22 +194,23 @@ def test_the_policy_names_the_samples(tmp_path: Path) -> None:
 def test_a_plan_lies_beside_the_tokens_and_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = token_file(tmp_path, [3, 9, 2, 5])
     first = cached_plan(file, 4)
-    (written,) = (tmp_path / "token_cache").glob("[!.]*")
+    written, table = sorted((tmp_path / ".token_cache").glob("[!.]*"))
     assert written.name == plan_name(file, 4) and written.name.startswith("own-1-")
+    assert table.name == f"{written.name}.xxh3"
     monkeypatch.setattr(best_fit, "make_plan", lambda *_: pytest.fail("planned again"))
     again = cached_plan(file, 4)
     made = make_plan(file.offsets, 4)
     for plan in (first, again):
         assert np.array_equal(plan.starts, made.starts) and np.array_equal(plan.first_pieces, made.first_pieces)
-        assert not plan.starts.flags.writeable  # mapped, not read
 
 
 def test_another_length_or_text_is_another_plan(tmp_path: Path) -> None:
     one, other = token_file(tmp_path, [3, 9, 2, 5]), token_file(tmp_path, [3, 9, 5, 2])
     assert cached_plan(one, 4).num_samples != cached_plan(one, 3).num_samples
     assert plan_name(one, 4) != plan_name(other, 4)
-    written = tmp_path / "token_cache"
-    (written / plan_name(one, 4)).rename(written / plan_name(other, 4))
+    written = tmp_path / ".token_cache"
+    for ending in ("", ".xxh3"):
+        (written / f"{plan_name(one, 4)}{ending}").rename(written / f"{plan_name(other, 4)}{ending}")
     with pytest.raises(DataError, match=r"best_fit-v1-4 is damaged: .*delete it"):
         cached_plan(other, 4)
 
@@ -213,24 +219,45 @@ def test_another_length_or_text_is_another_plan(tmp_path: Path) -> None:
 def test_a_damaged_plan_is_refused(tmp_path: Path, size: int) -> None:
     file = token_file(tmp_path, [3, 9, 2, 5])
     cached_plan(file, 4)
-    path = tmp_path / "token_cache" / plan_name(file, 4)
+    path = tmp_path / ".token_cache" / plan_name(file, 4)
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
     with pytest.raises(DataError, match=rf"is damaged: it has {path.stat().st_size} bytes"):
         cached_plan(file, 4)
 
 
-def test_beside_read_only_tokens_the_dump_folder_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offset", [8, 60, -3])
+def test_a_plan_with_a_flipped_bit_is_refused(tmp_path: Path, offset: int) -> None:
+    file = token_file(tmp_path, [3, 9, 2, 5])
+    cached_plan(file, 4)
+    flip_bit(tmp_path / ".token_cache" / plan_name(file, 4), offset)
+    with pytest.raises(DataError, match=r"best_fit-v1-4 is damaged: .*delete .*made again"):
+        cached_plan(file, 4)
+
+
+def test_a_plan_of_an_earlier_version_without_hashes_is_made_again(tmp_path: Path) -> None:
+    file = token_file(tmp_path, [3, 9, 2, 5])
+    starts = cached_plan(file, 4).starts[:].tolist()
+    path = tmp_path / ".token_cache" / plan_name(file, 4)
+    path.with_name(f"{path.name}.xxh3").unlink()
+    flip_bit(path, -3)
+    assert cached_plan(file, 4).starts[:].tolist() == starts
+
+
+def test_read_only_tokens_have_their_plan_in_the_users_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "run"))
     file = token_file(tmp_path / "data", [3, 9, 2, 5])
-    (tmp_path / "data").mkdir(mode=0o555)
+    (tmp_path / "data").chmod(0o555)
     (tmp_path / "run").mkdir()
     for folder in (*tmp_path.parents, tmp_path):
         if folder.stat().st_uid == os.geteuid():
             folder.chmod(folder.stat().st_mode | 0o055)
     (tmp_path / "run").chmod(0o777)
     with as_user_without_rights():
-        plan = cached_plan(file, 4, str(tmp_path / "run"))
-        found = open_plan(tmp_path / "run" / "token_cache" / plan_name(file, 4), file, 4)
-    assert found is not None and np.array_equal(found.starts, plan.starts)
+        plan = cached_plan(file, 4)
+        found = open_plan(tmp_path / "run/torchtitan_like/token_cache" / plan_name(file, 4), file, 4)
+        assert found is not None and np.array_equal(found.starts, plan.starts)
 
 
 def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +269,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         full.setattr("torchtitan_like.data.token_file.sync", full_disk)
         with pytest.raises(DataError, match="was not written: .*No space left on device"):
             cached_plan(file, 4)
-    assert [path.suffix for path in (tmp_path / "token_cache").iterdir()] == [".lock"]
+    assert [path.suffix for path in (tmp_path / ".token_cache").iterdir()] == [".lock"]
     assert cached_plan(file, 4).num_samples == 4
 
 
@@ -255,7 +282,7 @@ from torchtitan_like.data import best_fit, token_file
 from torchtitan_like.data.token_file import TokenFile, TokenMeta
 sync = token_file.sync
 def sync_and_pause(path):
-    if path.name.endswith(".building"):
+    if path.name.startswith(".own-1-") and path.name.endswith(".building") and ".xxh3." not in path.name:
         print("paused", flush=True)
         sys.stdin.readline()
     sync(path)
@@ -283,12 +310,12 @@ def test_a_killed_plan_is_invisible_and_made_again(tmp_path: Path, repo_root: Pa
         wait_for(process, "paused")
         process.kill()
         process.wait()
-    (unfinished,) = (tmp_path / "token_cache").glob("*.building")
+    (unfinished,) = (tmp_path / ".token_cache").glob(".*-4.*.building")
     os.truncate(unfinished, unfinished.stat().st_size // 2)
-    assert open_plan(tmp_path / "token_cache" / plan_name(file, 4), file, 4) is None
+    assert open_plan(tmp_path / ".token_cache" / plan_name(file, 4), file, 4) is None
     plan, fresh = cached_plan(file, 4), make_plan(file.offsets, 4)
     assert np.array_equal(plan.starts, fresh.starts) and np.array_equal(plan.first_pieces, fresh.first_pieces)
-    assert not list((tmp_path / "token_cache").glob("*.building"))
+    assert not list((tmp_path / ".token_cache").glob("*.building"))
 
 
 def test_one_plans_and_the_others_wait_for_it(tmp_path: Path, repo_root: Path) -> None:
@@ -366,7 +393,7 @@ def test_validation_reads_what_is_packed(build: Build, corpus_file: Path, tokeni
 def test_a_document_that_fits_stands_whole_in_its_sample(build: Build, tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", ["abcdefg" * count for count in range(1, 8)])
     batches = build(file, data=BEST_FIT, seq_len=40, local_batch_size=1, max_epochs=1)
-    sizes = np.diff(batches._batches._samples.parts[0].file.offsets.astype(np.int64))
+    sizes = np.diff(batches._batches._samples.parts[0].file.offsets[:].astype(np.int64))
     assert max(sizes) <= 41, "expected documents that fit"
     num_begun = num_ended = 0
     for batch in batches:

@@ -128,6 +128,7 @@ def test_paths_mean_files_in_the_order_of_their_names(tmp_path: Path, monkeypatc
         "b/10.jsonl",
         ".hidden.jsonl",
         "token_cache/x.jsonl",
+        ".token_cache/x.jsonl",
         "b/readme.md",
         ".git/y.jsonl",
     ]:
@@ -137,7 +138,8 @@ def test_paths_mean_files_in_the_order_of_their_names(tmp_path: Path, monkeypatc
     assert read(tmp_path / "b" / "*.jsonl") == folder[1:]
     assert read(tmp_path / "**" / "1*.jsonl") == ["b/10.jsonl"]
     assert read(tmp_path / "**" / "[ab0-9]*.jsonl") == folder == read(tmp_path / "**" / "*.jsonl")
-    assert read(tmp_path / "token_cache" / "*.jsonl") == ["token_cache/x.jsonl"]
+    for cache in ("token_cache", ".token_cache"):
+        assert read(tmp_path / cache / "*.jsonl") == [f"{cache}/x.jsonl"]
     assert read(tmp_path / "b" / "readme.md", "jsonl") == ["b/readme.md"]
     monkeypatch.chdir(tmp_path)
     assert read("b/2.jsonl") == ["b/2.jsonl"]

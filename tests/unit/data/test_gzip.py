@@ -129,7 +129,7 @@ def test_a_cache_of_compressed_text_is_that_of_the_text(
     file = packed.with_name("a.jsonl.gz")
     write_gzip(file, MANY, num_members=10)
     file.write_bytes(file.read_bytes()[:-400])
-    shutil.rmtree(packed.with_name("token_cache"))
+    shutil.rmtree(packed.with_name(".token_cache"))
     caplog.set_level(logging.WARNING)
     tokens, _, num_bad = made(packed.parent, "skip")
     assert whole[0].startswith(tokens) and num_bad >= 1

@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 
 from torchtitan_like.config.sections_training import Data, DataSource
-from torchtitan_like.data import pipeline
+from torchtitan_like.data import checked_file, pipeline
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents, listing, token_sources
+from torchtitan_like.data.formats import documents, token_sources
 from torchtitan_like.data.formats.tokenizer import Tokenizer
 from torchtitan_like.data.pipeline import NamedSource
 from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.distributed.world import HostGroup
 
 from .conftest import write_jsonl
 from .token_writers import open_source, write_megatron, write_npy
@@ -26,16 +28,25 @@ from .token_writers import open_source, write_megatron, write_npy
 NUM_FILES = 5
 
 
-class Ranks:
-    """`Once` of two ranks that call it one after the other: the first looks, the second is told."""
+class Ranks(HostGroup):
+    """Two ranks that look one after the other: the first looks, the second is told."""
 
     def __init__(self) -> None:
-        self._told: bytes | None = None
+        super().__init__([0], timedelta(0))
+        self._told: list[bytes] = []
+        self.restart()
 
-    def once(self, look: Callable[[], Any]) -> Any:
-        if self._told is None:
-            self._told = pickle.dumps(look())
-        return pickle.loads(self._told)
+    def restart(self) -> Ranks:
+        """The next rank begins."""
+        self._next = iter([*self._told])
+        return self
+
+    def leader_does(self, action: Callable[[], Any]) -> Any:
+        told = next(self._next, None)
+        if told is None:
+            told = pickle.dumps(action())
+            self._told.append(told)
+        return pickle.loads(told)
 
 
 def text(folder: Path) -> Path:
@@ -68,8 +79,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> DataSource:
     )
 
 
-def opened(source: DataSource, tokenizer: Tokenizer, tmp_path: Path, once: Any = listing.alone) -> TokenFile:
-    return pipeline._tokens(NamedSource("own", source), Data(), tokenizer, str(tmp_path / "run"), True, once)
+def opened(source: DataSource, tokenizer: Tokenizer, tmp_path: Path, group: HostGroup | None = None) -> TokenFile:
+    return pipeline._tokens(NamedSource("own", source), Data(), tokenizer, str(tmp_path / "run"), True, group)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +92,9 @@ def test_only_one_rank_looks_at_the_files(
     source: DataSource, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks()
-    first = opened(source, tokenizer, tmp_path, ranks.once)
+    first = opened(source, tokenizer, tmp_path, ranks.restart())
     refuse(monkeypatch)
-    second = opened(source, tokenizer, tmp_path, ranks.once)
+    second = opened(source, tokenizer, tmp_path, ranks.restart())
     assert first.meta == second.meta and first.folder == second.folder
     assert np.array_equal(first.tokens[0 : len(first.tokens)], second.tokens[0 : len(second.tokens)])
     assert np.array_equal(first.offsets, second.offsets)
@@ -95,45 +106,46 @@ def test_a_rank_with_files_of_its_own_looks_at_them(tokenizer: Tokenizer, tmp_pa
         ranks, kind = Ranks(), "auto" if name == "text" else "tokens"
         ours = DataSource(path=str(write(tmp_path / f"{name}-ours")), format=kind)
         theirs = DataSource(path=str(write(tmp_path / f"{name}-theirs")), format=kind)
-        opened(ours, tokenizer, tmp_path, ranks.once)
-        assert opened(theirs, tokenizer, tmp_path, ranks.once).folder.is_relative_to(tmp_path / f"{name}-theirs")
+        opened(ours, tokenizer, tmp_path, ranks.restart())
+        assert opened(theirs, tokenizer, tmp_path, ranks.restart()).folder.is_relative_to(tmp_path / f"{name}-theirs")
 
 
 @pytest.mark.parametrize("name", ["npy", "megatron"])
 def test_other_files_at_the_same_place_are_looked_at(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Each node may have a copy of its own, and that copy may be an older one."""
     ranks, source = Ranks(), DataSource(path=str(WRITERS[name](tmp_path / "data")), format="tokens")
-    first = opened(source, tokenizer, tmp_path, ranks.once)
+    first = opened(source, tokenizer, tmp_path, ranks.restart())
     last = max((tmp_path / "data").glob("*.bin" if name == "megatron" else "*.npy"))
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.unlink()
     last.write_bytes(content)
-    assert opened(source, tokenizer, tmp_path, ranks.once).meta.text_digest != first.meta.text_digest
+    assert opened(source, tokenizer, tmp_path, ranks.restart()).meta.text_digest != first.meta.text_digest
 
 
 def test_a_file_that_changes_between_two_looks_is_not_read(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its map may have gone meanwhile, and the next one would be of other data. A new start may read it."""
+    """The run would go on with other data. A new start may read it."""
     source = DataSource(path=str(npy(tmp_path / "data")), format="tokens")
     run = opened(source, tokenizer, tmp_path)
     assert run.tokens[0:4].tolist() == [0, 2, 3, 4]
     changed = tmp_path / "data/0.npy"
     write_npy(changed, [5, 6, 7, 8])
     os.utime(changed, ns=(0, 0))  # not within one tick of the clock
-    listing._mapped.cache_clear()
+    checked_file._opened.cache_clear()
     with pytest.raises(DataError, match=r"0\.npy has changed since"):
         run.tokens[0:4]
     assert opened(source, tokenizer, tmp_path).tokens[0:4].tolist() == [5, 6, 7, 8]
 
 
 def test_an_error_of_the_one_is_everyones(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    def once(look: Callable[[], Any]) -> Any:
-        raise DataError("no data")
+    class Failing(Ranks):
+        def leader_does(self, action: Callable[[], Any]) -> Any:
+            raise DataError("no data")
 
     with pytest.raises(DataError, match="no data"):
-        opened(DataSource(path=str(text(tmp_path / "data"))), tokenizer, tmp_path, once)
+        opened(DataSource(path=str(text(tmp_path / "data"))), tokenizer, tmp_path, Failing())
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "[0-9]*.jsonl"])
@@ -152,7 +164,7 @@ def test_a_folder_tells_what_is_in_it_without_a_look_at_each_file(
 def test_there_may_be_more_files_than_descriptors(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A process may have 1,024 files open where nobody has raised that; a terabyte may be 50,000."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    here, limit = len(os.listdir("/proc/self/fd")), listing.MOST_MAPS + 100
+    here, limit = len(os.listdir("/proc/self/fd")), checked_file.MAX_OPEN_FILES + 100
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(limit):

@@ -20,15 +20,17 @@ import numpy as np
 import psutil
 import pytest
 
-from torchtitan_like.data import token_cache, token_file
+from torchtitan_like.config.sections_training import Data
+from torchtitan_like.data import best_fit, checked_file, token_cache, token_file
+from torchtitan_like.data.checked_file import CheckedArray, CheckedFile, RawFile
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats import documents
 from torchtitan_like.data.formats.documents import OnBadRecord, find_corpus
 from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.token_cache import Progress, TokenPolicy, cached_tokens
-from torchtitan_like.data.token_file import TokenFile, open_token_file
+from torchtitan_like.data.token_file import TokenFile
 
-from .conftest import ASSETS, write_jsonl
+from .conftest import ASSETS, flip_bit, write_jsonl
 
 SMALL_PIECE = 500  # bytes: the test corpora make tens of pieces
 
@@ -61,9 +63,10 @@ def visible(folder: Path) -> list[str]:
 
 def test_holds_the_documents_one_after_the_other(corpus: Path, tokenizer: Tokenizer) -> None:
     file = cache(corpus)
-    assert file.folder.parent == corpus / "token_cache"
-    assert visible(corpus / "token_cache") == [file.folder.name]
-    assert sorted(path.name for path in file.folder.iterdir()) == ["meta.json", "offsets.bin", "tokens.bin"]
+    assert file.folder.parent == corpus / ".token_cache"
+    assert visible(corpus / ".token_cache") == [file.folder.name]
+    names = ["meta.json", "offsets.bin", "offsets.bin.xxh3", "tokens.bin", "tokens.bin.xxh3"]
+    assert sorted(path.name for path in file.folder.iterdir()) == names
     expected = [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
     assert file.tokens.dtype == np.uint16 and file.meta.max_id == tokenizer.eos_id
     assert (len(file.tokens), len(file.offsets)) == (file.meta.num_tokens, file.meta.num_documents + 1)
@@ -105,7 +108,7 @@ def test_moves_with_its_data(corpus: Path, tmp_path: Path, monkeypatch: pytest.M
     name = cache(corpus).folder.name
     shutil.move(corpus, tmp_path / "elsewhere")
     monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
-    assert cache(tmp_path / "elsewhere").folder == tmp_path / "elsewhere" / "token_cache" / name
+    assert cache(tmp_path / "elsewhere").folder == tmp_path / "elsewhere" / ".token_cache" / name
 
 
 def change_text(corpus: Path) -> None:
@@ -163,7 +166,7 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str], mess
     file = write_jsonl(tmp_path / "a" / "a.jsonl", texts)
     with pytest.raises(DataError, match=message):
         cache(file)
-    assert visible(file.parent / "token_cache") == []
+    assert visible(file.parent / ".token_cache") == []
 
 
 def test_a_faulty_text_leaves_nothing_and_builds_when_mended(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +175,7 @@ def test_a_faulty_text_leaves_nothing_and_builds_when_mended(corpus: Path, monke
     (corpus / "2.jsonl").write_text(lines + "{oops\n")
     with pytest.raises(DataError, match=r"2\.jsonl, line 21: malformed JSON"):  # raised in a worker process
         cache(corpus)
-    assert [path.suffix for path in (corpus / "token_cache").iterdir()] == [".lock"]
+    assert [path.suffix for path in (corpus / ".token_cache").iterdir()] == [".lock"]
     (corpus / "2.jsonl").write_text(lines)
     assert cache(corpus).meta.num_documents == 60
 
@@ -200,7 +203,7 @@ def test_files_that_change_while_they_are_read_are_refused(corpus: Path, monkeyp
     monkeypatch.setattr(token_cache, "plan_pieces", lambda found: [plan(found), add_line(corpus)][0])
     with pytest.raises(DataError, match="changed while they were tokenised"):
         cache(corpus)
-    assert visible(corpus / "token_cache") == []
+    assert visible(corpus / ".token_cache") == []
 
 
 def add_line(corpus: Path) -> None:
@@ -217,31 +220,119 @@ def test_a_damaged_cache_is_refused(corpus: Path, name: str, damage: str) -> Non
         cache(corpus)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 500, -1])
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "tokens.bin.xxh3", "offsets.bin.xxh3"])
+def test_a_flipped_bit_is_found_when_its_extent_is_read(corpus: Path, name: str, offset: int) -> None:
+    path = cache(corpus).folder / name
+    flip_bit(path, offset % path.stat().st_size)
+    damaged = path.with_name(name.removesuffix(".xxh3"))
+    with pytest.raises(DataError, match=rf"{damaged} is damaged: bytes 0 to .*, expected .*delete the folder"):
+        cache(corpus).tokens[:]
+
+
+def test_each_flipped_bit_of_meta_json_is_refused_or_changes_nothing(corpus: Path) -> None:
+    file = cache(corpus)
+    path, key = file.folder / "meta.json", token_file.key_of(file.folder)
+    whole = path.read_bytes()
+    for offset in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[offset] ^= 1 << offset % 7
+        path.write_bytes(changed)
+        try:
+            found = token_file.open_token_file(file.folder, key)
+            assert found is not None and found.meta == file.meta  # white space between two values
+        except DataError as error:
+            assert "is damaged: meta.json" in str(error)
+
+
+def test_only_the_extents_that_are_read_are_verified(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked_file, "EXTENT_BYTES", 64)
+    file = cache(corpus)
+    verified: list[int] = []
+    verify = checked_file.CheckedFile.verify
+    monkeypatch.setattr(
+        checked_file.CheckedFile, "verify", lambda self, extent: [verified.append(extent), verify(self, extent)]
+    )
+    assert file.tokens[100:140].tolist() == file.tokens[100:140].tolist()
+    assert verified == [3, 4]  # 32 tokens each
+    flip_bit(file.folder / "tokens.bin", 64 * 5)
+    again = cache(corpus)
+    verified.clear()
+    assert again.tokens[100:140].tolist() == file.tokens[100:140].tolist()
+    with pytest.raises(DataError, match=r"tokens\.bin is damaged: bytes 320 to 383 have the hash"):
+        again.tokens[150:170]
+
+
+def test_a_file_that_is_truncated_or_written_to_during_the_run_is_refused(corpus: Path) -> None:
+    file = cache(corpus)
+    assert len(file.tokens[:]) == file.meta.num_tokens
+    path = file.folder / "tokens.bin"
+    os.truncate(path, 10)
+    with pytest.raises(DataError, match=r"tokens\.bin ends at byte 10, expected .* truncated"):
+        file.tokens[:]
+
+
+def without_hashes(folder: Path) -> Path:
+    """As an earlier version made it."""
+    for table in folder.glob("*.xxh3"):
+        table.unlink()
+    content = json.loads((folder / "meta.json").read_text())
+    del content["digest"]
+    (folder / "meta.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_cache_of_an_earlier_version_is_hashed_once(
+    corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cache(corpus).folder
+    visible_folder = corpus / "token_cache"
+    folder.parent.rename(visible_folder)
+    expected = contents(cache(corpus))
+    folder = without_hashes(visible_folder / folder.name)
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    for _ in range(2):
+        file = cache(corpus)
+        assert file.folder == folder and contents(file) == expected
+    assert len([line for line in caplog.messages if line.startswith("hashing ")]) == 2  # tokens and offsets
+    flip_bit(folder / "tokens.bin", 77)
+    with pytest.raises(DataError, match=r"tokens\.bin is damaged: bytes 0 to"):
+        cache(corpus).tokens[:]
+
+
 @pytest.mark.parametrize(("place", "value"), [(0, 1), (-1, 2), (5, 2**63), (5, 0)])
-def test_a_list_of_documents_that_is_none_is_refused(corpus: Path, place: int, value: int) -> None:
-    path = cache(corpus).folder / "offsets.bin"
-    offsets = np.fromfile(path, np.uint64)
+def test_a_list_of_documents_of_an_earlier_version_that_does_not_rise_is_refused(
+    corpus: Path, place: int, value: int
+) -> None:
+    folder = without_hashes(cache(corpus).folder)
+    offsets = np.fromfile(folder / "offsets.bin", np.uint64)
     offsets[place] = value
-    offsets.tofile(path)
-    with pytest.raises(
-        DataError, match=rf"is damaged: offsets.bin does not list where {len(offsets) - 1} .*delete the folder"
-    ):
+    offsets.tofile(folder / "offsets.bin")
+    with pytest.raises(DataError, match=r"is damaged: offsets.bin does not list where 60 .*delete the folder"):
         cache(corpus)
 
 
-def test_of_a_long_list_of_documents_some_places_are_looked_at(tmp_path: Path) -> None:
-    num_documents = 2**20 + 5
-    np.zeros(num_documents, np.uint16).tofile(tmp_path / "tokens.bin")
-    offsets = np.arange(num_documents + 1, dtype=np.uint64)
-    meta = {"num_tokens": num_documents, "num_documents": num_documents}
-    (tmp_path / "meta.json").write_text(json.dumps({"key": {}, "dtype": "<u2", "meta": meta}))
-    offsets.tofile(tmp_path / "offsets.bin")
-    assert open_token_file(tmp_path, {}) is not None
-    offsets[num_documents // 3 :] = 7
-    offsets[-1] = num_documents
-    offsets.tofile(tmp_path / "offsets.bin")
-    with pytest.raises(DataError, match=r"offsets.bin does not list where 1,048,581 documents begin"):
-        open_token_file(tmp_path, {})
+def test_a_long_list_of_documents_is_searched_without_reading_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_file, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(checked_file, "BLOCKS_IN_MEMORY", 2)
+    draw = np.random.default_rng(1)
+    numbers = np.cumsum(draw.integers(0, 3, 50_000)).astype(np.uint64)
+    numbers.tofile(tmp_path / "numbers")
+    array = CheckedArray(CheckedFile(RawFile(tmp_path / "numbers")), numbers.dtype)
+    for values in (draw.integers(0, int(numbers[-1]) + 2, 300).astype(np.uint64), numbers[::999], numbers[:1]):
+        for side in ("left", "right"):
+            assert array.searchsorted(values, side).tolist() == np.searchsorted(numbers, values, side).tolist()
+    indices = draw.integers(0, len(numbers), (3, 40))
+    assert np.array_equal(array[indices], numbers[indices])
+    assert (int(array[-1]), int(array[7])) == (int(numbers[-1]), int(numbers[7]))
+    fresh = CheckedArray(CheckedFile(RawFile(tmp_path / "numbers")), numbers.dtype)
+    read = []
+    monkeypatch.setattr(fresh, "fill", lambda out, first: read.append(first) or CheckedArray.fill(fresh, out, first))
+    fresh.searchsorted(numbers[100:101])
+    assert len(read) <= 5  # of 13 blocks: a binary search, and the block itself
 
 
 @contextlib.contextmanager
@@ -274,14 +365,24 @@ def read_only_corpus(corpus: Path) -> Iterator[tuple[Path, Path]]:
     shutil.rmtree(top)
 
 
-def test_beside_read_only_data_the_dump_folder_is_used(
-    read_only_corpus: tuple[Path, Path], tokenizer: Tokenizer
+@pytest.mark.parametrize("has_home", [True, False])
+def test_the_cache_of_read_only_data_goes_to_the_users_cache_folder_or_else_to_the_run(
+    read_only_corpus: tuple[Path, Path],
+    tokenizer: Tokenizer,
+    has_home: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     corpus, run = read_only_corpus
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run / "home" if has_home else corpus / "home"))
+    caplog.set_level(logging.INFO)
     with as_user_without_rights():
         file = cache(corpus, tokenizer, dump_folder=str(run))
         assert cache(corpus, tokenizer, dump_folder=str(run)).folder == file.folder
-    assert file.folder.parent == run / "token_cache"
+    expected = run / "home/torchtitan_like/token_cache" if has_home else run / "token_cache"
+    assert file.folder.parent == expected
+    (line,) = [line for line in caplog.messages if "cannot be written" in line]
+    assert line.startswith(f"the token cache of {corpus} goes to {expected}: {corpus / '.token_cache'} cannot be written")
 
 
 def test_an_existing_cache_in_a_read_only_folder_is_used(
@@ -290,18 +391,18 @@ def test_an_existing_cache_in_a_read_only_folder_is_used(
     corpus, run = read_only_corpus
     os.chmod(corpus, 0o755)
     built = cache(corpus, tokenizer)
-    os.chmod(corpus / "token_cache", 0o555)
+    os.chmod(corpus / ".token_cache", 0o555)
     with as_user_without_rights():
         assert cache(corpus, tokenizer, dump_folder=str(run)).folder == built.folder
-    assert not (run / "token_cache").exists()
-    os.chmod(corpus / "token_cache", 0o755)
+    assert not list(run.iterdir())
+    os.chmod(corpus / ".token_cache", 0o755)
 
 
 def test_a_named_cache_folder_that_cannot_be_written_is_an_error(
     read_only_corpus: tuple[Path, Path], tokenizer: Tokenizer
 ) -> None:
     corpus, run = read_only_corpus
-    with as_user_without_rights(), pytest.raises(DataError, match=r"cannot be written to .*set data\.cache_folder"):
+    with as_user_without_rights(), pytest.raises(DataError, match=r"cannot be written.*set data\.cache_folder"):
         cache(corpus, tokenizer, cache_folder=str(corpus / "mine"), dump_folder=str(run))
 
 
@@ -370,7 +471,7 @@ def test_a_killed_build_is_invisible_and_goes_on_where_it_was(
         process.wait()
         _, alive = psutil.wait_procs(workers, timeout=20)
         assert not alive, "workers outlived the build"
-    folder = corpus / "token_cache"
+    folder = corpus / ".token_cache"
     assert visible(folder) == []
     (staging,) = [path for path in folder.iterdir() if path.is_dir()]
     # What a kill in the middle of a write leaves behind: tokens and half a line without a commit.
@@ -394,7 +495,7 @@ def test_one_builds_and_the_others_wait_for_it(corpus: Path, repo_root: Path) ->
         for other in others:
             wait_for(other, "waiting for another process to build")
         printed = [process.communicate("go on\n", timeout=60)[0] for process in (first, *others)]
-    (name,) = visible(corpus / "token_cache")
+    (name,) = visible(corpus / ".token_cache")
     assert all(text.splitlines()[-1].endswith(name) for text in printed)
     assert "tokenised: 60 documents" in printed[0]
     assert not any("tokenis" in text for text in printed[1:])
@@ -440,7 +541,7 @@ def test_a_full_disk_is_reported_and_what_was_done_is_kept(corpus: Path, monkeyp
         full.setattr(os, "fsync", full_disk)
         with pytest.raises(DataError, match="was not finished: .*No space left on device; what was done is kept"):
             cache(corpus)
-    assert visible(corpus / "token_cache") == []
+    assert visible(corpus / ".token_cache") == []
     assert cache(corpus).meta.num_documents == 60
 
 
@@ -454,3 +555,19 @@ def test_progress_tells_share_rates_and_remaining_time() -> None:
     assert progress.line(10 * 2**20, 4000) == line
     now = 25.0
     assert progress.line(2**20, 5000) is None
+
+
+def test_the_folder_of_the_data_looks_to_others_as_before(corpus: Path) -> None:
+    """A reader of the folder must not take our files for data."""
+    datasets = pytest.importorskip("datasets")
+
+    def loaded() -> list[str]:
+        found = datasets.load_dataset(str(corpus), split="train", cache_dir=str(corpus.parent / "datasets"))
+        return list(found["text"])
+
+    names = visible(corpus)
+    tokens = cache(corpus)
+    best_fit.pack(tokens, 8, Data(packing="best_fit"), str(corpus.parent / "run"))
+    assert visible(corpus) == names
+    assert len(list((corpus / ".token_cache").glob("[!.]*"))) == 3  # the tokens, a plan and its hashes
+    assert loaded() == [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]

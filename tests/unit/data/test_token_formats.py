@@ -79,7 +79,7 @@ def test_a_damaged_megatron_pair_is_refused(
     with pytest.raises(DataError, match=message) as caught:
         open_source(tmp_path / "a", tokenizer)
     assert str(tmp_path) in str(caught.value) and re.search(r"[;:] (fetch|make|leave|name)", str(caught.value))
-    assert not [*tmp_path.glob("token_cache/[!.]*")]
+    assert not [*tmp_path.glob(".token_cache/[!.]*")]
 
 
 FLAT_DAMAGES: dict[str, tuple[str, Callable[[Path], object], dict[str, Any], str]] = {

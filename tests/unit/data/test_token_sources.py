@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
+from torchtitan_like.data import token_file
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.formats import token_formats, token_sources
@@ -76,7 +77,7 @@ def test_megatron_pairs_are_read_with_the_documents_of_their_index(
     for chunk in (2, 2**22):  # the index is checked in chunks
         monkeypatch.setattr(token_formats, "CHUNK", chunk)
         check_equal(read_once(build, prefix, mask), TOKENS, index_starts(DOCUMENTS), mask)
-        shutil.rmtree(tmp_path / "token_cache")
+        shutil.rmtree(tmp_path / ".token_cache")
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -121,7 +122,7 @@ def test_auto_takes_32_bits_for_a_large_vocabulary_and_says_so(
 def test_our_own_token_cache_is_a_source(build: Build, corpus_file: Path, tmp_path: Path) -> None:
     text = build(corpus_file, with_positions=True, max_epochs=1, data={"mask_document_starts": True})
     moved = tmp_path / "moved"
-    shutil.copytree(corpus_file.parent / "token_cache", moved)
+    shutil.copytree(corpus_file.parent / ".token_cache", moved)
     data = {"mask_document_starts": True}
     (cache,) = moved.glob("[!.]*")
     for path in (moved, cache, cache / "tokens.bin"):
@@ -132,22 +133,23 @@ def test_our_own_token_cache_is_a_source(build: Build, corpus_file: Path, tmp_pa
             assert torch.equal(one.labels, other.labels) and one.digest == other.digest
             assert torch.equal(one.positions, other.positions)
         text.load_state_dict(text.state_dict(0))
-    assert not (moved / "token_cache").exists(), "its own list of documents is used"
+    assert not (moved / ".token_cache").exists(), "its own list of documents is used"
 
 
 def test_a_token_cache_of_another_tokenizer_is_refused(build: Build, corpus_file: Path) -> None:
     build(corpus_file)
-    (cache,) = (corpus_file.parent / "token_cache").glob("[!.]*")
+    (cache,) = (corpus_file.parent / ".token_cache").glob("[!.]*")
     other = load_tokenizer(ASSETS / "tokenizer.model")
     with pytest.raises(DataError, match=rf"made with another tokenizer \(fingerprint .*{other.fingerprint}"):
         open_source(cache, other)
     meta = json.loads((cache / "meta.json").read_text())
     meta["key"]["format_version"] = 99
+    meta["digest"] = token_file._digest(meta)
     (cache / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DataError, match=r"has the version 99 of a token cache: expected version 1"):
         open_source(cache, other)
     (cache / "meta.json").unlink()
-    with pytest.raises(DataError, match=r"is damaged: meta\.json does not tell what it was built for"):
+    with pytest.raises(DataError, match=r"is damaged: meta\.json is missing"):
         open_source(cache, other)
 
 
@@ -157,7 +159,7 @@ def test_the_ways_to_name_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_flat(folder / "a" / "z.bin", [4, 5])
     write_npy(folder / "c.npy", [6, 7])
     write_flat(folder / ".hidden.bin", [8])
-    write_flat(folder / "token_cache" / "x.bin", [9])
+    write_flat(folder / ".token_cache" / "x.bin", [9])
     (folder / "README.md").write_text("not tokens")
 
     def read(path: Path | str) -> list[int]:
@@ -167,7 +169,7 @@ def test_the_ways_to_name_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert read(one) == [1, 2, 3]
     assert read(folder) == read(f"{tmp_path}/a*") == read(folder / "[abc]*") == [4, 5, 1, 2, 3, 6, 7]
     assert read(folder / "a") == [4, 5] == read(folder / "**" / "[xz].bin")
-    assert read(folder / "token_cache" / "*.bin") == [9]
+    assert read(folder / ".token_cache" / "*.bin") == [9]
     for path, message in ((folder / "no", "no files with tokens at"), (folder / "README.md", "no file with tokens: ")):
         with pytest.raises(DataError, match=f"{message}.*expected .bin"):
             read(path)
@@ -281,7 +283,7 @@ def test_a_source_that_was_changed_is_another(build: Build, tmp_path: Path, chan
 
 def test_a_source_that_was_moved_and_renamed_is_the_same(build: Build, tmp_path: Path) -> None:
     first = read_once(build, write_both(tmp_path / "data"))
-    shutil.copytree(tmp_path / "data", tmp_path / "far" / "away", ignore=shutil.ignore_patterns("token_cache"))
+    shutil.copytree(tmp_path / "data", tmp_path / "far" / "away", ignore=shutil.ignore_patterns(".token_cache"))
     for file in (tmp_path / "far" / "away").iterdir():
         os.utime(file, (1, 1))
         file.rename(file.with_name(f"part-{file.name}"))
@@ -313,7 +315,7 @@ def test_opening_reads_a_few_extents_of_a_file_and_holds_none(
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert opened.meta.num_tokens == 2**35 and opened.offsets.tolist() == [0, 2**35]
-    assert not (tmp_path / "token_cache").exists()
+    assert not (tmp_path / ".token_cache").exists()
 
 
 def test_the_search_for_documents_is_done_once(
@@ -343,10 +345,10 @@ def test_a_damaged_list_of_documents_is_refused(
 ) -> None:
     file = write_flat(tmp_path / "a.bin", [1, EOS, 2])
     open_source(file, tokenizer, with_documents=True)
-    (found,) = (tmp_path / "token_cache").glob("[!.]*")
+    (found,) = (tmp_path / ".token_cache").glob("[!.]*.u64")
     assert found.stat().st_size == 24
     damage(found)
-    with pytest.raises(DataError, match=rf"{found} does not list documents of 3 tokens: delete it"):
+    with pytest.raises(DataError, match=rf"{found}.* (is damaged|does not list documents of 3 tokens).*delete"):
         open_source(file, tokenizer, with_documents=True)
 
 
@@ -370,10 +372,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer, monkey
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", full_disk)
         with pytest.raises(
-            DataError, match=r"the list of documents .*\.u64 was not written: .*No space left on device"
+            DataError, match=r"the list of documents .* was not written: .*No space left on device"
         ):
             open_source(file, tokenizer, with_documents=True)
-    assert all(path.suffix == ".lock" for path in (tmp_path / "token_cache").iterdir())
+    assert all(path.suffix == ".lock" for path in (tmp_path / ".token_cache").iterdir())
     assert open_source(file, tokenizer, with_documents=True).meta.num_documents == len(eos_starts(TOKENS))
 
 

@@ -84,13 +84,21 @@ def eos_starts(*files: list[int]) -> set[int]:
     return starts
 
 
-def open_source(path: Path, tokenizer: Tokenizer, with_documents: bool = False, **source: Any) -> TokenFile:
+def open_source(
+    path: Path,
+    tokenizer: Tokenizer,
+    with_documents: bool = False,
+    run: Path | None = None,
+    is_recorder: bool = True,
+    **source: Any,
+) -> TokenFile:
     return open_token_source(
         DataSource(path=str(path), format="tokens", **source),
         tokenizer,
         with_documents=with_documents,
         cache_folder=None,
-        dump_folder=str(path.parent / "run"),
+        dump_folder=str(run or path.parent / "run"),
+        is_recorder=is_recorder,
     )
 
 

@@ -41,7 +41,12 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
 }
-CACHE_FOLDER_NAME = "token_cache"  # never taken for data
+# Among a user's data the token cache is a hidden folder: globs and other readers of the data skip
+# it. Earlier versions made
+# a visible one, which is still found. Neither is ever taken for data.
+CACHE_FOLDER_NAME = ".token_cache"
+VISIBLE_CACHE_FOLDER_NAME = "token_cache"  # also the name of the cache in a run's own folder
+CACHE_FOLDER_NAMES = (CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME)
 
 # Work is cut into pieces of about this size: one is read, tokenised and committed as a whole. A half-built token cache
 # counts pieces, so cutting them differently needs another version.
@@ -136,7 +141,8 @@ def _listed_in(folder: Path, wanted: set[Path]) -> Iterator[Path]:
 def matching(pattern: Path) -> list[Path]:
     """What a glob means: nothing in a token cache, unless it names one."""
     found = map(Path, glob.glob(str(pattern), recursive=True))
-    return [path for path in found if CACHE_FOLDER_NAME in pattern.parts or CACHE_FOLDER_NAME not in path.parts]
+    names = set(CACHE_FOLDER_NAMES)
+    return [path for path in found if names & {*pattern.parts} or not names & {*path.parts}]
 
 
 def _without_leftovers(files: list[Path]) -> list[Path]:
@@ -293,7 +299,7 @@ def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    folders += [entry.path] if entry.name != CACHE_FOLDER_NAME else []
+                    folders += [entry.path] if entry.name not in CACHE_FOLDER_NAMES else []
                 elif entry.name.endswith(endings):
                     if entry.is_symlink() and not os.path.exists(entry.path):
                         raise _gone(entry.path)

@@ -25,8 +25,12 @@ from __future__ import annotations
 import functools
 import re
 from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .tokenizer import LLAMA3_PATTERN
 
@@ -50,6 +54,7 @@ PATTERNS = {
 }
 
 _LETTERS_OF_CONTRACTIONS = "(?i:s|t|re|ve|m|ll|d)"  # by itself this shows what they fold to
+SEPARATOR = "<|special|>"  # no end of it is its beginning: in joined texts it is only where they are joined
 _SURROGATES = range(0xD800, 0xE000)
 _NUM_CODE_POINTS = 0x20000  # planes 0 and 1: beyond are ideographs of names, not worth the time
 _CHUNK = 512  # characters; `tokenizers` takes longer for a text than for its parts
@@ -67,7 +72,6 @@ class FastBPE:
     """
 
     def __init__(self, content: dict[str, Any], library: Any) -> None:
-        import numpy as np
         import tiktoken
 
         pattern = _pattern(content)
@@ -81,10 +85,15 @@ class FastBPE:
         in_order = all(first < second for first, second in pairwise(list(ids.values())[256:]))
         self._id_of_rank = None if in_order else np.array(list(ids.values()), np.uint32)
         ranks = ids if in_order else {token: rank for rank, token in enumerate(ids)}
-        # One special token, which is never allowed: among none the engine looks for the empty text, at each character.
-        special = {"<|special|>": max(ranks.values()) + 1}
+        # One special token: among none the engine looks for the empty text, at each character. It
+        # is allowed only where it
+        # separates texts (`encode_joined`).
+        self._separator_rank = max(ranks.values()) + 1
         self._engine = tiktoken.Encoding(
-            name="tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            name="tokenizer.json",
+            pat_str=pattern,
+            mergeable_ranks=ranks,
+            special_tokens={SEPARATOR: self._separator_rank},
         )
         for text in difficult_texts(sorted(library.get_vocab(with_added_tokens=True))):
             if self.accepts(text) and self.encode(text) != library.encode(text, add_special_tokens=False).ids:
@@ -102,6 +111,25 @@ class FastBPE:
         """The same, as uint32."""
         ids = self._engine.encode_to_numpy(text, disallowed_special=())
         return array("I", (ids if self._id_of_rank is None else self._id_of_rank[ids]).tobytes())
+
+    def join(self, texts: Sequence[str]) -> str:
+        """The texts for `encode_joined`; "" if that cannot tell them apart."""
+        joined = SEPARATOR.join(texts)
+        return joined if joined.count(SEPARATOR) == len(texts) - 1 else ""
+
+    def encode_joined(self, joined: str) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Token ids of the texts of ``joined``, one after the other, and the number of ids of each.
+
+        The engine cuts at special tokens first and encodes what lies between them by itself. One
+        call for many texts: for a
+        short text a call takes longer than the encoding.
+        """
+        ranks = self._engine.encode_to_numpy(joined, allowed_special={SEPARATOR}, disallowed_special=())
+        is_separator = ranks == self._separator_rank
+        borders = np.flatnonzero(is_separator)
+        lengths = np.diff(borders, prepend=-1, append=len(ranks)) - 1
+        ranks = ranks[~is_separator]
+        return ranks if self._id_of_rank is None else self._id_of_rank[ranks], lengths
 
 
 def _pattern(content: dict[str, Any]) -> str:

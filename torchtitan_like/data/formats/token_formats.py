@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checked_file import CheckedArray, CheckedFile, RawFile
 from ..errors import DataError
 from ..token_cache import FORMAT_VERSION
-from ..token_file import META, OFFSET_TYPE, OFFSETS, TOKENS, key_of, map_file, open_token_file, token_type
+from ..token_file import META, OFFSETS, TOKENS, key_of, open_token_file, token_type
 from ..token_stream import TokenPart
-from .listing import MappedTokens
 from .tokenizer import Tokenizer
 
 ENDINGS = (".bin", ".idx", ".npy")
@@ -82,21 +82,23 @@ def _open_cache(folder: Path, tokenizer: Tokenizer) -> TokenPart:
             f"the token cache {folder} was made with another tokenizer (fingerprint {key.get('tokenizer')}): expected that "
             f"of {tokenizer.path}, {tokenizer.fingerprint}; name the tokenizer it was made with, or train on the text itself"
         )
-    cached = open_token_file(folder, key)
+    cached = open_token_file(folder, key, is_one_of_many=True)
     assert cached is not None
     if not cached.meta.num_documents:
         raise _fault(folder, "is empty", "tokens", "leave it out")
+    tokens, offsets = cached.tokens, cached.offsets
+    assert isinstance(tokens, CheckedArray) and isinstance(offsets, CheckedArray)
+    files = folder / TOKENS, folder / OFFSETS
+    return TokenPart(tokens, files, partial(_cached_starts, offsets), offsets=offsets)
 
-    tokens, offsets = folder / TOKENS, folder / OFFSETS
-    return TokenPart(
-        MappedTokens(tokens, cached.tokens.dtype), (tokens, offsets), partial(_cached_starts, offsets), offsets=offsets
-    )
 
-
-def _cached_starts(file: Path, _: int | None) -> Iterator[NDArray[np.int64]]:
-    offsets = map_file(file, OFFSET_TYPE)
+def _cached_starts(offsets: CheckedArray, _: int | None) -> Iterator[NDArray[np.int64]]:
     for low in range(0, len(offsets) - 1, CHUNK):
         yield offsets[low : min(low + CHUNK, len(offsets) - 1)].astype(np.int64)
+
+
+def _numbers(file: Path, dtype: np.dtype[Any], offset: int = 0, count: int | None = None) -> CheckedArray:
+    return CheckedArray(CheckedFile(RawFile(file, is_one_of_many=True)), dtype, offset, count)
 
 
 def _open_npy(file: Path) -> TokenPart:
@@ -113,7 +115,7 @@ def _open_npy(file: Path) -> TokenPart:
         raise _fault(file, f"has the shape {tokens.shape} and the type {name}", expected, "convert it with numpy")
     if not len(tokens):
         raise _fault(file, "has no token", "1 or more", "leave it out")
-    return _flat_part(MappedTokens(file, tokens.dtype, tokens.offset))
+    return _flat_part(_numbers(file, tokens.dtype, tokens.offset))
 
 
 def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
@@ -126,8 +128,8 @@ def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
             f"a multiple of {dtype.itemsize}, for {dtype.name}",
             "fetch it again, or set the source's `token_dtype`",
         )
-    tokens = MappedTokens(file, dtype)
-    if size >= 4 and int(map_file(file, np.dtype("<u4"), 0, 1)[0]) in _LLMC_MAGICS:
+    tokens = _numbers(file, dtype)
+    if size >= 4 and int(_numbers(file, np.dtype("<u4"), 0, 1)[0]) in _LLMC_MAGICS:
         raise _fault(
             file, "begins with a header of llm.c", "tokens from the first byte on", "cut off its first 1,024 bytes"
         )
@@ -142,11 +144,11 @@ def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
     return _flat_part(tokens)
 
 
-def _flat_part(tokens: MappedTokens) -> TokenPart:
-    return TokenPart(tokens, (tokens.file,), partial(_flat_starts, tokens), is_flat=True)
+def _flat_part(tokens: CheckedArray) -> TokenPart:
+    return TokenPart(tokens, (tokens.file.file.path,), partial(_flat_starts, tokens), is_flat=True)
 
 
-def _flat_starts(tokens: MappedTokens, eos_id: int | None) -> Iterator[NDArray[np.int64]]:
+def _flat_starts(tokens: CheckedArray, eos_id: int | None) -> Iterator[NDArray[np.int64]]:
     yield np.zeros(1, np.int64)
     for low in range(0, len(tokens) if eos_id is not None else 0, CHUNK):
         yield np.flatnonzero(tokens[low : low + CHUNK] == eos_id) + (low + 1)
@@ -180,14 +182,14 @@ def _open_megatron(file: Path, index: Path) -> TokenPart:
     if needed != size:
         raise _fault(file, f"has {size:,} bytes", f"{needed:,}, where the last sequence of {index} ends", again)
     starts = partial(_megatron_starts, index, num_sequences, num_borders, dtype.itemsize)
-    return TokenPart(MappedTokens(file, dtype), (file, index), starts)
+    return TokenPart(_numbers(file, dtype), (file, index), starts)
 
 
-def _indexed(index: Path, num_sequences: int, num_borders: int) -> tuple[NDArray[Any], ...]:
+def _indexed(index: Path, num_sequences: int, num_borders: int) -> tuple[CheckedArray, ...]:
     """Tokens of each sequence, the byte at which it begins, and the sequences with which documents begin."""
-    lengths = map_file(index, np.dtype("<i4"), _HEADER.size, num_sequences)
-    pointers = map_file(index, np.dtype("<i8"), _HEADER.size + 4 * num_sequences, num_sequences)
-    return lengths, pointers, map_file(index, np.dtype("<i8"), _HEADER.size + 12 * num_sequences, num_borders)
+    lengths = _numbers(index, np.dtype("<i4"), _HEADER.size, num_sequences)
+    pointers = _numbers(index, np.dtype("<i8"), _HEADER.size + 4 * num_sequences, num_sequences)
+    return lengths, pointers, _numbers(index, np.dtype("<i8"), _HEADER.size + 12 * num_sequences, num_borders)
 
 
 def _megatron_starts(
@@ -198,7 +200,7 @@ def _megatron_starts(
     yield from _document_starts(index, pointers, borders, itemsize)
 
 
-def _check_sequences(index: Path, lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int) -> None:
+def _check_sequences(index: Path, lengths: CheckedArray, pointers: CheckedArray, itemsize: int) -> None:
     """Raise DataError unless the sequences lie one behind the other, as Megatron writes them: no token is left out."""
     behind = 0
     for low in range(0, len(lengths), CHUNK):
@@ -216,7 +218,7 @@ def _check_sequences(index: Path, lengths: NDArray[Any], pointers: NDArray[Any],
 
 
 def _document_starts(
-    index: Path, pointers: NDArray[Any], borders: NDArray[Any], itemsize: int
+    index: Path, pointers: CheckedArray, borders: CheckedArray, itemsize: int
 ) -> Iterator[NDArray[np.int64]]:
     """First token of each document: document i is sequences [borders[i], borders[i + 1])."""
     if (borders[0], borders[-1]) != (0, len(pointers)):

@@ -12,10 +12,10 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import DataSource
 
+from ..checked_file import CheckedArray, CheckedFile, HashTable, RawFile, table_path
 from ..errors import DataError
+from ..run_digests import RunDigests
 from ..token_cache import Progress, find_or_build
-from ..token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, map_file, written_whole
+from ..token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, written_with_hashes
 from ..token_stream import TokenPart, TokenStream
 from .documents import files_below, matching
 from .listing import Once, alone, seen_once
@@ -33,6 +35,8 @@ from .token_formats import ENDINGS, is_cache, open_part
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger()
+
+Offsets: TypeAlias = "NDArray[np.uint64] | CheckedArray"
 
 # Changes with anything that makes a list of documents of an older version, or the identity of a source, another.
 DOCUMENTS_VERSION = 1
@@ -68,19 +72,38 @@ def open_token_source(
     cache_folder: str | None,
     dump_folder: str,
     once: Once[Any] = alone,
+    is_recorder: bool = True,
 ) -> TokenFile:
-    """The tokens of all files of ``source`` as one. once: what one rank does for all.
+    """The tokens of all files of ``source`` as one. once: what one rank does for all. is_recorder:
+    see `RunDigests`.
 
     with_documents: whether it matters where documents begin; if not, files without an index are not searched for their
     ends, and each is one document. Raises DataError for files that are not what they should be, or of another tokenizer.
     """
     seen = seen_once(once, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
-    stream, folder, eos_id = TokenStream(seen.parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
+    parts = _recorded(seen, dump_folder, once, is_recorder)
+    stream, folder, eos_id = TokenStream(parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
     offsets = _offsets(stream, seen, cache_folder, dump_folder)
     if eos_id is not None and len(offsets) - 1 <= len(seen.parts):
         logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
     meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=seen.digest)
     return TokenFile(folder, stream, offsets, meta)
+
+
+def _recorded(
+    seen: _Seen, dump_folder: str, once: Once[Any], is_recorder: bool
+) -> list[TokenPart]:
+    """The parts, where the run records the hashes of files that have none."""
+    without = [part for part in seen.parts if part.tokens.file.hashes is None]
+    files = [part.tokens.file.file for part in without]
+    digests = RunDigests(dump_folder, files, seen.digest, is_recorder=is_recorder)
+    once(digests.merge)
+    digests.open()
+    checked = dict(zip(map(id, without), digests.files(), strict=True))
+    return [
+        replace(part, tokens=part.tokens.of(checked[id(part)])) if id(part) in checked else part
+        for part in seen.parts
+    ]
 
 
 def _look(source: DataSource, tokenizer: Tokenizer, with_documents: bool) -> _Seen:
@@ -153,11 +176,11 @@ def _announce(
         logger.warning(f"{tokenizer.path} has no EOS: each of the {len(flat)} files without an index is one document")
 
 
-def _offsets(stream: TokenStream, seen: _Seen, cache_folder: str | None, dump_folder: str) -> NDArray[np.uint64]:
+def _offsets(stream: TokenStream, seen: _Seen, cache_folder: str | None, dump_folder: str) -> Offsets:
     """Where each document of the stream begins, and its length, (num_documents + 1,)."""
     parts, eos_id = stream.parts, seen.eos_id
     if len(parts) == 1 and parts[0].offsets is not None:
-        return map_file(parts[0].offsets, OFFSET_TYPE)
+        return parts[0].offsets
     if eos_id is None and all(part.is_flat for part in parts):
         return np.array(stream.starts, OFFSET_TYPE)
     return find_or_build(
@@ -182,22 +205,24 @@ def _documents(parts: Sequence[TokenPart], folder: Path, eos_id: int | None) -> 
     return f"documents-{xxhash.xxh3_64_hexdigest(json.dumps(key).encode())}.u64"
 
 
-def _open_offsets(file: Path, num_tokens: int) -> NDArray[np.uint64] | None:
-    if not file.exists():
-        return None
-    size = file.stat().st_size
-    offsets = map_file(file, OFFSET_TYPE) if size and size % OFFSET_TYPE.itemsize == 0 else None
-    if offsets is None or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):
-        raise DataError(f"{file} does not list documents of {num_tokens:,} tokens: delete it, it will be made again")
+def _open_offsets(file: Path, num_tokens: int) -> CheckedArray | None:
+    if not (file.exists() and table_path(file).exists()):
+        return None  # a list that an earlier version made has no hashes: it is made again
+    remedy = f"delete {file}, it will be made again"
+    raw = RawFile(file)
+    offsets = CheckedArray(CheckedFile(raw, HashTable(raw, remedy)), OFFSET_TYPE, in_memory=True)
+    size = raw.size
+    if not size or size % OFFSET_TYPE.itemsize or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):
+        raise DataError(f"{file} does not list documents of {num_tokens:,} tokens: {remedy}")
     return offsets
 
 
-def _write_offsets(file: Path, stream: TokenStream, eos_id: int | None) -> NDArray[np.uint64]:
+def _write_offsets(file: Path, stream: TokenStream, eos_id: int | None) -> CheckedArray:
     num_bytes = sum(part.tokens.nbytes for part in stream.parts)
     ends = "" if eos_id is None else f", which end with {eos_id} in files without an index"
     logger.info(f"looking for documents{ends}, in {num_bytes / 2**20:,.1f} MiB of tokens, into {file}")
     progress, num_documents, last = Progress(num_bytes, 0, 0), 0, -1
-    with written_whole(file, "the list of documents") as out:
+    with written_with_hashes(file, "the list of documents") as out:
         for starts, done in _starts(stream, eos_id):
             # An empty document begins where the next one does: one of the two is left.
             fresh = starts[np.diff(starts, prepend=last) > 0]

@@ -30,9 +30,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from ..errors import TokenizerError
+from ..errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
     from .fast_bpe import FastBPE
@@ -56,13 +58,34 @@ _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 # near 10^6.
 _MAX_RUN = 25_000
 
+# A longer document is encoded in parts of about this size, where its tokenizer allows that.
+PART_CHARACTERS = 2**18
+# A longer part is refused: the `tokenizers` library takes some 310 bytes for each character.
+MAX_PART_CHARACTERS = 2**22
+
+# Where a text may be cut without another id: behind the match. No pattern in `fast_bpe.PATTERNS`,
+# and no pre-tokenizer in
+# `_cuts_of`, has a word that contains a character other than white space and then a blank, or a
+# letter or digit and then a
+# newline; and none looks further ahead than one character behind a word. So a word ends there in
+# any case, and the next one
+# begins. The letters are those that every version of Unicode knows as letters.
+_LETTERS = "0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+BEFORE_BLANKS = re.compile(r"[\w!-~](?= )")
+BEFORE_SPACES = re.compile(rf"[\w!-~](?= )|[{_LETTERS}](?=\n)")
+# Normalizers change characters one by one, or together with combining marks. Some make blanks of
+# others, none of ASCII.
+BEFORE_BLANKS_ASCII = re.compile(r"[!-~](?= )")
+
 
 class Tokenizer(ABC):
     """Text to token ids and back.
 
     path: what was loaded, and can be loaded again by another process. vocab_size: largest id + 1.
     bos_id, eos_id: None where the tokenizer has no such token. fingerprint: a hash of all that determines the ids
-    of a text.
+    of a text. cuts: matches the character behind which a text may be cut without another id; None:
+    nowhere.
+    max_part: how many characters a text, or a part of it, may have; None: any number.
     """
 
     path: str
@@ -70,10 +93,38 @@ class Tokenizer(ABC):
     bos_id: int | None
     eos_id: int | None
     fingerprint: str
+    cuts: re.Pattern[str] | None
+    max_part: int | None = None
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
         """Token ids of each text, without BOS and EOS, as uint32."""
+
+    def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """The same ids of all texts in one array, and the number of ids of each text."""
+        encoded = self.encode_batch(texts)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return np.frombuffer(b"".join(encoded), np.uint32), lengths
+
+    def parts(self, text: str) -> Iterator[str]:
+        """``text`` in parts whose ids, one after the other, are those of ``text``.
+
+        Raises DataError for a text of more than ``max_part`` characters that cannot be cut.
+        """
+        start = 0
+        while start < len(text):
+            cut = None
+            if self.cuts is not None and len(text) - start > PART_CHARACTERS:
+                cut = self.cuts.search(text, start + PART_CHARACTERS - 1)
+            stop = len(text) if cut is None else cut.end()
+            if self.max_part is not None and stop - start > self.max_part:
+                raise DataError(
+                    f"a document of {len(text):,} characters has {stop - start:,} that cannot be cut, expected "
+                    f"at most {self.max_part:,}: {self.path} has to encode them at once, which takes more memory "
+                    "than 2 GiB; split the document"
+                )
+            yield text[start:stop]
+            start = stop
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without BOS and EOS."""
@@ -158,6 +209,8 @@ class _HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = _fingerprint(
             "tokenizer.json", json.dumps([content.get(part) for part in parts], sort_keys=True)
         )
+        self.cuts = _cuts_of(content)
+        self.max_part = MAX_PART_CHARACTERS
 
     @functools.cached_property
     def _fast(self) -> FastBPE | None:
@@ -184,6 +237,12 @@ class _HuggingFaceTokenizer(Tokenizer):
             return fast.encode_to_array(text) if is_known else self._encode_by_library([text])[0]
 
         return [encode(text) for text in texts]
+
+    def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        joined = "" if self._fast is None else self._fast.join(texts)
+        if self._fast is None or not joined or _has_long_run(joined) or not self._fast.accepts(joined):
+            return super().encode_texts(texts)
+        return self._fast.encode_joined(joined)
 
     def _encode_by_library(self, texts: Sequence[str]) -> list[array[int]]:
         """Its call for many texts, without their offsets, is the quickest it has, also for one."""
@@ -215,6 +274,7 @@ class _TiktokenTokenizer(Tokenizer):
         )
         self.vocab_size = max(*ranks.values(), *specials.values()) + 1
         self.bos_id, self.eos_id = _bos_and_eos(file.parent, specials)
+        self.cuts = BEFORE_SPACES
         self.fingerprint = _fingerprint(
             "tiktoken", LLAMA3_PATTERN, repr(sorted(ranks.items(), key=lambda item: item[1]))
         )
@@ -236,6 +296,45 @@ class _TiktokenTokenizer(Tokenizer):
         for token, token_id in self._ranks.items():
             counts[token_id] = len(token)
         return counts
+
+
+def _cuts_of(content: dict[str, Any]) -> re.Pattern[str] | None:
+    """`Tokenizer.cuts` of a tokenizer.json: None unless all its steps are known to allow cuts."""
+    from .fast_bpe import PATTERNS
+
+    for token in content.get("added_tokens") or []:
+        strips = token.get("lstrip") or token.get("rstrip") or token.get("single_word")
+        if not token.get("special") and (strips or re.search(r"\s", token.get("content", ""))):
+            return None
+    normalizers = _steps(content.get("normalizer"), "normalizers")
+    local = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
+    if not {step.get("type") for step in normalizers} <= local:
+        return None
+    first = (_steps(content.get("pre_tokenizer"), "pretokenizers") or [{}])[0]
+    kind, cuts = first.get("type"), BEFORE_SPACES
+    if kind == "Split":
+        keeps = (first.get("behavior"), bool(first.get("invert")))
+        is_known = first.get("pattern", {}).get("Regex") in {*PATTERNS.values(), "."}
+        if not is_known or keeps not in {("Isolated", False), ("Removed", True)}:
+            return None
+    elif kind == "ByteLevel":
+        if not first.get("use_regex", True):
+            return None
+        cuts = BEFORE_BLANKS if first.get("add_prefix_space", True) else BEFORE_SPACES
+    elif kind == "Metaspace":
+        if not first.get("split", True):
+            return None
+        cuts = BEFORE_BLANKS
+    elif kind not in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer"):
+        return None
+    return BEFORE_BLANKS_ASCII if normalizers else cuts
+
+
+def _steps(outer: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a sequence, or the one step that stands for itself."""
+    if not outer:
+        return []
+    return list(outer[name]) if outer.get("type") == "Sequence" else [outer]
 
 
 def _vocabulary_file(folder: Path) -> Path:

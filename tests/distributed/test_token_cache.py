@@ -1,0 +1,238 @@
+"""Ranks build a token cache together: one of them builds, and all of them end with the same
+error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.parity import options
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.data import building, pipeline, token_cache
+from torchtitan_like.data.errors import DataError, WorkerKilled
+from torchtitan_like.data.formats import documents
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.token_file import Staging
+from torchtitan_like.distributed.world import HostGroup, launched_as
+from torchtitan_like.launch import CODES, read_config
+from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.train import run
+
+ASSETS = Path(__file__).parents[1] / "assets" / "tokenizer"
+RANKS = 3
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    for part in range(4):
+        lines = [
+            json.dumps({"text": f"{part}.{number} to be or not to be"}) for number in range(50)
+        ]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
+    return tmp_path / "data"
+
+
+class Lines(logging.Handler):
+    """The lines that a rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
+    """The error of this rank, or the folder that it reads; and its log."""
+    handler, logger = Lines(), logging.getLogger()
+    logger.addHandler(handler)
+    level, piece_bytes = logger.level, documents.PIECE_BYTES
+    logger.setLevel(logging.INFO)
+    documents.PIECE_BYTES = 300
+    group = HostGroup(list(range(dist.get_world_size())), timedelta(seconds=60))
+    try:
+        batches = pipeline.build_train_batches(
+            Training(dataset_path=str(corpus), seq_len=16),
+            Data(),
+            tokenizer=load_tokenizer(ASSETS),
+            dump_folder=str(run),
+            seed=1,
+            dp_rank=dist.get_rank(),
+            dp_size=dist.get_world_size(),
+            num_accumulation=1,
+            group=group,
+        )
+        next(batches)
+        return "", str(batches._batches._samples.parts[0].file.folder), handler.lines
+    except DataError as error:
+        return type(error).__name__, str(error), handler.lines
+    finally:
+        group.destroy()
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        documents.PIECE_BYTES = piece_bytes
+
+
+def with_a_killed_worker(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
+    """As the kernel ends a process that takes too much memory."""
+    append, num_cores = Staging.append, token_cache.num_cores
+
+    def append_and_kill(self: Staging, piece: object) -> None:
+        append(self, piece)  # type: ignore[arg-type]
+        if self.num_pieces == 2:
+            for child in psutil.Process().children(recursive=True):
+                if any("spawn_main" in word for word in child.cmdline()):
+                    os.kill(child.pid, signal.SIGKILL)
+                    return
+
+    Staging.append, token_cache.num_cores = append_and_kill, lambda: 2  # type: ignore[method-assign]
+    try:
+        return build_batches(corpus, run)
+    finally:
+        Staging.append, token_cache.num_cores = append, num_cores  # type: ignore[method-assign]
+
+
+def test_one_rank_builds_and_all_read(corpus: Path, tmp_path: Path) -> None:
+    results = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
+    assert {error for error, _, _ in results} == {""}
+    assert len({folder for _, folder, _ in results}) == 1
+    assert sum(any("tokenising" in line for line in lines) for _, _, lines in results) == 1
+
+
+def test_a_killed_worker_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
+    results = run_ranks(with_a_killed_worker, RANKS, corpus, tmp_path / "run")
+    assert {error for error, _, _ in results} == {"WorkerKilled"}
+    assert len({message for _, message, _ in results}) == 1 and "memory ran low" in results[0][1]
+    assert sum(any("tokenising" in line for line in lines) for _, _, lines in results) == 1, (
+        "nobody takes over"
+    )
+    assert (
+        next(code for kind, code in CODES.items() if issubclass(WorkerKilled, kind))
+        is ExitCode.REQUEUE
+    )
+    again = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
+    assert {error for error, _, _ in again} == {""}
+    assert any("going on after" in line for _, _, lines in again for line in lines)
+
+
+def test_bad_data_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
+    (corpus / "3.jsonl").write_text("{oops")
+    results = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {("DataError", results[0][1])}
+    assert "3.jsonl, line 1: malformed JSON" in results[0][1]
+
+
+def on_disks_of_their_own(folder: Path) -> list[int]:
+    """Each of two hosts with two ranks has a disk of its own; returns the ranks that built, as
+    this rank sees them."""
+    rank = dist.get_rank()
+    host = rank // 2
+    disk = folder / str(host)
+    disk.mkdir(exist_ok=True)
+    entry, built = disk / "entry", []
+    building.socket = type("Host", (), {"gethostname": staticmethod(lambda: f"host-{host}")})  # type: ignore[assignment]
+    is_visible, building._is_visible = building._is_visible, lambda path: host == 0
+    group = HostGroup(list(range(dist.get_world_size())), timedelta(seconds=60))
+
+    def build(stop: threading.Event) -> str:
+        built.append(rank)
+        time.sleep(0.3 * host)  # one disk is slower
+        entry.touch()
+        return str(entry)
+
+    def find() -> str | None:
+        return str(entry) if entry.exists() else None
+
+    try:
+        assert building.build_together(group, find, build, lambda: disk, "the entry") == str(entry)
+    finally:
+        group.destroy()
+        building.socket, building._is_visible = socket, is_visible
+    return built
+
+
+def test_one_rank_of_each_disk_builds(tmp_path: Path) -> None:
+    assert run_ranks(on_disks_of_their_own, 4, tmp_path) == [[0], [], [2], []]
+
+
+def train(argv: list[str]) -> tuple[int, str]:
+    """The exit code of a run on this rank of a pool, and the last error that it logs."""
+    handler = Lines()
+    handler.setLevel(logging.ERROR)
+    logging.getLogger().addHandler(handler)
+    try:
+        launched = launched_as()
+        code = run(read_config(argv, launched.world_size), launched, Requests())
+        return int(code), "\n".join(handler.lines)
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def write_text(folder: Path) -> dict[str, str]:
+    folder.mkdir()
+    lines = [json.dumps({"text": f"hamlet {number} " * 6}) + "\n" for number in range(200)]
+    (folder / "own.jsonl").write_text("".join(lines))
+    return {"data.sources.own.path": str(folder / "own.jsonl")}
+
+
+def write_tokens(folder: Path) -> dict[str, str]:
+    folder.mkdir()
+    np.tile(np.arange(3, 30, dtype="<u2"), 10_000).tofile(folder / "own.bin")
+    return {"data.sources.own.path": str(folder / "own.bin"), "data.sources.own.format": "tokens"}
+
+
+EVERY_TENTH = slice(5, None, 10)
+# Not among the bytes by which the source is identified: 16 KiB at the begin, at 75 KiB, ...
+ONE = slice(8500, 8501)
+
+
+def flip_low_bits(file: Path, tokens_at: slice) -> None:
+    """As a disk would: size and modification time stay."""
+    status, tokens = file.stat(), np.fromfile(file, "<u2")
+    tokens[tokens_at] ^= 1
+    tokens.tofile(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("write", "damaged", "tokens_at"),
+    [(write_text, "tokens/*/tokens.bin", EVERY_TENTH), (write_tokens, "data/own.bin", ONE)],
+)
+def test_a_resume_over_tokens_that_have_changed_is_refused(
+    write: Callable[[Path], dict[str, str]], damaged: str, tokens_at: slice, tmp_path: Path
+) -> None:
+    source = {**write(tmp_path / "data"), "data.shuffle": "false", "checkpoint.enable": "true"}
+    source["checkpoint.last_save_model_only"] = "false"
+
+    def start(steps: int) -> tuple[int, str]:
+        argv = options(str(tmp_path / "run"), "float32", **source, **{"training.steps": steps})
+        at = argv.index("--training.dataset_path")
+        return run_ranks(train, 1, argv[:at] + argv[at + 2 :])[0]
+
+    assert start(2)[0] == ExitCode.DONE
+    (file,) = tmp_path.glob(damaged)
+    flip_low_bits(file, tokens_at)
+    code, error = start(4)
+    assert (
+        code == ExitCode.BAD_DATA == json.loads((tmp_path / "run/exit.json").read_text())["code"]
+    ), error
+    assert f"{file} is damaged: bytes 0 to" in error
+    flip_low_bits(file, tokens_at)
+    assert start(4)[0] == ExitCode.DONE

@@ -1,0 +1,262 @@
+"""A long document is encoded in parts only where its ids are provably the same, and refused where
+it cannot be cut."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+
+from torchtitan_like.data import token_cache
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.formats import tokenizer as tokenizer_module
+from torchtitan_like.data.formats.fast_bpe import PATTERNS
+from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
+
+from .conftest import ASSETS, write_jsonl
+from .test_fast_bpe import PARTS, trained, training_texts
+from .test_token_cache import cache
+
+byte_level = pre_tokenizers.ByteLevel
+
+
+def split(pattern: str, behavior: str, invert: bool) -> Any:
+    words = pre_tokenizers.Split(Regex(pattern), behavior, invert)
+    return pre_tokenizers.Sequence([words, byte_level(add_prefix_space=False, use_regex=False)])
+
+
+# Name: model, normalizer, pre-tokenizer. All may be cut.
+CUTTABLE: dict[str, tuple[Any, Any, Any]] = {
+    "prefix space": (models.BPE, None, byte_level(add_prefix_space=True)),
+    "removed and inverted": (models.BPE, None, split(PATTERNS["Qwen 2"], "removed", True)),
+    "normalized": (models.BPE, normalizers.NFKC(), byte_level(add_prefix_space=False)),
+    "sequence": (
+        models.BPE,
+        normalizers.Sequence(
+            [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()]
+        ),
+        pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(True)]),
+    ),
+    "bert": (models.WordPiece, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()),
+    "white space": (models.WordLevel, None, pre_tokenizers.WhitespaceSplit()),
+    "metaspace": (
+        models.Unigram,
+        normalizers.NFKC(),
+        pre_tokenizers.Metaspace(prepend_scheme="always"),
+    ),
+    "metaspace first": (models.BPE, None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+}
+TRAINERS = {
+    models.BPE: trainers.BpeTrainer,
+    models.WordPiece: trainers.WordPieceTrainer,
+    models.WordLevel: trainers.WordLevelTrainer,
+    models.Unigram: trainers.UnigramTrainer,
+}
+
+
+def made(folder: Path, parts: tuple[Any, Any, Any]) -> Tokenizer:
+    """A tokenizer of 400 tokens of these parts."""
+    model, normalizer, pre_tokenizer = parts
+    unknown = {} if model in (models.BPE, models.Unigram) else {"unk_token": "[UNK]"}
+    library = tokenizers.Tokenizer(model(**unknown))
+    if normalizer is not None:
+        library.normalizer = normalizer
+    if pre_tokenizer is not None:
+        library.pre_tokenizer = pre_tokenizer
+    options: dict[str, Any] = {
+        "vocab_size": 400,
+        "show_progress": False,
+        "special_tokens": ["[UNK]"],
+    }
+    if model is models.Unigram:
+        options["unk_token"] = "[UNK]"
+    library.train_from_iterator(training_texts()[:20], TRAINERS[model](**options))
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def published(name: str) -> Callable[[Path], Tokenizer]:
+    def load(folder: Path) -> Tokenizer:
+        (folder / "tokenizer.json").write_text(trained(name))
+        return load_tokenizer(folder)
+
+    return load
+
+
+LOADERS: dict[str, Callable[[Path], Tokenizer]] = {
+    "shipped": lambda _: load_tokenizer(ASSETS),
+    "tiktoken file": lambda _: load_tokenizer(ASSETS / "tokenizer.model"),
+    **{name: published(name) for name in PATTERNS},
+    **{name: (lambda folder, parts=parts: made(folder, parts)) for name, parts in CUTTABLE.items()},
+}
+
+
+def difficult_text(draw: random.Random) -> str:
+    words = [
+        *PARTS,
+        " ",
+        " ",
+        "\n",
+        "'",
+        "’",
+        "-",
+        "/",
+        "\u0301",
+        "\u00a8",
+        "\ufdfa",
+        "³",
+        "_",
+        "<|endoftext|>",
+        "[UNK]",
+        "▁",
+    ]
+    return "".join(
+        draw.choice(words) + draw.choice(["", "", " ", "\n", "a", "?"])
+        for _ in range(draw.randrange(120))
+    )
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_ids_of_the_parts_are_those_of_the_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = LOADERS[name](tmp_path)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 3)
+    draw, num_cuts = random.Random(1), 0
+    for _ in range(150):
+        text = difficult_text(draw)
+        parts = list(tokenizer.parts(text))
+        assert "".join(parts) == text
+        assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(
+            text
+        ), repr(text)
+        num_cuts += len(parts)
+    assert num_cuts > 1000
+
+
+UNKNOWN: dict[str, Callable[[Any], None]] = {
+    "no pre-tokenizer": lambda library: setattr(library, "pre_tokenizer", None),
+    "a pattern of its own": lambda library: setattr(
+        library, "pre_tokenizer", split(r"\w+ \w+|.", "isolated", False)
+    ),
+    "words that are merged": lambda library: setattr(
+        library, "pre_tokenizer", split(PATTERNS["GPT-2"], "merged_with_next", False)
+    ),
+    "a prefix": lambda library: setattr(library, "normalizer", normalizers.Prepend("▁")),
+    "an added token with a blank": lambda library: library.add_tokens(
+        [AddedToken("to be", special=False)]
+    ),
+    "an added token that strips": lambda library: library.add_tokens(
+        [AddedToken("<x>", rstrip=True, special=False)]
+    ),
+    "one piece for all": lambda library: setattr(
+        library, "pre_tokenizer", pre_tokenizers.Metaspace(split=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_may_depend_on_the_whole_text_is_not_cut_but_refused_when_it_is_too_long(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tokenizers.Tokenizer.from_str(trained("GPT-2"))
+    UNKNOWN[name](library)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.cuts is None
+    file = write_jsonl(tmp_path / "data" / "a.jsonl", ["to be or not to be " * 1000, "short"])
+    monkeypatch.setattr(tokenizer, "max_part", 1000)
+    monkeypatch.setattr(token_cache, "GROUP_CHARACTERS", 1000)
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl: a document of 19,000 characters has 19,000 that cannot be cut.*1,000",
+    ):
+        cache(file, tokenizer)
+
+
+def test_a_run_without_a_place_to_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(ASSETS)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizer, "max_part", 1000)
+    with pytest.raises(
+        DataError, match="a document of 4,000 characters has 2,099 that cannot be cut"
+    ):
+        list(tokenizer.parts("a " * 500 + "-" * 2000 + " b" * 500))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])
+def test_many_texts_in_one_call_have_the_ids_of_each(file: str) -> None:
+    tokenizer, draw = load_tokenizer(ASSETS / file), random.Random(2)
+    for _ in range(40):
+        texts = [difficult_text(draw) for _ in range(draw.randrange(1, 6))]
+        texts += draw.choice(
+            [[], ["<|special|>"], [""], ["<|spec", "ial|>"], ["x" * 30_000], ["<|begin_of_text|>"]]
+        )
+        ids, lengths = tokenizer.encode_texts(texts)
+        ends = lengths.cumsum()
+        assert [
+            ids[end - size : end].tolist() for end, size in zip(ends, lengths, strict=True)
+        ] == [tokenizer.encode(text) for text in texts]
+
+
+def test_a_long_document_has_progress_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 10_000)
+    monkeypatch.setattr(token_cache, "PROGRESS_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    text = "to be, or not to be: that is the question\n" * 2000
+    file = cache(write_jsonl(tmp_path / "data" / "a.jsonl", [text]))
+    assert file.meta.text_bytes == len(text) and file.meta.num_documents == 1
+    shares = [
+        int(line.split("%")[0].rsplit(" ", 1)[1]) for line in caplog.messages if "ETA" in line
+    ]
+    assert len(shares) >= 8 and shares == sorted(shares) and shares[0] < 20
+
+
+# Peak memory of a process that tokenizes one document, in MiB, over what it had before.
+PEAK = """
+import resource, sys
+from torchtitan_like.data.formats.documents import find_corpus, plan_pieces
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.token_cache import TokenPolicy, encode_piece
+corpus, policy = find_corpus(sys.argv[1]), TokenPolicy(load_tokenizer(sys.argv[2]), 1, 2)
+policy.tokenizer.encode("warm")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+piece = plan_pieces(corpus)[0]
+print(len(encode_piece(corpus, piece, policy).tokens))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+"""
+
+
+def peak_memory(file: Path, tokenizer: Path, repo_root: Path) -> float:
+    command = [sys.executable, "-c", PEAK, str(file), str(tokenizer)]
+    ran = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
+    return float(ran.stdout.splitlines()[-1])
+
+
+CHARACTERS = ASSETS.parent / "checkpoints" / "tokenizer"  # a token for each character
+
+
+@pytest.mark.parametrize("size", [10, pytest.param(299, marks=pytest.mark.nightly)])
+def test_a_giant_document_takes_a_few_bytes_of_memory_for_each_of_its_own(
+    size: int, tmp_path: Path, repo_root: Path
+) -> None:
+    """6 bytes for each byte of text, and what a part takes; the `tokenizers` library took 310
+    where it encoded all at once."""
+    sentence = json.loads((CHARACTERS / "tokenizer.json").read_text())["model"]["vocab"]
+    words = "".join(
+        character for character in sentence if len(character) == 1 and character.isalpha()
+    )
+    text = f"{words} " * (size * 2**20 // (len(words) + 1))
+    file = write_jsonl(tmp_path / "giant.jsonl", [text])
+    assert peak_memory(file, CHARACTERS, repo_root) < 6 * size + 120

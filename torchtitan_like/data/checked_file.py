@@ -1,0 +1,439 @@
+"""Files of numbers whose bytes are verified before they are used.
+
+A file is divided into extents of `EXTENT_BYTES`. Its hash table, in a file of its own, holds one
+64-bit xxh3 of each extent.
+A process verifies an extent when it reads it for the first time, and remembers that in one bit.
+
+Bytes are read with `preadv`, never through a memory map: a file that is truncated during a run
+then raises an error, where a
+memory map would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from copy import copy
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from .errors import DataError
+
+EXTENT_BYTES = 2**15  # one random sample costs one or two extents; the table of 1 TB takes 256 MB
+HASH_TYPE = np.dtype("<u8")
+MAX_OPEN_FILES = (
+    256  # a process may have 1,024 descriptors, and a source tens of thousands of files
+)
+IN_MEMORY_BYTES = 2**23  # an index of at most this size is read once and kept
+BLOCKS_IN_MEMORY = 64  # of a larger index
+
+
+class Hashes(Protocol):
+    """Where the expected hashes of a file's extents come from."""
+
+    def check(self, extent: int, digest: int) -> str:
+        """Empty if ``digest`` is the right hash of ``extent``, else the expected one and what to
+        do."""
+
+
+def hash_extent(data: Any) -> int:
+    """xxh3-64 of a buffer, in [1, 2**64)."""
+    return int(xxhash.xxh3_64_intdigest(data)) or 1
+
+
+def table_path(path: Path) -> Path:
+    """The file with the hash table of ``path``."""
+    return path.with_name(f"{path.name}.xxh3")
+
+
+def num_extents(size: int) -> int:
+    """Number of extents in a file of ``size`` bytes."""
+    return -(-size // EXTENT_BYTES)
+
+
+class RawFile:
+    """A file that is read by offset.
+
+    ``is_one_of_many``: the file is opened when it is read, and closed when `MAX_OPEN_FILES` others
+    were read since; such an
+    object can be pickled. Otherwise the file stays open as long as this object lives.
+    """
+
+    def __init__(self, path: Path, *, is_one_of_many: bool = False) -> None:
+        self.path = path
+        self.version = file_version(path)
+        self.is_one_of_many = is_one_of_many
+        self._stream = None if is_one_of_many else FileIO(path)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        return self.version[0]
+
+    def read(self, offset: int, out: NDArray[Any]) -> None:
+        """Fill the contiguous array ``out`` with the bytes from ``offset`` on.
+
+        Raises DataError if the file ends before, or was written to since it was opened.
+        """
+        stream = self._stream or _opened(self.path, self.version)
+        rest = _as_bytes(out)
+        try:
+            while len(rest) and (count := os.preadv(stream.fileno(), [rest], offset)):
+                rest = rest[count:]
+                offset += count
+            status = os.fstat(stream.fileno())
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read at byte {offset:,}: {error}") from error
+        if len(rest):
+            raise DataError(
+                f"{self.path} ends at byte {offset:,}, expected {self.size:,} bytes: it was truncated "
+                "while the run read it; put the file back and start again"
+            )
+        if (status.st_size, status.st_mtime_ns) != self.version:
+            raise DataError(
+                f"{self.path} has changed since the run opened it ({status.st_size:,} bytes, "
+                f"expected {self.size:,}): put it back as it was, or start again"
+            )
+
+
+class HashTable:
+    """The hash table of a file that this program has written. ``remedy``: what to do about damage.
+
+    Raises DataError for a table of another size than that of ``file``.
+    """
+
+    def __init__(self, file: RawFile, remedy: str) -> None:
+        # Shares the lifetime of the file, and with it whether it stays open.
+        self._table = RawFile(table_path(file.path), is_one_of_many=file.is_one_of_many)
+        self._remedy = remedy
+        expected = num_extents(file.size) * HASH_TYPE.itemsize
+        if self._table.size != expected:
+            raise DataError(
+                f"{self._table.path} is damaged: it has {self._table.size:,} bytes, "
+                f"expected {expected:,}; {remedy}"
+            )
+
+    def check(self, extent: int, digest: int) -> str:
+        """As `Hashes.check`."""
+        entry = np.empty(1, HASH_TYPE)
+        self._table.read(extent * HASH_TYPE.itemsize, entry)
+        expected = int(entry[0])
+        return "" if digest == expected else f"expected {expected:016x}; {self._remedy}"
+
+
+class CheckedFile:
+    """A file whose extents are verified when this process first reads them; without ``hashes``
+    nothing is verified.
+
+    `read` raises DataError for an extent with another hash, and as `RawFile.read`.
+    """
+
+    def __init__(self, file: RawFile, hashes: Hashes | None = None) -> None:
+        self.file = file
+        self.hashes = hashes
+        self._verified = bytearray(-(-num_extents(file.size) // 8))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_verified": bytes(len(self._verified))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _verified=bytearray(state["_verified"]))
+
+    def read(self, offset: int, out: NDArray[Any]) -> None:
+        """Fill the contiguous array ``out`` with the bytes from ``offset`` on."""
+        if self.hashes is not None:
+            first, last = offset // EXTENT_BYTES, (offset + out.nbytes - 1) // EXTENT_BYTES
+            for extent in range(first, last + 1):
+                if not self._verified[extent >> 3] >> (extent & 7) & 1:
+                    self.verify(extent)
+        self.file.read(offset, out)
+
+    def verify(self, extent: int) -> None:
+        """Read one extent and compare its hash with the expected one. Raises DataError if they
+        differ."""
+        assert self.hashes is not None
+        start = extent * EXTENT_BYTES
+        data = np.empty(min(EXTENT_BYTES, self.file.size - start), np.uint8)
+        self.file.read(start, data)
+        digest = hash_extent(data)
+        if problem := self.hashes.check(extent, digest):
+            raise DataError(
+                f"{self.file.path} is damaged: bytes {start:,} to {start + len(data) - 1:,} have the "
+                f"hash {digest:016x}, {problem}"
+            )
+        self._verified[extent >> 3] |= 1 << (extent & 7)
+
+
+class CheckedArray:
+    """Numbers of a `CheckedFile` as a one-dimensional array: len(), slices of step 1, and arrays
+    of indices, as copies.
+
+    ``in_memory``: keep the numbers after the first read if they are at most `IN_MEMORY_BYTES`; for
+    an index, which is searched
+    at every step. Can be pickled.
+    """
+
+    def __init__(
+        self,
+        file: CheckedFile,
+        dtype: np.dtype[Any],
+        offset: int = 0,
+        count: int | None = None,
+        *,
+        in_memory: bool = False,
+    ) -> None:
+        self.file = file
+        self.dtype = dtype
+        self._offset = offset
+        self._count = (file.file.size - offset) // dtype.itemsize if count is None else count
+        self._per_block = EXTENT_BYTES // dtype.itemsize
+        self._in_memory = in_memory and self.nbytes <= IN_MEMORY_BYTES
+        self._values: NDArray[Any] | None = None
+        self._blocks: dict[int, NDArray[Any]] = {}
+        self._first_of_block: NDArray[Any] | None = None
+        self._has_first: NDArray[np.bool_] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_values": None, "_blocks": {}, "_first_of_block": None}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers in the file."""
+        return self._count * self.dtype.itemsize
+
+    def view(self, dtype: str) -> CheckedArray:
+        """The same bytes as another type of the same size."""
+        other = copy(self)
+        other.dtype = np.dtype(dtype)
+        return other
+
+    def of(self, file: CheckedFile) -> CheckedArray:
+        """The same numbers of the same file, verified in another way."""
+        other = copy(self)
+        other.file = file
+        return other
+
+    def fill(self, out: NDArray[Any], first: int) -> None:
+        """Fill the contiguous array ``out``, of the same type, with the numbers from index
+        ``first`` on."""
+        if len(out):
+            self.file.read(self._offset + first * self.dtype.itemsize, out)
+
+    def rows(self, first: NDArray[np.int64], length: int) -> NDArray[Any]:
+        """Numbers [first, first + length) of each of ``first`` (rows,), as (rows, length)."""
+        rows = np.empty((len(first), length), self.dtype)
+        for row, index in zip(rows, first.tolist(), strict=True):
+            self.fill(row, index)
+        return rows
+
+    def __getitem__(self, where: Any) -> Any:
+        if isinstance(where, slice):
+            start, stop, step = where.indices(self._count)
+            assert step == 1, step
+            if self._in_memory:
+                return self._all()[start:stop]
+            values = np.empty(max(stop - start, 0), self.dtype)
+            self.fill(values, start)
+            return values
+        if self._in_memory:
+            return self._all()[where]
+        if isinstance(where, np.ndarray):
+            return self._gather(where.ravel()).reshape(where.shape)
+        index = int(where) + (self._count if where < 0 else 0)
+        return self[index : index + 1][0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+    def tolist(self) -> list[Any]:
+        """All numbers."""
+        values: list[Any] = self[:].tolist()
+        return values
+
+    def searchsorted(self, values: NDArray[Any], side: Any = "left") -> NDArray[np.int64]:
+        """As `numpy.searchsorted`, for numbers that never fall."""
+        if self._in_memory:
+            return self._all().searchsorted(values, side)
+        flat = values.ravel()
+        blocks = self._block_of(flat, side)
+        indices = np.empty(flat.shape, np.int64)
+        for block, chosen in _groups(blocks):
+            inside = self._block(block).searchsorted(flat[chosen], side)
+            indices[chosen] = inside + block * self._per_block
+        return indices.reshape(values.shape)
+
+    def _all(self) -> NDArray[Any]:
+        if self._values is None:
+            values = np.empty(self._count, self.dtype)
+            self.fill(values, 0)
+            values.flags.writeable = False
+            self._values = values
+        return self._values
+
+    def _gather(self, indices: NDArray[Any]) -> NDArray[Any]:
+        values = np.empty(indices.shape, self.dtype)
+        for block, chosen in _groups(indices // self._per_block):
+            values[chosen] = self._block(block)[indices[chosen] - block * self._per_block]
+        return values
+
+    def _block(self, block: int) -> NDArray[Any]:
+        """The numbers of one block; the last few blocks stay in memory."""
+        values = self._blocks.get(block)
+        if values is None:
+            start = block * self._per_block
+            values = np.empty(min(self._per_block, self._count - start), self.dtype)
+            self.fill(values, start)
+            while len(self._blocks) >= BLOCKS_IN_MEMORY:
+                self._blocks.pop(next(iter(self._blocks)), None)
+            self._blocks[block] = values
+        return values
+
+    def _block_of(self, values: NDArray[Any], side: str) -> NDArray[np.int64]:
+        """The last block that begins below each of ``values`` (not above, for side "right"), or
+        block 0.
+
+        A binary search for all values at once; the first number of a block is read when it is
+        first compared.
+        """
+        num_blocks = -(-self._count // self._per_block)
+        if self._first_of_block is None or self._has_first is None:
+            self._first_of_block = np.zeros(num_blocks, self.dtype)
+            self._has_first = np.zeros(num_blocks, np.bool_)
+        low, high = np.zeros(len(values), np.int64), np.full(len(values), num_blocks)
+        while (high - low > 1).any():
+            middle = np.minimum((low + high) // 2, num_blocks - 1)
+            for block in np.unique(middle[~self._has_first[middle]]).tolist():
+                self.fill(self._first_of_block[block : block + 1], block * self._per_block)
+                self._has_first[block] = True
+            firsts = self._first_of_block[middle]
+            is_behind = (firsts < values if side == "left" else firsts <= values) & (high - low > 1)
+            high = np.where(is_behind | (high - low <= 1), high, middle)
+            low = np.where(is_behind, middle, low)
+        return low
+
+
+def _groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Each distinct key with the indices at which it stands."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    borders = np.flatnonzero(np.diff(ordered)) + 1
+    for indices in np.split(order, borders) if len(order) else []:
+        yield int(keys[indices[0]]), indices
+
+
+class ExtentHasher:
+    """Hashes of the extents of bytes that come in any pieces. ``tail``: bytes behind the last
+    whole extent."""
+
+    def __init__(self, tail: bytes = b"") -> None:
+        self.tail = bytearray(tail)
+
+    def update(self, data: Any) -> memoryview:
+        """Take any contiguous buffer; the hashes of the extents that it completes, as bytes of a
+        table."""
+        rest = _as_bytes(data)
+        digests = []
+        if self.tail:
+            room = EXTENT_BYTES - len(self.tail)
+            self.tail += rest[:room]
+            rest = rest[room:]
+            if len(self.tail) == EXTENT_BYTES:
+                digests.append(hash_extent(self.tail))
+                self.tail.clear()
+        while len(rest) >= EXTENT_BYTES:
+            digests.append(hash_extent(rest[:EXTENT_BYTES]))
+            rest = rest[EXTENT_BYTES:]
+        self.tail += rest
+        return _as_bytes(np.array(digests, HASH_TYPE))
+
+    def finish(self) -> memoryview:
+        """The hash of the last extent, which may be shorter than the others."""
+        return _as_bytes(np.array([hash_extent(self.tail)] if self.tail else [], HASH_TYPE))
+
+
+class HashedWriter:
+    """Appends to a file and writes its hash table; each extent is hashed before its bytes leave
+    memory.
+
+    ``size``: bytes that an earlier process has committed; what lies behind them is cut off.
+    `close` without `finish` leaves a
+    file that another process can continue.
+    """
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self._file = _open_at(path, size)
+        whole = size // EXTENT_BYTES
+        self._table = _open_at(table_path(path), whole * HASH_TYPE.itemsize)
+        tail = os.pread(self._file.fileno(), size - whole * EXTENT_BYTES, whole * EXTENT_BYTES)
+        self._hasher = ExtentHasher(tail)
+
+    def write(self, data: Any) -> None:
+        """Append any contiguous buffer."""
+        _write_all(self._file, _as_bytes(data))
+        _write_all(self._table, self._hasher.update(data))
+
+    def tail_digest(self) -> int:
+        """Hash of the bytes behind the last whole extent."""
+        return hash_extent(self._hasher.tail)
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk."""
+        os.fsync(self._file.fileno())
+        os.fsync(self._table.fileno())
+
+    def finish(self) -> None:
+        """Complete the table and close both files."""
+        _write_all(self._table, self._hasher.finish())
+        self.sync()
+        self.close()
+
+    def close(self) -> None:
+        """Close both files."""
+        self._file.close()
+        self._table.close()
+
+
+def _open_at(path: Path, size: int) -> FileIO:
+    """Open ``path`` for writing behind its first ``size`` bytes.
+
+    Not in append mode: if another node writes the same file, it writes the same bytes at the same
+    offsets.
+    """
+    path.touch()
+    stream = path.open("r+b", buffering=0)
+    stream.truncate(size)
+    stream.seek(size)
+    return stream
+
+
+def _as_bytes(data: Any) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
+
+
+def _write_all(stream: FileIO, rest: memoryview) -> None:
+    while len(rest):
+        rest = rest[stream.write(rest) :]
+
+
+def file_version(path: Path) -> tuple[int, int]:
+    """Size and modification time in nanoseconds: what changes when somebody writes to a file."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache(MAX_OPEN_FILES)
+def _opened(path: Path, version: tuple[int, int]) -> FileIO:
+    try:
+        return FileIO(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened any more ({error}): put it back") from error

@@ -1,0 +1,182 @@
+"""Hashes of token files that came without any, recorded when a run first reads them and compared
+at every later read.
+
+No start can read terabytes to find that nothing has changed. So each process appends the hash of
+every extent that it verifies
+for the first time to a log of its own in the run's folder. The next start merges these logs into
+one table for each source,
+and from then on an extent with another hash ends the run: its tokens are not those that the run
+was trained on. The start
+itself verifies at most `NUM_AT_START` of the recorded extents.
+
+A log takes 8 bytes for each extent of `EXTENT_BYTES` that its process reads; the table 4 bytes for
+each extent of the source
+(128 MB for 1 TB). A process holds one bit for each extent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from io import FileIO
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from . import checked_file
+from .checked_file import CheckedFile, RawFile, num_extents
+from .errors import DataError
+from .token_file import written_whole
+
+logger = logging.getLogger()
+
+FOLDER = "token_digests"  # in the run's folder
+NUM_AT_START = 512
+ENTRY = np.dtype("<u4")
+RECORD = np.dtype([("extent", "<u4"), ("digest", "<u4")])
+
+
+class RunDigests:
+    """The hashes that a run knows of the files of one source. Extents are numbered through all
+    files.
+
+    ``files``: their order and sizes identify the source, together with ``identity``.
+    ``is_recorder``: whether this process
+    records what it reads; one rank of those that read the same samples is enough.
+    """
+
+    def __init__(
+        self, run_folder: str, files: Sequence[RawFile], identity: int, *, is_recorder: bool
+    ) -> None:
+        sizes = [file.size for file in files]
+        key = xxhash.xxh3_64_hexdigest(
+            json.dumps([checked_file.EXTENT_BYTES, identity, sizes]).encode()
+        )
+        self._folder = Path(run_folder).absolute() / FOLDER
+        self._files = files
+        self._bases = [0, *accumulate(map(num_extents, sizes))]
+        self._name = key
+        self._is_recorder = is_recorder
+        self._table: RawFile | None = None
+        self._log: FileIO | None = None
+
+    @property
+    def path(self) -> Path:
+        """The table."""
+        return self._folder / f"{self._name}.u32"
+
+    def merge(self) -> None:
+        """Merge the logs of earlier starts into the table and verify some extents. One process
+        does this before all `open`.
+
+        Raises DataError if two starts, or two nodes, have read different bytes, or if what is
+        verified has changed.
+        """
+        logs = sorted(self._folder.glob(f"{self._name}.*.log"))
+        table = self._read_table() if logs or self.path.exists() else None
+        if table is None:
+            return
+        for log in logs:
+            self._add(table, log)
+        if logs:
+            with written_whole(self.path, "the table of recorded hashes") as stream:
+                stream.write(table.data)
+            for log in logs:
+                log.unlink()
+        recorded = np.flatnonzero(table)
+        self.open()
+        checked = self.files()
+        for number in recorded[:: -(-len(recorded) // NUM_AT_START) or 1].tolist():
+            file = int(np.searchsorted(self._bases, number, side="right")) - 1
+            checked[file].verify(number - self._bases[file])
+
+    def open(self) -> None:
+        """Compare with the table from here on, if there is one."""
+        self._table = RawFile(self.path) if self.path.exists() else None
+
+    def files(self) -> list[CheckedFile]:
+        """The files of the source, whose extents are compared and recorded."""
+        return [
+            CheckedFile(file, _FileDigests(self, base))
+            for file, base in zip(self._files, self._bases[:-1], strict=True)
+        ]
+
+    def check(self, number: int, digest: int) -> str:
+        """As `Hashes.check`; an extent without a recorded hash is recorded."""
+        short = digest & 0xFFFFFFFF or 1
+        entry = np.zeros(1, ENTRY)
+        if self._table is not None:
+            self._table.read(number * ENTRY.itemsize, entry)
+        expected = int(entry[0])
+        if not expected:
+            self._record(number, short)
+        if expected in (0, short):
+            return ""
+        return (
+            f"but this run has read other bytes there before (recorded in {self.path}, last 32 bits "
+            f"{expected:08x}): restore the file; or delete {self.path} to train on what it holds now"
+        )
+
+    def _record(self, number: int, digest: int) -> None:
+        if not self._is_recorder:
+            return
+        try:
+            if self._log is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                path = self._folder / f"{self._name}.{uuid.uuid4().hex}.log"
+                self._log = FileIO(
+                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "w"
+                )
+            self._log.write(np.array((number, digest), RECORD).tobytes())
+        except OSError as error:
+            self._is_recorder = False
+            logger.warning(
+                f"hashes of the tokens that are read cannot be recorded in {self._folder} ({error}): a later start of "
+                "this run does not notice if these files change"
+            )
+
+    def _read_table(self) -> NDArray[np.uint32]:
+        if not self.path.exists():
+            return np.zeros(self._bases[-1], ENTRY)
+        table = np.fromfile(self.path, ENTRY)
+        if len(table) != self._bases[-1]:
+            raise DataError(
+                f"{self.path} has {len(table):,} recorded hashes, expected {self._bases[-1]:,}: delete it"
+            )
+        return table
+
+    def _add(self, table: NDArray[np.uint32], log: Path) -> None:
+        size = log.stat().st_size // RECORD.itemsize
+        records = np.fromfile(log, RECORD, size)  # a kill may have left half a record
+        records = records[(records["extent"] < len(table)) & (records["digest"] > 0)]
+        numbers, digests = records["extent"], records["digest"]
+        is_new = table[numbers] == 0
+        table[numbers[is_new]] = digests[is_new]
+        wrong = np.flatnonzero(table[numbers] != digests)
+        if len(wrong):
+            number = int(numbers[wrong[0]])
+            file = int(np.searchsorted(self._bases, number, side="right")) - 1
+            start = (number - self._bases[file]) * checked_file.EXTENT_BYTES
+            raise DataError(
+                f"{self._files[file].path} has changed while this run was trained on it: the run has read its "
+                f"{checked_file.EXTENT_BYTES:,} bytes from {start:,} on with different contents; restore the "
+                f"file, delete {self._folder}, and start again from a checkpoint before the change"
+            )
+
+
+class _FileDigests:
+    """`Hashes` of one file of a source; ``base``: the number of its first extent."""
+
+    def __init__(self, run: RunDigests, base: int) -> None:
+        self._run = run
+        self._base = base
+
+    def check(self, extent: int, digest: int) -> str:
+        """As `Hashes.check`."""
+        return self._run.check(self._base + extent, digest)
