@@ -162,6 +162,11 @@ pass_on() {
 trap 'pass_on INT' INT
 trap 'pass_on TERM' TERM HUP
 export TORCHTITAN_LIKE_LAUNCHER=$$ # the run saves and ends when this script is killed
+# A run that cannot write to its own folder, because of a full disk, leaves exit.json here.
+if launcher_folder=$(mktemp -d); then
+  export TORCHTITAN_LIKE_LAUNCHER_FOLDER=$launcher_folder
+  trap 'rm -rf "$launcher_folder"' EXIT
+fi
 set -m
 "${command[@]}" </dev/null &
 run=$!

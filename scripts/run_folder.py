@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.monitor.errors import errors_of, first_error, in_words
-from torchtitan_like.monitor.run_directory import write_exit
+from torchtitan_like.monitor.run_directory import LAUNCHER_FOLDER, write_exit
 from torchtitan_like.process_start import CODES
 from torchtitan_like.resilience.exit_codes import ExitCode
 
@@ -66,6 +66,9 @@ def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_mac
     """
     folder = Path(config["job"]["dump_folder"])
     exit_file = folder / "exit.json"
+    # A run whose folder cannot be written leaves the file in the folder of its launcher.
+    if launcher := os.environ.get(LAUNCHER_FOLDER):
+        exit_file = next(Path(launcher).glob("exit.json"), exit_file)
     stop = CODES[signal.Signals[f"SIG{passed_on}"]] if passed_on else None
     try:
         written = json.loads(exit_file.read_text(encoding="utf-8"))

@@ -544,6 +544,17 @@ def test_a_rank_that_refuses_the_config_is_no_crash(shell: Shell, ranks: str) ->
     assert json.loads((shell.folder / "outputs/exit.json").read_text())["code"] == 78
 
 
+@pytest.mark.parametrize("code", ["0", "74"])
+def test_a_run_whose_folder_cannot_be_written_tells_its_end(shell: Shell, code: str) -> None:
+    """In the launcher's own temporary folder, which goes with the launcher."""
+    end = '{"reason": "storage", "code": 74, "step": 7}'
+    folder = "$TORCHTITAN_LIKE_LAUNCHER_FOLDER"
+    result = shell(RUN=f"echo '{end}' >{folder}/exit.json; echo {folder} >folder; exit {code}")
+    assert result.returncode == 74
+    assert result.stderr.startswith("Stopped at step 7: storage (code 74)")
+    assert not Path((shell.folder / "folder").read_text().strip()).exists()
+
+
 def test_a_second_start_leaves_the_exit_json_of_a_living_run(shell: Shell) -> None:
     """It is refused before any rank is started; the run that lives is this test."""
     steps, end = shell.folder / "outputs/checkpoint", shell.folder / "outputs/exit.json"
