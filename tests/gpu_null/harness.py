@@ -74,6 +74,7 @@ def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: i
         arguments, num_ranks, outputs, env=environment, timeout=TIMEOUT, module=module
     )
     assert run.returncode == 0, run.tail
+    assert run.exit is not None and run.exit["code"] == 0, run.tail
     ranks = [json.loads(recording_path(folder, rank).read_text()) for rank in range(num_ranks)]
     return Recorded(ranks, run.stdout)
 

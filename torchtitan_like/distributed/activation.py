@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,9 @@ def _checkpoint_forward(block: nn.Module, section: ActivationCheckpoint, context
     }
     if contexts is not None:
         options["context_fn"] = contexts
+        if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:  # torch 2.14
+            # Hooks of simple_fsdp replace gathered weights, and the policy saves none of these.
+            options["respect_saved_tensors_hooks"] = False
     forward = block.forward
 
     def checkpointed(*args: Any) -> Any:

@@ -94,7 +94,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class FusedRotation(torch.autograd.Function):
     """The same rotation in three kernels forward and three backward, as eager CUDA wants it
-    (autograd needs 5 and 8).
+    (autograd needs 5 and 7).
 
     CUDA kernels convert their inputs and outputs as they go; CPU kernels would make copies instead.
     """
