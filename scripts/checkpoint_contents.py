@@ -30,7 +30,7 @@ from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, l
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
 from torchtitan_like.checkpoint.hf.direct import write_export
-from torchtitan_like.checkpoint.hf.folder import write_model
+from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.loading import Identity, load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
@@ -385,9 +385,14 @@ def _write_hf(
         records = write_export(
             staged, state, rows=names, tied=(), dtype=None, group=HostGroup.alone(), index=source.files
         )
-        files = [file for file in source.path.iterdir() if file.is_file() and "safetensors" not in file.name]
+        small = [*source.path.iterdir(), source.path / ORIGINAL / "tokenizer.model"]
+        files = [file for file in small if file.is_file() and "safetensors" not in file.name]
         _check_links(source.path, files)
-        others = {file.name: file.read_bytes() for file in files if file.name != MANIFEST}
+        others = {
+            file.relative_to(source.path).as_posix(): file.read_bytes()
+            for file in files
+            if file.name != MANIFEST
+        }
         if "config.json" in others:
             types = {"torch_dtype": short(dtype), "dtype": short(dtype)}
             others["config.json"] = json.dumps(json.loads(others["config.json"]) | types, indent=2).encode() + b"\n"
@@ -403,6 +408,9 @@ def _complete(
     more: Mapping[str, str],
 ) -> Manifest:
     """Write the small files; returns the manifest, which is to be written last."""
-    written = {name: write_file(staged / name, content) for name, content in others.items()}
+    written = {}
+    for name, content in others.items():
+        (staged / name).parent.mkdir(exist_ok=True)
+        written[name] = write_file(staged / name, content)
     files = dict(sorted({**records, **written}.items()))
     return {"kind": kind, "step": source.manifest.get("step", 0), "files": files, **more}

@@ -26,6 +26,7 @@ from torchtitan_like.checkpoint.hf.output import in_rounds
 from torchtitan_like.checkpoint.hf.plan import hold, merge, targets
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
@@ -302,6 +303,48 @@ def test_a_tokenizer_without_its_config_gets_one(tmp_path, repo_root):
         .encode("To be", add_special_tokens=False)
         .ids
     )
+
+
+@pytest.mark.parametrize("given", ["folder", "file", "original", "original file"])
+def test_metas_tokenizer_is_exported_where_only_its_readers_look(tmp_path, repo_root, given):
+    """llama.cpp takes `tokenizer.model` beside the weights for SentencePiece; the export is a tokenizer for us too."""
+    assets = tmp_path / "assets"
+    file = assets / ("original" if "original" in given else ".") / "tokenizer.model"
+    file.parent.mkdir(parents=True)
+    content = (repo_root / "tests/assets/tokenizer/tokenizer.model").read_bytes()
+    file.write_bytes(content)
+    (tmp_path / "hf").mkdir()
+    path = file if "file" in given else assets
+    before = load_tokenizer(path)
+    tokens = [SpecialToken(before.decode([i]), i) for i in (before.bos_id, before.eos_id)]
+    records = write_folder(
+        tmp_path / "hf",
+        config={},
+        dtype=torch.float32,
+        assets=path,
+        bos=tokens[0],
+        eos=tokens[1],
+    )
+    assert {name for name in records if "model" in name} == {"original/tokenizer.model"}
+    for name, record in records.items():
+        verify_file(tmp_path / "hf" / name, record)
+    assert (tmp_path / "hf/original/tokenizer.model").read_bytes() == content
+    after = load_tokenizer(tmp_path / "hf")
+    assert after.fingerprint == before.fingerprint
+    assert (after.bos_id, after.eos_id) == (before.bos_id, before.eos_id)
+    assert after.encode("To be, or not") == before.encode("To be, or not")
+
+
+def test_a_sentencepiece_model_stays_beside_the_weights(tmp_path):
+    """llama.cpp needs it there for Llama 2."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "hf").mkdir()
+    content = b"\n\x0e\n\x05<unk>\x15\x00"
+    (tmp_path / "assets/tokenizer.model").write_bytes(content)
+    write_folder(
+        tmp_path / "hf", config={}, dtype=torch.float32, assets=tmp_path / "assets", bos=None, eos=None
+    )
+    assert (tmp_path / "hf/tokenizer.model").read_bytes() == content
 
 
 # ---- consolidation of shards

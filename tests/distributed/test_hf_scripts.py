@@ -73,7 +73,10 @@ def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, caps
     assert (manifest["kind"], manifest["step"]) == ("hf", 1)
     files = file_records(manifest)
     assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"} <= files.keys()
-    assert files.keys() | {"manifest.json"} == {path.name for path in (tmp_path / "hf").iterdir()}
+    assert "original/tokenizer.model" in files and "tokenizer.model" not in files
+    present = {path for path in (tmp_path / "hf").rglob("*") if path.is_file()}
+    names = {path.relative_to(tmp_path / "hf").as_posix() for path in present}
+    assert files.keys() | {"manifest.json"} == names
     for name, record in files.items():
         verify_file(tmp_path / "hf" / name, record)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing staged is left"

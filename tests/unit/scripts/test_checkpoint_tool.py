@@ -276,8 +276,12 @@ def test_an_export_in_another_dtype_keeps_everything_else(
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (source / "config.json").write_text('{"model_type": "other", "torch_dtype": "float32"}')
     (source / "tokenizer.json").write_text("{}")
+    (source / "original").mkdir()
+    (source / "original/tokenizer.model").write_text("YQ== 0")
     out = tmp_path / "out"
     assert run(capsys, "convert", source, out, "--to", "hf", "--dtype", "bfloat16")[0] == 0
+    assert (out / "original/tokenizer.model").read_text() == "YQ== 0"
+    assert run(capsys, "verify", out)[0] == 0
     found = {name: tensor for file in parts for name, tensor in load_file(out / file).items()}
     assert torch.equal(found["a.weight"], tensors["a.weight"].bfloat16())
     assert torch.equal(found["a.count"], tensors["a.count"]) and torch.equal(found["b.mask"], tensors["b.mask"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 # Taken over from the folder of the tokenizer where they are.
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "*.model", "*.tiktoken", "chat_template.*", "generation_config.json",
+    "*.model", "original/tokenizer.model", "*.tiktoken", "chat_template.*", "generation_config.json",
 )  # fmt: skip
+ORIGINAL = "original"
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a token in base64 and its rank
 
 
 class SpecialToken(NamedTuple):
@@ -90,7 +93,8 @@ def write_folder(
     or its file. bos, eos: None where the tokenizer has none. Raises OSError.
     """
     source = assets if assets.is_dir() else assets.parent
-    contents = {path.name: path.read_bytes() for pattern in _COPIED for path in sorted(source.glob(pattern))}
+    files = [path for pattern in _COPIED for path in sorted(source.glob(pattern))]
+    contents = {_name_in_export(path, source): path.read_bytes() for path in files}
     ids = {f"{name}_token_id": token.id if token else None for name, token in (("bos", bos), ("eos", eos))}
     texts = {f"{name}_token": token.text for name, token in (("bos", bos), ("eos", eos)) if token}
     name = str(dtype).removeprefix("torch.")  # older releases of transformers look for torch_dtype, newer for dtype
@@ -98,9 +102,23 @@ def write_folder(
     contents.setdefault("generation_config.json", _as_json({"_from_model_config": True, **ids}))
     # Without it the class is guessed from the model's type, and the tokens that begin and end a text are unknown.
     contents.setdefault("tokenizer_config.json", _as_json({"tokenizer_class": "PreTrainedTokenizerFast", **texts}))
-    records = {file: write_file(folder / file, content) for file, content in contents.items()}
-    fsync_directory(folder)
+    records = {}
+    for file, content in contents.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        records[file] = write_file(folder / file, content)
+    for written in sorted({(folder / file).parent for file in contents}, reverse=True):
+        fsync_directory(written)
     return records
+
+
+def _name_in_export(path: Path, source: Path) -> str:
+    """Where a copied file belongs: Meta's tiktoken table lies in `original/`, as in Meta's own releases.
+
+    Readers of Hugging Face folders, llama.cpp among them, take a `tokenizer.model` beside the weights for SentencePiece.
+    """
+    if path.suffix == ".model" and _TIKTOKEN_LINE.match(path.read_bytes()[:4096]):
+        return f"{ORIGINAL}/{path.name}"
+    return path.relative_to(source).as_posix()
 
 
 def read_index(assets: Path) -> dict[str, str] | None:

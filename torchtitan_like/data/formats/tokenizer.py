@@ -145,6 +145,8 @@ class Tokenizer(ABC):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file, or from a folder with ``tokenizer.json`` or else one ``.model`` or ``.tiktoken`` file.
 
+    A folder may also hold ``original/tokenizer.model``, as exports and Meta's releases do.
+
     Raises TokenizerError where there is none, or where it cannot be read.
     """
     given = Path(path).expanduser()
@@ -154,7 +156,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"no tokenizer at {str(path)!r}: expected tokenizer.json or a tiktoken .model file, or a folder with one; "
             "set model.hf_assets_path to where it lies (scripts/download_assets.py fetches one)"
         )
-    return _HuggingFaceTokenizer(file) if file.suffix == ".json" else _TiktokenTokenizer(file)
+    if file.suffix == ".json":
+        return _HuggingFaceTokenizer(file)
+    return _TiktokenTokenizer(file, given if given.is_dir() else file.parent)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, add_bos: bool, add_eos: bool) -> None:
@@ -263,17 +267,18 @@ class _HuggingFaceTokenizer(Tokenizer):
 
 
 class _TiktokenTokenizer(Tokenizer):
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, folder: Path) -> None:
+        """`folder`: where tokenizer_config.json lies, if there is one."""
         import tiktoken
 
         self.path = str(file)
         self._ranks = ranks = _read_ranks(file)
-        specials = _special_tokens(file, ranks)
+        specials = _special_tokens(folder, file, ranks)
         self._inner = tiktoken.Encoding(
             name=file.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size = max(*ranks.values(), *specials.values()) + 1
-        self.bos_id, self.eos_id = _bos_and_eos(file.parent, specials)
+        self.bos_id, self.eos_id = _bos_and_eos(folder, specials)
         self.cuts = BEFORE_SPACES
         self.fingerprint = _fingerprint(
             "tiktoken", LLAMA3_PATTERN, repr(sorted(ranks.items(), key=lambda item: item[1]))
@@ -344,6 +349,9 @@ def _vocabulary_file(folder: Path) -> Path:
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise TokenizerError(f"{folder} has several tokenizers ({names}): give the file that is meant, not the folder")
+    original = folder / "original" / "tokenizer.model"
+    if not found and original.exists():
+        return original
     return found[0] if found else folder / "tokenizer.json"
 
 
@@ -398,9 +406,9 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _special_tokens(file: Path, ranks: dict[bytes, int]) -> dict[str, int]:
+def _special_tokens(folder: Path, file: Path, ranks: dict[bytes, int]) -> dict[str, int]:
     """Special tokens and their ids, which a tiktoken file does not hold."""
-    config = file.parent / "tokenizer_config.json"
+    config = folder / "tokenizer_config.json"
     added = _read_optional_json(config).get("added_tokens_decoder")
     if added:
         try:
