@@ -49,7 +49,7 @@ def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
     switches, heartbeat = Switches(folder, section), Heartbeat(folder, rank=0)
     limits = Limits(section, device, used_percent=lambda: 50.0)
     numbers: BadNumbers[int] = BadNumbers(section, device, 0, {"grad_norms": [1.0] * section.spike_window})
-    watch = SpikeWatch(section, lambda *_, **__: None, lambda step: lambda: None)
+    watch = SpikeWatch(section, lambda *_, **__: None, lambda step: lambda: None, lambda *_: None)
     grad_norm = torch.tensor(1.0)
     row = {"step": 1, "loss": 1.0, "grad_norm": 1.0}
     watch.look([row] * section.spike_window)

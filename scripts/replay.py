@@ -227,7 +227,6 @@ def _bad_parameters(trainer: Trainer, tensor_of: Callable[[torch.Tensor], torch.
 
 def report(bundle: dict[str, Any], found: dict[str, Any]) -> tuple[list[str], bool]:
     """What a person is told, and whether the bad numbers are there again."""
-    same = [math.isfinite(bundle[key]) == math.isfinite(found[key]) for key in ("loss", "grad_norm")]
     is_same_data = bundle["data_digest"] == found["data_digest"]
     lines = [
         f"step {found['step']}: samples {json.dumps(bundle['samples'])}, digest {found['data_digest']}: "
@@ -238,9 +237,50 @@ def report(bundle: dict[str, Any], found: dict[str, Any]) -> tuple[list[str], bo
         f"gradients that are not finite: {_listed(found['bad_gradients'], found['num_parameters'])}",
         f"parameters that are not finite: {_listed(found['bad_values'], found['num_parameters'])}",
     ]
-    is_there = all(same) and is_same_data and not math.isfinite(bundle["loss"] + bundle["grad_norm"])
+    is_there = is_same_data and _is_as_bad(bundle, found)
+    if not is_there:
+        lines += [f"why: {reason}" for reason in reasons(bundle, found)]
     lines.append("reproduced" if is_there else "NOT reproduced")
     return lines, is_there
+
+
+def _is_as_bad(bundle: dict[str, Any], found: dict[str, Any]) -> bool:
+    """Whether the numbers found are non-finite, or spike, where the run's did."""
+    if limits := bundle.get("spike"):
+        return all(found[quantity] > limit for quantity, limit in limits.items())
+    is_bad = not math.isfinite(bundle["loss"] + bundle["grad_norm"])
+    pairs = [(bundle[key], found[key]) for key in ("loss", "grad_norm")]
+    return is_bad and all(math.isfinite(one) == math.isfinite(other) for one, other in pairs)
+
+
+def reasons(bundle: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Why a replay does not show the run's numbers, as far as bundle and replay tell."""
+    if bundle["data_digest"] != found["data_digest"]:
+        return ["the samples differ: the dataset or its settings have changed since the run"]
+    about = bundle["checkpoint"]
+    start = "the run's first weights" if about["path"] is None else about["path"]
+    limits_of_a_replay = [
+        "one process has no other ranks and no reduction, so it cannot show a fault of one rank's "
+        "machine, or of code that depends on the rank. Check the machines with "
+        "scripts/node_check.py, or continue the run in its own layout from the same checkpoint "
+        "with debug.detect_overflow = true",
+        f"the replay started from {start}: a weight that went bad in memory later is not in it",
+    ]
+    if bundle.get("spike"):
+        text = "from the stored weights, the same samples give numbers below the spike's limit"
+        return [text, *limits_of_a_replay]
+    if not math.isfinite(found["loss"] + found["grad_norm"]):
+        return ["loss or gradient norm is not finite here either, but not both as in the run"]
+    losses = {rank: loss for rank, loss in bundle["rank_losses"].items() if loss is not None}
+    bad = ", ".join(rank for rank, loss in losses.items() if not math.isfinite(loss))
+    text = (
+        f"in the run the loss of data rank {bad} was not finite; from the stored weights, the "
+        "same samples give a finite loss"
+        if bad
+        else "in the run the loss of every data rank was finite and a gradient was not: it went "
+        "bad in the backward pass, in the reduction, or in the memory of one rank"
+    )
+    return [text, *limits_of_a_replay]
 
 
 def _listed(names: list[str], num_all: int) -> str:

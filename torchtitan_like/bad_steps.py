@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ MOST_PINS = 3  # for steps that are skipped, by one attempt: a pinned checkpoint
 
 
 class BadSteps:
-    """Writes ``attempts/<n>/bad-steps/step-<k>.json`` of steps whose loss or gradient was not finite. On rank 0 alone.
+    """Writes ``attempts/<n>/bad-steps/step-<k>.json`` of non-finite steps and of spikes. On rank 0 alone.
 
-    A run that skips them has one for the first of several in a row; a run that halts, one for the step at which it did.
+    A run that skips non-finite steps has one for the first of several in a row; a run that halts,
+    one for the step at which it did. A spike has one for its first step.
     ``start``: what the attempt began from. ``known`` goes into each; its "policy" is `resilience.on_nonfinite`.
     """
 
@@ -61,6 +63,15 @@ class BadSteps:
         row = next(row for row in self._rows if row["step"] == step)
         self._checkpointer.look_back(step, partial(self._write, row, most_pins))
 
+    def keep_spike(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
+        """Write the bundle of a spike's first step, with the limit of each quantity that spikes.
+
+        The watch pins the checkpoint while the spike lasts. A non-finite step has its own bundle.
+        """
+        if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]):
+            write = partial(self._write, {**row, "spike": limits}, 0)
+            self._checkpointer.look_back(row["step"], write)
+
     def _write(self, row: dict[str, Any], most_pins: int, found: Path | None) -> None:
         """On the checkpoint thread: nothing is deleted meanwhile."""
         path = self._folder.attempt_folder / "bad-steps" / f"step-{row['step']}.json"
@@ -71,6 +82,9 @@ class BadSteps:
         folder, start, batches = self._folder.folder, self._start, self._batches
         place = os.path.relpath(found, folder) if found else start.path and str(start.path.absolute())
         is_pinned, is_start = found is not None and (found / PIN).exists(), found in (None, start.path)
+        if is_pinned and "spike" in row and found is not None:
+            # An empty pin may be the spike's own, which goes when the spike is over soon.
+            is_pinned = bool((found / PIN).read_bytes())
         kind = start.kind if is_start else "resume"
         checkpoint = {"kind": kind, "path": place, "is_start": is_start, "is_pinned": is_pinned}
         positions, end = batches.steps.next_from(row["position"]), batches.order.end
@@ -84,5 +98,7 @@ class BadSteps:
         }
         with self._failures.noted(path):
             write_atomically(path, encode({**row, **self._known, **about}).decode())
-            logger.error(f"Step {row['step']} can be met again: python scripts/replay.py {path}")
-        self._folder.event("bad_step", step=row["step"], bundle=str(path), checkpoint=checkpoint)
+            level = logging.WARNING if "spike" in row else logging.ERROR
+            logger.log(level, f"Replay step {row['step']}: python scripts/replay.py {path}")
+        event = "spike_bundle" if "spike" in row else "bad_step"
+        self._folder.event(event, step=row["step"], bundle=str(path), checkpoint=checkpoint)

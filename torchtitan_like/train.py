@@ -265,7 +265,12 @@ class Trainer:
             self.bad_steps = BadSteps(
                 self.run_directory, self.checkpointer, self.batches, self.start, known, self.failures
             )
-            spikes = SpikeWatch(self.config.resilience, self.run_directory.event, self.checkpointer.pin_before)
+            spikes = SpikeWatch(
+                self.config.resilience,
+                self.run_directory.event,
+                self.checkpointer.pin_before,
+                self.bad_steps.keep_spike,
+            )
             self.metrics.observers += [self.bad_steps.look, spikes.look]
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
         is_own = self.start.path is not None and self.start.path.parent == self.checkpointer.folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scripts import replay
-from tests.distributed.parity import build, options, release
+from tests.distributed.parity import ROOT, build, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.data.batch import Batch
@@ -15,6 +15,11 @@ from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.train import Trainer
 
 BAD_STEP = 5
+SPIKE_STEP = 10
+SEQ_LEN = 32
+# More text than the steps read, so that no sample comes twice.
+CORPUS = ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
+LONG_TEXT = {"training.dataset_path": CORPUS}
 STEPS = {"training.steps": 9, "checkpoint.enable": "true", "checkpoint.keep_latest_k": 2}
 
 
@@ -58,50 +63,96 @@ LAYOUTS = {
 RANKS_THAT_ARE_FINE = {"fsdp": [True, False], "ddp, accumulation": [True, False], "tp": [False]}
 
 
-def overflow_on(head, token):
-    """Make the loss of every sample that holds `token` overflow."""
+def pairs_of(labels):
+    """Neighboring labels (pairs, 2) of samples, as they occur in text."""
+    rows = labels.reshape(-1, SEQ_LEN)
+    return torch.stack([rows[:, :-1].flatten(), rows[:, 1:].flatten()], dim=1)
+
+
+def scale_loss_on(head, pair, factor):
+    """Multiply the loss of every micro-batch that holds `pair`."""
     plain = head.loss
 
     def loss(hidden, weight, labels):
-        return plain(hidden, weight, labels) * torch.where((labels == token).any(), torch.inf, 1.0)
+        is_hit = (pairs_of(labels) == torch.tensor(pair)).all(1).any()
+        return plain(hidden, weight, labels) * torch.where(is_hit, factor, 1.0)
 
     head.loss = loss
 
 
-def train_with_a_bad_token(argv):
-    """Train with a loss that overflows on a rare token: exit code, last step, skipped steps, token."""
+def train_with_a_bad_pair(argv, factor=math.inf, bad_step=BAD_STEP):
+    """Train with a loss that is large on a pair of tokens that only `bad_step` holds.
+
+    Returns exit code, last step, skipped steps and the pair.
+    """
     trainer = build(argv)
     position = trainer.batches.position
-    labels = []
-    for _ in range(BAD_STEP):
-        batch = next(trainer.batches)
-        own = set(batch.labels.unique().tolist())
-        labels.append(set().union(*trainer.world.step_group.gather_objects(own)))
+    steps = []
+    for _ in range(trainer.config.training.steps):
+        own = set(map(tuple, pairs_of(next(trainer.batches).labels).tolist()))
+        steps.append(set().union(*trainer.world.step_group.gather_objects(own)))
     trainer.batches._go_to(position)
-    token = min(labels[-1].difference(*labels[:-1]))
-    overflow_on(trainer.parts[0].output, token)
+    bad = steps.pop(bad_step - 1)
+    pair = min(pair for pair in bad.difference(*steps) if -100 not in pair)
+    scale_loss_on(trainer.parts[0].output, pair, factor)
     rows = []
     trainer.metrics.observers.append(rows.extend)
     code = trainer.train()
     skipped = [row["step"] for row in rows if row["skipped"]]
     release(trainer)
-    return code, trainer.progress.step, skipped, token
+    return code, trainer.progress.step, skipped, pair
 
 
 @pytest.fixture
-def overflow_in_replay(monkeypatch):
-    """A function that makes the replay's loss overflow on a token, as the run's did."""
+def large_loss_in_replay(monkeypatch):
+    """A function that makes the loss of a replay large on a pair of tokens, as in the run."""
 
-    def patch(token):
+    def patch(pair, factor=math.inf):
         build_model = Trainer._build_model
 
         def build_and_patch(trainer):
             build_model(trainer)
-            overflow_on(trainer.parts[0].output, token)
+            scale_loss_on(trainer.parts[0].output, pair, factor)
 
         monkeypatch.setattr(Trainer, "_build_model", build_and_patch)
 
     return patch
+
+
+def train_with_a_spike(argv):
+    return train_with_a_bad_pair(argv, 1000.0, SPIKE_STEP)
+
+
+def train_with_a_bad_rank(argv, place):
+    """The last rank spoils its loss, or a gradient after the reduction, whatever it reads."""
+    trainer = build(argv)
+    head, optimizer = trainer.parts[0].output, trainer.optimizer
+    plain, clip = head.loss, optimizer.clip_gradients
+
+    def is_hit(here):
+        is_last = trainer.world.rank == trainer.world.size - 1
+        return is_last and here == place and trainer.progress.step + 1 == BAD_STEP
+
+    def loss(*args):
+        return plain(*args) * (torch.inf if is_hit("loss") else 1.0)
+
+    def spoil_and_clip(max_norm):
+        if is_hit("gradient"):
+            optimizer.named[0][1].grad.to_local().fill_(torch.nan)
+        return clip(max_norm)
+
+    head.loss, optimizer.clip_gradients = loss, spoil_and_clip
+    code = trainer.train()
+    release(trainer)
+    return code, trainer.progress.step
+
+
+def train_with_a_bad_loss(argv):
+    return train_with_a_bad_rank(argv, "loss")
+
+
+def train_with_a_bad_gradient(argv):
+    return train_with_a_bad_rank(argv, "gradient")
 
 
 def run(tmp_path, layout, train=train_with_an_inf, **overrides):
@@ -156,31 +207,31 @@ def test_a_run_that_stops_pins_its_last_save_and_one_process_meets_the_number_ag
     assert_the_embedding_is_found(found, bundle)
 
 
-def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path, overflow_in_replay):
+def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path, large_loss_in_replay):
     """The steps between are trained again; the run has gone on, and deleted none of what the bundle names."""
     skip = {"resilience.on_nonfinite": "skip", "checkpoint.interval": 3, "checkpoint.last_save_model_only": "false"}
     more = {"training.steps": 12, "checkpoint.async_mode": "async"}
-    endings = run(tmp_path, "fsdp", train_with_a_bad_token, **skip, **more)
+    endings = run(tmp_path, "fsdp", train_with_a_bad_pair, **LONG_TEXT, **skip, **more)
     assert {ending[0] for ending in endings} == {ExitCode.DONE} and endings[0][2][0] == BAD_STEP
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert bundle["checkpoint"]["path"] == "checkpoint/step-3"
     assert [step.step for step in published_steps(tmp_path / "run/checkpoint")] == [3, 9, 12]
-    overflow_in_replay(endings[0][3])
+    large_loss_in_replay(endings[0][3])
     code, found = meet_again(tmp_path, path)
     assert code == 0 and found["data_digest"] == bundle["data_digest"]
     assert not math.isfinite(found["loss"]) and found["bad_values"] == []
 
 
 def test_a_run_that_can_save_nothing_at_its_end_is_met_again_behind_an_older_save(
-    tmp_path, overflow_in_replay
+    tmp_path, large_loss_in_replay
 ):
     """With the optimizer in backward; on one process gradients are there to be looked at all the same."""
     early = {"optimizer.early_step_in_backward": "true", "checkpoint.interval": 2}
-    endings = run(tmp_path, "fsdp", train_with_a_bad_token, **early)
+    endings = run(tmp_path, "fsdp", train_with_a_bad_pair, **LONG_TEXT, **early)
     assert endings[0][0] == ExitCode.BAD_NUMBERS
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert (bundle["checkpoint"]["path"], bundle["checkpoint"]["is_pinned"]) == ("checkpoint/step-4", True)
-    overflow_in_replay(endings[0][3])
+    large_loss_in_replay(endings[0][3])
     code, found = meet_again(tmp_path, path)
     assert code == 0 and len(found["bad_gradients"]) == found["num_parameters"]
 
@@ -194,6 +245,48 @@ def test_a_run_without_checkpoints_is_met_again_from_its_seed(tmp_path):
     assert code == 1
     assert found["data_digest"] == bundle["data_digest"] and math.isfinite(found["loss"])
     assert found["bad_values"] == [] and found["first_module"] is None
+
+
+def test_a_spike_leaves_a_bundle_and_is_replayed(tmp_path, large_loss_in_replay, capsys):
+    settings = {
+        "training.steps": 12,
+        "resilience.spike_window": 8,
+        "checkpoint.interval": 4,
+        "checkpoint.last_save_model_only": "false",
+    }
+    endings = run(tmp_path, "fsdp", train_with_a_spike, **LONG_TEXT, **settings)
+    assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 12, [])] * 2
+    path, bundle = bundle_of(tmp_path, SPIKE_STEP)
+    assert bundle["spike"].keys() == {"loss", "grad_norm"}
+    assert bundle["checkpoint"]["path"] == "checkpoint/step-8"
+    events = [row["event"] for row in read_rows(tmp_path / "run/events.jsonl")]
+    assert events.count("spike_bundle") == 1 and "bad_step" not in events
+    assert all("position" not in row for row in read_rows(tmp_path / "run/metrics.jsonl"))
+
+    code, found = meet_again(tmp_path, path)
+    assert code == 1 and "below the spike's limit" in capsys.readouterr().out
+    large_loss_in_replay(endings[0][3], 1000.0)
+    code, found = meet_again(tmp_path, path)
+    assert code == 0 and found["loss"] > bundle["spike"]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        (train_with_a_bad_loss, "in the run the loss of data rank 1 was not finite"),
+        (train_with_a_bad_gradient, "in the run the loss of every data rank was finite"),
+    ],
+)
+def test_a_replay_says_why_it_cannot_show_the_fault_of_one_rank(tmp_path, capsys, train, reason):
+    endings = run(tmp_path, "fsdp", train)
+    assert endings == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
+    path, bundle = bundle_of(tmp_path, BAD_STEP)
+    assert bundle["checkpoint"]["path"] == "checkpoint/step-4"
+    code, found = meet_again(tmp_path, path)
+    out = capsys.readouterr().out
+    assert code == 1 and found["bad_gradients"] == []
+    assert f"why: {reason}" in out and "the replay started from checkpoint/step-4" in out
+    assert out.endswith("\nNOT reproduced\n")
 
 
 def test_what_cannot_be_met_again_is_told(tmp_path, capsys):

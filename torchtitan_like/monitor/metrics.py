@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
 
 Row = dict[str, Any]
+REPLAY_KEYS = ("position", "rank_losses")
 # Takes this rank's (num_steps, columns) float64 CPU tensor, returns all data ranks': (data_ranks, num_steps, columns).
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
@@ -342,7 +343,7 @@ class Metrics:
                 "time": wall_time,
                 "data_loading_s": record.data_loading_s,
             })  # fmt: skip
-            if skipped[i]:
+            if skipped[i] or self._writer:  # where observers may leave a replay bundle
                 known = {str(rank): None if row[i][1] == -math.inf else row[i][1] for rank, row in enumerate(gathered)}
                 rows[-1] |= {"position": record.position, "rank_losses": known}
         self._last_row = rows[-1]
@@ -379,7 +380,7 @@ class Metrics:
 
     def _write(self, rows: list[Row]) -> None:
         if self._writer and rows:
-            self._steps_file.append(rows)
+            self._steps_file.append([_stored(row) for row in rows])
         for observe in self.observers:
             observe(rows)
 
@@ -473,3 +474,8 @@ def _max(values: list[float]) -> float:
 
 def _number(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
+
+
+def _stored(row: Row) -> Row:
+    """A row as metrics.jsonl has it: only skipped steps keep what replay bundles need."""
+    return row if row["skipped"] else {k: v for k, v in row.items() if k not in REPLAY_KEYS}

@@ -71,16 +71,22 @@ class Spike:
 class SpikeWatch:
     """Looks at the rows of metrics.jsonl as they are written; for one rank.
 
-    tell: writes an event (kind, fields). pin: keeps the newest checkpoint before a step, and returns what undoes that. A spike
+    tell: writes an event (kind, fields). bundle: leaves what replays a step, from its row and the
+    limits that its spiking quantities exceed.
+    pin: keeps the newest checkpoint before a step, and returns what undoes that. A spike
     ends when its quantity is back below the limit of the window before it: fast within an eighth of the window's length, slow
     within all of it; one that lasts longer is a divergence, and the window begins anew. A fast one's pin is undone.
     """
 
     def __init__(
-        self, section: Resilience, tell: Callable[..., None], pin: Callable[[int], Callable[[], None]]
+        self,
+        section: Resilience,
+        tell: Callable[..., None],
+        pin: Callable[[int], Callable[[], None]],
+        bundle: Callable[[Mapping[str, Any], dict[str, float]], None],
     ) -> None:
         self._threshold, self._size = section.spike_threshold, section.spike_window
-        self._tell, self._pin = tell, pin
+        self._tell, self._pin, self._bundle = tell, pin, bundle
         self._windows = {name: self._new_window() for name in WATCHED}
         self._open: dict[str, Spike] = {}
 
@@ -89,6 +95,9 @@ class SpikeWatch:
         for row in rows if self._threshold else ():
             for name in WATCHED:
                 self._look(name, row["step"], float(row[name]))
+            begun = {n: s.limit for n, s in self._open.items() if s.step == row["step"]}
+            if begun:
+                self._bundle(row, begun)
 
     def _new_window(self) -> Window:
         return Window(self._size, torch.device("cpu"))

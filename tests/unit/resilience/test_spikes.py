@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -66,10 +66,16 @@ class Told:
     def __init__(self, **section: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.pinned: list[int] = []
-        self.watch = SpikeWatch(Resilience(spike_window=SIZE, **section), self._tell, self._pin)
+        self.bundles: list[tuple[int, list[str]]] = []
+        settings = Resilience(spike_window=SIZE, **section)
+        self.watch = SpikeWatch(settings, self._tell, self._pin, self._bundle)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
+
+    def _bundle(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
+        assert all(row[quantity] > limit for quantity, limit in limits.items())
+        self.bundles.append((row["step"], list(limits)))
 
     def _pin(self, step: int) -> Callable[[], None]:
         self.pinned.append(step)
@@ -103,6 +109,7 @@ def test_how_a_spike_ends(spike: list[float], kind: str, steps: int, is_pinned: 
     assert (end, last["began"], last["steps"], last["how"]) == ("spike_end", 21, steps, kind)
     assert len(told.events) == 2, "a divergence begins a new window"
     assert told.pinned == [21] * is_pinned
+    assert told.bundles == [(21, ["loss"])]
 
 
 def test_neither_noise_nor_a_fall_is_a_spike_and_none_are_found_when_switched_off() -> None:
