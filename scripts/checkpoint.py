@@ -239,7 +239,10 @@ def _differing_settings(a: Contents, b: Contents) -> list[str]:
     before, after = a.manifest.get("config"), b.manifest.get("config")
     if not before or not after:
         return []
-    changes = diff_settings(before, parse_toml(after), {}, {})
+    try:
+        changes = diff_settings(before, parse_toml(after), {}, {})
+    except ValueError as error:
+        raise CheckpointError(f"{b.path}: the configuration in its manifest is no TOML: {error}") from error
     return sorted(str(change) for group in changes for change in group)
 
 

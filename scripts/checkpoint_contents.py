@@ -54,6 +54,7 @@ from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import links, slices, their_shapes
+from torchtitan_like.util.reading import parse_json
 
 Kind = Literal["native", "hf", "dcp", "pt"]
 # Whose names the tensors have. Within one family they are kept; from one to another the model's tables translate.
@@ -395,7 +396,7 @@ def _write_hf(
         }
         if "config.json" in others:
             types = {"torch_dtype": short(dtype), "dtype": short(dtype)}
-            others["config.json"] = json.dumps(json.loads(others["config.json"]) | types, indent=2).encode() + b"\n"
+            others["config.json"] = json.dumps(parse_json(others["config.json"]) | types, indent=2).encode() + b"\n"
     return _complete(staged, records, others, "hf", source, {})
 
 

@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import reprlib
 import sys
 import tempfile
 from collections.abc import Callable
@@ -40,6 +41,7 @@ from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Fetched, Trainer
+from torchtitan_like.util.reading import read_file
 
 # What another layout, or looking on, must not bring along from the run.
 DEFAULTS = ("parallelism", "compile", "profiling", "comm", "validation", "fault_tolerance")
@@ -50,6 +52,16 @@ SETTINGS = (
     "--resilience.replica_check_freq=0 --debug.detect_overflow=false"
 ).split()
 
+# Keys of a bundle that must be there, and the types of their values.
+BUNDLE: dict[str, tuple[type, ...]] = {
+    "step": (int,), "samples": (list,), "seed": (int,), "global_batch_size": (int,), "config": (str,),
+    "checkpoint": (dict,), "loss": (float, int), "grad_norm": (float, int), "data_digest": (str,),
+    "rank_losses": (dict,),
+}  # fmt: skip
+BUNDLE_CHECKPOINT: dict[str, tuple[type, ...]] = {
+    "checkpoint.kind": (str,), "checkpoint.path": (str, type(None)), "checkpoint.is_start": (bool,),
+    "checkpoint.is_pinned": (bool,),
+}  # fmt: skip
 PATH_KEY = "checkpoint.initial_load_path"
 
 
@@ -60,12 +72,17 @@ class UnusableError(Exception):
 def read_bundle(path: Path) -> dict[str, Any]:
     """A bundle. Raises UnusableError."""
     try:
-        bundle = decode(path.read_bytes())
+        bundle = decode(read_file(path))
     except (OSError, ValueError) as error:
         raise UnusableError(f"{path} cannot be read: {error}") from error
-    missing = {"step", "samples", "seed", "global_batch_size", "config", "checkpoint"} - bundle.keys()
-    if missing:
+    if missing := BUNDLE.keys() - bundle.keys():
         raise UnusableError(f"{path} is no bundle of a bad step: it has no {', '.join(sorted(missing))}")
+    where = bundle["checkpoint"] if isinstance(bundle["checkpoint"], dict) else {}
+    values = {**bundle, **{f"checkpoint.{key}": value for key, value in where.items()}}
+    for key, kinds in (BUNDLE | BUNDLE_CHECKPOINT).items():
+        if type(values.get(key)) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise UnusableError(f"{path}: {key} is {reprlib.repr(values.get(key))}, expected {expected}")
     return bundle
 
 

@@ -10,7 +10,6 @@ python scripts/run_folder.py end CODE SIGNAL SINCE NUM_MACHINES COMMAND FOLDER
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import shlex
@@ -27,6 +26,7 @@ from torchtitan_like.monitor.errors import errors_of, first_error, in_words
 from torchtitan_like.monitor.run_directory import LAUNCHER_FOLDER, write_exit
 from torchtitan_like.process_start import CODES
 from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.reading import read_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,7 +71,7 @@ def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_mac
         exit_file = next(Path(launcher).glob("exit.json"), exit_file)
     stop = CODES[signal.Signals[f"SIG{passed_on}"]] if passed_on else None
     try:
-        written = json.loads(exit_file.read_text(encoding="utf-8"))
+        written = read_json(exit_file)
         outcome = int(written["code"]), str(written["reason"]), written["step"]
     except FileNotFoundError:
         outcome = None
@@ -131,7 +131,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     """
     attempts = folder / "attempts"
     with suppress(OSError, ValueError, KeyError):  # of a rank that was asked to stop because another had crashed
-        if json.loads((folder / "exit.json").read_text(encoding="utf-8"))["step"] is None:
+        if read_json(folder / "exit.json")["step"] is None:
             (folder / "exit.json").unlink()
     found = first_since(attempts, since)
     if found is None:

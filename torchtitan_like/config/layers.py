@@ -10,15 +10,16 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchtitan_like.config.problems import Problem
+from torchtitan_like.util.reading import read_file
 
 if sys.version_info >= (3, 11):
-    from tomllib import TOMLDecodeError
-    from tomllib import loads as parse_toml
+    import tomllib
 else:
-    from tomli import TOMLDecodeError
-    from tomli import loads as parse_toml
+    import tomli as tomllib
 
-__all__ = ["Layer", "TOMLDecodeError", "delete", "lay", "parse_toml", "read_files"]
+__all__ = ["Layer", "delete", "lay", "parse_toml", "read_files"]
+
+MAX_BYTES = 2**24  # of a TOML file
 
 Path = tuple[str, ...]
 
@@ -29,6 +30,15 @@ class Layer:
 
     origin: str
     leaves: list[tuple[Path, Any]]
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML. Raises ValueError, also for text that is nested too deeply or has integers of 10,000 digits."""
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return table
 
 
 def read_files(file: str, *, may_extend: bool = True) -> tuple[list[Layer], list[Problem]]:
@@ -64,16 +74,16 @@ def _read(path: FilePath, mentioned_in: str) -> tuple[dict[str, Any], Problem | 
     key = "extends" if mentioned_in else "job.config_file"
     where = mentioned_in or "command line"
     try:
-        return parse_toml(path.read_text(encoding="utf-8-sig")), None
+        return parse_toml(read_file(path, MAX_BYTES).decode("utf-8-sig")), None
     except FileNotFoundError:
         folder = path.parent
         known = sorted(other.name for other in folder.glob("*.toml")) if folder.is_dir() else []
         remedy = f"{folder}/ holds: {', '.join(known[:12])}" if known else f"there is no TOML file in {folder}/"
         return {}, Problem(key, str(path), "an existing file", remedy, where)
-    except TOMLDecodeError as error:
-        return {}, Problem("", None, f"valid TOML, found: {error}", "correct that line", str(path))
     except UnicodeDecodeError as error:
         return {}, Problem("", None, f"UTF-8 text, byte {error.start} is not", "save the file as UTF-8", str(path))
+    except ValueError as error:
+        return {}, Problem("", None, f"valid TOML, found: {error}", "correct that line", str(path))
     except OSError as error:
         return {}, Problem(key, str(path), f"a readable file ({error.strerror})", "", where)
 
@@ -101,8 +111,9 @@ def lay(layers: list[Layer]) -> tuple[dict[str, Any], dict[Path, str]]:
                 table = table[name]
             if value == {} and isinstance(table.get(path[-1]), dict):
                 continue
-            for below in [known for known in origins if known[: len(path)] == path]:
-                del origins[below]
+            if isinstance(table.get(path[-1]), dict):  # a table that the value replaces
+                for below in [known for known in origins if known[: len(path)] == path]:
+                    del origins[below]
             table[path[-1]] = value
             origins[path] = layer.origin
     return merged, origins

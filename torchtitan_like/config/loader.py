@@ -18,6 +18,7 @@ from torchtitan_like.config.schema import JobConfig
 
 # What pydantic adds to the place of a fault: in a table's own names, and in a value that could be of two types.
 _NO_KEYS = ("[key]", "int", "float")
+MOST_SUGGESTIONS = 50  # in one configuration
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -117,7 +118,7 @@ def _validate(
                     if path[-1] in _NO_KEYS and error["type"] != "extra_forbidden" and find(path) is None:
                         path = path[:-1]
                     if ".".join(path) not in faulty:  # an item that could have been of two types is refused twice
-                        problems.append(_explain(path, error, origins))
+                        problems.append(_explain(path, error, origins, len(problems) < MOST_SUGGESTIONS))
                     faulty.add(".".join(path))
                     removed |= delete(merged, path) or delete(merged, path[:-1])
             if not removed:
@@ -150,12 +151,12 @@ def _report_conflicts(
     return removed
 
 
-def _explain(path: Path, error: Any, origins: dict[Path, str]) -> Problem:
-    """One finding of pydantic in the words of this project."""
+def _explain(path: Path, error: Any, origins: dict[Path, str], may_suggest: bool) -> Problem:
+    """One finding of pydantic in the words of this project. may_suggest: look for names that are near, which is slow."""
     key, kind, value = ".".join(path), error["type"], error["input"]
     origin = _origin_of(path, origins)
     if kind == "extra_forbidden":
-        return _unknown(path, value, origin)
+        return _unknown(path, value, origin) if may_suggest else Problem(key, value, "a known setting", "", origin)
     setting = find(path)
     if setting is None:
         return Problem(key, value, error["msg"], "", origin)

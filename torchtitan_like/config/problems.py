@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 NOT_AVAILABLE_YET = "not available yet"
+MOST_LINES = 200  # of a report
 NO_EFFECT = "has no effect in this run"
 
 
@@ -80,7 +81,9 @@ def report(problems: Iterable[Problem]) -> str:
     lines = []
     if errors:
         lines.append(f"{len(errors)} problem{'s' * (len(errors) > 1)} in the configuration:")
-        lines += [f"  {number}. {problem}" for number, problem in enumerate(errors, 1)]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(errors[:MOST_LINES], 1)]
+        if len(errors) > MOST_LINES:
+            lines.append(f"  ... and {len(errors) - MOST_LINES:,} more")
     lines += [f"warning: {problem}" for problem in warnings]
     return mask_text("\n".join(lines))
 

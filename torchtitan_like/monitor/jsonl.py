@@ -41,8 +41,11 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """What `encode` has written."""
-    return dict(json.loads(line, object_hook=_in_numbers))
+    """What `encode` has written. Raises ValueError."""
+    try:
+        return dict(json.loads(line, object_hook=_in_numbers))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _in_numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -18,17 +18,18 @@ MAX_BYTES = 2**28  # of a file that is read as a whole; the largest manifests ha
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a whole regular file. Raises OSError: EISDIR, EINVAL if it is a device or pipe, EFBIG."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else opening a FIFO waits for a writer
-    with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        if not stat.S_ISREG(mode):
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", str(path))
     return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a FIFO without waiting for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:

@@ -45,6 +45,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, Entry, lay_ou
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Box, slices
+from torchtitan_like.util.reading import parse_json
 
 logger = logging.getLogger()
 
@@ -280,8 +281,8 @@ def _read_shard(path: Path) -> ShardFile:
     if SHARDING not in metadata:
         raise CheckpointError(f"{path} is no file of shards: its metadata lacks {SHARDING}")
     try:
-        offsets = {name: tuple(info["saved_offsets"]) for name, info in json.loads(metadata[SHARDING]).items()}
-        shapes = {name: tuple(shape) for name, shape in json.loads(metadata.get(SHAPES, "{}")).items()}
+        offsets = {name: tuple(info["saved_offsets"]) for name, info in parse_json(metadata[SHARDING]).items()}
+        shapes = {name: tuple(shape) for name, shape in parse_json(metadata.get(SHAPES, "{}")).items()}
         boxes = {
             name: tuple((start, count, 1) for start, count in zip(offsets[name], entry.shape, strict=True))
             for name, entry in entries.items()

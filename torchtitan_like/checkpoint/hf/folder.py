@@ -16,6 +16,7 @@ from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
 from torchtitan_like.checkpoint.step_folders import fsync_directory
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.loading import Identity
@@ -129,7 +130,7 @@ def read_index(assets: Path) -> dict[str, str] | None:
 def read_weight_map(path: Path) -> dict[str, str]:
     """The weight_map of a `model.safetensors.index.json`: tensor -> file. Raises CheckpointError."""
     try:
-        return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+        return {str(name): str(file) for name, file in read_json(path)["weight_map"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as an index: {type(error).__name__} {error}") from error
 

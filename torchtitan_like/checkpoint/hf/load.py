@@ -5,7 +5,6 @@ Each rank reads what belongs to its own rectangles and nothing else; beside the 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,10 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.pieces import Form, Piece, owned, pieces
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.models.hf_table import Link, Rows, Shape, Table, links, their_shapes
+from torchtitan_like.util.reading import read_json
 
 logger = logging.getLogger()
 
@@ -99,7 +99,10 @@ def config_differences(folder: Path, ours: Mapping[str, Any]) -> list[str]:
     """
     if not (folder / "config.json").exists():
         return []
-    theirs = _DEFAULTS | _older_form(json.loads((folder / "config.json").read_text()))
+    try:
+        theirs = _DEFAULTS | _older_form(read_json(folder / "config.json"))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{folder / 'config.json'} cannot be read: {type(error).__name__} {error}") from error
     return [
         f"{folder / 'config.json'} says {key} = {theirs[key]}, this model has {value}"
         for key, value in ours.items()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.util.reading import parse_json
 
 INDEX = "model.safetensors.index.json"
 PAGE = 4096  # bytes; the header's last page and the first page of data are two, so that each is written once
@@ -26,6 +27,7 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MOST_DIMENSIONS = 64  # numpy's limit, and torch's
 _LONGEST_HEADER = 100 * 10**6  # bytes, the library's own limit
 
 
@@ -82,6 +84,8 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
 
     Raises DamagedError unless the file is as long as its header says and every byte behind it is part of one tensor.
     """
+    if not path.is_file():  # a pipe would never end
+        raise DamagedError(f"{path} is no safetensors file: it is no file at all")
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -91,12 +95,18 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
         text = file.read(length)
     start = 8 + length
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         metadata = header.pop("__metadata__", {})
         found = [(tuple(v["data_offsets"]), name, v["dtype"], tuple(v["shape"])) for name, v in header.items()]
         entries = [Entry(name, dtype, shape, start + a, start + b) for (a, b), name, dtype, shape in sorted(found)]
         if any(type(n) is not int or n < 0 for entry in entries for n in entry.shape):
             raise ValueError("a shape is no list of sizes")
+        if any(type(n) is not int for entry in entries for n in (entry.begin, entry.end)):
+            raise ValueError("data_offsets are no integers")
+        if any(len(entry.shape) > _MOST_DIMENSIONS for entry in entries):
+            raise ValueError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
+        if not isinstance(metadata, dict):
+            raise ValueError("__metadata__ is no object")
         lengths = [math.prod(entry.shape) * DTYPES[entry.dtype].itemsize for entry in entries]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{path} has a header that cannot be read: {type(error).__name__} {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,9 @@ from torch import Tensor
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.pieces import Form, Piece
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, INDEX, Entry, read_header
+from torchtitan_like.checkpoint.step_folders import is_inside
 from torchtitan_like.models.hf_table import Box
+from torchtitan_like.util.reading import read_json
 
 logger = logging.getLogger()
 
@@ -99,8 +100,8 @@ def _find_block(folder: Path, *, quantized: bool, found: bool) -> tuple[int, ...
     """Rows and columns of the blocks that have one factor each; (1, 1) where nothing is quantised."""
     config = folder / "config.json"
     try:
-        method = json.loads(config.read_text()).get("quantization_config") or {} if config.exists() else {}
-    except (ValueError, AttributeError) as error:
+        method = read_json(config).get("quantization_config") or {} if config.exists() else {}
+    except (OSError, ValueError, AttributeError) as error:
         raise DamagedError(f"{config} cannot be read: {type(error).__name__} {error}") from error
     if found and not quantized:
         raise CheckpointError(
@@ -145,12 +146,16 @@ def _several(names: list[str]) -> str:
 
 def _read_index(folder: Path) -> dict[str, str]:
     try:
-        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        if all(isinstance(file, str) and Path(file).name == file for file in index.values()):
+        index: dict[str, str] = read_json(folder / INDEX)["weight_map"]
+        if all(isinstance(file, str) and _is_plain(file) for file in index.values()):
             return index
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise DamagedError(f"{folder / INDEX} is not an index: expected a weight_map from tensors to files beside it")
+
+
+def _is_plain(file: str) -> bool:
+    return is_inside(file) and Path(file).name == file
 
 
 def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored]:

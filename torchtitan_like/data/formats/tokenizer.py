@@ -34,6 +34,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ...util.reading import read_json
 from ..errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ def _vocabulary_file(folder: Path) -> Path:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
