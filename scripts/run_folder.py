@@ -1,7 +1,8 @@
 """What run_train.sh does in a run's folder before and after the run. The resolved config comes on standard input.
 
 python scripts/run_folder.py clear
-    removes the exit.json of an earlier attempt and prints the run's folder. Exits with 74 if another run is alive in it
+    removes the exit.json of an earlier attempt and prints the run's folder. Exits with 74 if another run is alive in
+    it, or if it cannot be written
 python scripts/run_folder.py end CODE SIGNAL SINCE NUM_MACHINES COMMAND FOLDER
     of a run that has ended with CODE: prints how it ended, and exits with the code of run_train.sh. SIGNAL: the one that was
     passed on (INT, TERM, or empty); SINCE: its start, in seconds since 1970; COMMAND: what was typed, in FOLDER
@@ -15,6 +16,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.monitor.errors import errors_of, first_error, in_words
-from torchtitan_like.monitor.run_directory import LAUNCHER_FOLDER, write_exit
+from torchtitan_like.monitor.run_directory import EXIT, LAUNCHER_FOLDER, write_exit
 from torchtitan_like.process_start import CODES
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.util.reading import read_json
@@ -53,9 +55,28 @@ def clear(config: dict[str, Any]) -> int:
     if refusal := RunLock(folder / config["checkpoint"]["folder"]).holder_here():
         print(refusal, file=sys.stderr)
         return int(ExitCode.STORAGE)
-    (folder / "exit.json").unlink(missing_ok=True)
+    try:
+        (folder / EXIT).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        print(
+            f"Nothing was started: the run folder {folder} cannot be written: {error}. Free space, repair the disk or "
+            "choose another job.dump_folder",
+            file=sys.stderr,
+        )
+        return int(ExitCode.STORAGE)
     print(folder)
     return 0
+
+
+def leave_exit(folder: Path, code: ExitCode, step: int | None) -> None:
+    """Write exit.json. A full disk does not change what this script prints and returns."""
+    try:
+        write_exit(folder, code.reason, int(code), step)
+    except OSError as error:
+        print(f"Cannot write {folder / EXIT}: {error}", file=sys.stderr)
 
 
 def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_machines: int, typed: Typed) -> int:
@@ -65,10 +86,10 @@ def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_mac
     written, has the code. One rank without torchrun returns that code, or has crashed after it wrote the file.
     """
     folder = Path(config["job"]["dump_folder"])
-    exit_file = folder / "exit.json"
+    exit_file = folder / EXIT
     # A run whose folder cannot be written leaves the file in the folder of its launcher.
     if launcher := os.environ.get(LAUNCHER_FOLDER):
-        exit_file = next(Path(launcher).glob("exit.json"), exit_file)
+        exit_file = next(Path(launcher).glob(EXIT), exit_file)
     stop = CODES[signal.Signals[f"SIG{passed_on}"]] if passed_on else None
     try:
         written = read_json(exit_file)
@@ -87,7 +108,7 @@ def end(config: dict[str, Any], code: int, passed_on: str, since: float, num_mac
         return CRASH
     early = ExitCode(code) if code in CODES.values() else stop
     if early is not None and not has_begun(folder / "attempts", since):
-        write_exit(folder, early.reason, early, step=None)
+        leave_exit(folder, early, None)
         return report(config, early, early.reason, None, typed)
     if code == ExitCode.BAD_CONFIG:
         return report_refusal(folder, first_since(folder / "attempts", since))
@@ -116,7 +137,7 @@ def report(config: dict[str, Any], code: int, reason: str, step: int | None, typ
 
 def report_refusal(folder: Path, found: Found | None) -> int:
     """Print that a rank has refused the config, and why if it has left a record. Return the code for it."""
-    write_exit(folder, ExitCode.BAD_CONFIG.reason, ExitCode.BAD_CONFIG, step=None)
+    leave_exit(folder, ExitCode.BAD_CONFIG, None)
     reason = "its message is above" if found is None else in_words(found[1])
     print(f"Nothing was started: a rank has refused the configuration (code 78): {reason}", file=sys.stderr)
     return int(ExitCode.BAD_CONFIG)
@@ -151,10 +172,10 @@ def report_crash(folder: Path, code: int, since: float) -> int:
         words.insert(len(words) if is_consequence else 0, silence)
         if is_consequence:
             code = ExitCode.LOST_PEER
-            write_exit(folder, code.reason, code, first["step"])
+            leave_exit(folder, ExitCode.LOST_PEER, first["step"])
     if first["phase"] == "data":  # one rank has read damaged data, and the others have lost it
         code = ExitCode.BAD_DATA
-        write_exit(folder, code.reason, code, first["step"])
+        leave_exit(folder, ExitCode.BAD_DATA, first["step"])
     print("\n".join(words), file=sys.stderr)
     return int(code)
 

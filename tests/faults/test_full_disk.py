@@ -16,6 +16,7 @@ import pytest
 from tests.faults.kills import Chain
 from tests.faults.shim import Rule
 from tests.faults.trainer import ASSETS, Ended
+from tests.harness.runner import ROOT, trainer_environment
 from torchtitan_like.monitor.jsonl import read_rows
 
 STEPS = 6
@@ -182,3 +183,18 @@ def test_a_disk_that_fills_up_at_a_random_moment(chain: Chain, seed: int) -> Non
         assert not list(chain.folder.glob("**/*.tmp-*"))
         if chain.overrides["checkpoint__on_save_error"] == "stop":
             assert len(chain.check_rows(f"seed {seed}")) == 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_run_train_learns_of_an_end_that_no_file_of_the_run_tells(chain: Chain, num_ranks: int) -> None:
+    chain.faults.set(Rule("open", "*/outputs/exit.json*", "ENOSPC", rank=0, hits=0))
+    env = trainer_environment({**chain.faults.env, "NGPU": str(num_ranks)})
+    result = subprocess.run(
+        [str(ROOT / "run_train.sh"), *chain.argv(training__steps=2)],
+        env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert chain.faults.hits
+    assert result.returncode == 74, (result.stdout + result.stderr)[-3000:]
+    assert f"Cannot write {chain.folder}/exit.json: " in result.stdout
+    assert "Stopped at step 2: storage (code 74)" in result.stderr

@@ -111,7 +111,7 @@ def tell_launcher(reason: str, code: int, step: int | None) -> None:
     """
     folder = os.environ.get(LAUNCHER_FOLDER)
     message = f"The run ended with {reason} (code {code}), and exit.json could not be written anywhere"
-    if folder is None:
+    if not folder:
         raise StorageError(message)
     try:
         write_atomically(Path(folder) / EXIT, _exit_text(reason, code, step))

@@ -582,3 +582,11 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
+
+
+def test_nothing_is_started_in_a_folder_that_cannot_be_written(shell: Shell) -> None:
+    (shell.folder / "outputs").rmdir()
+    (shell.folder / "outputs").symlink_to("/proc/self")  # a folder in which nobody can make a file
+    result = shell()
+    assert result.returncode == 74 and not shell.was_started
+    assert "Nothing was started: the run folder" in result.stderr and "cannot be written" in result.stderr
