@@ -113,13 +113,20 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 def _owned(parameter: Any) -> tuple[Tensor, bool]:
     """The local tensor, and whether this rank is the first of those that hold these elements."""
+    local = parameter.detach()
     if not _is_dtensor(parameter):
-        return parameter.detach(), True
-    coordinate = parameter.device_mesh.get_coordinate()
+        return _unwrapped(local), True
+    coordinate, local = parameter.device_mesh.get_coordinate(), _unwrapped(local.to_local())
     if coordinate is None:
-        return parameter.detach().to_local(), False
+        return local, False
     copies = [place for place, where in zip(coordinate, parameter.placements, strict=True) if where.is_replicate()]
-    return parameter.detach().to_local(), not any(copies)
+    return local, not any(copies)
+
+
+def _unwrapped(local: Any) -> Tensor:
+    """The tensor inside the wrapper that torchao puts around a weight gathered in float8."""
+    inner: Tensor = getattr(local, "_tensor", local)
+    return inner
 
 
 def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
