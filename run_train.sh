@@ -88,7 +88,7 @@ check=(--training)
 for ((nodes = least_nodes; nodes <= most_nodes; nodes++)); do
   resolved=$(trap '' INT; "$PYTHON" -m torchtitan_like.config "${check[@]}" --world-size $((NGPU * nodes)) "${config[@]}") || exit $?
 done
-run_folder=$("$PYTHON" "$ROOT/scripts/run_folder.py" clear <<<"$resolved") || exit $?
+run_folder=$("$PYTHON" "$ROOT/scripts/run_folder.py" clear "$most_nodes" <<<"$resolved") || exit $?
 
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}

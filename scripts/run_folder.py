@@ -1,8 +1,8 @@
 """What run_train.sh does in a run's folder before and after the run. The resolved config comes on standard input.
 
-python scripts/run_folder.py clear
-    removes the exit.json of an earlier attempt and prints the run's folder. Exits with 74 if another run is alive in
-    it, or if it cannot be written
+python scripts/run_folder.py clear NUM_MACHINES
+    removes the exit.json of an earlier attempt and prints the run's folder. Exits with 74 if a run on one machine finds
+    another one that is alive (of several machines, this one may be about to join it), or if the folder cannot be written
 python scripts/run_folder.py end CODE SIGNAL SINCE NUM_MACHINES COMMAND FOLDER
     of a run that has ended with CODE: prints how it ended, and exits with the code of run_train.sh. SIGNAL: the one that was
     passed on (INT, TERM, or empty); SINCE: its start, in seconds since 1970; COMMAND: what was typed, in FOLDER
@@ -49,14 +49,16 @@ class Typed(NamedTuple):
     folder: Path
 
 
-def clear(config: dict[str, Any]) -> int:
+def clear(config: dict[str, Any], num_machines: int) -> int:
     """Remove the exit.json of an earlier attempt, unless it belongs to a run that is alive."""
     folder = Path(config["job"]["dump_folder"])
-    if refusal := RunLock(folder / config["checkpoint"]["folder"]).holder_here():
+    refusal = RunLock(folder / config["checkpoint"]["folder"]).holder_here()
+    if refusal is not None and num_machines == 1:
         print(refusal, file=sys.stderr)
         return int(ExitCode.STORAGE)
     try:
-        (folder / EXIT).unlink(missing_ok=True)
+        if refusal is None:
+            (folder / EXIT).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
             probe.write(b"x")
@@ -280,8 +282,8 @@ def main(arguments: list[str]) -> int:
         return 0
     config = tomllib.loads(sys.stdin.read())
     match arguments:
-        case ["clear"]:
-            return clear(config)
+        case ["clear", num_machines]:
+            return clear(config, int(num_machines))
         case ["end", code, passed_on, since, num_machines, command, typed_in]:
             typed = Typed(command, Path(typed_in))
             return end(config, int(code), passed_on, float(since), int(num_machines), typed)

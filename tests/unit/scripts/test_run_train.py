@@ -570,6 +570,17 @@ def test_a_second_start_leaves_the_exit_json_of_a_living_run(shell: Shell) -> No
     assert json.loads(end.read_text())["step"] == 9
 
 
+def test_a_machine_may_join_a_living_run(shell: Shell) -> None:
+    """Of another run on this machine, its ranks find out."""
+    lock = RunLock(shell.folder / "outputs/checkpoint")
+    lock.acquire()
+    try:
+        assert shell(NNODES="1:2", MASTER_ADDR="n1").returncode == 0
+    finally:
+        lock.release()
+    assert shell.was_started
+
+
 def test_ranks_that_find_a_living_run_leave_its_exit_json(shell: Shell) -> None:
     """As where the run is another machine's."""
     result = shell(RUN="echo belongs to a run that is alive >&2; exit 74")
