@@ -55,9 +55,10 @@ def test_context_parallelism_gathers_keys_and_values_once_per_layer(tmp_path: Pa
     assert found["dp_shard", "reduce-scatter"][0] == 4  # weights are cut over its ranks as well
 
 
-def test_ulysses_exchanges_four_tensors_per_layer_and_direction(tmp_path: Path) -> None:
+def test_ulysses_exchanges_two_tensors_per_layer_and_direction(tmp_path: Path) -> None:
+    """Queries, keys and values in one all-to-all before attention, the output in one after it."""
     (number, nbytes) = number_and_bytes(tmp_path, 2, **{CP: 2, METHOD: "ulysses"})["cp", "all-to-all"]
-    assert (number, nbytes) == (2 * 2 * 4, 2 * 2 * (2 * ACTIVATION + KEYS) // 2)
+    assert (number, nbytes) == (2 * 2 * 2, 2 * 2 * (2 * ACTIVATION + KEYS) // 2)
 
 
 def test_a_ring_sends_keys_and_values_and_their_gradients(tmp_path: Path) -> None:
@@ -77,12 +78,15 @@ def test_a_shard_of_the_weights_is_gathered_for_each_pass(tmp_path: Path) -> Non
     assert found["dp_shard", "all-gather"][0] == 6 and found["dp_shard", "reduce-scatter"][0] == 4
 
 
+NORM_BYTES = 8  # one float64 for all ranks
+
+
 def test_replicas_exchange_all_gradients(tmp_path: Path) -> None:
     local = {"training.local_batch_size": 4}
     ((key, (number, nbytes)),) = number_and_bytes(tmp_path, 2, **{REPLICATE: 2}, **local).items()
     sharded = number_and_bytes(tmp_path, 2, **local)
-    assert key == ("dp_replicate", "all-reduce") and number == 4
-    assert sharded["dp_shard", "reduce-scatter"] == (4, nbytes)
+    assert key == ("dp_replicate", "all-reduce") and number == 4 + 1  # gradients, and their norm
+    assert sharded["dp_shard", "reduce-scatter"] == (4, nbytes - NORM_BYTES)
 
 
 @pytest.mark.parametrize(

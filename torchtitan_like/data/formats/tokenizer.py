@@ -30,14 +30,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ...util.reading import read_json
 from ..errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from .fast_bpe import FastBPE
 
 __all__ = ["LLAMA3_PATTERN", "Tokenizer", "TokenizerError", "check_vocabulary", "load_tokenizer"]
@@ -103,6 +104,8 @@ class Tokenizer(ABC):
 
     def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """The same ids of all texts in one array, and the number of ids of each text."""
+        import numpy as np  # here, since checking a config must not take the time of its import
+
         encoded = self.encode_batch(texts)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         return np.frombuffer(b"".join(encoded), np.uint32), lengths
