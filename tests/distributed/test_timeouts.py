@@ -99,5 +99,5 @@ def test_a_rank_that_stands_still_leaves_the_stacks_of_all(tmp_path):
     folder = tmp_path / "run/attempts/1/heartbeat"
     stacks = run_ranks(stand_still, 2, options(str(tmp_path / "run"), "float32", **settings), folder)[1]
     places = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert [(place["phase"], place["step"]) for place in places] == [("step", 4)] * 2
+    assert [(place["phase"], place["step"]) for place in places] == [("end", 4)] * 2
     assert "a_step_that_hangs" in stacks[1] and "in train" in stacks[0]

@@ -38,7 +38,9 @@ sys.exit(code)
 @pytest.fixture(autouse=True)
 def _fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        runner, "trainer_command", lambda arguments, ngpu, folder: [sys.executable, "-c", FAKE_TRAINER, *arguments]
+        runner,
+        "trainer_command",
+        lambda arguments, ngpu, folder, module: [sys.executable, "-c", FAKE_TRAINER, *arguments],
     )
 
 
