@@ -39,7 +39,8 @@ def run_command(command: str, text: str) -> None:
     """Hand ``text`` to a shell command on its standard input. OSError when it fails."""
     done = subprocess.run(command, shell=True, input=text, text=True)
     if done.returncode != 0:
-        raise OSError(f"it returned {done.returncode}")
+        program = command.split(maxsplit=1)[0]  # without arguments: they may hold a secret
+        raise OSError(f"{program} returned {done.returncode}")
 
 
 def post(address: str, text: str) -> None:

@@ -82,7 +82,7 @@ def test_a_way_that_fails_keeps_none_of_the_others(
     options = ["--command", "false", "--mail", "you@example.org", "--webhook", "--command", f"cat >{tmp_path}/told"]
     assert notify.main(["x", *options]) == 1
     said = capsys.readouterr().err
-    assert "not sent by command false: it returned 1" in said and "exit status 3" in said
+    assert "not sent by command false: false returned 1" in said and "exit status 3" in said
     assert "not sent by webhook: the server of NOTIFY_WEBHOOK is not reached" in said and SECRET not in said
     assert (tmp_path / "told").read_text() == "x"
 
