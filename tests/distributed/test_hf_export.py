@@ -113,7 +113,8 @@ def failing(function, *args, **options):
 
 
 def bytes_of(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def load(folder):
