@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import re
 import resource
 import time
 from datetime import timedelta
@@ -22,7 +24,7 @@ from torchtitan_like.checkpoint.hf import direct
 from torchtitan_like.checkpoint.hf.consolidate import SHAPES, consolidate, write_shards
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.folder import SpecialToken, write_folder
-from torchtitan_like.checkpoint.hf.output import in_rounds
+from torchtitan_like.checkpoint.hf.output import Output, in_rounds
 from torchtitan_like.checkpoint.hf.plan import hold, merge, targets
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
 from torchtitan_like.checkpoint.votes import Votes
@@ -98,6 +100,29 @@ def export(folder, layout="rows", dtype=None, index=None, **options):
     )
 
 
+def export_counted(folder):
+    """Export by way of shards: the extents that this rank writes, and its log lines."""
+    extents, lines, write = [], [], Output.write
+    handler, root = logging.Handler(logging.INFO), logging.getLogger()
+    level = root.level
+    handler.emit = lambda record: lines.append(record.getMessage())
+
+    def counted(output, extent, data):
+        extents.append(extent)
+        write(output, extent, data)
+
+    Output.write = counted
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        export(folder, executor="consolidate")
+    finally:
+        Output.write = write
+        root.removeHandler(handler)
+        root.setLevel(level)
+    return extents, lines
+
+
 def export_all(folder, layout, executors, options):
     return {executor: export(f"{folder}/{executor}", layout, executor=executor, **options) for executor in executors}
 
@@ -169,6 +194,17 @@ def test_all_write_the_same_bytes(tmp_path, reference, world_size, layout):
             for file, record in records.items():
                 verify_file(folder / file, record)
         assert all(result == results[0] for result in results)
+
+
+def test_all_ranks_share_the_consolidation_and_log_both_of_its_parts(tmp_path):
+    results = run_ranks(export_counted, 4, str(tmp_path / "out"))
+    written = [extent for extents, _ in results for extent in extents]
+    assert all(extents for extents, _ in results), "every rank writes"
+    assert len(written) == len(set(written)), "no extent twice"
+    for _, lines in results:
+        shards, consolidated = (line for line in lines if re.search(r"in \d+\.\d\d seconds$", line))
+        assert re.match(r"Wrote the shards of the export to .*/sharded in", shards)
+        assert re.match(r"Consolidated \d+ files of shards into 1 .* on 4 ranks with", consolidated)
 
 
 def test_the_index_of_the_source_decides_which_tensors_share_a_file(tmp_path):

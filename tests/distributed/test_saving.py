@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import signal
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.parity import build, options, release
+from tests.distributed.test_run import log_lines
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint import saving
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.resilience.exit_codes import ExitCode
@@ -61,6 +66,77 @@ def test_a_save_in_the_background_has_the_bytes_of_one_in_the_foreground(tmp_pat
                 place = f"checkpoint/step-{step}/{name}"
                 assert (tmp_path / mode / place).read_bytes() == (tmp_path / "disabled" / place).read_bytes(), place
                 assert found[name] == files[name]
+
+
+def test_exports_in_the_background_have_the_bytes_of_one_in_the_foreground(tmp_path):
+    """Every mode with every executor; the last save is an export too, and the run waits for it."""
+    changes = {"training.steps": 2, "lr_scheduler.total_steps": 4}
+    changes |= {"checkpoint.hf_interval": 1, "checkpoint.hf_shard_gb": 3e-4}
+    changes |= {"checkpoint.last_save_model_only": "true", "checkpoint.last_save_in_hf": "true"}
+    modes = ("disabled", "async", "async_with_pinned_mem")
+    exports = {}
+    for mode, executor in product(modes, ("direct", "consolidate")):
+        folder = tmp_path / f"{mode}-{executor}"
+        run(folder, **changes, **{"checkpoint.async_mode": mode, "checkpoint.hf_executor": executor})
+        paths = [path for path in (folder / "checkpoint").rglob("*") if path.is_file()]
+        names = {path: str(path.relative_to(folder)) for path in paths}
+        exports[mode, executor] = {
+            name: path.read_bytes() for path, name in names.items() if "safetensors" in name
+        }
+    expected = exports["disabled", "direct"]
+    first, last = "checkpoint/hf/step-1", "checkpoint/step-2"
+    assert {os.path.dirname(name) for name in expected} == {first, last}
+    files = sorted(os.path.basename(name) for name in expected if name.startswith(last))
+    assert len(files) == 4, "three files and their index"
+    assert all(expected[f"{first}/{name}"] != expected[f"{last}/{name}"] for name in files[:3])
+    for case, files in exports.items():
+        assert files.keys() == expected.keys(), case
+        assert [name for name in files if files[name] != expected[name]] == [], case
+
+
+def train_with_two_folders(argv):
+    """Rank 1 looks for checkpoints in a folder of its own, as on a machine without the shared one."""
+    trainer = build(argv)
+    see, saving.see_marker = saving.see_marker, partial(saving.see_marker, patience=0.3)
+    if dist.get_rank() == 1:
+        trainer.checkpointer.folder = trainer.checkpointer.folder.parent / "local"
+    try:
+        trainer.train()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saving.see_marker = see
+        release(trainer)
+    return "no error"
+
+
+def test_a_rank_without_the_shared_folder_stops_all_before_the_first_save(tmp_path):
+    argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 1})
+    for error in run_ranks(train_with_two_folders, 2, argv):
+        assert "/local/" in error and "is not the folder that rank 0 sees" in error, error
+        assert "it must lie on a file system that all of them share" in error
+    assert steps_of(tmp_path / "run") == [] and not list(tmp_path.rglob("shard-*"))
+
+
+def test_the_log_tells_type_and_garbage_collection_of_saves_and_loads(tmp_path):
+    changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": "bfloat16"}
+    changes |= {"checkpoint.hf_interval": 2, "checkpoint.interval": 1, "lr_scheduler.total_steps": 3}
+
+    def lines_of(steps):
+        settings = SAVING | changes | {"training.steps": steps}
+        return run_ranks(log_lines, 2, options(str(tmp_path / "run"), "float32", **settings))
+
+    def collections(lines):
+        found = (re.fullmatch(r"\[GC\] GC collection (.* checkpoint \w+) \d+\.\d\d seconds", line) for line in lines)
+        return [match[1] for match in found if match]
+
+    around_a_save = ["before checkpoint saving", "after checkpoint saving"]
+    for lines in lines_of(2):
+        forms = [match[1] for line in lines if (match := re.match(r"Saved .*step-\d \((.*)\) in", line))]
+        assert forms == ["full", "weights, bfloat16", "hf, bfloat16"]
+        assert collections(lines) == around_a_save * 2
+    for lines in lines_of(3):
+        assert collections(lines) == ["after checkpoint loading", *around_a_save * 2]
 
 
 def train_and_ask(argv, asks):

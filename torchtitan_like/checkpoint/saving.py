@@ -43,6 +43,11 @@ class Save:
     is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
     suffix: str = ""  # of the folder's name; with one it is no step that a run starts from
 
+    @property
+    def form(self) -> str:
+        """The kind, and the type of the weights where it was asked for: what log lines say."""
+        return f"{self.kind}, {str(self.dtype).removeprefix('torch.')}" if self.dtype else self.kind
+
 
 class StepWriter:
     """Writes steps on the checkpoint thread of every rank together. `lock` and `retention` are rank 0's, else None."""
@@ -92,7 +97,7 @@ class StepWriter:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         seconds = time.monotonic() - begin
-        logger.info(f"Saved {final} ({save.kind}) in {seconds:.2f} seconds")
+        logger.info(f"Saved {final} ({save.form}) in {seconds:.2f} seconds")
         if self._retention is not None:
             try:
                 on_published(save, final, seconds)

@@ -164,18 +164,21 @@ class Checkpoint(Section):
         True, description="The last save holds the weights alone. Set it to false to extend a finished run later."
     )
     last_save_in_hf: bool = Field(
-        False, description="Write the last save as Hugging Face safetensors; needs last_save_model_only."
+        False,
+        description="Write the last save as Hugging Face safetensors; needs last_save_model_only. Costs no more than a "
+        "native save of the weights.",
     )
     hf_interval: int = Field(
         0,
         ge=0,
         description="Also export the weights as Hugging Face safetensors every this many steps, to hf/step-N in "
-        "checkpoint.folder, where nothing deletes them; 0 switches this off.",
+        "checkpoint.folder, where nothing deletes them; 0 switches this off. Takes no longer than a native save of the "
+        "same bytes (docs/checkpoint.md).",
     )
     hf_executor: Literal["direct", "consolidate"] = Field(
         "direct",
         description="Writing Hugging Face safetensors. direct: ranks write the final files together. consolidate: each "
-        "writes its shards, which are then merged.",
+        "writes its shards, which are then merged; measured 3 to 8 times as slow as direct.",
     )
     hf_shard_gb: float = Field(
         5.0, gt=0, description="Size of each file of Hugging Face safetensors in GB (10^9 bytes), at most."
