@@ -96,9 +96,12 @@ class RawFile:
                 "while the run read it; put the file back and start again"
             )
         if (status.st_size, status.st_mtime_ns) != self.version:
+            is_same_size = status.st_size == self.size
+            size = f"{status.st_size:,} bytes, expected {self.size:,}"
+            change = "the same size, another modification time" if is_same_size else size
             raise DataError(
-                f"{self.path} has changed since the run opened it ({status.st_size:,} bytes, "
-                f"expected {self.size:,}): put it back as it was, or start again"
+                f"{self.path} has changed since the run opened it ({change}): if its contents are "
+                "as before, start again to continue; otherwise restore the file first"
             )
 
 

@@ -127,7 +127,8 @@ class RunDigests:
         if not self._is_recorder:
             return
         try:
-            if self._log is None:
+            # A second source with the same files merges the log and removes it: start a new one.
+            if self._log is None or not os.fstat(self._log.fileno()).st_nlink:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 path = self._folder / f"{self._name}.{uuid.uuid4().hex}.log"
                 self._log = FileIO(

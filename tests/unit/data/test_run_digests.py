@@ -88,6 +88,18 @@ def test_the_records_of_all_processes_are_merged_and_bounded(
     assert np.count_nonzero(np.fromfile(table, "<u4")) == num_extents
 
 
+def test_a_second_source_with_the_same_files_ends_no_record(
+    start: Callable[..., TokenFile], tmp_path: Path
+) -> None:
+    training = start()
+    training.tokens[:1_000]
+    start()  # such as a validation source; merges and removes the log of the first
+    training.tokens[:]
+    start()
+    (table,) = (tmp_path / "run" / "token_digests").glob("*.u32")
+    assert np.fromfile(table, "<u4").all()
+
+
 def test_processes_that_read_different_bytes_end_the_next_start(
     start: Callable[..., TokenFile], folder: Path
 ) -> None:
@@ -123,7 +135,10 @@ def test_a_file_that_is_overwritten_or_truncated_during_the_run_ends_it(
     status = (folder / "a.bin").stat()
     flip_bit(folder / "a.bin", PLACE)
     os.utime(folder / "a.bin", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(DataError, match=r"a\.bin has changed since the run opened it"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.bin has changed since the run opened it \(the same size, another modification time\)",
+    ):
         opened.tokens[0:10]
     flip_bit(folder / "a.bin", PLACE)
     opened = start()
