@@ -167,7 +167,8 @@ def test_a_folder_with_a_blank_can_be_pasted() -> None:
     assert "path 'my run/step-100' and" in run_folder.how_to_resume(only, "./run", wanted=100, last_step=100)
     metrics = {"enable_tensorboard": True, "save_tb_folder": "tb"}
     config = {"metrics": metrics, "checkpoint": {"enable": False, "folder": "c"}, "training": {"steps": 1}}
-    assert "--logdir 'my run/tb'" in run_folder.last_words(config, Path("my run"), "./run", Path.cwd(), 1)[0]
+    typed = run_folder.Typed("./run", Path.cwd())
+    assert "--logdir 'my run/tb'" in run_folder.last_words(config, Path("my run"), typed, 1)[0]
 
 
 # ---- what the guides say
@@ -184,7 +185,7 @@ def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselve
         "replay",
     )
     by_the_tests = tuple(f"python scripts/{name}.py " for name in scripts)
-    tried = ("./run_train.sh", "./run_tests.sh", *by_the_tests, *SHOWN)
+    tried = ("./run_train.sh", "./run_tests.sh", "env '|' grep ", *by_the_tests, *SHOWN)
     assert [command for command in shown_commands() if not command.startswith(tried)] == []
 
 
@@ -212,6 +213,11 @@ SHOWN = {
     "python scripts/download_assets.py ": lambda words: download_assets.parse(words[2:]),
     "python -m torchtitan_like.config ": lambda words: check(words[3:]),
     "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),
+    "python scripts/find_batch_size.py ": lambda words: check_job(words),
+    "torchrun --nproc_per_node 2 benchmarks/": lambda words: check(["--world-size", "2", *words[4:]]),
+    "python -m tests.gpu_null.harness 2 ": lambda words: check(["--world-size", "2", *words[4:]]),
+    "NULL_GPU_PYTHON=": lambda words: check_shell("run_tests.sh", "--null-gpu"),
+    "benchmarks/gpu.sh": lambda words: check_shell("benchmarks/gpu.sh", "tests"),
     "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(["--world-size", "8", *words[4:]]),
 }
 
@@ -221,6 +227,11 @@ def check(arguments: list[str]) -> None:
     done = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
     assert done.returncode == 0, done.stderr
     assert "no effect" not in done.stderr, done.stderr
+
+
+def check_shell(script: str, word: str) -> None:
+    """The script parses, and has the word. What it does needs a CUDA build of torch."""
+    assert shell(f"bash -n {script}", ROOT).returncode == 0 and word in (ROOT / script).read_text()
 
 
 def check_job(words: list[str]) -> None:
@@ -249,7 +260,8 @@ def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
     keys = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", text)) - {"section.key"}
     assert [key for key in keys if find(tuple(key.split("."))) is None] == []
     # Files of ours; what stands for a run's or a user's file begins otherwise.
-    paths = set(re.findall(r"\b(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./]*\w", text))
+    ours = r"(?:(?<=\.\./)|(?<![\w./]))(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./]*\w"
+    paths = set(re.findall(ours, text))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
