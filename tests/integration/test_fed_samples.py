@@ -22,6 +22,7 @@ import xxhash
 from tests.faults.trainer import Ended, Run, Starter, Torchrun, kill
 from tests.harness.runner import ROOT
 from tests.unit.data.conftest import write_jsonl
+from tests.unit.data.independent_reader import pattern_of
 from tests.unit.data.reference import digest_of
 from tests.unit.data.test_documents import write_table
 from tests.unit.data.token_writers import write_flat, write_npy
@@ -102,17 +103,10 @@ def plain_loop(corpus: Mapping[str, Path]) -> list[Sample]:
     }
     # The shares are of tokens: a source whose last sample is short needs a little more of its samples.
     exact = {name: WEIGHTS[name] * len(cuts[name]) / (len(tokens[name]) - 1) for name in WEIGHTS}
-    exact = {name: 2**16 * share / sum(exact.values()) for name, share in exact.items()}
-    numbers = {name: int(share) for name, share in exact.items()}
-    for name in sorted(exact, key=lambda name: numbers[name] - exact[name])[: 2**16 - sum(numbers.values())]:
-        numbers[name] += 1
-    places = sorted(
-        ((rank + 0.5) / count, order, name)
-        for order, (name, count) in enumerate(numbers.items())
-        for rank in range(count)
-    )
     read, stream = Counter[str](), []
-    for _, _, name in places[:NUM_SAMPLES]:
+    names = list(exact)
+    for index in itertools.islice(pattern_of(list(exact.values())), NUM_SAMPLES):
+        name = names[index]
         epoch, within = divmod(read[name], len(cuts[name]))
         key = xxhash.xxh3_64_intdigest(name.encode(), SEED)
         sample = int(shuffled(np.array([within]), len(cuts[name]), key, epoch)[0])
