@@ -4,7 +4,7 @@
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
-#   ./run_tests.sh --nightly             the long tests instead (marker "nightly")
+#   ./run_tests.sh --nightly             the long tests instead (marker "nightly"; installs the extra "interop")
 #   ./run_tests.sh --null-gpu            the CUDA paths on devices that compute nothing (45 minutes; see below)
 #   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
 #
@@ -44,7 +44,9 @@ if [ "${1:-}" = --null-gpu ]; then
 fi
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
-setup_env dev || exit 1
+extras=dev
+[ "${1:-}" != --nightly ] || extras="dev interop"
+setup_env "$extras" || exit 1
 cd "$ROOT" || exit 1
 # One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
 export OMP_NUM_THREADS=1

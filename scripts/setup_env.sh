@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Sourced by run_train.sh and run_tests.sh: finds a Python that meets pyproject.toml, or makes one in .venv.
 #
-#   setup_env [EXTRA]   sets PYTHON to the interpreter to use; returns 1, having said why, when there is none
+#   setup_env [EXTRAS]   sets PYTHON to the interpreter to use; returns 1, having said why, when there is none
+#                        EXTRAS: one word, names of extras separated by blanks ("dev interop")
 #
 # In this order: $PYTHON (or python3) as it is, .venv as it is, .venv after an installation. Nothing is ever installed
 # outside .venv. What is really installed decides, so there is no stamp that could go stale.
@@ -49,7 +50,7 @@ _setup_absolute() {
 # The requirements that a Python does not meet, one a line; fails if there is any.
 _setup_unmet() {
   _setup_python_is_new_enough "$1" || return 1
-  # shellcheck disable=SC2086 # no extra: no argument
+  # shellcheck disable=SC2086 # one argument for each extra
   "$1" "$SETUP_ROOT/scripts/check_requirements.py" $2
 }
 
@@ -108,7 +109,7 @@ _setup_pip_install() {
   if [[ $'\n'$unmet == *$'\ntorch: '* ]]; then
     _setup_run "${pip[@]}" "torch==$TESTED_TORCH" || return 1
   fi
-  _setup_run "${pip[@]}" -e "$SETUP_ROOT${2:+[$2]}"
+  _setup_run "${pip[@]}" -e "$SETUP_ROOT${2:+[${2// /,}]}"
 }
 
 _setup_run() {

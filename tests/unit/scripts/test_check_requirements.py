@@ -46,7 +46,7 @@ def test_release(text: str, numbers: tuple[int, ...]) -> None:
 
 
 def test_every_line_of_pyproject_can_be_read() -> None:
-    lines = check_requirements.requirements(["dev", "wandb", "float8"])
+    lines = check_requirements.requirements(["dev", "interop", "wandb", "float8"])
     assert len(lines) > 15
     for line in lines:
         unmet(line, {})

@@ -38,10 +38,11 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_step(tmp_path_factory.mktemp("run") / "step-7", MODEL)
 
 
-def make_step(folder: Path, sizes: dict[str, Any]) -> Path:
+def make_step(folder: Path, sizes: dict[str, Any], assets: Path = ROOT / "tests/assets/tokenizer") -> Path:
+    """Write a full checkpoint of a Llama with random weights and the tokenizer in `assets`."""
     folder.mkdir()
     options = {f"model.args.{key}": value for key, value in sizes.items()}
-    options |= {"model.hf_assets_path": ROOT / "tests/assets/tokenizer", "training.dtype": "float32"}
+    options |= {"model.hf_assets_path": assets, "training.dtype": "float32"}
     config = load_config([part for key, value in options.items() for part in (f"--{key}", str(value))])
     identity = identify(config.model)
     torch.manual_seed(0)

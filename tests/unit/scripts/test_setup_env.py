@@ -115,7 +115,7 @@ def test_a_named_python_that_lacks_something_is_not_passed_over_in_silence(repo:
     assert f"Using {repo}/.venv/bin/python instead." in lines[3]
 
 
-@pytest.mark.parametrize(("extra", "target"), [("", ""), ("dev", "[dev]")])
+@pytest.mark.parametrize(("extra", "target"), [("", ""), ("dev", "[dev]"), ("'dev interop'", "[dev,interop]")])
 def test_otherwise_a_venv_is_made_once_with_the_tested_torch_first(repo: Path, extra: str, target: str) -> None:
     code, python, stderr = setup(repo, extra)
     assert (code, python) == (0, str(repo / ".venv" / "bin" / "python"))
