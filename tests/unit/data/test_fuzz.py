@@ -279,7 +279,7 @@ def build(case: Case, tokenizer: Tokenizer, layout: Layout, rank: int) -> TrainB
         Training(**case.training, local_batch_size=layout.local),
         Data(**case.data),
         tokenizer=tokenizer,
-        dump_folder="unused",
+        dump_folder=case.data["cache_folder"],
         seed=case.run.seed,
         dp_rank=rank,
         dp_size=layout.dp,
