@@ -131,7 +131,8 @@ class Text:
     """The samples of some documents, as one epoch of a cached source or one window of a stream has them."""
 
     def __init__(self, documents: Sequence[list[int]], run: Run, source: int) -> None:
-        self.run, self.source = run, source
+        self.run = run
+        self.source = source
         self.documents = [document for document in documents if document]
         self.flat = [token for document in self.documents for token in document]
         ends = np.cumsum([len(document) for document in self.documents]).tolist()
@@ -196,7 +197,9 @@ class Reader:
     """The samples of one source, one after the other, without an end unless ``max_epochs`` sets one."""
 
     def __init__(self, run: Run, index: int) -> None:
-        self.run, self.index, self.source = run, index, run.sources[index]
+        self.run = run
+        self.index = index
+        self.source = run.sources[index]
         self.key = key_of(self.source.name, run.seed)
         if not self.source.is_stream:
             self.text = Text(self.source.blocks[0], run, index)

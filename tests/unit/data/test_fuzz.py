@@ -70,8 +70,10 @@ class CaseMaker:
     """Draws a case, and writes its files into ``folder``."""
 
     def __init__(self, seed: int, folder: Path) -> None:
-        self.random, self.folder = random.Random(seed), folder
-        self.add_bos, self.add_eos = self._often(0.8), self._often(0.8)
+        self.random = random.Random(seed)
+        self.folder = folder
+        self.add_bos = self._often(0.8)
+        self.add_eos = self._often(0.8)
         self.skips_bad_records = self._often(0.3)
         self.ends = self._often(0.3)  # every source has max_epochs
         self.seq_len = self.random.choice([5, 8, 16, 33] if self.ends else [1, 2, 3, 5, 8, 16, 33])
