@@ -1,11 +1,8 @@
-"""One rank of each file system builds what all ranks need, and all ranks end together if that
-fails.
+"""Build on one rank of each file system what all ranks need, and end all ranks together if it fails.
 
-The work takes hours, where a collective may take minutes: the builder works in a thread, and
-meanwhile all ranks sum every
-second how many are not done and how many have failed. So an error of one builder reaches every
-rank within seconds, on every
-node, before another rank can begin the same work.
+The work takes hours, and a collective may take minutes only. The builder therefore works in a
+thread. Meanwhile all ranks sum every second how many are still working and how many have failed.
+An error of one builder reaches every rank within seconds, before another rank starts the same work.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Hashes of token files that came without any, recorded when a run first reads them and compared
-at every later read.
+"""Hashes of token files that came without any: recorded at the first read, compared at later reads.
 
-No start can read terabytes to find that nothing has changed. So each process appends the hash of
-every extent that it verifies
-for the first time to a log of its own in the run's folder. The next start merges these logs into
-one table for each source,
-and from then on an extent with another hash ends the run: its tokens are not those that the run
-was trained on. The start
-itself verifies at most `NUM_AT_START` of the recorded extents.
+No start can read terabytes to find that nothing has changed. Each process appends the hash of every
+extent that it reads for the first time to a log of its own in the run's folder. The next start
+merges these logs into one table for each source. An extent whose hash differs from the table ends
+the run. The start itself verifies at most `NUM_AT_START` of the recorded extents.
 
-A log takes 8 bytes for each extent of `EXTENT_BYTES` that its process reads; the table 4 bytes for
-each extent of the source
-(128 MB for 1 TB). A process holds one bit for each extent.
+A log takes 8 bytes for each extent of `EXTENT_BYTES` that its process reads. The table takes 4
+bytes for each extent of the source (128 MB for 1 TB). A process holds one bit for each extent.
 """
 
 from __future__ import annotations

@@ -412,7 +412,7 @@ def _encode_all(
             while waiting:
                 yield first_result()
                 waiting.popleft()
-        except BaseException:  # also when nobody asks for more: the pool would wait for what it has begun
+        except BaseException:  # also GeneratorExit: the pool would wait for the started work
             for process in list((pool._processes or {}).values()):
                 process.kill()
             raise

@@ -77,7 +77,8 @@ class OverflowDetector:
         self._is_on_device = False  # whether a tensor was found elsewhere than on the host
         self._frames: deque[list[str]] = deque(maxlen=section.detect_overflow_frames)
         self._begun: dict[str, list[str]] = {}
-        self._now, self._num_frames = (0, 0), 0
+        self._now = (0, 0)
+        self._num_frames = 0
         self._hooks: list[Any] = []
         for fqn, module in (named for part in parts for named in part.named_modules()):
             name = f"{fqn or 'the whole model'} ({type(module).__name__})"
@@ -98,7 +99,8 @@ class OverflowDetector:
         numbers = iter(torch.stack(pairs).tolist() if pairs else [])
         for seen in observations:
             if (now := (seen.step, seen.micro_batch)) != self._now:
-                self._now, self._num_frames = now, 0
+                self._now = now
+                self._num_frames = 0
                 self._frames.clear()
             if seen.event == "start":
                 self._begun[seen.module] = [seen.module]
