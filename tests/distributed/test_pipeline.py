@@ -370,7 +370,8 @@ def with_a_wrong_shape():
 
 def test_a_stage_that_hands_on_another_shape_says_so():
     with pytest.raises(
-        RankError, match=r"stage 0 hands on \(\(1, 12, 16\), torch.float64\), where the next one expects"
+        RankError,
+        match=r"stage 0 returned hidden states as \(1, 12, 16\), torch.float64. The next stage expects \(1, 6, 16\)",
     ):
         run_in_process_of_its_own(with_a_wrong_shape, 2)
 

@@ -53,8 +53,11 @@ def apply_data_parallel(
 
     stored, computed, reduced = next(model.parameters()).dtype, DTYPES[param_dtype], DTYPES[reduce_dtype]
     policy: dict[str, Any] = {
+        # Activations keep the dtype that the model gives them, as they do where nothing is wrapped.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if computed == stored else computed, reduce_dtype=None if reduced == computed else reduced
+            param_dtype=None if computed == stored else computed,
+            reduce_dtype=None if reduced == computed else reduced,
+            cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }

@@ -121,6 +121,7 @@ def _build_pipeline(spec: ModelSpec, args: Any, world: World, sections: Sections
         microbatch_size=section.pipeline_parallel_microbatch_size,
         width=pipeline.hidden_width(whole, spec),
         dtype=DTYPES[training.mixed_precision_param],
+        stage_tensors=spec.stage_tensors(args),
         sequence_shards=world.dims.tp if section.enable_sequence_parallel else 1,
     )
 

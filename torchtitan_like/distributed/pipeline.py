@@ -1,8 +1,8 @@
 """Pipeline parallelism: one schedule of torch.distributed.pipelining for all micro-batches of an optimizer step.
 
 Micro-batches of gradient accumulation and of the pipeline are the same thing: what is accumulated, and when gradients
-are reduced (once, after the last), is decided here and nowhere else. Activations between stages are plain local
-tensors (rows, positions, width), of a shape that is known before they are sent.
+are reduced (once, after the last), is decided here and nowhere else. Stages pass on plain local tensors: hidden states
+(rows, positions, width), then the `stage_tensors` of the `ModelSpec`. All shapes are known before anything is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from torchtitan_like.distributed.schedule_view import has_messages, timeline_lin
 from torchtitan_like.distributed.stages import SCHEDULES, StagePlan
 
 if TYPE_CHECKING:
-    from torchtitan_like.models.spec import ModelSpec
+    from torchtitan_like.models.spec import ModelSpec, StageTensor
+
+
+HIDDEN = "hidden states"  # the name of the first tensor that stages pass on
 
 
 class _Shape(NamedTuple):
@@ -59,17 +62,19 @@ class Pipeline:
         microbatch_size: int,
         width: int,
         dtype: torch.dtype,
+        stage_tensors: Sequence[StageTensor] = (),
         sequence_shards: int = 1,
     ) -> None:
         """`parts` are stages in the order of `plan.ranks[rank in group]`, parallelised and materialised before the first step.
 
-        width, dtype: of the hidden states between stages. sequence_shards: pieces into which a stage cuts its tokens'
-        positions (sequence parallel).
+        width, dtype: of the hidden states between stages. stage_tensors: what stages pass on after them.
+        sequence_shards: pieces into which a stage cuts its tokens' positions (sequence parallel).
         """
         self.parts, self.plan, self.group, self.device = list(parts), plan, group, device
         self.neighbor_groups = neighbor_groups
         self.microbatch_size, self.sequence_shards = microbatch_size, sequence_shards
         self.width, self.dtype = width, dtype
+        self.stage_tensors = stage_tensors
         self.stage_numbers = plan.ranks[dist.get_rank(group)]
         self.has_first = 0 in self.stage_numbers
         self.has_last = plan.num_stages - 1 in self.stage_numbers
@@ -146,10 +151,7 @@ class Pipeline:
         return _Runner(schedule, stages, shape.trains)
 
     def _stage(self, part: nn.Module, number: int, shape: _Shape) -> _Stage:
-        hidden = torch.empty(
-            (shape.rows, shape.seq // self.sequence_shards, self.width),
-            dtype=self.dtype, device="meta", requires_grad=shape.trains,
-        )  # fmt: skip
+        passed = self._passed(shape)
         tokens = torch.empty((shape.rows, shape.seq), dtype=torch.int64, device="meta")
         is_last = number == self.plan.num_stages - 1
         loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta")
@@ -158,13 +160,34 @@ class Pipeline:
             number,
             self.plan.num_stages,
             self.device,
-            input_args=tokens if number == 0 else hidden,
-            output_args=loss if is_last else hidden,
+            input_args=tokens if number == 0 else tuple(passed.values()),
+            output_args=loss if is_last else tuple(passed.values()),
             group=self.group,
         )
-        stage.handed_on = hidden
+        stage.passed = passed
         stage.neighbor_groups = self.neighbor_groups
         return stage
+
+    def _passed(self, shape: _Shape) -> dict[str, Tensor]:
+        """The tensors that a stage passes to the next one, on meta, by name."""
+        hidden_seq = shape.seq // self.sequence_shards
+        sizes = {"batch": shape.rows, "seq": shape.seq, "hidden_seq": hidden_seq}
+        passed = {
+            HIDDEN: torch.empty(
+                (shape.rows, hidden_seq, self.width),
+                dtype=self.dtype,
+                device="meta",
+                requires_grad=shape.trains,
+            )
+        }
+        for tensor in self.stage_tensors:
+            passed[tensor.name] = torch.empty(
+                [sizes[size] if isinstance(size, str) else size for size in tensor.shape],
+                dtype=getattr(torch, tensor.dtype) if tensor.dtype else self.dtype,
+                device="meta",
+                requires_grad=tensor.requires_grad and shape.trains,
+            )
+        return passed
 
     def _share(self, loss: Tensor, _labels: Tensor) -> Tensor:
         """A micro-batch's share of the step's loss; a non-finite one must reach every gradient, on every rank."""
@@ -187,7 +210,7 @@ class _Runner(NamedTuple):
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, with six things mended.
+    """Torch's stage, with seven things mended.
 
     What it receives has memory only while its micro-batch is under way: torch allocates it for
     every micro-batch of a step and keeps it, which grows with gradient accumulation. What it sends
@@ -196,10 +219,10 @@ class _Stage(PipelineStage):
     weights when forward passes in between have resharded them: torch looks for gathered weights
     among the sharded ones, and would leave gradients out without a word. Messages to and from a
     neighbor use the group of these two ranks (`World.neighbor_groups`), so that they wait for no
-    other pair's. And no vote on shapes is held.
+    other pair's. No vote on shapes is held. And the module receives each further tensor by keyword.
     """
 
-    handed_on: Tensor  # what its output must be like, on meta
+    passed: dict[str, Tensor]  # what it passes to the next stage, on meta, by name
     neighbor_groups: Mapping[int, dist.ProcessGroup]  # by rank within the pipeline's group; may be empty
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -268,16 +291,42 @@ class _Stage(PipelineStage):
                 info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_maybe_with_nosync(*args, **kwargs)
+        """Run the module. After the hidden states, it receives what stages pass on by keyword."""
+        stage_tensors = dict(zip(list(self.passed)[1:], args[1:], strict=not self.is_first))
+        output = super().forward_maybe_with_nosync(args[0], **stage_tensors, **kwargs)
         if self.is_last:
             return output
-        found, expected = (tuple(output.shape), output.dtype), (tuple(self.handed_on.shape), self.handed_on.dtype)
-        if found != expected:
+        outputs = output if isinstance(output, tuple) else (output,)
+        self._check_outputs(outputs)
+        # A backward in two parts detaches its outputs in place, which is impossible for views.
+        contiguous = [tensor.contiguous() for tensor in outputs]
+        return tuple(tensor.clone() if tensor._is_view() else tensor for tensor in contiguous)
+
+    def _check_outputs(self, outputs: tuple[Any, ...]) -> None:
+        """Raise ValueError unless the outputs are what the next stage has allocated memory for."""
+        if len(outputs) != len(self.passed) or not all(isinstance(o, Tensor) for o in outputs):
+            found = ", ".join(type(output).__name__ for output in outputs)
             raise ValueError(
-                f"pipeline stage {self.stage_index} hands on {found}, where the next one expects {expected}: stages pass "
-                "on hidden states (samples, positions, width) in the compute dtype, and nothing else"
+                f"Pipeline stage {self.stage_index} returned {len(outputs)} values ({found}). "
+                f"Expected {len(self.passed)} tensors ({', '.join(self.passed)}): return the hidden "
+                "states, then the tensors of ModelSpec.stage_tensors in their order"
             )
-        return output.contiguous()
+        for (name, expected), output in zip(self.passed.items(), outputs, strict=True):
+            if (output.shape, output.dtype) != (expected.shape, expected.dtype):
+                remedy = "the hidden states are (samples, positions, width) in the compute dtype"
+                if name != HIDDEN:
+                    remedy = "correct the model or its ModelSpec.stage_tensors"
+                raise ValueError(
+                    f"Pipeline stage {self.stage_index} returned {name} as {tuple(output.shape)}, "
+                    f"{output.dtype}. The next stage expects {tuple(expected.shape)}, "
+                    f"{expected.dtype}: {remedy}"
+                )
+            if output.requires_grad and not expected.requires_grad:
+                raise ValueError(
+                    f"Pipeline stage {self.stage_index} returned {name} with a gradient, which "
+                    f"ModelSpec.stage_tensors declares without one. The gradient would be lost: "
+                    f"set requires_grad = True there, or detach the tensor"
+                )
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         if backward_type != "full":
@@ -288,8 +337,9 @@ class _Stage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
+            grads = self.bwd_cache[bwd_chunk_id][: len(self.passed)]  # the others are of keyword arguments
             self.bwd_cache[bwd_chunk_id] = tuple(
-                grad.contiguous() for grad in self.bwd_cache[bwd_chunk_id] if grad is not None
+                grad if grad is None else grad.contiguous() for grad in grads
             )
         return self._between_neighbors(super().get_bwd_send_ops(bwd_chunk_id))
 
@@ -297,5 +347,10 @@ class _Stage(PipelineStage):
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        if not self.has_backward:
+            return
+        # Torch zeroes the buffer of a missing gradient in place, and ours has no memory yet.
+        for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if grad is None:
+                self._move([info], self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

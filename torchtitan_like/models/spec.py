@@ -60,6 +60,41 @@ def almost_normal(std: float) -> InitRule:
 
 
 @dataclass(frozen=True)
+class StageTensor:
+    """A tensor that each pipeline stage passes to the next one, in addition to the hidden states.
+
+    name: the keyword under which the model's `forward` receives it. Stage 0 and a model that is not
+    split into stages do not receive it.
+    shape: sizes, or "batch" (samples of a micro-batch), "seq" (positions of the tokens on this
+    rank), "hidden_seq" (positions of the hidden states on this rank: with sequence parallelism each
+    tensor-parallel rank has a part of "seq").
+    dtype: a name such as "float32" or "int64"; empty for the dtype of the hidden states.
+    requires_grad: True if its gradient flows back to the stages before.
+    """
+
+    name: str
+    shape: tuple[int | Literal["batch", "seq", "hidden_seq"], ...]
+    dtype: str = ""
+    requires_grad: bool = True
+
+    def __post_init__(self) -> None:
+        if self.requires_grad and self.dtype and not self.dtype.startswith(("float", "bfloat")):
+            raise ValueError(
+                f"StageTensor({self.name!r}) of dtype {self.dtype!r} has requires_grad = True. Only "
+                "floating-point tensors have gradients: set requires_grad = False"
+            )
+        unknown = [size for size in self.shape if isinstance(size, str) and size not in _STAGE_SIZES]
+        if unknown:
+            raise ValueError(
+                f"StageTensor({self.name!r}) has unknown sizes {unknown} in its shape. Expected "
+                f"integers or names among {', '.join(_STAGE_SIZES)}"
+            )
+
+
+_STAGE_SIZES = ("batch", "seq", "hidden_seq")
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One family of models. `A` below is its `args_type`, a frozen dataclass of ints, floats, bools and strings.
 
@@ -75,6 +110,7 @@ class ModelSpec:
     hf_names(A)                 (our parameter name, Hugging Face's), or `hf_table.Row` where more than the name differs
     hf_config(A)                content of Hugging Face's config.json
     meta_names(A)               the same for Meta's and TorchTitan's checkpoints; None where there are none of them
+    stage_tensors(A)            what pipeline stages pass on in addition to the hidden states
     """
 
     name: str
@@ -94,6 +130,7 @@ class ModelSpec:
     hf_names: Callable[[Any], Rows]
     hf_config: Callable[[Any], dict[str, Any]]
     meta_names: Callable[[Any], Rows] | None = None
+    stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
 
     def __post_init__(self) -> None:
         unknown = sorted({word for _, word in self.sharding} - SHARDING_WORDS.keys())
