@@ -97,6 +97,9 @@ def settings(case: Case, folder: str) -> list[str]:
 
 def run_ours(case: Case, launched_at: float, folder: str) -> None:
     """The shipped trainer; only a clock is added."""
+    from torchtitan_like.process_start import begin_rank
+
+    begin_rank(settings(case, folder))  # as `python -m torchtitan_like.train` begins
     from torchtitan_like import launch, train
 
     clock, modules = Clock(), 0

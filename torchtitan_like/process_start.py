@@ -6,6 +6,7 @@ Imports nothing that takes long: what a signal does before these lines is up to 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -71,7 +72,12 @@ def _is_running(pid: int) -> bool:
 
 
 def begin_rank(argv: list[str]) -> None:
-    """Prepare a rank: signals, the launcher's death, and no exit.json of an earlier attempt in the run folder."""
+    """Prepare a rank: signals, the launcher's death, and no exit.json of an earlier attempt in the run folder.
+
+    Python's garbage collector rests until `GarbageCollection` decides about it: while modules are
+    imported it would walk all of them again and again, and find next to nothing.
+    """
+    gc.disable()
     exit_on_signals()
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     die_with_launcher(signal.SIGKILL if is_under_torchrun else signal.SIGTERM)

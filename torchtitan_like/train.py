@@ -36,7 +36,7 @@ from torchtitan_like.data.batch import Batch, chain, count_valid, count_valid_by
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
 from torchtitan_like.distributed.data_parallel import GradientSync
-from torchtitan_like.distributed.determinism import derive_seed, seed_everything
+from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
@@ -360,14 +360,15 @@ class Trainer:
         self.loss_by_source.zero_()  # validation adds to it as well
         local = self.feed.local(batch)
         if self.pipeline is not None:
-            torch.manual_seed(derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers))
+            seed = derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers)
+            seed_device(seed, self.world.device)
             loss = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
         else:
             losses: list[torch.Tensor] = []
             for micro in range(len(batch.first_samples)):
                 self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
                 self.heartbeat.beat("step", step, micro)
-                torch.manual_seed(derive_seed(self.seed, batch.first_samples[micro]))
+                seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
                 share = self.parts[0](*self.feed.to_device(local, micro)) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.
                 losses.append(share.detach())

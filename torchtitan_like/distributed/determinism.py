@@ -41,6 +41,17 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed the generators that a step on `device` draws from: torch's on the CPU and that of the device.
+
+    `torch.manual_seed` also seeds every other kind of accelerator. For each that has not been
+    initialized it formats the Python stack: 0.1 ms and some twenty `stat` calls of source files.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch (all devices) alike on every rank; whatever must differ derives its own seed."""
     random.seed(seed)

@@ -32,9 +32,11 @@ class GarbageCollection:
         self._freq = freq
         self._debug = debug
         self._clock = clock
-        if self._freq > 0:
-            gc.disable()
-            self._settle("Initial GC collection")
+        if self._freq == 0:
+            gc.enable()  # it rests during the imports
+            return
+        gc.disable()
+        self._settle("Initial GC collection")
 
     def freeze(self) -> None:
         """Call once everything is built: what lives then lives to the end, and later collections do not walk it."""
