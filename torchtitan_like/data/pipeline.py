@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from .order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from .packing import JoinedSamples, PackedSamples
 from .steps import StepPositions
 from .streaming import StreamedSamples, folder_of
-from .token_cache import Entry, TokenPolicy, cached_tokens, entry_of, find_cached, writable_folder
+from .token_cache import Entry, TokenPolicy, cached_entry, entry_of, find_cached, writable_folder
 from .token_file import TokenFile
 from .validation import ValidationBatches
 
@@ -200,15 +201,16 @@ def _tokens(
         )
     policy = _policy(source, data, tokenizer)
 
-    def look() -> tuple[Corpus, str]:
+    @functools.cache  # a rank lists its files at most once
+    def look() -> tuple[Entry, Corpus]:
         corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
-        return corpus, named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
+        name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
+        return entry_of(corpus, name, policy), corpus
 
-    entry: Entry = seen_once(once, source.path, lambda: entry_of(*look(), policy))
+    entry: Entry = seen_once(once, source.path, lambda: look()[0])
 
     def build(stop: threading.Event) -> TokenFile:
-        corpus, name = look()
-        return cached_tokens(corpus, policy, name=name, stop=stop, **places)
+        return cached_entry(*look(), policy, stop=stop, **places)
 
     return build_together(
         group,

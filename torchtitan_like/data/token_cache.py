@@ -32,7 +32,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -96,14 +96,13 @@ def cached_tokens(
 
     Raises DataError for texts that cannot be read, a corpus without text, and where no cache folder can be written.
     """
-    entry = entry_of(corpus, name, policy)
-    return find_or_build(
-        entry.name,
-        entry.open,
-        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores(), stop),
-        beside=corpus.folder,
+    return cached_entry(
+        entry_of(corpus, name, policy),
+        corpus,
+        policy,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
+        num_workers=num_workers,
         stop=stop,
     )
 
@@ -124,6 +123,30 @@ def entry_of(corpus: Corpus, name: str, policy: TokenPolicy) -> Entry:
     key = cache_key(corpus, policy)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     return Entry(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}", corpus.folder, key)
+
+
+def cached_entry(
+    entry: Entry,
+    corpus: Corpus,
+    policy: TokenPolicy,
+    *,
+    cache_folder: str | None,
+    dump_folder: str,
+    num_workers: int | None = None,
+    stop: threading.Event | None = None,
+) -> TokenFile:
+    """As `cached_tokens`, for a caller that has ``entry`` of ``corpus`` already: a million files
+    take seconds to look at.
+    """
+    return find_or_build(
+        entry.name,
+        entry.open,
+        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores(), stop),
+        beside=corpus.folder,
+        cache_folder=cache_folder,
+        dump_folder=dump_folder,
+        stop=stop,
+    )
 
 
 def find_cached(
@@ -219,9 +242,9 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
 def _file_identities(corpus: Corpus) -> dict[str, Any]:
     """Number of files and a hash of names, sizes and times; names are relative: a folder moves with its cache."""
     state = xxhash.xxh3_128()
-    for file in corpus.files:
+    for name, file in zip(corpus.relative_names(), corpus.files, strict=True):
         size, time_ns = corpus.size_and_time(file)
-        state.update(f"{file.relative_to(corpus.folder)}\0{size}\0{time_ns}\0".encode())
+        state.update(f"{name}\0{size}\0{time_ns}\0".encode())
     return {"count": len(corpus.files), "hash": state.hexdigest()}
 
 
@@ -392,7 +415,9 @@ def _encode_all(
     # Spawned, not forked: the trainer may have threads and a CUDA context by now.
     context = get_context("spawn")
     counter = context.Value("q", 0)
-    arguments = corpus, policy.tokenizer.path, policy.bos_id, policy.eos_id, counter
+    # The list of files may be long, and the pieces name theirs.
+    without_files = replace(corpus, files=())
+    arguments = without_files, policy.tokenizer.path, policy.bos_id, policy.eos_id, counter
     with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
         waiting: deque[Future[EncodedPiece]] = deque()
 
@@ -478,7 +503,7 @@ def encode_piece(
             elif texts:
                 found.add(texts, report)
         except DataError as error:
-            files = sorted({str(span.file) for span in spans})
+            files = sorted({span.file for span in spans})
             raise DataError(f"{', '.join(files[:3])}: {error}") from error
     return found.as_piece()
 

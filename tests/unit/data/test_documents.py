@@ -107,7 +107,7 @@ def test_lines_are_read_once_wherever_the_borders_fall(
     file.write_bytes("\n\r\n".join(lines).encode() + b"\n" * last_newline)
     size = file.stat().st_size
     corpus = Corpus(file.parent, (file,), "jsonl", "text")
-    spans = [Span(file, start, min(start + step, size), step) for start in range(0, size, step)]
+    spans = [Span(str(file), start, min(start + step, size), step) for start in range(0, size, step)]
     assert [text for span in spans for text in read_piece(corpus, (span,))] == texts
 
 

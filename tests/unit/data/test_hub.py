@@ -60,7 +60,7 @@ def test_one_process_downloads_and_the_others_wait(downloads: Callable[..., Path
     others = [fork.Process(target=find_corpus, args=(PATH,)) for _ in range(3)]
     for process in others:
         process.start()
-    assert find_corpus(PATH).files == (tmp_path / "snapshot/en/a.jsonl",)
+    assert find_corpus(PATH).files == (str(tmp_path / "snapshot/en/a.jsonl"),)
     for process in others:
         process.join()
     assert [process.exitcode for process in others] == [0] * 3

@@ -161,6 +161,40 @@ def test_a_folder_tells_what_is_in_it_without_a_look_at_each_file(
     assert not [path for path in looked_at if path.endswith(("0.jsonl", "4.jsonl"))]
 
 
+def test_a_rank_that_builds_the_cache_lists_the_files_once(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two million files take seconds to list, and seconds for each look at their sizes."""
+    source = DataSource(path=str(text(tmp_path / "data")))
+    listings, stats, find, stat = [], [], pipeline.find_corpus, os.stat
+
+    def counted_find(*args: Any) -> Any:
+        listings.append(args)
+        return find(*args)
+
+    def counted_stat(path: Any, *args: Any, **keywords: Any) -> os.stat_result:
+        stats.append(str(path))
+        return stat(path, *args, **keywords)
+
+    monkeypatch.setattr(pipeline, "find_corpus", counted_find)
+    monkeypatch.setattr(os, "stat", counted_stat)
+    opened(source, tokenizer, tmp_path)
+    assert len(listings) == 1
+    # For the name of the cache, for the plan, and for the check that no file changed meanwhile.
+    assert len([path for path in stats if path.endswith("3.jsonl")]) == 3
+
+
+def test_files_are_in_the_order_of_the_parts_of_their_paths(tmp_path: Path) -> None:
+    names = ["a-1/x.txt", "a.txt", "a/b.txt", "a/b/c.txt", "a/b-1.txt", "a0.txt", "\u00e9.txt", "B.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    corpus = documents.find_corpus(str(tmp_path))
+    by_parts = sorted(names, key=lambda name: Path(name).parts)
+    assert list(corpus.relative_names()) == by_parts
+    assert corpus.files == tuple(str(tmp_path / name) for name in by_parts)
+
+
 def test_there_may_be_more_files_than_descriptors(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A process may have 1,024 files open where nobody has raised that; a terabyte may be 50,000."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -64,24 +64,30 @@ _DATASET_MARKS = ("dataset_info.json", "state.json")
 class Corpus:
     """The files of one source, sorted. ``folder`` is the deepest one that holds them all.
 
+    files: absolute paths. A source may have millions: a `Path` takes ten times as long to make.
     listing: of files that lie on the Hub, and here only once they are read (`Blocks`).
     """
 
     folder: Path
-    files: tuple[Path, ...]
+    files: tuple[str, ...]
     format: Format
     text_field: str
     on_bad_record: OnBadRecord = "error"
     listing: Listing | None = None
 
     def __str__(self) -> str:
-        return str(self.files[0]) if len(self.files) == 1 else f"the {len(self.files)} files of {self.folder}"
+        return self.files[0] if len(self.files) == 1 else f"the {len(self.files)} files of {self.folder}"
 
-    def size_and_time(self, file: Path) -> tuple[int, int]:
+    def relative_names(self) -> Iterator[str]:
+        """The path of each file from ``folder``."""
+        start = len(os.path.join(self.folder, ""))
+        return (file[start:] for file in self.files)
+
+    def size_and_time(self, file: str) -> tuple[int, int]:
         """Bytes, and nanoseconds of the last change; 0 for a file of the Hub, which does not change."""
         if self.listing is not None:
-            return self.listing.sizes[file], 0
-        status = file.stat()
+            return self.listing.sizes[Path(file)], 0
+        status = os.stat(file)
         return status.st_size, status.st_mtime_ns
 
 
@@ -101,22 +107,24 @@ def find_corpus(
     own cache. Raises DataError where there is none, or where the format cannot be told.
     """
     listing = None if downloads is None or not path.startswith(PREFIX) else list_files(path, downloads)
-    files = _files_at(local_path(path), format_name) if listing is None else list(listing.sizes)
+    files = _files_at(local_path(path), format_name) if listing is None else list(map(str, listing.sizes))
     found_format = _format_of(files) if format_name == "auto" else format_name
-    folder = Path(os.path.commonpath([file.parent for file in files]))
+    folder = Path(os.path.commonpath({os.path.dirname(file) for file in files}))
     name: Any = found_format  # one of Format: checked by the schema
     return Corpus(folder, tuple(files), name, text_field, on_bad_record, listing)
 
 
-def _files_at(path: str, format_name: str) -> list[Path]:
+def _files_at(path: str, format_name: str) -> list[str]:
     given = Path(path).expanduser()
     if given.is_file():
-        files = [given]
+        files = [str(given.absolute())]
     elif given.is_dir():
-        files = _files_below(given, format_name)
+        files = _files_below(given.absolute(), format_name)
     else:
         matches = set(matching(given))
-        files = sorted(file for folder in {match.parent for match in matches} for file in _listed_in(folder, matches))
+        folders = {match.parent for match in matches}
+        found = sorted(file for folder in folders for file in _listed_in(folder, matches))
+        files = [str(file.absolute()) for file in found]
     if not given.is_file():
         files = _without_leftovers(files)
     if not files:
@@ -124,7 +132,7 @@ def _files_at(path: str, format_name: str) -> list[Path]:
         raise DataError(
             f"no data at {path!r}: it is {what} (relative paths start at {os.getcwd()}; {_known_endings()})"
         )
-    return [file.absolute() for file in files]
+    return files
 
 
 def _listed_in(folder: Path, wanted: set[Path]) -> Iterator[Path]:
@@ -145,13 +153,22 @@ def matching(pattern: Path) -> list[Path]:
     return [path for path in found if names & {*pattern.parts} or not names & {*path.parts}]
 
 
-def _without_leftovers(files: list[Path]) -> list[Path]:
+def _without_leftovers(files: list[str]) -> list[str]:
     """Of each data set that `datasets` has saved, the files that it lists: others hold rows of an earlier one, or the same
     rows once more, as `map` keeps them there.
     """
-    listed = {folder: _listed(folder) for folder in {file.parent for file in files if file.suffix == ".arrow"}}
-    names = {folder: found for folder, found in listed.items() if found is not None}
-    return [file for file in files if file.suffix != ".arrow" or file.name in names.get(file.parent, [file.name])]
+    names = {folder: _listed(Path(folder)) for folder in {os.path.dirname(file) for file in files if _is_arrow(file)}}
+
+    def is_listed(file: str) -> bool:
+        folder, name = os.path.split(file)
+        listed = names[folder]
+        return listed is None or name in listed
+
+    return [file for file in files if not _is_arrow(file) or is_listed(file)]
+
+
+def _is_arrow(file: str) -> bool:
+    return file.endswith(".arrow")
 
 
 def _listed(folder: Path) -> list[str] | None:
@@ -199,19 +216,18 @@ class Blocks:
             counts = list(pool.map(self._count, corpus.files))
         self.ends = list(accumulate(num_blocks for num_blocks, _ in counts))
         self.num_bytes = sum(num_bytes for _, num_bytes in counts)
-        names: list[object] = [
-            (file.relative_to(corpus.folder).as_posix(), corpus.size_and_time(file)[0]) for file in corpus.files
-        ]
+        sizes = (corpus.size_and_time(file)[0] for file in corpus.files)
+        names: list[object] = list(zip(corpus.relative_names(), sizes, strict=True))
         known_by = names if corpus.listing is None else [*names, corpus.listing.revision]
         self.identity = f"{len(names)} files, {xxhash.xxh3_64_hexdigest(json.dumps(known_by).encode())}"
         if not self.ends[-1]:
             raise DataError(f"no text in {corpus}")
 
-    def _count(self, file: Path) -> tuple[int, int]:
+    def _count(self, file: str) -> tuple[int, int]:
         """Blocks of a file, and about the bytes of its text."""
         corpus, size = self._corpus, self._corpus.size_and_time(file)[0]
         if corpus.format == "jsonl":
-            packed = is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(file)
+            packed = is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(Path(file))
             return (gzip_parts(size), text_bytes(size)) if packed else (-(-size // BLOCK_BYTES), size)
         if corpus.format == "text":
             return min(size, 1), size
@@ -221,10 +237,10 @@ class Blocks:
             sizes = table.sizes()
         return len(sizes), sum(sizes)
 
-    def _whole(self, file: Path) -> int:
+    def _whole(self, file: str) -> int:
         """Bytes of a file, or chunks of a table."""
         if self._corpus.format in ("text", "jsonl"):
-            return file.stat().st_size
+            return os.stat(file).st_size
         with Table(file, self._corpus.format, self._corpus.text_field) as table:
             return len(table.sizes())
 
@@ -237,7 +253,7 @@ class Blocks:
         file, first = self._corpus.files[index], self.ends[index - 1] if index else 0
         part, num_parts = number - first, self.ends[index] - first
         if self._corpus.listing is not None:
-            self._corpus.listing.fetch(file)
+            self._corpus.listing.fetch(Path(file))
             whole = self._whole(file)
             return Span(file, whole * part // num_parts, whole * (part + 1) // num_parts, 0)
         if self._corpus.format == "jsonl" and is_gzip(file):
@@ -271,7 +287,7 @@ def _documents(corpus: Corpus, span: Span) -> Iterator[str | BadRecord]:
     return read_table(span, corpus.format, corpus.text_field)
 
 
-def _files_below(folder: Path, format_name: str) -> list[Path]:
+def _files_below(folder: Path, format_name: str) -> list[str]:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(child.name for child in folder.iterdir() if (child / "state.json").exists())
         raise DataError(
@@ -283,11 +299,13 @@ def _files_below(folder: Path, format_name: str) -> list[Path]:
     return files_below(folder, tuple(ending for group in names for ending in group))
 
 
-def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files with these endings in ``folder`` and the folders in it, sorted; without hidden ones and token caches. Links are
-    followed, as they are in globs, but no folder is read twice.
+def files_below(folder: Path, endings: tuple[str, ...]) -> list[str]:
+    """Files with these endings in ``folder`` and the folders in it, sorted by the parts of their
+    paths; without hidden files and token caches. Links are followed, as they are in globs, but no
+    folder is read twice.
     """
-    found, seen, rest = [], set(), [os.fspath(folder)]
+    found: list[str] = []
+    seen, rest = set(), [os.fspath(folder)]
     while rest:
         parent = rest.pop()
         if (place := os.path.realpath(parent)) in seen:
@@ -303,9 +321,10 @@ def files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
                 elif entry.name.endswith(endings):
                     if entry.is_symlink() and not os.path.exists(entry.path):
                         raise _gone(entry.path)
-                    found.append(Path(entry.path))
+                    found.append(entry.path)
         rest += sorted(folders, reverse=True)
-    return sorted(found, key=lambda file: file.relative_to(folder).parts)
+    # No name contains a NUL, and none sorts below it: a folder's files come before "folder-2".
+    return sorted(found, key=lambda file: file.replace("/", "\0"))
 
 
 def _gone(file: str | Path) -> DataError:
@@ -317,10 +336,10 @@ def _known_endings() -> str:
     return f'known endings: {endings}; files of token ids need format = "tokens"'
 
 
-def _format_of(files: list[Path]) -> str:
-    found: dict[str, Path] = {}
+def _format_of(files: list[str]) -> str:
+    found: dict[str, str] = {}
     for file in files:
-        name = next((name for name, endings in ENDINGS.items() if file.name.endswith(endings)), None)
+        name = next((name for name, endings in ENDINGS.items() if file.endswith(endings)), None)
         if name is None:
             raise DataError(
                 f"the format of {file} cannot be told by its ending ({_known_endings()}): set the source's `format`"
@@ -334,13 +353,13 @@ def _format_of(files: list[Path]) -> str:
     return next(iter(found))
 
 
-def _spans(corpus: Corpus, file: Path) -> Iterator[Span]:
+def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
     if corpus.format == "jsonl" and is_gzip(file):
-        num_parts = gzip_parts(file.stat().st_size)
+        num_parts = gzip_parts(os.stat(file).st_size)
         yield from (gzip_part(file, part, num_parts) for part in range(num_parts))
         return
     if corpus.format in ("text", "jsonl"):
-        size = file.stat().st_size
+        size = os.stat(file).st_size
         step = PIECE_BYTES if corpus.format == "jsonl" else max(size, 1)
         for start in range(0, size, step):
             stop = min(start + step, size)
@@ -351,7 +370,7 @@ def _spans(corpus: Corpus, file: Path) -> Iterator[Span]:
             yield Span(file, index, index + 1, size)
 
 
-def _read_text(file: Path) -> str | BadRecord:
+def _read_text(file: str) -> str | BadRecord:
     try:
         with open_bytes(file) as stream:
             return decode(stream.read(), 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from .records import NOT_GZIP, READ_BYTES, BadRecord, NotUtf8, Span, decode, not_unpacked, open_bytes, short
 
@@ -25,15 +24,15 @@ def gzip_parts(size: int) -> int:
     return -(-text_bytes(size) // GZIP_BYTES)
 
 
-def gzip_part(file: Path, part: int, num_parts: int) -> Span:
+def gzip_part(file: str, part: int, num_parts: int) -> Span:
     """Cut by the number of bytes that stands at a gzip file's end (RFC 1952, ISIZE: of the last member, modulo 2**32); where
     that is not all of them, the last part is so much longer.
     """
-    with file.open("rb") as stream:
+    with open(file, "rb") as stream:
         stream.seek(max(stream.seek(0, os.SEEK_END) - 4, 0))
         size = int.from_bytes(stream.read(4), "little")
     stop = _END if part + 1 == num_parts else size * (part + 1) // num_parts
-    return Span(file, size * part // num_parts, stop, text_bytes(file.stat().st_size) // num_parts)
+    return Span(file, size * part // num_parts, stop, text_bytes(os.stat(file).st_size) // num_parts)
 
 
 def read_lines(span: Span, field: str) -> Iterator[str | BadRecord]:

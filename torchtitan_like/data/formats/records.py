@@ -6,7 +6,6 @@ import gzip
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Literal
 
 from ..errors import DataError
@@ -16,14 +15,14 @@ NOT_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 READ_BYTES = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """A range of a file: bytes (text, jsonl; unpacked ones of a gzip file), row groups (parquet) or record batches (arrow).
 
     size: about the bytes of text in it.
     """
 
-    file: Path
+    file: str
     start: int
     stop: int
     size: int
@@ -35,7 +34,7 @@ class BadRecord:
     the row, counted from 1.
     """
 
-    file: Path
+    file: str
     unit: Literal["byte", "row"]
     place: int
     found: str
@@ -66,22 +65,22 @@ def decode(raw: bytes, start: int) -> str:
         raise NotUtf8(raw, start, error) from error
 
 
-def not_unpacked(file: Path, place: int, error: Exception) -> BadRecord:
+def not_unpacked(file: str, place: int, error: Exception) -> BadRecord:
     """What stands for the rest of a range of a gzip file."""
     told = f"cannot be unpacked from here on ({error}): the gzip file is damaged or was cut off"
     return BadRecord(file, "byte", place, told)
 
 
-def is_gzip(file: Path) -> bool:
-    return file.suffix == ".gz"
+def is_gzip(file: str) -> bool:
+    return file.endswith(".gz")
 
 
-def open_bytes(file: Path) -> IO[bytes]:
+def open_bytes(file: str) -> IO[bytes]:
     """To be read; a gzip file is unpacked."""
-    return gzip.open(file) if is_gzip(file) else file.open("rb")  # type: ignore[return-value]
+    return gzip.open(file) if is_gzip(file) else open(file, "rb")  # type: ignore[return-value]
 
 
-def line_number(file: Path, position: int) -> int:
+def line_number(file: str, position: int) -> int:
     """The line, counted from 1, in which byte ``position`` stands."""
     newlines = 0
     with open_bytes(file) as stream, suppress(*NOT_GZIP):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
@@ -32,7 +31,7 @@ class Table:
     need it.
     """
 
-    def __init__(self, file: Path, format_name: str, field: str) -> None:
+    def __init__(self, file: str, format_name: str, field: str) -> None:
         import pyarrow
         import pyarrow.parquet
 
@@ -42,7 +41,7 @@ class Table:
         self._batches: list[Any] = []
         with self._refusing(f"is not a readable {format_name} file"):
             if format_name == "parquet":
-                self._parquet = pyarrow.parquet.ParquetFile(str(file))
+                self._parquet = pyarrow.parquet.ParquetFile(file)
                 schema = self._parquet.schema_arrow
             else:
                 self._batches, schema = self._open_arrow(file)
@@ -113,11 +112,11 @@ class Table:
         raw.validate(full=True)
         return raw
 
-    def _open_arrow(self, file: Path) -> tuple[list[pyarrow.RecordBatch], pyarrow.Schema]:
+    def _open_arrow(self, file: str) -> tuple[list[pyarrow.RecordBatch], pyarrow.Schema]:
         """Record batches (not loaded: memory-mapped) of an Arrow stream, as `datasets` writes it, or of an Arrow
         file.
         """
-        source = self._arrow.memory_map(str(file))
+        source = self._arrow.memory_map(file)
         if source.read(6) == b"ARROW1":
             reader = self._arrow.ipc.open_file(source)
             return [reader.get_batch(index) for index in range(reader.num_record_batches)], reader.schema

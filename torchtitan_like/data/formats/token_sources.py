@@ -134,7 +134,8 @@ def find_token_files(path: str) -> list[Path]:
     given = Path(path)
     matches = [given] if given.exists() else matching(given)
     matches = matches or [Path(f"{given}{ending}") for ending in ENDINGS if os.path.isfile(f"{given}{ending}")]
-    files = [file for match in matches for file in (files_below(match, ENDINGS) if match.is_dir() else [match])]
+    below = (files_below(match, ENDINGS) if match.is_dir() else [match] for match in matches)
+    files = [Path(file) for found in below for file in found]
     unknown = [file for file in files if file.suffix not in ENDINGS]
     if unknown or not files:
         what = f"no file with tokens: {unknown[0]}" if unknown else "no files with tokens"
