@@ -38,6 +38,7 @@ from torchtitan_like.monitor.metrics import Metrics, announce_hardware
 from torchtitan_like.monitor.run_directory import RunDirectory, tell_launcher, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import DeviceType, load_checked
+from torchtitan_like.preflight_layout import host_need, layout_of
 from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.numbers import NonFiniteStateError
@@ -46,6 +47,7 @@ from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.files import StorageError, WriteFailures
+from torchtitan_like.util.host_memory import GIB, host_memory
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
@@ -58,6 +60,11 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
     config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:
         logger.warning(str(warning))
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    if need := host_need(layout_of(config, world_size, spec, args)[0], spec):
+        free = host_memory().available
+        logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available here")
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if crowded := few_cores(config.training.dataloader.num_workers, num_ranks, num_cores()):
         logger.warning(crowded)
@@ -83,7 +90,9 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
         launched,
         dims,
         *(timedelta(seconds=s) for s in seconds),
-        needs_mesh=config.training.enable_cpu_offload,
+        needs_mesh=(
+            config.training.enable_cpu_offload or config.activation_checkpoint.mode == "offload"
+        ),
         agree=partial(check_agreement, config),
     )
     if world.size > 1:

@@ -7,6 +7,7 @@ process. What happens in a step is `Trainer.train_step`; in what order steps, sa
 from __future__ import annotations
 
 import json
+import platform
 import secrets
 import sys
 import time
@@ -35,6 +36,7 @@ from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batch import Batch, chain, count_valid, count_valid_by_source
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
+from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
@@ -63,6 +65,7 @@ from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.files import WriteFailures, storage_error
+from torchtitan_like.util.host_memory import GIB, host_memory
 from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 
@@ -198,7 +201,7 @@ class Trainer:
         # The sums of this step's token losses, where labels tell their source.
         self.loss_by_source = torch.zeros(len(self.batches.sources), dtype=torch.float64, device=world.device)
         built = build_model(config, world, spec, args, num_samples, self.loss_by_source)
-        self.parts, self.pipeline, context, lines = built
+        self.parts, self.pipeline, context, self.activation_offload, lines = built
         self.feed = Feed(world, context)
         for line in lines:
             logger.info(line)
@@ -329,6 +332,8 @@ class Trainer:
                 if step == first_step:
                     self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
                     self.heartbeat.limit = 0.8 * config.comm.train_timeout_seconds
+                    if self.activation_offload is not None:
+                        self._report_activation_offload(self.activation_offload)
                 saves = self.checkpointer.due(
                     step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
                 )
@@ -340,6 +345,23 @@ class Trainer:
                     self.validate(step)
         asked += agreed(self._ask("step").wait())  # what came too late for a step, as while the last one was validated
         return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
+
+    def _report_activation_offload(self, offload: ActivationOffload) -> None:
+        """After the first step: log the host memory that activations took on the fullest node."""
+        offload.checks_memory = False
+        memory = host_memory()
+        peaks: dict[str, list[int]] = {}
+        free: dict[str, int] = {}
+        local = (platform.node(), offload.peak_bytes, memory.available)
+        for node, peak, available in self.world.step_group.gather_objects(local):
+            peaks.setdefault(node, []).append(peak)
+            free[node] = min(available, free.get(node, available))
+        node = max(peaks, key=lambda name: sum(peaks[name]))
+        logger.info(
+            f"Activation offload took {sum(peaks[node]) / GIB:.2f} GiB of host memory on {node} at "
+            f"its peak ({len(peaks[node])} ranks, at most {max(peaks[node]) / GIB:.2f} GiB each). "
+            f"At least {min(free.values()) / GIB:.2f} GiB are available on each node"
+        )
 
     def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
         """Forward and backward of every micro-batch, one clipped and gated update. Nothing here waits for the device.

@@ -76,6 +76,10 @@ class Layout:
         return self.config.compile.enable and "model" in self.config.compile.components
 
     @property
+    def offloads_activations(self) -> bool:
+        return self.config.activation_checkpoint.mode == "offload"
+
+    @property
     def has_own_graph(self) -> bool:
         """True when all collectives of data parallelism are in a compiled graph that can be changed."""
         can_be_changed = self.config.compile.backend in GRAPH_BACKENDS

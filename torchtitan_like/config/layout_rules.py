@@ -232,6 +232,32 @@ DATA_RULES = (
         ("training.enable_cpu_offload",),
     ),
     LayoutRule(
+        "offloaded-activations-simple-fsdp",
+        lambda at: at.parallelism.data_parallel_impl == "simple_fsdp" and at.offloads_activations,
+        IMPL,
+        '"fsdp2" with activation_checkpoint.mode = "offload": SimpleFSDP gathers weights inside the '
+        "blocks, so they would be copied to host memory as well",
+        'set it to "fsdp2", or activation_checkpoint.mode = "full"',
+        ("activation_checkpoint.mode",),
+    ),
+    LayoutRule(
+        "offloaded-activations-compiled",
+        lambda at: at.offloads_activations and at.compiles_model,
+        "activation_checkpoint.mode",
+        'another mode than "offload" with a compiled model: the copies to host memory cannot be '
+        "part of a compiled block",
+        'set it to "selective" or "full", or take "model" out of compile.components',
+        COMPILE,
+    ),
+    LayoutRule(
+        "offloaded-activations-on-cpu",
+        lambda at: at.offloads_activations and at.device_type == "cpu",
+        "activation_checkpoint.mode",
+        'saves no memory as "offload" without a GPU: activations are copied within host memory',
+        'set it to "none"',
+        severity="warning",
+    ),
+    LayoutRule(
         "bucketing-without-graph",
         lambda at: at.parallelism.simple_fsdp_bucketing and not at.has_own_graph,
         BUCKETING,

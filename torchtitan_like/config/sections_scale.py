@@ -236,10 +236,10 @@ class Checkpoint(Section):
 class ActivationCheckpoint(Section):
     """Trading computation for the memory of activations."""
 
-    mode: Literal["selective", "full", "memory_budget", "none"] = Field(
+    mode: Literal["selective", "full", "memory_budget", "offload", "none"] = Field(
         "selective",
         description="none: keep all activations. full: recompute each block. selective: see selective_ac_option. "
-        "memory_budget: let the compiler choose.",
+        "memory_budget: let the compiler choose. offload: keep activations in host memory.",
     )
     selective_ac_option: NthOrOp = Field(
         "2", description='A number n: recompute every n-th block. "op": recompute all but expensive operations.'

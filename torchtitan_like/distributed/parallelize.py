@@ -5,6 +5,7 @@ No model has a function of its own like this one: what differs between models is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_like.config.layout import GRAPH_BACKENDS
+from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import DTYPES, needs_wrapping
 from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
 from torchtitan_like.distributed.initialize import materialize
@@ -41,6 +43,11 @@ class Sections:
     print_after_conversion: bool = False
 
     @property
+    def needs_fsdp2(self) -> bool:
+        """True if also a single rank that casts its weights uses FSDP2."""
+        return self.training.enable_cpu_offload or self.activation_checkpoint.mode == "offload"
+
+    @property
     def compiles_model(self) -> bool:
         return self.compile.enable and "model" in self.compile.components
 
@@ -61,11 +68,14 @@ def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
 
 
 class Built(NamedTuple):
-    """This rank's parts of a model; what runs them if they are stages, what cuts their sequences, lines for the log."""
+    """This rank's parts of a model; what runs them if they are stages, what cuts their sequences, what offloads their
+    activations, lines for the log.
+    """
 
     parts: nn.ModuleList
     pipeline: Pipeline | None
     context: ContextParallel | None
+    offload: ActivationOffload | None
     lines: list[str]
 
 
@@ -87,17 +97,20 @@ def build_parts(
     whole = _on_meta(spec, args, training)
     pipeline = _build_pipeline(spec, args, world, sections, whole) if world.dims.pp > 1 else None
     parts: list[Any] = [whole] if pipeline is None else pipeline.parts
+    offload = None
+    if sections.activation_checkpoint.mode == "offload":
+        offload = ActivationOffload(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     for part in parts:
         head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
         if head is not None:
             head.loss = loss
-        lines += parallelize(part, spec, world, sections, context)
+        lines += parallelize(part, spec, world, sections, context, offload)
         materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
         if training.enable_cpu_offload:
             part.init_buffers(world.device)  # parameters alone live on the host
     if pipeline is not None:
         lines += pipeline.lines(num_samples // sections.parallelism.pipeline_parallel_microbatch_size)
-    return Built(nn.ModuleList(parts), pipeline, context, list(dict.fromkeys(lines)))
+    return Built(nn.ModuleList(parts), pipeline, context, offload, list(dict.fromkeys(lines)))
 
 
 def _on_meta(spec: ModelSpec, args: Any, training: Training) -> Any:
@@ -143,7 +156,12 @@ def build_context(world: World, parallelism: Parallelism) -> ContextParallel | N
 
 
 def parallelize(
-    model: nn.Module, spec: ModelSpec, world: World, sections: Sections, context: ContextParallel | None
+    model: nn.Module,
+    spec: ModelSpec,
+    world: World,
+    sections: Sections,
+    context: ContextParallel | None,
+    activation_offload: ActivationOffload | None = None,
 ) -> list[str]:
     """Apply to a model on `meta` all that `World` and the config ask for, in place; returns lines for the log."""
     lines: list[str] = []
@@ -169,7 +187,9 @@ def parallelize(
 
         lines += apply_context_parallel(model, context)
     blocks = find_blocks(model, spec)
-    if sections.activation_checkpoint.mode != "none":
+    if activation_offload is not None:
+        lines.append(activation_offload.apply(blocks.values()))
+    elif sections.activation_checkpoint.mode != "none":
         from torchtitan_like.distributed.activation import apply_activation_checkpointing
 
         lines.append(apply_activation_checkpointing(blocks, sections.activation_checkpoint))
@@ -194,8 +214,8 @@ def parallelize(
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
     # Without data-parallel peers nothing is gathered, and a cast of each weight is left. A pipeline
-    # casts once for all its micro-batches, and offloading needs FSDP2's copies.
-    casts_only = dims.dp * dims.cp == 1 and dims.pp == 1 and not offload
+    # casts once for all its micro-batches, and both kinds of offloading need FSDP2's copies.
+    casts_only = dims.dp * dims.cp == 1 and dims.pp == 1 and not sections.needs_fsdp2
     if simple or casts_only or world.mesh is None:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
 

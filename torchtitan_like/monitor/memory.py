@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.util.host_memory import GIB
 
 if TYPE_CHECKING:
     import torch
-
-GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,8 @@ def oom_advice() -> str:
     return (
         "What to try, cheapest first: (1) activation_checkpoint.mode = 'selective', then 'full'; (2) half "
         "training.local_batch_size and keep training.global_batch_size: gradient accumulation makes up for it and the "
-        "loss stays the same; (3) a smaller loss.chunk_mib: fewer logits exist at one time."
+        "loss stays the same; (3) a smaller loss.chunk_mib: fewer logits exist at one time; (4) where host memory is "
+        "free, activation_checkpoint.mode = 'offload'."
     )
 
 

@@ -94,6 +94,10 @@ ILLEGAL = [
     Illegal("impl=ddp cp=2", 2, "parallelism.data_parallel_impl", 'set it to "fsdp2"', "cp-ddp"),
     Illegal("impl=simple_fsdp training.enable_cpu_offload=true", 2, "parallelism.data_parallel_impl",
             "enable_cpu_offload = false", "offloaded-simple-fsdp"),
+    Illegal("impl=simple_fsdp ac=offload", 2, "parallelism.data_parallel_impl",
+            'activation_checkpoint.mode = "full"', "offloaded-activations-simple-fsdp"),
+    Illegal("ac=offload compile=true", 2, "activation_checkpoint.mode", 'take "model" out of compile.components',
+            "offloaded-activations-compiled"),
     Illegal("tp=3 seq=240 validate=false", 3, "parallelism.tensor_parallel_degree", "16 attention heads -> set it to one "
             "of 1, 2, 4, 8, 16", "uneven-heads"),
     Illegal("tp=4 kv_heads=2", 4, "parallelism.tensor_parallel_degree", "2 key-value heads -> set it to one of 1, 2",
@@ -241,11 +245,17 @@ def test_limits_that_no_shipped_model_meets(
     assert found.name == rule and words in text_of(found.expected, world)
 
 
+def test_offloaded_activations_save_no_memory_on_cpu() -> None:
+    assert broken_rules(layout("ac=offload", 2)) == []
+    (rule,) = broken_rules(layout("ac=offload device=cpu", 2))
+    assert (rule.name, rule.severity) == ("offloaded-activations-on-cpu", "warning")
+
+
 def test_every_rule_is_tried() -> None:
     tried = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
     tried |= {rule for *_, rule in UNALIGNED}
     tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches",
-              "narrow-reduction", "old-zero-bubble"}  # fmt: skip
+              "narrow-reduction", "old-zero-bubble", "offloaded-activations-on-cpu"}  # fmt: skip
     assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
     assert len({rule.name for rule in LAYOUT_RULES}) == len(LAYOUT_RULES)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like import preflight
+from torchtitan_like import preflight, preflight_layout
 from torchtitan_like.config import Problem, load_config
 from torchtitan_like.config.fields import find
+from torchtitan_like.util.host_memory import HostMemory
 
 TEXT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
 
@@ -262,6 +263,28 @@ def test_offload_needs_a_gpu() -> None:
     assert check(line, 2, device_type="cuda") == check(line, 2) == []
 
 
+def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B in float32 on 8 ranks of one node: 8.03e9 x 16 bytes = 119.7 GiB."""
+    line = "--training.steps 1000 --training.enable_cpu_offload --model.flavor 8B"
+    line += " --model.hf_assets_path tests/assets/tokenizer"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+    def severities(total: int, available: int, device_type: str = "cuda") -> list[str]:
+        memory = HostMemory(total * 2**30, available * 2**30)
+        monkeypatch.setattr(preflight_layout, "host_memory", lambda: memory)
+        found = check(line, 8, device_type=device_type)
+        return [p.severity for p in found if p.key == "training.enable_cpu_offload" and "119.66 GiB" in str(p)]
+
+    assert severities(128, 120) == []
+    assert severities(128, 119) == ["warning"]
+    assert severities(119, 100) == ["error"]
+    assert severities(119, 100, None) == []  # the check may run on a laptop
+    (problem,) = [p for p in check(line, 8, device_type="cuda") if p.severity == "error"]
+    text = "8 ranks x (parameters 3.74 + gradients 3.74 + optimizer states 7.48 GiB)"
+    assert text in str(problem) and "has 119.00 GiB" in str(problem)
+    assert check(line, 16, device_type="cuda") == []  # two nodes
+
+
 def test_attention_that_a_device_cannot_compute() -> None:
     line = "--training.steps 1000 --model.args.attn_type flex --model.args.attn_mask_type block_causal"
     (problem,) = check(f"{line} --training.mixed_precision_param float64", device_type="cuda")
@@ -414,7 +437,8 @@ def test_a_backend_of_ones_own_is_registered_by_an_imported_module(
         "@register_backend\ndef nonsense(graph, inputs):\n    return graph.forward\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("_BACKENDS", "_COMPILER_FNS"):  # as they are, for other tests
+    registry.list_backends()  # torch registers its own backends once: not into the copies below
+    for name in ("_BACKENDS", "_COMPILER_FNS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     line = "--training.steps 1000 --compile.enable --compile.backend nonsense"
     assert keys(check(line), "error") == ["compile.backend"]

@@ -1,0 +1,155 @@
+"""What activation offload copies to host memory, and when it lets go of it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchtitan_like.distributed import activation_offload
+from torchtitan_like.distributed.activation_offload import ActivationOffload
+from torchtitan_like.util.host_memory import GIB
+
+ROWS, DIM = 32, 64
+ACTIVATION = ROWS * DIM * 4  # bytes
+
+
+class Block(nn.Module):
+    """Backward needs x for both linear layers, and the input of exp's result: three storages."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        self.register_buffer("scale", torch.full((ROWS, DIM), 2.0))
+        self.storages = []
+
+    def forward(self, x):
+        hidden = self.first(x) * self.scale
+        grown = hidden.exp()
+        self.storages += [StorageWeakRef(t.untyped_storage()) for t in (hidden, grown)]
+        return grown * self.second(x)
+
+
+def run(block, x):
+    """The loss's gradients; before the backward pass, which of the block's tensors are alive."""
+    out = block(x)
+    alive = [not storage.expired() for storage in block.storages]
+    out.sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())], alive
+
+
+def build(offload=None):
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(ROWS, DIM, requires_grad=True)
+    if offload is not None:
+        offload.apply([block])
+    return block, x
+
+
+def test_activations_leave_the_device_and_the_gradients_stay_equal():
+    expected, alive = run(*build())
+    assert alive == [False, True]  # autograd keeps the result of exp
+    offload = ActivationOffload()
+    gradients, alive = run(*build(offload))
+    assert alive == [False, False]
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # x, which two layers save; exp's result, which exp and the product save; second(x).
+    # Neither weights nor buffers.
+    assert offload.peak_bytes == 3 * ACTIVATION
+    assert offload.num_bytes == 0  # freed by the backward pass
+
+
+def test_a_storage_comes_back_once_for_all_that_share_it(monkeypatch):
+    reads = []
+    copy_ = torch.Tensor.copy_
+
+    def counted(target, source, *args, **kwargs):
+        reads.append(source.numel())
+        return copy_(target, source, *args, **kwargs)
+
+    block, x = build(ActivationOffload())
+    out = block(x)
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    out.sum().backward()
+    assert reads == [ACTIVATION] * len(reads)
+    assert len(reads) <= 4  # x, exp's result and second(x); one may be freed between its uses
+
+
+def test_strides_are_kept():
+    """A product can round differently where its operands have other strides."""
+    saved = []
+    offload = ActivationOffload()
+
+    class Transposing(nn.Module):
+        def forward(self, x):
+            return x.t().exp().t()[:, ::2]
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            saved.extend(ctx.saved_tensors)
+            return grad
+
+    block = Transposing()
+    inner = block.forward
+    block.forward = lambda x: Look.apply(inner(x))
+    offload.apply([block])
+    x = torch.randn(ROWS, DIM, requires_grad=True)
+    block(x).sum().backward()
+    expected = inner(x)
+    assert saved[0].stride() == expected.stride()
+    assert torch.equal(saved[0], expected)
+
+
+def test_a_backward_pass_can_read_twice():
+    """Zero-bubble schedules compute the gradients of inputs first and those of weights later."""
+    expected, _ = run(*build())
+    block, x = build(ActivationOffload())
+    out = block(x).sum()
+    (of_input,) = torch.autograd.grad(out, [x], retain_graph=True)
+    of_weights = torch.autograd.grad(out, list(block.parameters()))
+    for ours, theirs in zip([of_input, *of_weights], expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_change_in_place_after_saving_is_not_seen():
+    class Changing(nn.Module):
+        def forward(self, x):
+            y = x * 1.0
+            first = y.sin()
+            y.mul_(2.0)
+            return first + y.cos()
+
+    block, offload = Changing(), ActivationOffload()
+    x = torch.randn(ROWS, DIM, requires_grad=True)
+    offload.apply([block])
+    block(x).sum().backward()
+    expected = x.detach().cos() - 2 * (2 * x.detach()).sin()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_is_copied_without_gradients():
+    offload = ActivationOffload()
+    block, x = build(offload)
+    with torch.no_grad():
+        block(x)
+    assert offload.peak_bytes == 0
+
+
+def test_host_memory_that_is_not_there_ends_the_first_step(monkeypatch):
+    monkeypatch.setattr(activation_offload, "available_bytes", lambda: 2 * ACTIVATION)
+    block, x = build(ActivationOffload(local_ranks=2))
+    block(x)
+    block, x = build(ActivationOffload(local_ranks=3))
+    with pytest.raises(MemoryError, match="each of 3 ranks. Available on this node: 0.00 GiB"):
+        block(x)
+    measured = ActivationOffload(local_ranks=3)
+    measured.checks_memory = False
+    block, x = build(measured)
+    block(x)
+    assert GIB == 2**30
