@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from scripts import export
 from tests.distributed.parity import short_documents
 from tests.harness.runner import ROOT, OverrideDefinitions, RunResult, run_row
 from tests.integration.forked import ForkedTrainer
@@ -328,6 +329,32 @@ def test_no_warning_of_python_is_in_the_log(default: RunResult) -> None:
     """torch's deprecations are such warnings: a new release may bring one."""
     warned = re.findall(r".*\.py:\d+: \w*Warning: .*|.*Warning: .*deprecated.*", default.stdout)
     assert warned == []
+
+
+# "[rank0]:[titan] 2026-03-01 12:00:00,123 - root - INFO - text"
+INFO_LINE = re.compile(r"\[rank\d\]:\[titan\] [\d-]+ [\d:,]+ - root - INFO - ")
+
+
+@pytest.mark.parametrize("executor", ["direct", pytest.param("consolidate", marks=pytest.mark.nightly)])
+def test_loading_and_exporting_hugging_face_weights_logs_nothing_but_facts(
+    files: Path, reference: RunResult, tmp_path: Path, executor: str
+) -> None:
+    """No warning of torch's or of ours, and nothing printed, on either rank."""
+    weights = tmp_path / "weights"
+    assert export.main([str(reference.dump_folder / f"checkpoint/step-{STEPS}"), str(weights)]) == 0
+    row = OverrideDefinitions(
+        [options("--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf",
+                 "--checkpoint.last_save_model_only", "true", checkpoint__initial_load_path=weights,
+                 checkpoint__hf_interval=1, checkpoint__hf_executor=executor, training__steps=2,
+                 lr_scheduler__warmup_steps=0, lr_scheduler__total_steps=2)],
+        "Starts from Hugging Face weights and exports them", "clean_log",
+    )  # fmt: skip
+    (result,) = run(row, files, tmp_path)
+    exported = result.dump_folder.glob("checkpoint/**/model*.safetensors")
+    assert {path.parent.name for path in exported} == {"step-1", "step-2"}
+    lines = result.stdout.splitlines()
+    assert len(lines) > 40
+    assert [line for line in lines if not INFO_LINE.match(line)] == []
 
 
 def test_two_ranks_are_one(default: RunResult, reference: RunResult) -> None:
