@@ -41,6 +41,7 @@ def build_device(folder: Path) -> Path:
             "Expected gcc and the CUDA headers of torch's wheels (nvidia/*/include and triton). Install a CUDA build "
             "of torch, and gcc"
         )
+    (folder / "libnvidia-ml.so.1").symlink_to(library.name)  # NVML, which expandable segments ask
     return library
 
 

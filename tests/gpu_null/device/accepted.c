@@ -17,6 +17,15 @@ ACCEPT(cuLinkCreate_v2)
 ACCEPT(cuModuleUnload)
 ACCEPT(cuTensorMapEncodeTiled)
 
+/* NVML, which the allocator asks about NVLink fabrics when it makes an expandable segment: there are none. */
+ACCEPT(nvmlDeviceGetComputeRunningProcesses)
+ACCEPT(nvmlDeviceGetGpuFabricInfoV)
+ACCEPT(nvmlDeviceGetHandleByPciBusId_v2)
+ACCEPT(nvmlDeviceGetNvLinkRemoteDeviceType)
+ACCEPT(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+ACCEPT(nvmlInit_v2)
+ACCEPT(nvmlSystemGetCudaDriverVersion_v2)
+
 ACCEPT(cudaDeviceEnablePeerAccess)
 ACCEPT(cudaEventDestroy)
 ACCEPT(cudaEventQuery)

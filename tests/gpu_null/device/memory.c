@@ -14,7 +14,7 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2 };
 #define MAX_DEVICES 16
 #define RANGE_BYTES (1ul << 42)        /* addresses of one device: 4 TiB */
 #define GRANULARITY (2ul << 20)        /* of virtual-memory allocations */
-#define TOTAL_BYTES 85017493504ul      /* 79.18 GiB, as an H100 reports */
+#define DEFAULT_GIB 79.18              /* as an H100 reports; NULL_CUDA_MEMORY_GIB sets another size */
 #define CONTEXT_BYTES (600ul << 20)    /* used by CUDA itself */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -32,8 +32,13 @@ static struct block *device_blocks = NULL;
 static struct block *pinned_blocks = NULL;
 
 int current_device(void) { return device; }
-size_t total_memory(void) { return TOTAL_BYTES; }
-size_t free_memory(void) { return TOTAL_BYTES - CONTEXT_BYTES - used_bytes[device]; }
+
+size_t total_memory(void) {
+    const char *gib = getenv("NULL_CUDA_MEMORY_GIB");
+    return (size_t)((gib != NULL ? atof(gib) : DEFAULT_GIB) * (1ul << 30));
+}
+
+size_t free_memory(void) { return total_memory() - CONTEXT_BYTES - used_bytes[device]; }
 
 int num_devices(void) {
     const char *number = getenv("NULL_CUDA_DEVICES");
@@ -127,7 +132,7 @@ EXPORT int ncclMemFree(void *address) { return cudaFree(address); }
 
 EXPORT int cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     *free_bytes = free_memory();
-    *total_bytes = TOTAL_BYTES;
+    *total_bytes = total_memory();
     return SUCCESS;
 }
 
