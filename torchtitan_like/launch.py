@@ -20,7 +20,7 @@ from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
-from torchtitan_like.data.errors import DataError, WorkerKilled
+from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.loading import few_cores
 from torchtitan_like.data.token_cache import num_cores
@@ -190,6 +190,7 @@ CODES: dict[type[Exception], ExitCode] = {
     ChangedError: ExitCode.BAD_CONFIG,
     ConfigError: ExitCode.BAD_CONFIG,
     CheckpointError: ExitCode.STORAGE,
+    CacheWriteError: ExitCode.STORAGE,
     WorkerKilled: ExitCode.REQUEUE,
     DataError: ExitCode.BAD_DATA,
     NonFiniteStateError: ExitCode.BAD_NUMBERS,

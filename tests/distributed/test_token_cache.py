@@ -3,6 +3,7 @@ error."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data import building, pipeline, token_cache
-from torchtitan_like.data.errors import DataError, WorkerKilled
+from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.formats import documents
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.token_file import Staging
@@ -137,6 +138,94 @@ def test_bad_data_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
     results = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
     assert {(error, message) for error, message, _ in results} == {("DataError", results[0][1])}
     assert "3.jsonl, line 1: malformed JSON" in results[0][1]
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def with_a_fault(
+    ranks: set[int], function: str, error: Exception, corpus: Path, run: Path
+) -> tuple[str, str, list[str]]:
+    """`build_batches`, where a call of some ranks raises an error."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() in ranks:
+            patched.setattr(f"torchtitan_like.data.{function}", fail)
+        return build_batches(corpus, run)
+
+
+def remove_hashes(entry: Path) -> None:
+    """As an earlier version left a token cache."""
+    for table in entry.glob("*.xxh3"):
+        table.unlink()
+    content = json.loads((entry / "meta.json").read_text())
+    del content["digest"]
+    (entry / "meta.json").write_text(json.dumps(content))
+
+
+FULL_DISKS = {
+    "a piece": "token_file.Staging.append",
+    "the publication": "token_file.Staging.publish",
+    "the first file": "token_file.Staging.__init__",
+}
+
+
+@pytest.mark.parametrize("name", FULL_DISKS)
+def test_a_full_disk_ends_all_ranks_together(name: str, corpus: Path, tmp_path: Path) -> None:
+    results = run_ranks(with_a_fault, 2, {0}, FULL_DISKS[name], FULL, corpus, tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {("CacheWriteError", results[0][1])}
+    assert "No space left on device; what was done is kept: free space" in results[0][1]
+    assert {error for error, _, _ in run_ranks(build_batches, 2, corpus, tmp_path / "run")} == {""}
+
+
+@pytest.mark.parametrize("name", ["_hash_file", "_write_content"])
+def test_a_full_disk_while_hashes_are_added_ends_all_ranks_together(
+    name: str, corpus: Path, tmp_path: Path
+) -> None:
+    (_, folder, _), _ = run_ranks(build_batches, 2, corpus, tmp_path / "run")
+    remove_hashes(Path(folder))
+    function = f"token_file.{name}"
+    results = run_ranks(with_a_fault, 2, {0, 1}, function, FULL, corpus, tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {("CacheWriteError", results[0][1])}
+    assert "cannot write the hashes of the token cache" in results[0][1]
+
+
+def test_a_full_disk_is_no_bad_data() -> None:
+    assert (
+        next(code for kind, code in CODES.items() if issubclass(CacheWriteError, kind))
+        is ExitCode.STORAGE
+    )
+
+
+# What one rank does by itself, without a build: looking for the cache, opening it, planning samples.
+LOCAL = {"look for the cache": "token_cache.Entry.open", "plan the samples": "pipeline.pack"}
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize("name", LOCAL)
+def test_an_error_of_one_rank_is_raised_on_all(
+    name: str, is_built: bool, corpus: Path, tmp_path: Path
+) -> None:
+    if is_built:
+        run_ranks(build_batches, 2, corpus, tmp_path / "run")
+    error = DataError("the copy of this node is damaged")
+    results = run_ranks(with_a_fault, 2, {1}, LOCAL[name], error, corpus, tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {("DataError", str(error))}
+
+
+def on_nodes_with_copies(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
+    return build_batches(corpus / str(dist.get_rank()), run)
+
+
+def test_a_node_without_a_copy_of_the_text_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "copies/1").mkdir(parents=True)
+    (tmp_path / "copies/0").symlink_to(corpus)
+    results = run_ranks(on_nodes_with_copies, 2, tmp_path / "copies", tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {("DataError", results[1][1])}
+    assert str(tmp_path / "copies/1") in results[0][1]
 
 
 def on_disks_of_their_own(folder: Path) -> list[int]:

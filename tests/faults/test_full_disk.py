@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.distributed.test_token_cache import remove_hashes
 from tests.faults.kills import Chain
 from tests.faults.shim import Rule
 from tests.faults.trainer import ASSETS, Ended
@@ -127,6 +129,40 @@ def test_training_goes_on_and_rows_are_written_later(chain: Chain, name: str) ->
     assert len(chain.check_rows(name)) == STEPS
     if writer.overrides is VALIDATION:
         assert [row["step"] for row in read_rows(chain.folder / "validation.jsonl")] == [1, 2, 4, 6]
+
+
+CACHE_WRITERS = {
+    "tokens": Writer("write", "*/own-cache/*/tokens.bin"),
+    "hash table": Writer("fsync", "*/own-cache/*/offsets.bin.xxh3"),
+    "meta.json": Writer("open", "*/own-cache/*/.meta.json.building"),
+    "hashes of an earlier version's cache": Writer("write", "*/own-cache/*.xxh3*"),
+}
+# ./run_tests.sh --nightly tries each writer with each error.
+CACHE_IN_CI = {("tokens", "ENOSPC"), ("hashes of an earlier version's cache", "ENOSPC")}
+CACHE_CASES = [
+    pytest.param(*case, marks=() if case in CACHE_IN_CI else pytest.mark.nightly)
+    for case in product(CACHE_WRITERS, ERRORS)
+]
+
+
+@pytest.mark.parametrize(("name", "error"), CACHE_CASES)
+def test_a_token_cache_that_cannot_be_written_stops_all_ranks(
+    chain: Chain, name: str, error: str
+) -> None:
+    writer, cache = CACHE_WRITERS[name], chain.folder.parent / "own-cache"
+    chain.overrides.update({**BASE, "data__cache_folder": cache})
+    if "earlier" in name:
+        chain.run(what="cache", training__steps=1)
+        shutil.rmtree(chain.folder)
+        for entry in cache.glob("[!.]*"):
+            remove_hashes(entry)
+    # On all ranks: which one builds, or hashes first, is chance.
+    ended = chain.run([Rule(writer.call, writer.pattern, error, hits=0)], name)
+    assert chain.faults.hits, f"no call was hit: {ended.tail}"
+    check_stop(ended, writer)
+    ended = chain.run(what=f"after {name}")
+    assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
+    assert len(chain.check_rows(name)) == STEPS
 
 
 # ---- a file system that is really full

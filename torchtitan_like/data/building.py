@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,7 +44,7 @@ def build_together(
     name: of what is built, for messages. Raises the error of the first rank that failed, on all
     ranks.
     """
-    entry = find()
+    entry = group.everyone_does(find)
     (num_missing,) = group.sum_async([entry is None]).wait()
     if not num_missing:
         assert entry is not None
@@ -69,7 +70,8 @@ def _is_first(group: HostGroup, is_missing: bool, folder: Callable[[], Path]) ->
     shares = probe is not None and _is_visible(probe)
     group.barrier()  # everyone has looked
     if probe is not None and group.rank == 0:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):  # an empty file stays
+            probe.unlink(missing_ok=True)
     place = "" if shares else socket.gethostname()
     places = group.gather_objects(place if is_missing else None)
     return is_missing and places.index(place) == group.rank
@@ -104,9 +106,14 @@ def _wait_for_all(group: HostGroup, work: Future[T] | None) -> None:
 
 def _visible(group: HostGroup, find: Callable[[], T | None], name: str) -> T:
     """The entry that was built, once this rank sees it. A collective."""
-    deadline = time.monotonic() + VISIBLE_SECONDS
-    while (entry := find()) is None and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+
+    def wait_for_entry() -> T | None:
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while (entry := find()) is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return entry
+
+    entry = group.everyone_does(wait_for_entry)
     missing = group.gather_objects(None if entry is not None else socket.gethostname())
     hosts = sorted({host for host in missing if host is not None})
     if entry is None or hosts:

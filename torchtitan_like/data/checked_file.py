@@ -180,6 +180,9 @@ class CheckedArray:
     ``in_memory``: keep the numbers after the first read if they are at most `IN_MEMORY_BYTES`; for
     an index, which is searched
     at every step. Can be pickled.
+
+    Not thread-safe: one thread at a time may read an array. In a run, the main thread reads the
+    samples; a thread that makes windows ahead or checks one of many files has arrays of its own.
     """
 
     def __init__(

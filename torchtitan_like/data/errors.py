@@ -12,6 +12,10 @@ class WorkerKilled(DataError):
     start continues."""
 
 
+class CacheWriteError(DataError):
+    """A file of the token cache could not be written, usually because the disk is full."""
+
+
 class TokenizerError(DataError):
     """A tokenizer that cannot be loaded, or does not fit the model or the settings."""
 

@@ -71,11 +71,13 @@ def build_train_batches(
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
 
+    ranks = group or HostGroup.alone()
+
     def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
         if one.source.streaming:
-            return _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
-        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, group, is_recorder)
-        return pack(tokens, training.seq_len, data, dump_folder)
+            return ranks.everyone_does(lambda: _stream(one, training.seq_len, data, tokenizer, dump_folder, seed))
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
+        return ranks.everyone_does(lambda: pack(tokens, training.seq_len, data, dump_folder))
 
     parts = list(map(samples_of, named))
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
@@ -133,9 +135,10 @@ def build_validation_sets(
         return {}
     named = resolve_sources("validation", validation, validation.sources)
     sets = {}
+    ranks = group or HostGroup.alone()
     for one in named:
-        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, group, is_recorder)
-        samples = pack(tokens, validation.seq_len, data, dump_folder)
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
+        samples = ranks.everyone_does(functools.partial(pack, tokens, validation.seq_len, data, dump_folder))
         logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
@@ -188,16 +191,15 @@ def _tokens(
     tokenizer: Tokenizer,
     dump_folder: str,
     with_positions: bool,
-    group: HostGroup | None = None,
+    group: HostGroup,
     is_recorder: bool = True,
 ) -> TokenFile:
-    source, group = named.source, group or HostGroup.alone()
-    once = group.leader_does
+    source = named.source
     places: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
     if source.format == "tokens":
         with_documents = with_positions or data.mask_document_starts or data.packing == "best_fit"
         return open_token_source(
-            source, tokenizer, with_documents=with_documents, once=once, is_recorder=is_recorder, **places
+            source, tokenizer, with_documents=with_documents, group=group, is_recorder=is_recorder, **places
         )
     policy = _policy(source, data, tokenizer)
 
@@ -207,7 +209,7 @@ def _tokens(
         name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
         return entry_of(corpus, name, policy), corpus
 
-    entry: Entry = seen_once(once, source.path, lambda: look()[0])
+    entry: Entry = seen_once(group, source.path, lambda: look()[0])
 
     def build(stop: threading.Event) -> TokenFile:
         return cached_entry(*look(), policy, stop=stop, **places)

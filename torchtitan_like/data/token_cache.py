@@ -41,7 +41,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .errors import DataError, WorkerKilled
+from .errors import CacheWriteError, DataError, WorkerKilled
 from .formats.documents import (
     CACHE_FOLDER_NAME,
     PIECES_VERSION,
@@ -54,7 +54,7 @@ from .formats.documents import (
 )
 from .formats.records import BadRecord, Span
 from .formats.tokenizer import Tokenizer, load_tokenizer
-from .token_file import EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
+from .token_file import FREE_SPACE, EncodedPiece, Staging, StagingTaken, TokenFile, open_token_file, token_type
 
 logger = logging.getLogger()
 
@@ -219,7 +219,7 @@ def writable_folder(
         if problem is None:
             return folder, problems
         problems.append(problem)
-    raise DataError(
+    raise CacheWriteError(
         f"the token cache of {beside} cannot be written: {'; '.join(problems)}; set data.cache_folder to a writable folder"
     )
 
@@ -266,7 +266,9 @@ def _locked(
     """Hold ``lock``; says so when it has to wait, or raises BlockingIOError. The system frees it when its holder ends,
     however it ends. Raises BuildStopped if ``stop`` is set meanwhile.
     """
-    with lock.open("w") as stream:
+    with _writing(entry):
+        opened = lock.open("w")
+    with opened as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -306,11 +308,13 @@ def _build(
 ) -> TokenFile:
     """Tokenise the corpus, going on after the last committed piece of a build that was killed."""
     unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
-    staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
+    with _writing(folder):
+        staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
     try:
         _fill(staging, corpus, policy, folder, num_workers, stop)
         _check(staging, corpus, key)
-        staging.publish(folder, key)
+        with _writing(folder):
+            staging.publish(folder, key)
     except BrokenProcessPool as error:
         raise WorkerKilled(
             f"a process that tokenizes {corpus.folder} was killed, usually because memory ran low: the token cache "
@@ -319,7 +323,7 @@ def _build(
         ) from error
     except OSError as error:
         raise DataError(f"the token cache {folder} was not finished: {error}; what was done is kept") from error
-    except (StagingTaken, BuildStopped):
+    except (StagingTaken, BuildStopped, CacheWriteError):
         raise
     except DataError:
         staging.discard()  # of no use: the files have to be changed
@@ -329,6 +333,17 @@ def _build(
     built = open_token_file(folder, key)
     assert built is not None
     return built
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError inside into a CacheWriteError that names the token cache ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheWriteError(
+            f"cannot write the token cache {folder}: {error}; what was done is kept: {FREE_SPACE} to continue"
+        ) from error
 
 
 class BuildStopped(Exception):
@@ -365,7 +380,8 @@ def _fill(
 
     first_bad = ""
     for piece, encoded in zip(rest, _encode_all(corpus, rest, policy, num_workers, report), strict=True):
-        staging.append(encoded)
+        with _writing(folder):
+            staging.append(encoded)
         first_bad = first_bad or encoded.first_bad
         report(0, piece_size(piece))
     meta = staging.meta

@@ -16,6 +16,7 @@ earlier versions have no hashes: these are computed once, when the folder is ope
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import logging
@@ -43,7 +44,7 @@ from .checked_file import (
     RawFile,
     table_path,
 )
-from .errors import DataError
+from .errors import CacheWriteError, DataError
 from .order import mix64
 from .token_stream import Tokens
 
@@ -54,6 +55,8 @@ CONTENT_KEYS = {"meta", "dtype", "key"}  # of meta.json, next to the digest of t
 COPY_BYTES = 2**24
 CHUNK = 2**22  # offsets
 PROGRESS_SECONDS = 10.0
+FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+FREE_SPACE = "free space or repair the disk, then start again"
 _JOURNAL, _OWNER = "journal.jsonl", "owner"
 OFFSET_TYPE = np.dtype("<u8")
 
@@ -214,6 +217,10 @@ def _add_hashes(folder: Path, content: dict[str, Any], meta: TokenMeta) -> bool:
                 _write_content(folder, content)
         (folder / ".hashes.lock").unlink(missing_ok=True)
     except OSError as error:
+        if error.errno in FULL_OR_FAILING:
+            raise CacheWriteError(
+                f"cannot write the hashes of the token cache {folder}: {error}; {FREE_SPACE}"
+            ) from error
         logger.warning(
             f"the token cache {folder} was made by an earlier version and has no hashes, and none can be written there "
             f"({error}): its tokens are read without verification; make it again, or make the folder writable once"
@@ -356,7 +363,7 @@ def _extended(meta: TokenMeta, piece: EncodedPiece) -> TokenMeta:
 
 @contextmanager
 def written_whole(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A file that is there whole or not at all; DataError, with ``what`` it is, where it cannot be written.
+    """A file that is there whole or not at all; CacheWriteError, with ``what`` it is, where it cannot be written.
 
     For one process of a node at a time; where locks do not reach across nodes, each writes a file of its own. What a kill
     leaves behind is written over by the next one.
@@ -369,7 +376,7 @@ def written_whole(path: Path, what: str) -> Iterator[BinaryIO]:
         unfinished.replace(path)
         sync(path.parent)
     except OSError as error:
-        raise DataError(f"{what} {path} was not written: {error}") from error
+        raise CacheWriteError(f"cannot write {what} {path}: {error}; {FREE_SPACE}") from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -121,6 +121,22 @@ class HostGroup:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
+    def everyone_does(self, action: Callable[[], T]) -> T:
+        """Call `action` on every rank; the error of the first rank that failed is everyone's.
+
+        A collective. If `action` has collectives of its own, they fail on all ranks or on none.
+        """
+        outcome: list[T] = []
+        error: Exception | None = None
+        try:
+            outcome.append(action())
+        except Exception as problem:
+            error = problem
+        (num_failed,) = self.sum_async([error is not None]).wait()
+        if num_failed:
+            raise next(error for error in self.gather_objects(error) if error is not None)
+        return outcome[0]
+
     def leader_does(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank alone; what it returns, or the error that it raises, is everyone's."""
         outcome: Any = None

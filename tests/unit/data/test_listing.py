@@ -80,7 +80,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> DataSource:
 
 
 def opened(source: DataSource, tokenizer: Tokenizer, tmp_path: Path, group: HostGroup | None = None) -> TokenFile:
-    return pipeline._tokens(NamedSource("own", source), Data(), tokenizer, str(tmp_path / "run"), True, group)
+    named, folder = NamedSource("own", source), str(tmp_path / "run")
+    return pipeline._tokens(named, Data(), tokenizer, folder, True, group or HostGroup.alone())
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -539,7 +539,7 @@ def test_a_full_disk_is_reported_and_what_was_done_is_kept(corpus: Path, monkeyp
 
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", full_disk)
-        with pytest.raises(DataError, match="was not finished: .*No space left on device; what was done is kept"):
+        with pytest.raises(DataError, match="cannot write the token cache .*No space left on device; what was done is kept"):
             cache(corpus)
     assert visible(corpus / ".token_cache") == []
     assert cache(corpus).meta.num_documents == 60

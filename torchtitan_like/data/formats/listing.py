@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
+
+from torchtitan_like.distributed.world import HostGroup
 
 T = TypeVar("T")
-# Runs what it is given on one rank; what comes of it, or its error, is every rank's.
-Once: TypeAlias = Callable[[Callable[[], T]], T]
 
 
-def alone(look: Callable[[], T]) -> T:
-    """The `Once` of a process without peers."""
-    return look()
+def seen_once(
+    group: HostGroup, path: str, look: Callable[[], T], is_here: Callable[[T], bool] = lambda _: True
+) -> T:
+    """What ``look`` finds at ``path``. A collective of ``group``.
 
-
-def seen_once(once: Once[Any], path: str, look: Callable[[], T], is_here: Callable[[T], bool] = lambda _: True) -> T:
-    """What ``look`` finds at ``path``: found by one rank for all, or thousands would ask one file server for each of thousands
-    of files. A rank with another path, or for which what was found is not here, looks by itself: nodes may have their own
-    copies.
+    The first rank looks for all, or thousands would ask one file server for each of thousands of
+    files. A rank with another path, or for which ``is_here`` is false, looks by itself: nodes may
+    have their own copies. An error of any rank is raised on all.
     """
-    place = os.path.abspath(path)
-    where, found = once(lambda: (place, look()))
-    return found if where == place and is_here(found) else look()
+    own_path = os.path.abspath(path)
+    first_path, found = group.leader_does(lambda: (own_path, look()))
+    return group.everyone_does(
+        lambda: found if first_path == own_path and is_here(found) else look()
+    )

@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import DataSource
+from torchtitan_like.distributed.world import HostGroup
 
 from ..checked_file import CheckedArray, CheckedFile, HashTable, RawFile, table_path
 from ..errors import DataError
@@ -30,7 +31,7 @@ from ..token_cache import Progress, find_or_build
 from ..token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, written_with_hashes
 from ..token_stream import TokenPart, TokenStream
 from .documents import files_below, matching
-from .listing import Once, alone, seen_once
+from .listing import seen_once
 from .token_formats import ENDINGS, is_cache, open_part
 from .tokenizer import Tokenizer
 
@@ -71,19 +72,20 @@ def open_token_source(
     with_documents: bool,
     cache_folder: str | None,
     dump_folder: str,
-    once: Once[Any] = alone,
+    group: HostGroup | None = None,
     is_recorder: bool = True,
 ) -> TokenFile:
-    """The tokens of all files of ``source`` as one. once: what one rank does for all. is_recorder:
-    see `RunDigests`.
+    """The tokens of all files of ``source`` as one. A collective of ``group`` (None: this process
+    is alone). is_recorder: see `RunDigests`.
 
     with_documents: whether it matters where documents begin; if not, files without an index are not searched for their
     ends, and each is one document. Raises DataError for files that are not what they should be, or of another tokenizer.
     """
-    seen = seen_once(once, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
-    parts = _recorded(seen, dump_folder, once, is_recorder)
+    group = group or HostGroup.alone()
+    seen = seen_once(group, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
+    parts = _recorded(seen, dump_folder, group, is_recorder)
     stream, folder, eos_id = TokenStream(parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
-    offsets = _offsets(stream, seen, cache_folder, dump_folder)
+    offsets = group.everyone_does(lambda: _offsets(stream, seen, cache_folder, dump_folder))
     if eos_id is not None and len(offsets) - 1 <= len(seen.parts):
         logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
     meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=seen.digest)
@@ -91,14 +93,14 @@ def open_token_source(
 
 
 def _recorded(
-    seen: _Seen, dump_folder: str, once: Once[Any], is_recorder: bool
+    seen: _Seen, dump_folder: str, group: HostGroup, is_recorder: bool
 ) -> list[TokenPart]:
     """The parts, where the run records the hashes of files that have none."""
     without = [part for part in seen.parts if part.tokens.file.hashes is None]
     files = [part.tokens.file.file for part in without]
     digests = RunDigests(dump_folder, files, seen.digest, is_recorder=is_recorder)
-    once(digests.merge)
-    digests.open()
+    group.leader_does(digests.merge)
+    group.everyone_does(digests.open)
     checked = dict(zip(map(id, without), digests.files(), strict=True))
     return [
         replace(part, tokens=part.tokens.of(checked[id(part)])) if id(part) in checked else part
