@@ -1,0 +1,218 @@
+"""Run a fixed set of small runs and record every number that a run must reproduce.
+
+    python -m tests.exact_runs before.json             # in the tree before a change
+    python -m tests.exact_runs after.json              # in the tree after it
+    python -m tests.exact_runs --compare before.json after.json
+
+A change that only moves or renames code leaves both files equal. Floats are written as hex, so that
+equal means equal to the last bit. Run both on one machine: the numbers depend on its CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EXACT_KEYS = (
+    "step",
+    "n_tokens_seen",
+    "num_valid_tokens",
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "data_digest",
+    "data_digest_chain",
+    "skipped",
+    "sources",
+)
+VALIDATION_KEYS = ("step", "set", "loss", "bits_per_byte", "num_tokens")
+TINY = {
+    "model.hf_assets_path": "tests/assets/tokenizer",
+    "model.args.dim": 32,
+    "model.args.n_layers": 2,
+    "model.args.n_heads": 4,
+    "model.args.n_kv_heads": 2,
+    "training.dataset": "shakespeare",
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.steps": 6,
+    "training.mixed_precision_param": "float32",
+    "lr_scheduler.warmup_steps": 2,
+    "metrics.log_freq": 2,
+    "metrics.enable_tensorboard": False,
+    "checkpoint.enable": False,
+    "validation.enable": False,
+    "activation_checkpoint.mode": "none",
+    "debug.seed": 42,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama3": {"model.name": "llama3", "model.flavor": "debugmodel", "model.args.multiple_of": 16},
+    "qwen3": {"model.name": "qwen3", "model.flavor": "debugmodel", "model.args.hidden_dim": 96,
+              "model.args.head_dim": 8, "model.args.enable_weight_tying": False},
+}  # fmt: skip
+# Number of ranks and settings.
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "one rank": (1, {}),
+    "FSDP 2": (2, {}),
+    "TP 2": (2, {"parallelism.tensor_parallel_degree": 2}),
+    "PP 2": (2, {"parallelism.pipeline_parallel_degree": 2}),
+    "CP 2": (2, {"parallelism.context_parallel_degree": 2}),
+}
+CORPUS = "torchtitan_like/data/corpus/shakespeare_train.jsonl"
+HELD_OUT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
+MIXTURE = {
+    "training.dataset": "",
+    "data.sources.a.path": CORPUS,
+    "data.sources.a.weight": 2.0,
+    "data.sources.b.path": HELD_OUT,
+    "data.sources.b.weight": 1.0,
+}
+VALIDATION = {
+    "validation.enable": True,
+    "validation.seq_len": 32,
+    "validation.local_batch_size": 2,
+    "validation.steps": 4,
+    "validation.freq": 3,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: a name, the number of ranks and the settings in addition to `TINY`."""
+
+    name: str
+    num_ranks: int
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+RUNS = [
+    *(
+        Run(f"{family}, {layout}", num_ranks, {**model, **settings})
+        for family, model in FAMILIES.items()
+        for layout, (num_ranks, settings) in LAYOUTS.items()
+    ),
+    Run("bfloat16, FSDP 2", 2, {"training.mixed_precision_param": "bfloat16"}),
+    Run("cached, best-fit packing, validated", 2, {"data.packing": "best_fit", **VALIDATION}),
+    Run("streamed", 2, {"training.dataset": "", "data.sources.s.path": CORPUS,
+                        "data.sources.s.streaming": True}),
+    Run("mixture, validated", 2, {**MIXTURE, **VALIDATION}),
+    Run("mixture with a stream", 2, {**MIXTURE, "data.sources.a.streaming": True}),
+    Run("spikes are skipped", 2, {"training.steps": 14, "resilience.on_spike": "skip",
+                                  "resilience.spike_window": 8, "resilience.spike_threshold": 0.2}),
+    Run("a non-finite step is skipped", 2, {"resilience.on_nonfinite": "skip",
+                                            "experimental.custom_import": "tests.harness.nan_backward"}),
+]  # fmt: skip
+
+
+def command(run: Run, folder: Path) -> list[str]:
+    """The command of one run."""
+    settings = {
+        "job.config_file": "train_configs/debug_model.toml",
+        "job.dump_folder": folder / "outputs",
+        "data.cache_folder": folder / "tokens",
+        **TINY,
+        **({} if "model.name" in run.settings else FAMILIES["llama3"]),
+        **run.settings,
+    }
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={run.num_ranks}", "--standalone"]
+    return [
+        sys.executable,
+        *(launcher if run.num_ranks > 1 else []),
+        "-m",
+        "torchtitan_like.train",
+        *(part for key, value in settings.items() for part in (f"--{key}", str(value))),
+    ]
+
+
+def rows_of(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The exact keys of every row of a JSONL file, floats as hex; [] without a file."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: in_hex(row[key]) for key in keys if key in row} for row in rows]
+
+
+def in_hex(value: Any) -> Any:
+    """`value` with every float as hex."""
+    if isinstance(value, dict):
+        return {key: in_hex(item) for key, item in value.items()}
+    return value.hex() if isinstance(value, float) else value
+
+
+def make(run: Run) -> dict[str, Any]:
+    """Make one run and return its exact numbers. Raises SystemExit if the run fails."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            command(run, Path(folder)), cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        outputs = Path(folder) / "outputs"
+        if done.returncode or not (outputs / "exit.json").exists():
+            raise SystemExit(
+                f"{run.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
+        reason = json.loads((outputs / "exit.json").read_text())["reason"]
+        if reason != "done":
+            raise SystemExit(f"{run.name} ended because of {reason}:\n{done.stdout}")
+        return {
+            "steps": rows_of(outputs / "metrics.jsonl", EXACT_KEYS),
+            "validation": rows_of(outputs / "validation.jsonl", VALIDATION_KEYS),
+        }
+
+
+def record(path: Path) -> None:
+    """Make all runs and write their numbers to `path`."""
+    numbers = {}
+    began = time.monotonic()
+    for count, run in enumerate(RUNS, start=1):
+        numbers[run.name] = make(run)
+        elapsed = time.monotonic() - began
+        left = elapsed / count * (len(RUNS) - count)
+        print(f"{100 * count // len(RUNS):3}%  {run.name}  ({left:.0f} s left)", flush=True)
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def compare(before: Path, after: Path) -> list[str]:
+    """Print a table of the runs of two files; return the names of runs that differ."""
+    old, new = (json.loads(path.read_text()) for path in (before, after))
+    different = []
+    print("| run | steps | skipped | validation rows | numbers | equal |\n|---|---|---|---|---|---|")
+    for name in dict.fromkeys([*old, *new]):
+        is_equal = old.get(name) == new.get(name)
+        different += [] if is_equal else [name]
+        run = new.get(name) or old[name]
+        steps, validation = run["steps"], run["validation"]
+        skipped = sum(row["skipped"] for row in steps)
+        numbers = sum(map(len, steps + validation))
+        verdict = "yes" if is_equal else "NO"
+        print(f"| {name} | {len(steps)} | {skipped} | {len(validation)} | {numbers} | {verdict} |")
+    return different
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--compare", action="store_true", help="compare two recorded files")
+    arguments = parser.parse_args()
+    if not arguments.compare:
+        record(arguments.files[0])
+    elif different := compare(*arguments.files):
+        raise SystemExit(f"{len(different)} runs differ: {', '.join(different)}")
+
+
+if __name__ == "__main__":
+    main()

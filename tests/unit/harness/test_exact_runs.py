@@ -1,0 +1,32 @@
+"""The comparison of exact runs finds a change of the last bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from tests.exact_runs import compare, rows_of
+
+
+def recorded(folder: Path, loss: float) -> Path:
+    """A file of one run with one step."""
+    row = {"step": 1, "loss": loss, "skipped": 0, "time": 3.0, "sources": {"a": {"loss": loss}}}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    steps = rows_of(folder / "metrics.jsonl", ("step", "loss", "skipped", "sources"))
+    path = folder / f"{loss.hex()}.json"
+    path.write_text(json.dumps({"one rank": {"steps": steps, "validation": []}}))
+    return path
+
+
+def test_a_change_of_the_last_bit_is_found(tmp_path: Path) -> None:
+    loss = 6.5
+    before, after = recorded(tmp_path, loss), recorded(tmp_path, math.nextafter(loss, 7))
+    assert compare(before, before) == []
+    assert compare(before, after) == ["one rank"]
+
+
+def test_a_missing_run_is_found(tmp_path: Path) -> None:
+    before = recorded(tmp_path, 6.5)
+    (tmp_path / "empty.json").write_text("{}")
+    assert compare(before, tmp_path / "empty.json") == ["one rank"]
