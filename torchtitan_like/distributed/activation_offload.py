@@ -42,9 +42,9 @@ class ActivationOffload:
     def _wrap_forward(self, block: nn.Module) -> None:
         forward = block.forward
 
-        def offloaded(*args: Any) -> Any:
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return forward(*args)
+                return forward(*args, **kwargs)
             resident = _storages([*block.parameters(), *block.buffers()])
             # By address and version. No address is used again while its storage is held here.
             copies: dict[tuple[int, int], tuple[_HostCopy, torch.UntypedStorage]] = {}
@@ -66,7 +66,7 @@ class ActivationOffload:
 
             try:
                 with saved_tensors_hooks(pack, _unpack):
-                    return forward(*args)
+                    return forward(*args, **kwargs)
             finally:
                 copies.clear()  # autograd keeps `pack`, which would keep the storages
 

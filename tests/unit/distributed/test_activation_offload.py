@@ -133,6 +133,13 @@ def test_a_change_in_place_after_saving_is_not_seen():
     torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_block_takes_keyword_arguments():
+    offload = ActivationOffload()
+    block, x = build(offload)
+    block(x=x)
+    assert offload.peak_bytes == 3 * ACTIVATION
+
+
 def test_nothing_is_copied_without_gradients():
     offload = ActivationOffload()
     block, x = build(offload)
