@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -216,6 +217,18 @@ def test_an_error_of_one_rank_is_raised_on_all(
     assert {(error, message) for error, message, _ in results} == {("DataError", str(error))}
 
 
+def folder_of_a_copy(corpus: Path, run: Path) -> str:
+    return build_batches(corpus.with_name(f"copy-{dist.get_rank()}"), run)[1]
+
+
+def test_each_copy_of_a_text_gets_its_own_cache(corpus: Path, tmp_path: Path) -> None:
+    """Neither rank waits for a cache that nobody builds."""
+    for rank in range(2):
+        shutil.copytree(corpus, tmp_path / f"copy-{rank}")
+    folders = run_ranks(folder_of_a_copy, 2, corpus, tmp_path / "run", timeout=40)
+    assert [Path(folder).parents[1].name for folder in folders] == ["copy-0", "copy-1"]
+
+
 def on_nodes_with_copies(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
     return build_batches(corpus / str(dist.get_rank()), run)
 
@@ -250,7 +263,10 @@ def on_disks_of_their_own(folder: Path) -> list[int]:
         return str(entry) if entry.exists() else None
 
     try:
-        assert building.build_together(group, find, build, lambda: disk, "the entry") == str(entry)
+        built_entry = building.build_together(
+            group, find, build, lambda: disk, "entry", "the entry"
+        )
+        assert built_entry == str(entry)
     finally:
         group.destroy()
         building.socket, building._is_visible = socket, is_visible

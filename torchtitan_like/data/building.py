@@ -34,13 +34,15 @@ def build_together(
     find: Callable[[], T | None],
     build: Callable[[threading.Event], T],
     folder: Callable[[], Path],
+    entry_name: str,
     name: str,
 ) -> T:
     """What ``find`` returns on each rank, after ``build`` where it returned None. A collective of
     ``group``.
 
     build: is called with an event that is set when it is to end. folder: where rank 0 would build,
-    to find out who shares it.
+    to find out who shares it. entry_name: ranks that share a folder share the entry if its name is
+    the same; a node may have another copy of the text.
     name: of what is built, for messages. Raises the error of the first rank that failed, on all
     ranks.
     """
@@ -50,7 +52,7 @@ def build_together(
         assert entry is not None
         return entry
     stop = threading.Event()
-    is_builder = _is_first(group, entry is None, folder)
+    is_builder = _is_first(group, entry is None, folder, entry_name)
     with ThreadPoolExecutor(1, "build") as pool:
         work = pool.submit(build, stop) if is_builder else None
         try:
@@ -60,8 +62,11 @@ def build_together(
     return _visible(group, find, name)
 
 
-def _is_first(group: HostGroup, is_missing: bool, folder: Callable[[], Path]) -> bool:
-    """Whether this rank is the first of those on its file system that lack the entry. A collective.
+def _is_first(
+    group: HostGroup, is_missing: bool, folder: Callable[[], Path], entry_name: str
+) -> bool:
+    """Whether this rank is the first of those on its file system that lack the entry of this name.
+    A collective.
 
     Rank 0 leaves an empty file in its folder: ranks that see it share the folder. Others share
     with the ranks of their host.
@@ -72,7 +77,7 @@ def _is_first(group: HostGroup, is_missing: bool, folder: Callable[[], Path]) ->
     if probe is not None and group.rank == 0:
         with suppress(OSError):  # an empty file stays
             probe.unlink(missing_ok=True)
-    place = "" if shares else socket.gethostname()
+    place = ("" if shares else socket.gethostname(), entry_name)
     places = group.gather_objects(place if is_missing else None)
     return is_missing and places.index(place) == group.rank
 

@@ -219,6 +219,7 @@ def _tokens(
         lambda: find_cached(entry.name, entry.open, beside=entry.beside, **places),
         build,
         lambda: writable_folder(beside=entry.beside, **places)[0],
+        str(entry.beside / entry.name),
         f"the token cache of {entry.beside}",
     )
 

@@ -372,7 +372,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer, monkey
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", full_disk)
         with pytest.raises(
-            DataError, match=r"the list of documents .* was not written: .*No space left on device"
+            DataError, match=r"cannot write .*the list of documents .*: .*No space left on device"
         ):
             open_source(file, tokenizer, with_documents=True)
     assert all(path.suffix == ".lock" for path in (tmp_path / ".token_cache").iterdir())
