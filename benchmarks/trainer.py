@@ -1,4 +1,4 @@
-"""The trainer against a bare PyTorch loop on the same model, data and optimizer.
+"""The trainer against a bare PyTorch loop with the same architecture, data and optimizer.
 
     python benchmarks/trainer.py [--rounds 5] [--cases S,M,XS,S2]
 
@@ -6,8 +6,9 @@ Each round starts both as processes of their own, one after the other, so that a
 the table gives medians over rounds of each side and of the ratio within a round. One thread per rank. Throughput is in
 tokens per second of CPU time on one rank (wall time moves with the neighbours) and of wall time on two.
 
-The loop is what a careful person writes by hand: fused AdamW, clipping, autocast for bf16, `fully_shard` per layer and
-root on two ranks, one printed line per step. It reads the same token file and makes the same model class.
+The loop is what a careful person writes by hand: a Llama of plain torch modules (plain_llama.py) of the same sizes, fused
+AdamW, clipping, autocast for bf16, `fully_shard` per layer and root on two ranks, one printed line per step. It reads the
+same token file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -131,21 +132,20 @@ def run_loop(case: Case, launched_at: float, folder: str) -> None:
     import torch
     import torch.nn.functional as F
 
-    from torchtitan_like.models.spec import get_spec, resolve_args
+    from benchmarks.plain_llama import PlainLlama
+    from torchtitan_like.models.llama3.flavors import FLAVORS
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    spec = get_spec("llama3")
     torch.manual_seed(0)
-    model = spec.build(resolve_args(spec, "debugmodel", dict(case.args)))
+    model = PlainLlama(replace(FLAVORS["debugmodel"], **case.args), case.seq_len)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02) if p.ndim > 1 else torch.nn.init.ones_(p)
-    model.init_buffers(torch.device("cpu"))
     if world_size > 1:
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard
 
         dist.init_process_group("gloo")
-        for layer in model.layers.values():
+        for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
     modules = len(sys.modules)
