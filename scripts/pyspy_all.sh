@@ -38,7 +38,8 @@ for folder_of in /proc/[0-9]*; do
     code=0
   elif py-spy dump --pid "$pid" "$@" >"$file" 2>&1; then
     echo "$file"
-    tops+=$(sed -n '/MainThread/{n;s/^ *//;p;q}' "$file")$'\n'
+    # The main thread has no name in a program that does not import threading; its id is the process's.
+    tops+=$(sed -nE "/^Thread ($pid |.*\"MainThread\")/{n;s/^ *//;p;q}" "$file")$'\n'
     [ "$code" -eq 2 ] || code=0
   else
     echo "$file: $(head -n 1 "$file")" >&2

@@ -32,7 +32,8 @@ def runner(timeout: float) -> Runner:
             done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return False, f"no answer within {timeout:g} s"
-        return done.returncode == 0, (done.stdout + done.stderr).strip()
+        # srun adds a line to stderr that only repeats the exit code.
+        return done.returncode == 0, done.stdout.strip() or done.stderr.strip()
 
     return run
 

@@ -226,6 +226,72 @@ def test_the_ranks_of_an_allocation_say_that_they_are_well(cluster: Cluster, tmp
     assert sorted(re.findall(r"-(\d)\] is OK", said)) == ["0", "1"], said
 
 
+NVIDIA_SMI = """#!/usr/bin/env bash
+errors=0
+[ "$SLURMD_NODENAME" != n2 ] || errors=7
+echo "0, GPU-1, 40, $errors, No, No, No, Not Active"
+"""
+
+
+def test_a_bad_node_is_named_in_an_option_that_sbatch_takes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A stand-in for nvidia-smi reports a GPU with memory errors on one of two nodes."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(NVIDIA_SMI)
+    (programs / "nvidia-smi").chmod(0o755)
+    check = f"{sys.executable} {SLURM}/find_bad_nodes.py --gpus 1 --timeout 60"
+    options = ("--nodes=2", f"--output={tmp_path}/out", f"--wrap={check}")
+    env = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    [state] = cluster.wait(cluster.run(*SBATCH, *options, env=env).strip())
+    report = (tmp_path / "out").read_text()
+    assert state["ExitCode"] == "1:0", report
+    *details, exclude = report.splitlines()
+    assert "GPU 0: ecc.errors.uncorrected.volatile.total is 7" in details[-1], report
+    assert details[-1].startswith("n2: "), report
+    job = cluster.run(*SBATCH, exclude, "--output=/dev/null", "--wrap=true").strip()
+    assert cluster.wait(job)[0]["NodeList"] == "n1"
+
+
+RANK = """
+import os, sys, time
+
+def wait_in_a_collective():
+    open(f"{sys.argv[1]}-{os.environ['RANK']}", "w").close()
+    time.sleep(120)
+
+wait_in_a_collective()
+"""
+
+
+def test_the_stacks_of_all_ranks_of_a_job_are_dumped_on_its_nodes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The two nodes are one machine here, so the script finds both ranks on each of them."""
+    program, stacks = tmp_path / "rank.py", tmp_path / "stacks"
+    program.write_text(RANK)
+    rank = f"RANK=$SLURM_PROCID exec {sys.executable} {program} {tmp_path}/started"
+    options = ("--nodes=2", "--output=/dev/null", f"--wrap=srun bash -c '{rank}'")
+    job = cluster.run(*SBATCH, *options).strip()
+    try:
+        slurm.await_true(
+            lambda: len(list(tmp_path.glob("started-*"))) == 2, "no ranks", tmp_path, 60
+        )
+        # Both nodes read the same processes at the same time: no process may be stopped for it.
+        command = (str(SLURM / "pyspy_srun.sh"), job, str(stacks), "--nonblocking")
+        printed = cluster.run(*command, env={"PATTERN": str(program)})
+    finally:
+        cluster.run("scancel", "--signal=KILL", "--full", job)
+    assert set(re.findall(r"^(\d): .*-rank(\d)-\d+\.txt$", printed, re.MULTILINE)) == {
+        (node, rank) for node in "01" for rank in "01"
+    }, printed
+    files = sorted(stacks.iterdir())
+    assert [re.findall(r"-rank(\d)-", file.name) for file in files] == [["0"], ["1"]]
+    assert all("wait_in_a_collective" in file.read_text() for file in files)
+    assert re.search(r"^\d: +\d wait_in_a_collective", printed, re.MULTILINE), printed
+
+
 def test_an_array_trains_across_a_time_limit_on_two_nodes(array: tuple[Run, str], tmp_path: Path) -> None:
     """One task is stopped before its limit, one ends the run, one has nothing to do."""
     run, job = array
