@@ -49,13 +49,13 @@ from torchtitan_like.checkpoint.step_folders import (
     StepFolder,
     all_steps,
     file_records,
-    fsync_directory,
     numbered_folders,
     published_steps,
     read_manifest,
 )
 from torchtitan_like.config import ConfigError, dump_toml, load_config, load_stored_config
 from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.util.files import sync_path, write_atomically
 
 if TYPE_CHECKING:
     from scripts.checkpoint_contents import Contents
@@ -357,19 +357,14 @@ def _archive(step: StepFolder, target: Path, command: str | None) -> None:
         if command is None and not output.final.exists():
             shutil.copytree(step.path, output.path)
             for file in output.path.rglob("*"):
-                descriptor = os.open(file, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+                sync_path(file)
             _check_copy(output.path, step, sums)
             output.publish()
         else:  # without a command: the copy of an offload that ended before it wrote the checksums
             if command is not None:
                 _run_copy_command(step.path, str(target), command)
             _check_copy(output.final, step, sums)
-        unfinished = target / f"{name}.sha256.tmp"
-        unfinished.write_text(sums)
-        os.rename(unfinished, _sums_file(target, step))
-        fsync_directory(target)
+        write_atomically(_sums_file(target, step), sums, target / f"{name}.sha256.tmp")
 
 
 def _sums_file(target: str | Path, step: StepFolder) -> Path:

@@ -20,8 +20,8 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.data.batches import TrainBatches
 from torchtitan_like.monitor.jsonl import encode
 from torchtitan_like.monitor.log import logger
-from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
-from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.monitor.run_directory import RunDirectory
+from torchtitan_like.util.files import WriteFailures, write_atomically
 
 MOST_PINS = 3  # for steps that are skipped, by one attempt: a pinned checkpoint stays for ever, and disks are finite
 
@@ -97,7 +97,8 @@ class BadSteps:
             "checkpoint": checkpoint,
         }
         with self._failures.noted(path):
-            write_atomically(path, encode({**row, **self._known, **about}).decode())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, encode({**row, **self._known, **about}))
             level = logging.WARNING if "spike" in row else logging.ERROR
             logger.log(level, f"Replay step {row['step']}: python scripts/replay.py {path}")
         event = "spike_bundle" if "spike" in row else "bad_step"

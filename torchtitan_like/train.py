@@ -51,7 +51,7 @@ from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.run_directory import RunDirectory, write_atomically
+from torchtitan_like.monitor.run_directory import RunDirectory
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
@@ -64,7 +64,7 @@ from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, a
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.credentials import mask_values
-from torchtitan_like.util.files import WriteFailures, storage_error
+from torchtitan_like.util.files import WriteFailures, storage_error, write_atomically
 from torchtitan_like.util.host_memory import GIB, host_memory
 from torchtitan_like.validation import BrokenOff, losses_of_texts
 
@@ -116,6 +116,7 @@ class Trainer:
                 made.write_config(dump_toml(self.config))
                 if name := self.config.job.save_config_file:
                     text = json.dumps(mask_values(self.config.model_dump()), indent=2)
+                    (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(made.folder / name, text)
                 made.remove_exit()
                 return made.attempt

@@ -44,12 +44,13 @@ from torchtitan_like.checkpoint.extents import (
     all_extents,
     check_sizes,
     find_damage,
-    write_file,
+    naming,
+    record_of,
 )
 from torchtitan_like.checkpoint.hf.plan import contiguous, rectangles
-from torchtitan_like.checkpoint.step_folders import fsync_directory
 from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.files import sync_path, write_atomically
 
 METADATA = ".metadata"
 ALIGNMENT = 64  # bytes; a multiple of every element's size, so that no extent ends within an element
@@ -88,7 +89,7 @@ class ExtentWriter(StorageWriter):
                 bounce = _Bounce()
                 results = [self._write_item(sink, item, planner, bounce) for item in plan.items]
                 self.records[self.shard] = sink.close()
-            fsync_directory(self.folder)
+            sync_path(self.folder)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -112,10 +113,10 @@ class ExtentWriter(StorageWriter):
             if isinstance(entry, TensorStorageMetadata):  # the same text from live and from staged (pinned) tensors
                 properties = TensorProperties(dtype=entry.properties.dtype)
                 metadata.state_dict_metadata[name] = replace(entry, properties=properties)
-        temporary = self.folder / f"{METADATA}.tmp"
-        self.records[METADATA] = write_file(temporary, pickle.dumps(metadata))
-        os.rename(temporary, self.folder / METADATA)
-        fsync_directory(self.folder)
+        temporary, content = self.folder / f"{METADATA}.tmp", pickle.dumps(metadata)
+        with naming(temporary):
+            write_atomically(self.folder / METADATA, content, temporary)
+        self.records[METADATA] = record_of(content)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

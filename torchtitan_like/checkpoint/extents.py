@@ -92,6 +92,13 @@ class ExtentSink:
         self._file.close()
 
 
+def record_of(content: bytes) -> FileRecord:
+    """What a file of these bytes is known to hold."""
+    view = memoryview(content)
+    starts = range(0, len(view), EXTENT)
+    return FileRecord(len(view), tuple(hash_extent(view[i : i + EXTENT]) for i in starts))
+
+
 def write_file(path: Path, content: bytes) -> FileRecord:
     """Write a whole new file durably; what was written."""
     with ExtentSink(path) as sink:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.util.files import write_atomically
 
 logger = logging.getLogger()
 
@@ -197,8 +198,7 @@ class FileLock:
                 if _parse(text).get("token") != self._me["token"]:
                     return  # lost: `check` will say so, and the new holder's file is not ours to touch
                 self._me["beat"] += 1
-                aside.write_text(json.dumps(self._content()))
-                os.replace(aside, self.path)
+                write_atomically(self.path, json.dumps(self._content()), aside, durable=False)
             except OSError as error:
                 logger.warning(f"{self.path} could not be refreshed: {error}")
 

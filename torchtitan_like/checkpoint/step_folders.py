@@ -21,6 +21,7 @@ import xxhash
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes, naming
+from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 
 MANIFEST = "manifest.json"
@@ -118,12 +119,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     complete = json.loads(json.dumps({**form, **manifest}, default=dataclasses.asdict))
     complete["self"] = _hash(complete)
     temporary = folder / f"{MANIFEST}.tmp"
-    with naming(temporary), open(temporary, "w", encoding="utf-8") as file:
-        json.dump(complete, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, folder / MANIFEST)
-    fsync_directory(folder)
+    with naming(temporary):
+        write_atomically(folder / MANIFEST, json.dumps(complete, indent=1), temporary)
 
 
 def _hash(manifest: Manifest) -> str:
@@ -225,22 +222,13 @@ def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
     return None
 
 
-def fsync_directory(path: Path) -> None:
-    """Make a directory's entries (renames, new files) survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(staged: Path, final: Path) -> None:
     """Give a complete staged step its name. A published step is never overwritten."""
     if final.exists():
         raise FileExistsError(f"{final} exists already: a published checkpoint is never overwritten")
     os.rename(staged, final)
-    fsync_directory(final.parent)
-    fsync_directory(final.parent.parent)  # the folder itself may be new
+    sync_path(final.parent)
+    sync_path(final.parent.parent)  # the folder itself may be new
 
 
 def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:

@@ -35,6 +35,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
+
 from .checked_file import (
     CheckedArray,
     CheckedFile,
@@ -199,9 +201,7 @@ def _digest(content: dict[str, Any]) -> str:
 def _write_content(folder: Path, content: dict[str, Any]) -> None:
     unfinished = folder / f".{META}.building"
     text = json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
-    unfinished.write_text(text, encoding="utf-8")
-    sync(unfinished)
-    unfinished.replace(folder / META)
+    write_atomically(folder / META, text, unfinished)
 
 
 def _add_hashes(folder: Path, content: dict[str, Any], meta: TokenMeta) -> bool:
@@ -301,9 +301,9 @@ class Staging:
         self.close()
         for name in (_JOURNAL, _OWNER):
             (self._folder / name).unlink()
-        sync(self._folder)
+        sync_path(self._folder)
         self._folder.rename(folder)
-        sync(folder.parent)
+        sync_path(folder.parent)
 
     def discard(self) -> None:
         """Remove all that was written."""
@@ -370,15 +370,10 @@ def written_whole(path: Path, what: str) -> Iterator[BinaryIO]:
     """
     unfinished = path.with_name(f".{path.name}.{socket.gethostname()}.building")
     try:
-        with unfinished.open("wb") as stream:
+        with atomic_file(path, unfinished) as stream:
             yield stream
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
     except OSError as error:
         raise CacheWriteError(f"cannot write {what} {path}: {error}; {FREE_SPACE}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 class _Hashing:
@@ -403,12 +398,3 @@ def written_with_hashes(path: Path, what: str) -> Iterator[_Hashing]:
         yield writer
         with written_whole(table_path(path), f"the hash table of {what}") as table:
             table.write(writer.table + writer.hasher.finish())
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.monitor.log import logger
-from torchtitan_like.monitor.run_directory import write_atomically
 from torchtitan_like.util.credentials import mask_text
+from torchtitan_like.util.files import write_atomically
 
 FIRST = "first.json"
 
@@ -34,6 +34,7 @@ def record_error(attempt_folder: Path, rank: int, phase: str, step: int, error: 
               "traceback": mask_text("".join(traceback.format_exception(error)))}  # fmt: skip
     path = attempt_folder / "errors" / f"rank-{rank}.json"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(record) + "\n")
         with suppress(OSError):  # a peer was faster, or there are no links here
             os.link(path, path.with_name(FIRST))

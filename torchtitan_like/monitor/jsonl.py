@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from itertools import compress
 from operator import not_
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
+from torchtitan_like.util.files import AppendOnlyFile, WriteFailures, atomic_file
 
 MOST_UNWRITTEN = 10_000  # rows that wait in memory while the disk is full: about 5 MB
 
@@ -120,17 +120,18 @@ class JsonlFile:
         self.close()
         if not self.path.exists():
             return 0
-        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
         with self.path.open("rb") as lines:
             goes = [not _stays(line, step) for line in lines]
             if not any(goes):
                 return 0
-            for target, mode, chosen in ((discarded, "ab", goes), (temporary, "wb", map(not_, goes))):
-                lines.seek(0)
-                with open(target, mode) as file:
-                    file.writelines(compress(lines, chosen))
-                    os.fsync(_flushed(file))
-        os.replace(temporary, self.path)
+            lines.seek(0)
+            with open(discarded, "ab") as moved:
+                moved.writelines(compress(lines, goes))
+                moved.flush()
+                os.fsync(moved.fileno())
+            lines.seek(0)
+            with atomic_file(self.path) as kept:
+                kept.writelines(compress(lines, map(not_, goes)))
         return sum(goes)
 
     def close(self) -> None:
@@ -149,8 +150,3 @@ def _stays(line: bytes, step: int) -> bool:
     except ValueError:
         return False
     return line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
-
-
-def _flushed(file: IO[bytes]) -> int:
-    file.flush()
-    return file.fileno()

@@ -10,13 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_like.monitor.environment import write_environment
 from torchtitan_like.monitor.jsonl import encode
 from torchtitan_like.monitor.log import logger
-from torchtitan_like.util.files import AppendOnlyFile, StorageError, WriteFailures
+from torchtitan_like.util.files import AppendOnlyFile, StorageError, WriteFailures, write_atomically
 
 EXIT = "exit.json"
 LAUNCHER_FOLDER = "TORCHTITAN_LIKE_LAUNCHER_FOLDER"  # environment variable, set by run_train.sh
@@ -52,6 +51,7 @@ class RunDirectory:
 
     def write_config(self, toml_text: str) -> None:
         """The resolved configuration, for this attempt and as the newest one at the top."""
+        self.attempt_folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.attempt_folder / "config.toml", toml_text)
         write_atomically(self.folder / "config.toml", toml_text)
 
@@ -114,6 +114,7 @@ def tell_launcher(reason: str, code: int, step: int | None) -> None:
     if not folder:
         raise StorageError(message)
     try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         write_atomically(Path(folder) / EXIT, _exit_text(reason, code, step))
     except OSError as error:
         raise StorageError(f"{message}: {error}") from error
@@ -121,22 +122,6 @@ def tell_launcher(reason: str, code: int, step: int | None) -> None:
 
 def _exit_text(reason: str, code: int, step: int | None) -> str:
     return json.dumps({"reason": reason, "code": code, "step": step}) + "\n"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` so that a reader, or a crash, finds the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def _end_last_line(path: Path) -> None:

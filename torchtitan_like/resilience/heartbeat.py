@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.files import WriteFailures, write_atomically
 
 logger = logging.getLogger()
 
@@ -85,10 +85,13 @@ class Heartbeat:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if beat != self._written and (now >= self._next_write or silent > self.limit):
-                temporary = self._folder / f".rank-{self._rank}"
                 who = {"host": socket.gethostname(), "pid": os.getpid()}
-                temporary.write_text(json.dumps(beat._asdict() | who) + "\n", encoding="utf-8")
-                os.replace(temporary, self._folder / f"rank-{self._rank}.json")
+                write_atomically(
+                    self._folder / f"rank-{self._rank}.json",
+                    json.dumps(beat._asdict() | who) + "\n",
+                    self._folder / f".rank-{self._rank}",
+                    durable=False,
+                )
                 self._written, self._next_write = beat, now + self._pause
             if beat.phase in ("step", "validate") and silent > self.limit and beat != self._dumped:
                 self._dumped = beat

@@ -1,7 +1,8 @@
 """Write the files of a run so that a full or failing disk becomes an agreed stop instead of a crash.
 
-Every writer outside of checkpoints reports a failed write to the `WriteFailures` of its process. The trainer turns that
-into a request, on which all ranks agree like on any other (`Request.WRITE_FAILED`).
+`atomic_file` and `write_atomically` replace whole files. Every writer outside of checkpoints reports
+a failed write to the `WriteFailures` of its process. The trainer turns that into a request, on
+which all ranks agree like on any other (`Request.WRITE_FAILED`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 logger = logging.getLogger()
 
@@ -32,6 +34,49 @@ def storage_error(folder: str | os.PathLike[str]) -> Iterator[None]:
             f"The run folder {folder} cannot be written: {error}. Free space, repair the disk or choose another "
             "job.dump_folder, then start the run again"
         ) from error
+
+
+@contextmanager
+def atomic_file(
+    path: Path, temporary: Path | None = None, *, durable: bool = True
+) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` when the block ends: readers find the old file or the new.
+
+    It is written as `temporary` in the same folder, by default `<name>.tmp-<process id>`. If the
+    block raises, `path` stays as it was and `temporary` is removed; a kill leaves `temporary`.
+    durable: the file and its name survive a power cut from then on. Raises OSError.
+    """
+    temporary = temporary or path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_path(path.parent)
+
+
+def write_atomically(
+    path: Path, content: str | bytes, temporary: Path | None = None, *, durable: bool = True
+) -> None:
+    """Replace the content of `path` as `atomic_file` does; text is UTF-8."""
+    with atomic_file(path, temporary, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class WriteFailures:

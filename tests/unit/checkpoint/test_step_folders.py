@@ -197,17 +197,18 @@ def test_a_name_is_given_only_to_what_is_on_disk(tmp_path: Path, monkeypatch: py
     """After a power cut there is the step and all of it, or no step."""
     staged, final, done = tmp_path / "checkpoint" / "step-5.tmp-x", tmp_path / "checkpoint" / "step-5", list[str]()
     staged.mkdir(parents=True)
-    rename, fsync = os.rename, os.fsync
+    replace, fsync = os.replace, os.fsync
 
     def seen_rename(old: Path, new: Path) -> None:
         done.append(f"rename {new.name}")
-        rename(old, new)
+        replace(old, new)
 
     def seen_fsync(descriptor: int) -> None:
         done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "rename", seen_rename)
+    monkeypatch.setattr(os, "replace", seen_rename)
     monkeypatch.setattr(os, "fsync", seen_fsync)
     write_manifest(staged, {"kind": "full", "step": 5})
     publish(staged, final)

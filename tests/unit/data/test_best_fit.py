@@ -261,12 +261,12 @@ def test_read_only_tokens_have_their_plan_in_the_users_cache_folder(
 
 
 def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(path: Path) -> None:
+    def full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     file = token_file(tmp_path, [3, 9, 2, 5])
     with monkeypatch.context() as full:
-        full.setattr("torchtitan_like.data.token_file.sync", full_disk)
+        full.setattr(os, "fsync", full_disk)
         with pytest.raises(DataError, match="cannot write .*No space left on device"):
             cached_plan(file, 4)
     assert [path.suffix for path in (tmp_path / ".token_cache").iterdir()] == [".lock"]
@@ -275,18 +275,19 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 # A process that makes a plan and reports when it is written but has not its name yet; then it waits for a line.
 PLANNER = """
-import logging, sys
+import logging, os, sys
 from pathlib import Path
 import numpy as np
-from torchtitan_like.data import best_fit, token_file
+from torchtitan_like.data import best_fit
 from torchtitan_like.data.token_file import TokenFile, TokenMeta
-sync = token_file.sync
-def sync_and_pause(path):
+fsync = os.fsync
+def fsync_and_pause(descriptor):
+    path = Path(os.readlink(f"/proc/self/fd/{{descriptor}}"))
     if path.name.startswith(".own-1-") and path.name.endswith(".building") and ".xxh3." not in path.name:
         print("paused", flush=True)
         sys.stdin.readline()
-    sync(path)
-token_file.sync = sync_and_pause
+    fsync(descriptor)
+os.fsync = fsync_and_pause
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 file = TokenFile(Path({folder!r}), np.empty(0), np.array({offsets}, np.uint64), {meta})
 print(best_fit.cached_plan(file, 4, cache_folder=None, dump_folder="unused").starts.tolist(), flush=True)

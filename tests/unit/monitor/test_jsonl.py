@@ -123,7 +123,7 @@ def test_rewind_killed_before_the_replacement_loses_nothing(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchtitan_like.monitor.jsonl.os.replace", killed)
+        patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             file.rewind(1, tmp_path / "d-1.jsonl")
     assert [row["step"] for row in read_rows(file.path)] == [1, 2, 3]

@@ -12,7 +12,6 @@ from torchtitan_like.monitor.run_directory import (
     LAUNCHER_FOLDER,
     RunDirectory,
     tell_launcher,
-    write_atomically,
     write_exit,
 )
 from torchtitan_like.util.files import StorageError, WriteFailures
@@ -64,19 +63,6 @@ def test_exit_is_written_and_removed(tmp_path: Path) -> None:
 def test_a_run_that_never_began_has_an_exit(tmp_path: Path) -> None:
     write_exit(tmp_path / "new" / "run", "bad data", 65, -1)
     assert json.loads((tmp_path / "new" / "run" / "exit.json").read_text())["code"] == 65
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "exit.json"
-    write_atomically(path, "old")
-
-    def full(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("torchtitan_like.monitor.run_directory.os.fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"event": "sa'])

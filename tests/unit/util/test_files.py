@@ -15,7 +15,14 @@ from torchtitan_like.monitor import log
 from torchtitan_like.monitor.jsonl import MOST_UNWRITTEN, JsonlFile, read_rows
 from torchtitan_like.monitor.sinks import TensorBoard
 from torchtitan_like.resilience.end import _flush
-from torchtitan_like.util.files import AppendOnlyFile, StorageError, WriteFailures, storage_error
+from torchtitan_like.util.files import (
+    AppendOnlyFile,
+    StorageError,
+    WriteFailures,
+    atomic_file,
+    storage_error,
+    write_atomically,
+)
 
 
 class Disk:
@@ -180,3 +187,51 @@ def test_a_full_disk_behind_stdout_ends_nothing(
     monkeypatch.setattr(sys, "stdout", stream)
     act()
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of os.fsync and os.replace, with names relative to the test's folder."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)
+        done.append(f"fsync {name}")
+        fsync(descriptor)
+
+    def seen_replace(old: Path, new: Path) -> None:
+        done.append(f"replace {new.name} by {old.name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    return done
+
+
+def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, calls: list[str]) -> None:
+    write_atomically(tmp_path / "a", "ä", tmp_path / "a.new")
+    assert (tmp_path / "a").read_bytes() == "ä".encode()
+    assert calls == ["fsync a.new", "replace a by a.new", "fsync ."]
+    calls.clear()
+    write_atomically(tmp_path / "b", b"x", durable=False)
+    assert calls == [f"replace b by b.tmp-{os.getpid()}"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "exit.json"
+    write_atomically(path, "old")
+    with pytest.raises(ValueError, match="half"), atomic_file(path) as file:
+        file.write(b"new")
+        raise ValueError("half of it")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -14,8 +14,8 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, write_file
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
-from torchtitan_like.checkpoint.step_folders import fsync_directory
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.util.files import sync_path
 from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def write_folder(
         (folder / file).parent.mkdir(exist_ok=True)
         records[file] = write_file(folder / file, content)
     for written in sorted({(folder / file).parent for file in contents}, reverse=True):
-        fsync_directory(written)
+        sync_path(written)
     return records
 
 

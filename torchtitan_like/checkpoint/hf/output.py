@@ -18,8 +18,8 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, hash_extent, naming, write_file
 from torchtitan_like.checkpoint.hf.plan import ExtentId, extents_of
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX, FileLayout, read_header, render_index
-from torchtitan_like.checkpoint.step_folders import fsync_directory
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.util.files import sync_path
 
 
 class Output:
@@ -127,7 +127,7 @@ class Output:
             if read_header(self.folder / file.name)[0] != list(file.entries):
                 raise CheckpointError(f"{self.folder / file.name} does not hold the header written to it")
         record = write_file(self.folder / INDEX, render_index(self.files))
-        fsync_directory(self.folder)
+        sync_path(self.folder)
         return record
 
 

@@ -31,6 +31,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from torchtitan_like.util.files import write_atomically
+
 from ..errors import DataError
 from .records import NOT_GZIP
 
@@ -124,8 +126,7 @@ def list_files(path: str, folder: Path) -> Listing:
         if not kept.exists():
             found = _persist(path, lambda: _ask(repo, revision, pattern))
             unfinished = kept.with_name(f".{kept.name}.{socket.gethostname()}")
-            unfinished.write_text(json.dumps(found), encoding="utf-8")
-            unfinished.replace(kept)
+            write_atomically(kept, json.dumps(found), unfinished)
         commit, sizes = json.loads(kept.read_text(encoding="utf-8"))
     if not sizes:
         kept.unlink()
