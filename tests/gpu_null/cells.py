@@ -18,6 +18,7 @@ NOT_MODELED = {
     "asynchronous tensor parallelism": "needs symmetric memory: ranks map each other's device memory",
     "CUDA graphs": "no capture; the trainer does not use them",
     "cuDNN attention": "cuDNN's own library needs a device; the cells take the flash kernel",
+    "varlen attention": "the borders of documents are found on the device, where all positions are zero",
     "values": "everything read from a device is zero, so losses, norms and restored weights mean nothing",
     "times, NCCL progress and errors, out-of-memory behavior of kernels, several nodes": "nothing is executed",
 }
@@ -97,5 +98,10 @@ CELLS = [
     # compiled
     Cell("compiled", 2, "--compile.enable"),
     Cell("float8_rowwise_compiled", 2, f"--compile.enable {FLOAT8} rowwise"),
+    Cell("float8_tensor_parallel_compiled", 2, f"--compile.enable {FLOAT8} tensorwise {TP} 2"),
+    Cell(
+        "simple_fsdp_compiled", 2, "--compile.enable --parallelism.data_parallel_impl simple_fsdp"
+    ),
+    Cell("memory_budget_compiled", 2, f"--compile.enable {AC} memory_budget"),
     Cell("flex_attention", 2, "--model.flavor debugmodel_flex_attn"),
 ]
