@@ -3,6 +3,7 @@
     python benchmarks/data.py [--rounds 9] [--copies 6] [--folder DIR]
     python benchmarks/data.py --documents 10_000_000
     python benchmarks/data.py --stream 10_000_000
+    python benchmarks/data.py --checks
 
 One thread; a process of its own for each row. Every round times each side once, in an order of its own, so that a noisy machine
 disturbs all alike. Tokens per second of CPU time; the table gives medians over rounds, and of the ratio within a round; then
@@ -16,6 +17,9 @@ the ratio of the best rounds, which neighbours on the machine have disturbed lea
 
 With ``--stream``, instead: the time to the first batch of a streamed text at the start, and behind so many samples. One window
 has to be made in either case. The text: two files of 800 MB of JSON lines, plain, and compressed with gzip.
+
+With ``--checks``, instead: CPU time of a batch whose extents are all verified before they are read, as in the first reads of a
+large corpus, against one whose extents were verified before.
 
 With ``--documents``, instead: what so many documents cost a rank in memory, and the time to the first batch at the start and
 far behind it. The corpus is one of tokens (Megatron's, of 64 a document); each measurement is a process of its own.
@@ -97,6 +101,49 @@ def reading(corpus: Path, folder: Path) -> dict[str, Side]:
         return count
 
     return {"ours": ours, "bare": bare}
+
+
+def checks(folder: Path, copies: int, rounds: int) -> None:
+    """Print CPU milliseconds of a batch with and without the verification of what it reads."""
+    write_documents(folder / "text.jsonl", 3000, copies)
+    batches = build_train_batches(
+        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+        Data(
+            sources={"own": DataSource(path=str(folder / "text.jsonl"))},
+            cache_folder=str(folder / "cache"),
+        ),
+        tokenizer=load_tokenizer(ASSETS),
+        dump_folder=str(folder),
+        seed=1,
+        dp_rank=0,
+        dp_size=1,
+        num_accumulation=1,
+    )
+    tokens: Any = batches._batches._samples.parts[0].file.tokens
+    verify, num_verified = tokens.file.verify, 0
+
+    def counted(extent: int) -> None:
+        nonlocal num_verified
+        num_verified += 1
+        verify(extent)
+
+    tokens.file.verify = counted
+    milliseconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * rounds * NUM_BATCHES):
+        is_first_read = number % 2 == 1
+        verified = tokens.file._verified
+        verified[:] = bytes([0 if is_first_read else 255]) * len(verified)
+        begin = time.thread_time()
+        next(batches)
+        milliseconds[is_first_read].append(1e3 * (time.thread_time() - begin))
+    median = {key: statistics.median(values) for key, values in milliseconds.items()}
+    extents = num_verified / len(milliseconds[True])
+    print("| batch | extents of 32 KiB | verified before, ms | first read, ms | verification, ms |")
+    print("|---|---|---|---|---|")
+    print(
+        f"| {BATCH} x {SEQ_LEN:,} tokens | {extents:.1f} | {median[False]:.3f} | {median[True]:.3f} "
+        f"| {median[True] - median[False]:.3f} |"
+    )
 
 
 def tokenising(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> dict[str, Side]:
@@ -314,6 +361,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=6, help="of the text, which has 2.4 MB")
     parser.add_argument("--documents", type=int, help="measure memory and starts with so many instead")
     parser.add_argument("--stream", type=int, help="measure the starts of a stream, up to this position, instead")
+    parser.add_argument("--checks", action="store_true", help="measure the verification instead")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -322,7 +370,9 @@ def main() -> None:
           f"{platform.python_version()}, medians of {arguments.rounds} rounds; M tokens per second of CPU time\n")  # fmt: skip
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        if arguments.stream:
+        if arguments.checks:
+            checks(folder, arguments.copies, arguments.rounds)
+        elif arguments.stream:
             streams(folder, arguments.stream, arguments.rounds)
         elif arguments.documents:
             scale(folder, arguments.documents)
