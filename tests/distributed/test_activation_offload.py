@@ -22,6 +22,7 @@ LAYOUTS = {
     "pp": (2, {PP: 2, SCHEDULE: "1F1B", **LESS}),
     "zero-bubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", "model.args.n_layers": 4, **LESS}),
 }
+NIGHTLY = ("one-rank-bfloat16", "ddp", "cp", "pp")  # the others in every run
 
 
 def with_log(argv):
@@ -34,7 +35,13 @@ def with_log(argv):
         logger.info = original
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name in LAYOUTS
+    ],
+)
 def test_the_numbers_are_those_of_no_checkpointing(tmp_path, layout):
     world_size, overrides = LAYOUTS[layout]
     traces = {}

@@ -95,6 +95,7 @@ def chain_of_all(backend):
     return value.item(), torch.autograd.grad(value, x)[0]
 
 
+@pytest.mark.nightly  # test_simple_fsdp.py compiles collectives with Inductor in every run
 def test_inductor_computes_the_same():
     for eager, compiled in zip(
         run_ranks(chain_of_all, 2, ""), run_ranks(chain_of_all, 2, "inductor", timeout=300), strict=True

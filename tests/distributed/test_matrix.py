@@ -112,7 +112,18 @@ def run(folder, layout, option, dtype, mutation="", timeout=60):
     return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation, timeout=timeout)[0]
 
 
-@pytest.mark.parametrize(("layout", "option", "dtype"), CELLS)
+# Compiled on four ranks: these in every run, the others nightly.
+COMPILED_IN_EVERY_RUN = ("fsdp-tp", "simple-fsdp-tp", "pp-fsdp", "tp-cp")
+
+
+def cell_parameter(layout, option, dtype):
+    is_long = option == "compile" and LAYOUTS[layout][0] == 4 and layout not in COMPILED_IN_EVERY_RUN
+    return pytest.param(layout, option, dtype, marks=[pytest.mark.nightly] if is_long else [])
+
+
+@pytest.mark.parametrize(
+    ("layout", "option", "dtype"), [cell_parameter(*cell) for cell in CELLS]
+)
 def test_equals_one_rank(folder, layout, option, dtype):
     expected, cell = run(folder, layout, option, dtype)
     compare(expected, cell, dtype)

@@ -42,6 +42,7 @@ LAYOUTS = {
     "fsdp": (4, {SCHEDULE: "InterleavedZeroBubble", "training.local_batch_size": 4, **LESS}),
     "tensor-parallel": (4, {SCHEDULE: "1F1B", TP: 2, **LESS, **ONLY_GRADIENTS}),
 }
+NIGHTLY = ("v-of-four-ranks-each-way", "stage-of-the-embedding")  # the others in every run
 
 
 def argv_of(folder, **overrides):
@@ -58,7 +59,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("stages")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name in LAYOUTS
+    ],
+)
 def test_equals_one_rank(folder, layout):
     world_size, overrides = LAYOUTS[layout]
     sizes = {key: value for key, value in overrides.items() if key.startswith("model.args.")}
