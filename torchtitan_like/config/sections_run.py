@@ -115,8 +115,8 @@ class Comm(Section):
     trace_buf_size: int = Field(
         20000,
         ge=0,
-        description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off. Each takes about 4 KiB "
-        "of host memory, which grows until the recorder is full: by about 80 MiB a rank at 20000.",
+        description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off. Each takes 3 to 4 KiB "
+        "of host memory, which grows until the recorder is full: by 60 to 80 MiB a rank at 20000.",
     )
     save_traces_folder: HomePath = Field(
         "comm_traces",

@@ -18,7 +18,8 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        self.first = nn.Linear(DIM, DIM, bias=False)
+        self.second = nn.Linear(DIM, DIM, bias=False)
         self.register_buffer("scale", torch.full((ROWS, DIM), 2.0))
         self.storages = []
 
