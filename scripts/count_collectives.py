@@ -3,7 +3,7 @@
     python scripts/count_collectives.py train_configs/debug_model.toml --world-size 4 --parallelism.tensor_parallel_degree 2
 
 Starts that many CPU ranks (gloo), makes two steps, and counts in the second on every rank. No GPU is needed or used; the
-model must be small enough for this machine, and what is counted then scales as docs/parallelism.md says. Compilation is
+model must be small enough for this machine, and what is counted then scales as docs/guides/parallelism.md says. Compilation is
 switched off: compiled blocks communicate as they do without. Nothing is saved. Exit codes: 0, 78 for a config that cannot
 work, 1 for any other failure.
 """

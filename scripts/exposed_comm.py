@@ -6,7 +6,7 @@
 Of each trace, in milliseconds of a recorded step: from its first kernel to its last, what computed, what sent (NCCL's kernels;
 a rank that waits for a slower one shows it here too), and what of the sending was *exposed*: while nothing computed on that
 GPU. Two collectives at once count once, and so do two kernels. Below, the collectives that were exposed longest. The remedies
-stand in docs/parallelism.md. Traces of CPU ranks hold no kernels and have nothing to tell.
+stand in docs/guides/parallelism.md. Traces of CPU ranks hold no kernels and have nothing to tell.
 
 Exit code 0, or 2: there is nothing to look at.
 """

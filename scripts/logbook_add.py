@@ -3,9 +3,9 @@
     python scripts/logbook_add.py logbook.md "loss spike at 61k; went back to 60,500" --run outputs
     echo "node-7 excluded: Xid 79" | python scripts/logbook_add.py logbook.md --run outputs
 
-A new logbook begins as docs/logbook_template.md, and grows at its end. Of --run, the run's folder, the entry holds the step,
-loss and tokens, the attempt, and the git commit that it ran from. --dry-run prints the entry. Exit code 2: the text is empty,
-or the folder is no run's.
+A new logbook begins as docs/guides/logbook_template.md, and grows at its end. Of --run, the run's folder,
+the entry holds the step, loss and tokens, the attempt, and the git commit that it ran from. --dry-run prints
+the entry. Exit code 2: the text is empty, or the folder is no run's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.compare_runs import environment_of
 from scripts.notify import user_name
 from scripts.watch import rows_of
 
-TEMPLATE = Path(__file__).resolve().parents[1] / "docs/logbook_template.md"
+TEMPLATE = Path(__file__).resolve().parents[1] / "docs/guides/logbook_template.md"
 
 
 def where(run: Path) -> str:

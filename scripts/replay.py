@@ -1,6 +1,6 @@
 """Meet a step with bad numbers again, on one process: `python scripts/replay.py RUN/attempts/1/bad-steps/step-1203.json`.
 
-A run writes such a bundle when the loss or a gradient of a step was not finite (docs/operations.md). This loads the
+A run writes such a bundle when the loss or a gradient of a step was not finite (docs/guides/operations.md). This loads the
 checkpoint that it names, whatever layout wrote it, trains the steps between the two, if there are any, and runs forward and
 backward of the step on the same samples. It shows whether loss, gradient norm and samples are those of the bundle, the first
 module that has a number that is not finite, with the modules before it, and the parameters that have one in gradient or value.

@@ -289,7 +289,7 @@ def _check_hardware(findings: Findings, device_type: DeviceType | None, args: An
         for name in ("NCCL_ALGO", "NCCL_PROTO"):
             if value := os.environ.get(name):
                 text = f"{name}={value} is set: NCCL chooses by message size, a forced choice is mostly slower"
-                findings.warning(name, text, "unset it, or see docs/nccl.md")
+                findings.warning(name, text, "unset it, or see docs/guides/nccl.md")
     if device_type != "cpu":
         return
     if config.training.enable_cpu_offload:

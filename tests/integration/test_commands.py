@@ -30,7 +30,11 @@ from torchtitan_like.config.fields import find
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.resilience.exit_codes import ExitCode
 
-GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+GUIDES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("guides", "reference", "tutorials")
+    for path in (ROOT / "docs" / folder).glob("*.md")
+)
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
 RUN_TRAIN = shlex.quote(str(ROOT / "run_train.sh"))
 README = (ROOT / "README.md").read_text()
@@ -306,7 +310,7 @@ def test_the_example_of_a_test_on_ranks_passes(tmp_path: Path, monkeypatch: pyte
 
 def test_the_example_that_reads_metrics_works(trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained[0])
-    (example,) = blocks((ROOT / "docs/metrics.md").read_text(), "python")
+    (example,) = blocks((ROOT / "docs/reference/metrics.md").read_text(), "python")
     names: dict[str, list[float]] = {}
     exec(example, names)
     assert len(names["losses"]) >= 4

@@ -371,7 +371,7 @@ def test_every_rank_leaves_a_trace_of_each_cycle(default: RunResult) -> None:
 
 
 def test_the_keys_of_metrics_jsonl(default: RunResult) -> None:
-    """As docs/metrics.md lists them; without a known peak there are no mfu and hfu."""
+    """As docs/reference/metrics.md lists them; without a known peak there are no mfu and hfu."""
     for row in default.metrics:
         assert row.keys() == EXACT_KEYS | MEASURED_KEYS | (LOG_STEP_KEYS if row["step"] in LOG_STEPS else set())
 

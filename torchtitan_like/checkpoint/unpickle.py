@@ -1,7 +1,7 @@
 """Read the pickles of a checkpoint without running what they name.
 
 A pickle may import any function and call it, so loading one is running a program. This module is
-the only one that unpickles files (docs/security.md, "What is trusted"). It knows two kinds:
+the only one that unpickles files (docs/guides/security.md, "What is trusted"). It knows two kinds:
 
 * `.metadata` of torch.distributed.checkpoint: a pickle of the classes in `METADATA_GLOBALS`.
 * What `torch.save` writes (`.pt` files, items of a DCP file): torch reads it with `weights_only`.

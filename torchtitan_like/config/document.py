@@ -1,4 +1,4 @@
-"""The schema as text: ``--help`` and docs/config.md (``python -m torchtitan_like.config.document``)."""
+"""The schema as text: ``--help`` and docs/reference/config.md (``python -m torchtitan_like.config.document``)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Check without training:   python -m torchtitan_like.config X.toml [--section.key
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m torchtitan_like.config.document > docs/config.md`; a test compares the two. -->
+<!-- Written by `python -m torchtitan_like.config.document > docs/reference/config.md`; a test compares the two. -->
 
 A run is described by one TOML file. Every setting can be overridden on the command line as `--section.key value`; the
 command line wins over the file, the file over the one it extends (`extends = "base.toml"`, relative to the file), that
@@ -94,7 +94,7 @@ def help_text() -> str:
 
 
 def markdown() -> str:
-    """The text of docs/config.md."""
+    """The text of docs/reference/config.md."""
     parts = [_INTRODUCTION]
     for path, section in _sections():
         parts.append(f"## [{'.'.join(path)}]\n\n{section.__doc__}\n")

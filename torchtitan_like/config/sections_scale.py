@@ -173,7 +173,7 @@ class Checkpoint(Section):
         ge=0,
         description="Also export the weights as Hugging Face safetensors every this many steps, to hf/step-N in "
         "checkpoint.folder, where nothing deletes them; 0 switches this off. Takes no longer than a native save of the "
-        "same bytes (docs/checkpoint.md).",
+        "same bytes (docs/guides/checkpoint.md).",
     )
     hf_executor: Literal["direct", "consolidate"] = Field(
         "direct",

@@ -23,7 +23,7 @@ class Model(Section):
     name: str = Field("llama3", description="Registered name of the model.")
     flavor: str = Field(
         "debugmodel",
-        description="Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. docs/models.md lists all.",
+        description="Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. docs/guides/models.md lists all.",
     )
     hf_assets_path: HomePath = Field(
         "./tests/assets/tokenizer",

@@ -1,7 +1,7 @@
 """Rendezvous handlers for torchrun that open one store, on one address only.
 
 torch's own handlers open two stores on every address of the machine, whatever host they are given. Whoever reaches such a
-store can write to it, and the launcher unpickles part of what it reads. docs/security.md lists what may be reached.
+store can write to it, and the launcher unpickles part of what it reads. docs/guides/security.md lists what may be reached.
 """
 
 from __future__ import annotations

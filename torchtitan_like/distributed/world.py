@@ -266,7 +266,7 @@ def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
     """Return the store in which the ranks find each other's addresses; a restarted run has its own part of it.
 
     NOTE: plain torchrun (2.13) keeps one store for all its restarts. A rank would read the addresses of dead peers in it.
-    Several such launchers count restarts independently, so their count does not tell them apart (docs/operations.md).
+    Several such launchers count restarts independently, so their count does not tell them apart (docs/guides/operations.md).
     """
     if launch.world_size == 1:
         return dist.HashStore()

@@ -1,6 +1,6 @@
 """Record the environment of an attempt: what a reader needs to explain why two runs differ. Nothing is sent anywhere.
 
-Values of environment variables are recorded for the names in `RECORDED` only (docs/security.md lists them).
+Values of environment variables are recorded for the names in `RECORDED` only (docs/guides/security.md lists them).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY_BYTES = 32
 # Whatever git shows by a user's own settings.
 AS_A_PATCH = "--no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/".split()
 
-# Variables whose values are recorded, by topic; `*` ends a prefix. The names in docs/security.md are checked against it.
+# Variables whose values are recorded, by topic; `*` ends a prefix. The names in docs/guides/security.md are checked against it.
 RECORDED: dict[str, tuple[str, ...]] = {
     "shell and system": (
         "PATH", "PWD", "SHELL", "LANG", "LC_ALL", "TZ", "HOSTNAME", "USER", "LOGNAME", "HOME", "TMPDIR",

@@ -1,7 +1,7 @@
 """The numbers of each step: kept on the device until a log step, then written once, the same on every layout.
 
-metrics.jsonl is the truth (docs/metrics.md lists its keys); the console, TensorBoard and W&B show parts of it under the
-names of TorchTitan.
+metrics.jsonl is the truth (docs/reference/metrics.md lists its keys). The console, TensorBoard
+and W&B show parts of it under TorchTitan's names.
 """
 
 from __future__ import annotations

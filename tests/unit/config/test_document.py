@@ -12,8 +12,8 @@ from torchtitan_like.config.fields import all_settings
 
 
 def test_docs_are_up_to_date(repo_root: Path) -> None:
-    """If this fails: python -m torchtitan_like.config.document > docs/config.md"""
-    assert (repo_root / "docs/config.md").read_text() == markdown()
+    """If this fails: python -m torchtitan_like.config.document > docs/reference/config.md"""
+    assert (repo_root / "docs/reference/config.md").read_text() == markdown()
 
 
 def test_every_setting_is_explained_in_at_most_a_few_sentences() -> None:

@@ -488,14 +488,14 @@ def test_a_forced_choice_of_nccl_is_warned_about(name: str, monkeypatch: pytest.
     line = "--training.steps 1000"
     (warning,) = check(line, device_type="cuda")
     assert warning.severity == "warning" and f"{name}=Tree is set" in str(warning)
-    assert "docs/nccl.md" in warning.remedy
+    assert "docs/guides/nccl.md" in warning.remedy
     assert check(line, device_type="cpu") == check(f"{line} --debug.deterministic", device_type="cuda") == []
 
 
 def test_the_page_on_nccl_says_what_each_value_means(repo_root: Path) -> None:
-    page = (repo_root / "docs/nccl.md").read_text()
+    page = (repo_root / "docs/guides/nccl.md").read_text()
     rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
     assert {"`0`", "`1`", "`2` (default)"} <= rows, "NCCL_CROSS_NIC"
     assert {"Ring", "Tree", "CollNet (SHARP)", "NVLS (NVLink SHARP)"} <= rows
     assert "Leave NCCL_ALGO and NCCL_PROTO alone" in page
-    assert "docs/nccl.md" in (repo_root / "README.md").read_text()
+    assert "docs/guides/nccl.md" in (repo_root / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""A second implementation of docs/data.md in plain Python: from documents to the rows of every step.
+"""A second implementation of docs/guides/data.md in plain Python: from documents to the rows of every step.
 
 It shares no code with torchtitan_like/data and aims at being obvious, not fast: lists, exact
 integers, one loop for one rule. `Source` gives a source's documents as they lie in its files, in the

@@ -98,7 +98,7 @@ def test_every_stop_has_a_code_and_codes_differ():
 
 
 def test_the_guide_tells_of_every_code_and_cause(repo_root):
-    guide = (repo_root / "docs/operations.md").read_text()
+    guide = (repo_root / "docs/guides/operations.md").read_text()
     for code in ExitCode:
         (line,) = [line for line in guide.splitlines() if line.startswith(f"| {int(code)} | `{code.reason}` |")]
         causes = [request.name.lower() for request, end in EXIT_CODES.items() if end is code]

@@ -1,4 +1,4 @@
-"""docs/parallelism.md shows what its commands print, and names every rule."""
+"""docs/guides/parallelism.md shows what its commands print, and names every rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchtitan_like.distributed.mesh_picture import picture
 
 @pytest.fixture
 def guide(repo_root: Path) -> str:
-    return (repo_root / "docs/parallelism.md").read_text()
+    return (repo_root / "docs/guides/parallelism.md").read_text()
 
 
 def shown(guide: str, start: str) -> tuple[list[str], str]:
