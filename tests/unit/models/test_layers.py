@@ -164,7 +164,7 @@ def test_attention_is_causal_and_uses_the_flash_kernel(kv_heads):
 
 
 def test_the_cores_seam_gets_heads_first():
-    attention = Attention(32, 4, 2, RotaryEmbedding(8, 16, 1e4))
+    attention = Attention(32, 4, 2, 8, RotaryEmbedding(8, 16, 1e4))
     shapes = []
     attention.core = lambda q, k, v, mask: shapes.append((q.shape, k.shape, v.shape)) or q
     assert attention(torch.randn(3, 16, 32)).shape == (3, 16, 32)

@@ -1,0 +1,107 @@
+"""Decoder-only language model: embedding, pre-norm blocks, final norm, output head.
+
+A family's `model.py` builds one of these from its own attention, feed-forward, and rotary modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_like.models.layers.embedding import Embedding
+from torchtitan_like.models.layers.head import OutputHead
+from torchtitan_like.models.layers.kernels import Mask, attention_kernel
+from torchtitan_like.models.layers.norm import RMSNorm
+from torchtitan_like.models.layers.rotary import RotaryEmbedding
+
+
+class DecoderArgs(Protocol):
+    """The sizes and options that every family gives to `Decoder`."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def enable_weight_tying(self) -> bool: ...
+    @property
+    def attn_type(self) -> str: ...
+    @property
+    def attn_mask_type(self) -> str: ...
+
+
+class DecoderBlock(nn.Module):
+    """Attention, then the feed-forward network. Each reads normed input and adds to the residual.
+
+    attention(x, positions, mask) and feed_forward(x) map (batch, seq, dim) to the same shape.
+    """
+
+    def __init__(
+        self, args: DecoderArgs, attention: nn.Module, feed_forward: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), positions, mask)
+        out: Tensor = h + self.feed_forward(self.ffn_norm(h))
+        return out
+
+
+class Decoder(nn.Module):
+    """A stack of blocks between an embedding and an output head.
+
+    `layers` is keyed by the layer's number in the whole model. A pipeline stage keeps some modules
+    and sets the others to None. Its input and output are then hidden states (batch, seq, dim).
+
+    `attention_mask` and each attention's `core` are seams: see `layers.kernels`.
+
+    build_block: returns one new block; it is called once per layer.
+    """
+
+    attention_mask: Mask | None
+
+    def __init__(self, args: DecoderArgs, build_block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
+        is_masked_by_document = args.attn_mask_type == "block_causal"
+        kernel = attention_kernel(args.attn_type)
+        self.attention_mask = kernel.mask if is_masked_by_document else None
+        self.layers = nn.ModuleDict({str(i): build_block() for i in range(args.n_layers)})
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.output = OutputHead(args.dim, args.vocab_size)
+        if args.enable_weight_tying:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (batch, seq, vocab), or the 0-dim sum of token losses if labels are given.
+
+        tokens and labels are int64 (batch, seq); a label of -100 is ignored. positions
+        (batch, seq), where given, count from the start of each token's document.
+        """
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        mask = None
+        if positions is not None and self.attention_mask is not None:
+            mask = self.attention_mask(positions, h.dtype, positions.shape[1])
+        for layer in self.layers.values():
+            h = layer(h, positions, mask)
+        h = h if self.norm is None else self.norm(h)
+        return cast(Tensor, h if self.output is None else self.output(h, labels))
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the rotary tables on `device`; call it again after materializing the model."""
+        for module in self.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.init_buffers(device)
