@@ -31,7 +31,7 @@ from benchmarks.trainer import CASES, ROOT, Case, settings, spread
 
 def rate(case: Case, ranks: int, extra: list[str], folder: Path) -> float:
     """Tokens per second of one rank: the median of the steps behind the warm-up, of a run of the shipped trainer."""
-    from torchtitan_like.monitor.jsonl import read_rows
+    from torchtitan_like.util.jsonl import read_rows
 
     out = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable]

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 DATA = ("n_tokens_seen", "num_valid_tokens", "data_digest", "data_digest_chain")
 NUMBERS = ("lr", "skipped", "loss", "max_loss", "grad_norm", "sources")

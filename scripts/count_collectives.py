@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import LaunchedAs, World
-    from torchtitan_like.resilience.exit_codes import ExitCode
     from torchtitan_like.resilience.requests import Requests
+    from torchtitan_like.util.exit_codes import ExitCode
 
 WORKER = "--worker"
 MIB = 2**20

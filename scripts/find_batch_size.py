@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = re.compile(

@@ -35,12 +35,12 @@ from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_store
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import build_checkpointer, join, read_config
-from torchtitan_like.monitor.jsonl import decode, encode
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Fetched, Trainer
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import decode, encode
 from torchtitan_like.util.reading import read_file
 
 # What another layout, or looking on, must not bring along from the run.

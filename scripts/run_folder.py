@@ -24,11 +24,18 @@ from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
-from torchtitan_like.monitor.errors import errors_of, first_error, in_words
-from torchtitan_like.monitor.run_directory import EXIT, LAUNCHER_FOLDER, write_exit
 from torchtitan_like.process_start import CODES
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.reading import read_json
+from torchtitan_like.util.run_directory import (
+    EXIT,
+    LAUNCHER_FOLDER,
+    RunEnd,
+    describe_error,
+    read_errors,
+    read_first_error,
+    write_exit,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,7 +83,7 @@ def clear(config: dict[str, Any], num_machines: int) -> int:
 def leave_exit(folder: Path, code: ExitCode, step: int | None) -> None:
     """Write exit.json. A full disk does not change what this script prints and returns."""
     try:
-        write_exit(folder, code.reason, int(code), step)
+        write_exit(folder, RunEnd(code.reason, int(code), step))
     except OSError as error:
         print(f"Cannot write {folder / EXIT}: {error}", file=sys.stderr)
 
@@ -140,7 +147,7 @@ def report(config: dict[str, Any], code: int, reason: str, step: int | None, typ
 def report_refusal(folder: Path, found: Found | None) -> int:
     """Print that a rank has refused the config, and why if it has left a record. Return the code for it."""
     leave_exit(folder, ExitCode.BAD_CONFIG, None)
-    reason = "its message is above" if found is None else in_words(found[1])
+    reason = "its message is above" if found is None else describe_error(found[1])
     print(f"Nothing was started: a rank has refused the configuration (code 78): {reason}", file=sys.stderr)
     return int(ExitCode.BAD_CONFIG)
 
@@ -164,7 +171,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     attempt, first, ranks = found
     if first["phase"] == "config":
         return report_refusal(folder, found)
-    words = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {in_words(first)}"]
+    words = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {describe_error(first)}"]
     seen = {int(path.stem.removeprefix("rank-")) for path in attempt.glob("heartbeat/rank-*.json")}
     silent = seen - ranks
     if silent:
@@ -190,12 +197,12 @@ def first_since(attempts: Path, since: float) -> Found | None:
     """
     found = []
     for folder in sorted(attempts.glob("[1-9]*"), key=lambda folder: int(folder.name), reverse=True):
-        first = first_error(folder) or min(errors_of(folder), key=itemgetter("time"), default=None)
+        first = read_first_error(folder) or min(read_errors(folder), key=itemgetter("time"), default=None)
         if first is not None:
             ranks = {int(path.stem.removeprefix("rank-")) for path in folder.glob("errors/rank-*.json")}
             found += [(folder, first, ranks)] if first["time"] >= since else []
             break
-    early = [record for record in errors_of(attempts / "0") if record["time"] >= since]
+    early = [record for record in read_errors(attempts / "0") if record["time"] >= since]
     if early:
         found.append((attempts / "0", min(early, key=itemgetter("time")), {record["rank"] for record in early}))
     return max(found, key=lambda one: one[1]["time"], default=None)

@@ -32,7 +32,7 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats.documents import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, resolve_sources
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 WIDTH = 100  # characters of a sample that are shown
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from scripts.watchdog import GIB, newest_save, saves_left, space
-from torchtitan_like.monitor.jsonl import decode
+from torchtitan_like.util.jsonl import decode
 
 RECENT = 1000  # rows from which the time of a step is taken
 TAIL = 8 * 2**20  # bytes that hold them: after a million steps the whole file is not for every look

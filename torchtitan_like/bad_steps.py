@@ -18,10 +18,11 @@ from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.retention import PIN
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.data.batches import TrainBatches
-from torchtitan_like.monitor.jsonl import encode
+from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
-from torchtitan_like.monitor.run_directory import RunDirectory
 from torchtitan_like.util.files import WriteFailures, write_atomically
+from torchtitan_like.util.jsonl import encode
+from torchtitan_like.util.run_directory import BAD_STEPS
 
 MOST_PINS = 3  # for steps that are skipped, by one attempt: a pinned checkpoint stays for ever, and disks are finite
 
@@ -36,14 +37,16 @@ class BadSteps:
 
     def __init__(
         self,
-        folder: RunDirectory,
+        attempt: Attempt,
         checkpointer: Checkpointer,
         batches: TrainBatches,
         start: Start,
         known: dict[str, Any],
         failures: WriteFailures,
     ) -> None:
-        self._folder, self._checkpointer, self._batches = folder, checkpointer, batches
+        self._attempt = attempt
+        self._checkpointer = checkpointer
+        self._batches = batches
         self._start, self._known = start, known
         self._rows: deque[dict[str, Any]] = deque(maxlen=4)  # no run is further on when it halts
         self._num_pins = 0
@@ -74,12 +77,12 @@ class BadSteps:
 
     def _write(self, row: dict[str, Any], most_pins: int, found: Path | None) -> None:
         """On the checkpoint thread: nothing is deleted meanwhile."""
-        path = self._folder.attempt_folder / "bad-steps" / f"step-{row['step']}.json"
+        path = self._attempt.folder / BAD_STEPS / f"step-{row['step']}.json"
         if found is not None and self._num_pins < most_pins:
             with self._failures.noted(found / PIN):
                 (found / PIN).write_text(f"{path}\n", encoding="utf-8")
                 self._num_pins += 1
-        folder, start, batches = self._folder.folder, self._start, self._batches
+        folder, start, batches = self._attempt.run, self._start, self._batches
         place = os.path.relpath(found, folder) if found else start.path and str(start.path.absolute())
         is_pinned, is_start = found is not None and (found / PIN).exists(), found in (None, start.path)
         if is_pinned and "spike" in row and found is not None:
@@ -92,7 +95,7 @@ class BadSteps:
         stretches = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
         about = {
             "global_batch_size": batches.steps.sizes[-1][1],
-            "config": f"attempts/{self._folder.attempt}/config.toml",
+            "config": f"attempts/{self._attempt.number}/config.toml",
             "samples": [numbers[[0, -1]].tolist() for numbers in stretches],
             "checkpoint": checkpoint,
         }
@@ -102,4 +105,4 @@ class BadSteps:
             level = logging.WARNING if "spike" in row else logging.ERROR
             logger.log(level, f"Replay step {row['step']}: python scripts/replay.py {path}")
         event = "spike_bundle" if "spike" in row else "bad_step"
-        self._folder.event(event, step=row["step"], bundle=str(path), checkpoint=checkpoint)
+        self._attempt.event(event, step=row["step"], bundle=str(path), checkpoint=checkpoint)

@@ -31,23 +31,32 @@ from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import fit_positions, get_spec, resolve_args
-from torchtitan_like.monitor.errors import first_error, in_words, record_error
+from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.monitor.errors import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memory, oom_advice
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
-from torchtitan_like.monitor.run_directory import RunDirectory, tell_launcher, write_exit
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.preflight_layout import host_need, layout_of
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.numbers import NonFiniteStateError
 from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import StorageError, WriteFailures
 from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.run_directory import (
+    EXIT,
+    RunEnd,
+    attempt_folder,
+    describe_error,
+    read_first_error,
+    write_exit,
+    write_exit_for_launcher,
+)
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.hf.folder import SpecialToken
@@ -142,7 +151,7 @@ def build_model(
 def build_metrics(
     config: JobConfig,
     world: World,
-    folder: RunDirectory,
+    attempt: Attempt,
     flops_per_token: float,
     sources: Sequence[str],
     failures: WriteFailures,
@@ -152,8 +161,8 @@ def build_metrics(
     peak = announce_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
     return Metrics(
         config.metrics,
-        folder=folder.folder,
-        attempt=folder.attempt,
+        folder=attempt.run,
+        attempt=attempt.number,
         writer=world.rank == 0,
         rank=world.rank,
         world_size=world.size,
@@ -248,10 +257,10 @@ def leave_exit(folder: str, code: ExitCode, step: int | None, failures: WriteFai
     for _ in range(2):  # the second time, the first attempt to write the file is one of the failures
         if code is ExitCode.DONE and failures.stop_is_due():
             code = ExitCode.STORAGE
-        with failures.noted(Path(folder) / "exit.json"):
-            write_exit(folder, code.reason, int(code), step)
+        with failures.noted(Path(folder) / EXIT):
+            write_exit(Path(folder), RunEnd(code.reason, int(code), step))
             return code
-    tell_launcher(code.reason, int(code), step)
+    write_exit_for_launcher(RunEnd(code.reason, int(code), step))
     return code
 
 
@@ -305,21 +314,21 @@ def _refuse(error: ConfigError, launched: LaunchedAs) -> None:
     if launched.rank == 0:
         print(error, file=sys.stderr)
     if launched.world_size > 1 and error.partial is not None:
-        attempt = Path(error.partial.job.dump_folder) / "attempts" / "0"
+        attempt = attempt_folder(Path(error.partial.job.dump_folder), 0)
         record_error(attempt, launched.rank, "config", 0, error.with_traceback(None))
 
 
 def _tell(error: Exception, dump_folder: Path, rank: int) -> None:
     """Print what ends this rank, and record it: in attempts/0 if there is no attempt yet, to which it could belong."""
     here = Heartbeat.newest
-    folder, (phase, step, *_) = (here.folder, here.at) if here else (dump_folder / "attempts" / "0", ("start", 0))
+    folder, (phase, step, *_) = (here.folder, here.at) if here else (attempt_folder(dump_folder, 0), ("start", 0))
     mine = record_error(folder, rank, phase, step, error)
     with suppress(OSError):  # stderr may be a file on a full disk
-        print(in_words(mine), file=sys.stderr)
+        print(describe_error(mine), file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun's last words are one failed rank's: whichever it takes, they tell of the first error of all.
-        first = (first_error(folder) if here else None) or mine
-        message = {"extraInfo": {"py_callstack": in_words(first), "timestamp": str(int(first["time"]))}}
+        first = (read_first_error(folder) if here else None) or mine
+        message = {"extraInfo": {"py_callstack": describe_error(first), "timestamp": str(int(first["time"]))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     if here:

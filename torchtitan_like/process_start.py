@@ -17,8 +17,8 @@ from types import FrameType
 
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.monitor.run_directory import write_exit
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
 
 # Environment variable: the process id of the launcher, which the process ends with.
 LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
@@ -91,5 +91,5 @@ def begin_rank(argv: list[str]) -> None:
     if RunLock(folder / config.checkpoint.folder).holder_here() is not None:
         return  # exit.json belongs to that run
     with suppress(OSError):
-        (folder / "exit.json").unlink(missing_ok=True)
-    exit_on_signals(lambda code: write_exit(folder, code.reason, int(code), step=None))
+        (folder / EXIT).unlink(missing_ok=True)
+    exit_on_signals(lambda code: write_exit(folder, RunEnd(code.reason, int(code), None)))

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from torchtitan_like.distributed.rendezvous import register_backends
 from torchtitan_like.distributed.store import LOOPBACK
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
 
 DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

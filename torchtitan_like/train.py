@@ -46,16 +46,15 @@ from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
 from torchtitan_like.launch import build_metrics, build_model, launch, run_as
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
+from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.run_directory import RunDirectory
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits
 from torchtitan_like.resilience.numbers import BadNumbers, NonFiniteStateError, nonfinite_names
@@ -64,8 +63,10 @@ from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, a
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error, write_atomically
 from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.run_directory import log_file
 from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 
@@ -112,23 +113,23 @@ class Trainer:
 
         def make() -> int:
             with storage_error(folder):
-                made = RunDirectory(folder)
+                made = Attempt(folder)
                 made.write_config(dump_toml(self.config))
                 if name := self.config.job.save_config_file:
                     text = json.dumps(mask_values(self.config.model_dump()), indent=2)
-                    (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (made.run / name).parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(made.folder / name, text)
                 made.remove_exit()
-                return made.attempt
+                return made.number
 
-        attempt = self.world.step_group.leader_does(make)
-        self.run_directory = RunDirectory(folder, attempt, failures=self.failures)
+        number = self.world.step_group.leader_does(make)
+        self.attempt = Attempt(folder, number, failures=self.failures)
         if self.is_leader:
-            self.run_directory.capture_environment()
-        add_file(self.run_directory.log_file(self.world.rank), self.failures)
-        trace = trace_file(self.config.comm, self.run_directory.folder, self.world.rank)
+            self.attempt.capture_environment()
+        add_file(log_file(self.attempt.folder, self.world.rank), self.failures)
+        trace = trace_file(self.config.comm, self.attempt.run, self.world.rank)
         self.heartbeat = Heartbeat(
-            self.run_directory.attempt_folder,
+            self.attempt.folder,
             self.world.rank,
             num_ranks=self.world.size,
             trace=trace,
@@ -234,11 +235,11 @@ class Trainer:
     def _build_monitor(self) -> None:
         config, world = self.config, self.world
         names = self.batches.sources
-        self.metrics = build_metrics(config, world, self.run_directory, self.flops_per_token, names, self.failures)
+        self.metrics = build_metrics(config, world, self.attempt, self.flops_per_token, names, self.failures)
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self.optimizer.named, self.start.step
         )
-        self.switches = Switches(self.run_directory.folder, config.resilience)
+        self.switches = Switches(self.attempt.run, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
         self.numeric = numeric_fingerprint(config, world.device, world.dims.mesh_shape())
 
@@ -267,11 +268,11 @@ class Trainer:
         if self.is_leader:
             known = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
             self.bad_steps = BadSteps(
-                self.run_directory, self.checkpointer, self.batches, self.start, known, self.failures
+                self.attempt, self.checkpointer, self.batches, self.start, known, self.failures
             )
             spikes = SpikeWatch(
                 self.config.resilience,
-                self.run_directory.event,
+                self.attempt.event,
                 self.checkpointer.pin_before,
                 self.bad_steps.keep_spike,
             )
@@ -280,7 +281,7 @@ class Trainer:
         is_own = self.start.path is not None and self.start.path.parent == self.checkpointer.folder
 
         def rewind() -> None:
-            with storage_error(self.run_directory.folder):
+            with storage_error(self.attempt.run):
                 self.metrics.rewind(self.progress.step, stored if is_own else None)
 
         self.world.step_group.leader_does(rewind)
@@ -305,7 +306,7 @@ class Trainer:
         self.garbage.freeze()
         profiling = maybe_profile(
             config.profiling,
-            self.run_directory.folder,
+            self.attempt.run,
             self.world.rank,
             self.progress.step,
             self.world.step_group.barrier,
@@ -541,7 +542,7 @@ class Trainer:
     def _published(self, step: int, save: Save, path: Path, seconds: float) -> None:
         """On rank 0's checkpoint thread: note the save, and whether the scheduler's grace is enough for another one."""
         form = save.suffix.lstrip(".") or save.kind
-        self.run_directory.event("save", step=step, path=str(path), form=form, seconds=seconds)
+        self.attempt.event("save", step=step, path=str(path), form=form, seconds=seconds)
         if form == "full" and (warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)):
             logger.warning(warning)
 
@@ -577,7 +578,7 @@ class Trainer:
         if self.is_leader:
             if good is not None:
                 self.bad_steps.keep(good.step + 1)
-            self.run_directory.event("stop", reason=code.reason, cause=cause, code=int(code), step=self.progress.step)
+            self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=self.progress.step)
         logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason} ({cause})")
         return code
 

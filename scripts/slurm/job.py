@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
 
 if sys.version_info >= (3, 11):
     import tomllib

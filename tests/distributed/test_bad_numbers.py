@@ -6,9 +6,9 @@ import torch
 from tests.distributed.parity import build, full, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.monitor.jsonl import read_rows
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.train import Trainer
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import read_rows
 
 BAD_STEP = 3
 

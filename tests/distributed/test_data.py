@@ -17,7 +17,7 @@ from torchtitan_like.config import JobConfig
 from torchtitan_like.data import streaming
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.formats import documents
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 STEPS = 6
 SIZES = {"plays": 120, "verse": 90, "prose": 60}

@@ -15,9 +15,9 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
 from torchtitan_like.launch import read_config
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import run as run_trainer
+from torchtitan_like.util.exit_codes import ExitCode
 
 SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
 

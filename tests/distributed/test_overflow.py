@@ -5,8 +5,8 @@ import torch
 
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.monitor.overflow import NonFiniteError
+from torchtitan_like.util.jsonl import read_rows
 
 LAYOUTS = {
     "fsdp, full": {"activation_checkpoint.mode": "full"},

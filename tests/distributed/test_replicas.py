@@ -11,10 +11,10 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import read_config
-from torchtitan_like.monitor.jsonl import read_rows
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.train import Trainer, run
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import read_rows
 
 FLIPPED_AT, PARAMETER = 3, "layers.0.attention.wk.weight"
 

@@ -17,8 +17,8 @@ from tests.distributed.test_run import log_lines
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint import saving
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.monitor.jsonl import read_rows
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import read_rows
 
 SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
 EXACT = ("step", "n_tokens_seen", "loss", "grad_norm", "lr", "data_digest", "data_digest_chain")
@@ -147,7 +147,7 @@ def train_and_ask(argv, asks):
     def traced(step):
         record(step)
         if trainer.is_leader and step.step in asks:
-            (trainer.run_directory.folder / asks[step.step]).touch()
+            (trainer.attempt.run / asks[step.step]).touch()
 
     trainer.metrics.record = traced
     code = trainer.train()
@@ -172,7 +172,7 @@ def train_until_asked(argv, after):
     def traced(step):
         record(step)
         if step.step == after:
-            (trainer.run_directory.folder / "EXPORT").touch()
+            (trainer.attempt.run / "EXPORT").touch()
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.metrics.record = traced
@@ -204,7 +204,7 @@ def train_and_ask_in_the_last_validation(argv):
 
     def asking(step):
         if trainer.is_leader and step == trainer.config.training.steps:
-            (trainer.run_directory.folder / "EXPORT").touch()
+            (trainer.attempt.run / "EXPORT").touch()
         validate(step)
 
     trainer.validate = asking
@@ -224,7 +224,7 @@ def test_an_export_asked_for_while_the_last_step_is_validated_is_written(tmp_pat
 def train_and_look(argv):
     """(step, how many rows are on disk when it is published) of each save."""
     trainer = build(argv)
-    folder, seen, publish = trainer.run_directory.folder, [], trainer.checkpointer._writer._publish
+    folder, seen, publish = trainer.attempt.run, [], trainer.checkpointer._writer._publish
 
     def look(staged, final, records, content):
         seen.append((content["step"], len(read_rows(folder / "metrics.jsonl")), content["position"]))

@@ -19,7 +19,7 @@ from tests.faults.kills import Chain
 from tests.faults.shim import Rule
 from tests.faults.trainer import ASSETS, Ended
 from tests.harness.runner import ROOT, trainer_environment
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 STEPS = 6
 BASE = {"training__steps": STEPS, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}

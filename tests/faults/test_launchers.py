@@ -24,7 +24,7 @@ from tests.faults.trainer import EXACT, Starter, Torchrun, arguments, exact_rows
 from tests.harness.ports import free_ports, listening_addresses
 from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_command, trainer_environment
 from torchtitan_like.checkpoint.lock import RunLock
-from torchtitan_like.monitor.errors import errors_of
+from torchtitan_like.util.run_directory import read_errors
 
 
 def run_train(folder: Path, plant: Plant) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def test_the_first_error_is_the_last_thing_on_the_screen(tmp_path: Path) -> None
     """Its peers die within milliseconds of it, of a connection that it has closed."""
     result = run_train(tmp_path / "outputs", Plant("step", "raise", 1, 4))
     assert result.returncode == 1 and not (tmp_path / "outputs/exit.json").exists()
-    first, theirs = sorted(errors_of(tmp_path / "outputs/attempts/1"), key=lambda record: record["time"])
+    first, theirs = sorted(read_errors(tmp_path / "outputs/attempts/1"), key=lambda record: record["time"])
     assert (first["rank"], first["step"], first["phase"], first["host"]) == (1, 4, "step", socket.gethostname())
     assert theirs["rank"] == 0 and "Planted" not in theirs["traceback"]
     torchruns, _, ours = result.stderr.partition("FIRST ERROR of 2")
@@ -231,8 +231,8 @@ def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None
     assert len(chain.check_rows("started again")) == 8
     assert ended.says("Checkpoint start: resume") and ended.says("at step 4"), ended.tail
     assert sorted(path.name for path in (chain.folder / "attempts").iterdir()) == ["1", "2"]
-    assert [record["rank"] for record in errors_of(chain.folder / "attempts/1")] == [0]
-    assert not errors_of(chain.folder / "attempts/2")
+    assert [record["rank"] for record in read_errors(chain.folder / "attempts/1")] == [0]
+    assert not read_errors(chain.folder / "attempts/2")
 
 
 def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:

@@ -20,7 +20,7 @@ from torchtitan_like.checkpoint.errors import DamagedError
 from torchtitan_like.checkpoint.step_folders import is_inside, read_manifest, write_manifest
 from torchtitan_like.config import ConfigError, load_stored_config
 from torchtitan_like.models import spec
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
 
 pytestmark = [
     pytest.mark.faults,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.faults.trainer import Starter
 from tests.harness.runner import RunResult
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.config import ConfigError
 from torchtitan_like.config.fields import find
 from torchtitan_like.preflight import load_checked
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
 
 GUIDES = sorted(
     path.relative_to(ROOT).as_posix()

@@ -22,8 +22,8 @@ from tests.distributed.parity import short_documents
 from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_environment
 from tests.integration.forked import ForkedTrainer
-from torchtitan_like.monitor.jsonl import read_rows
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import read_rows
 
 BAD_CONFIG = 78
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "n_tokens_seen", "num_valid_tokens", "data_digest")

@@ -22,7 +22,7 @@ from tests.harness.runner import ROOT, OverrideDefinitions, RunResult, run_row
 from tests.integration.forked import ForkedTrainer
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.config.layers import parse_toml
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 CPU = torch.device("cpu")
 STEPS = 6

@@ -31,7 +31,7 @@ from torchtitan_like.data.batch import IGNORED_LABEL, SOURCE_SHIFT
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.order import shuffled
 from torchtitan_like.data.token_cache import num_cores
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 ASSETS = ROOT / "tests/assets/tokenizer"
 SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 32, 40, 50

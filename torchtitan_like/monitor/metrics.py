@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan_like.monitor import flops
-from torchtitan_like.monitor.jsonl import JsonlFile
 from torchtitan_like.monitor.log import logger, paint, use_colors
 from torchtitan_like.monitor.memory import MemoryMonitor, MemoryReading
 from torchtitan_like.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
+from torchtitan_like.util import run_directory
 from torchtitan_like.util.files import StorageError, WriteFailures
+from torchtitan_like.util.jsonl import JsonlFile
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
@@ -129,8 +130,8 @@ class Metrics:
         self._clock, self._wall_clock = clock, wall_clock
         self._colors = use_colors(section.disable_color_printing)
         self._failures = WriteFailures() if failures is None else failures
-        self._steps_file = JsonlFile(folder / "metrics.jsonl", self._failures)
-        self._validation_file = JsonlFile(folder / "validation.jsonl", self._failures)
+        self._steps_file = JsonlFile(folder / run_directory.METRICS, self._failures)
+        self._validation_file = JsonlFile(folder / run_directory.VALIDATION, self._failures)
         self._sinks = self._build_sinks(rank, run_config or {})
         self._pending: list[tuple[StepRecord, int, float]] = []
         self._last_row: Row = {}

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+from torchtitan_like.util import run_directory
 from torchtitan_like.util.files import WriteFailures, write_atomically
 
 logger = logging.getLogger()
@@ -58,7 +59,7 @@ class Heartbeat:
         Heartbeat.newest = self
         self.folder, self.at = folder, Beat("start", 0, 0, clock())
         self._trace = trace
-        self._folder, self._rank, self._num_ranks, self._clock = folder / "heartbeat", rank, num_ranks, clock
+        self._folder, self._rank, self._num_ranks, self._clock = folder / run_directory.HEARTBEATS, rank, num_ranks, clock
         self._written: Beat | None = None
         self._pause, self._next_write = min(num_ranks // MOST_WRITES, LONGEST), 0.0
         self._dumped: Beat | None = None

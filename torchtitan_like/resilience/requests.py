@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
 
-from torchtitan_like.resilience.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode
 
 
 class Request(IntEnum):

@@ -1,4 +1,4 @@
-"""Files that ask a run for something: `touch` one of them below its dump_folder."""
+"""Switch files: a user creates one in the run directory to send a request to the run."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.resilience.requests import Request
+from torchtitan_like.util import run_directory
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
 
 
 class Switches:
-    """The switch files of a run. For one rank alone: what it finds is agreed on with the others."""
+    """Reads the switch files of a run. On rank 0 alone: all ranks agree on its requests."""
 
-    def __init__(self, folder: Path, section: Resilience) -> None:
-        self.kill = folder / section.kill_switch_path
-        self._passing = {folder / section.save_switch_path: Request.SAVE, folder / "EXPORT": Request.EXPORT}
+    def __init__(self, run: Path, section: Resilience) -> None:
+        paths = run_directory.switches(run, section.kill_switch_path, section.save_switch_path)
+        self.kill = paths.kill
+        self._once = {paths.save: Request.SAVE, paths.export: Request.EXPORT}
 
     def read(self) -> list[Request]:
-        """What the files ask for. Each is removed, so that it asks once; the kill switch stays, for all runs to come."""
-        found = [Request.KILL] if self.kill.exists() else []
-        for path, request in self._passing.items():
+        """Return the requests of the files. Removes SAVE and EXPORT; KILL stays for later runs."""
+        requests = [Request.KILL] if self.kill.exists() else []
+        for path, request in self._once.items():
             try:
                 path.unlink()
             except OSError:
                 continue
-            found.append(request)
-        return found
+            requests.append(request)
+        return requests

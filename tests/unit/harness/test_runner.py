@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import runner
 from tests.harness.runner import OverrideDefinitions, run_row
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 # Stands in for the trainer: one more row of metrics in each run; "--return N" ends with N, "--hang" hangs with a child.
 FAKE_TRAINER = """

@@ -17,7 +17,7 @@ from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.models import InitRule, get_spec, resolve_args
 from torchtitan_like.models.hf_table import links
-from torchtitan_like.monitor.jsonl import read_rows
+from torchtitan_like.util.jsonl import read_rows
 
 QWEN = get_spec("qwen3")
 SMALL = {

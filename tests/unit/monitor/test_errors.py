@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_like.monitor.errors import errors_of, first_error, in_words, record_error
+from torchtitan_like.monitor.errors import record_error
+from torchtitan_like.util.run_directory import describe_error, read_errors, read_first_error
 
 
 def fail(text: str) -> ValueError:
@@ -25,8 +26,8 @@ def broken_driver() -> int:
 
 def test_it_says_who_where_when_and_why(tmp_path: Path) -> None:
     record = record_error(tmp_path, 3, "save", 12, fail("too small"))
-    assert errors_of(tmp_path) == [record]
-    first, *traceback = in_words(record).splitlines()
+    assert read_errors(tmp_path) == [record]
+    first, *traceback = describe_error(record).splitlines()
     assert f"host {socket.gethostname()}, rank 3, step 12, phase save:" in first
     assert traceback[0] == "Traceback (most recent call last):" and "in fail" in traceback[1]
     assert traceback[-1] == "ValueError: too small"
@@ -39,11 +40,11 @@ def test_a_record_holds_no_credentials(tmp_path: Path) -> None:
 
 def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
     """Thousands of ranks end together: each that read all records would read thousands of files."""
-    assert first_error(tmp_path) is None
+    assert read_first_error(tmp_path) is None
     cause = record_error(tmp_path, 70, "step", 12, fail("cause"))
     record_error(tmp_path, 3, "step", 12, fail("Connection closed by peer"))
-    assert first_error(tmp_path) == cause
-    assert sorted(record["rank"] for record in errors_of(tmp_path)) == [3, 70]
+    assert read_first_error(tmp_path) == cause
+    assert sorted(record["rank"] for record in read_errors(tmp_path)) == [3, 70]
 
 
 @pytest.mark.parametrize(("device", "told"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])
@@ -53,11 +54,11 @@ def test_it_names_the_gpu_as_far_as_that_can_be_known(
     """Other ranks of the host may have left nothing: its logs name GPUs, not ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", device)
-    assert f"host {socket.gethostname()}, {told}, step 12" in in_words(record_error(tmp_path, 3, "save", 12, fail("x")))
+    assert f"host {socket.gethostname()}, {told}, step 12" in describe_error(record_error(tmp_path, 3, "save", 12, fail("x")))
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "errors").write_text("in the way")
     record = record_error(tmp_path, 0, "step", 1, fail("too small"))
-    assert "ValueError: too small" in in_words(record)
-    assert "could not be recorded" in caplog.text and errors_of(tmp_path) == []
+    assert "ValueError: too small" in describe_error(record)
+    assert "could not be recorded" in caplog.text and read_errors(tmp_path) == []

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.unit.monitor.conftest import Clock
-from torchtitan_like.monitor.jsonl import read_rows
 from torchtitan_like.monitor.metrics import Metrics, StepRecord
+from torchtitan_like.util.jsonl import read_rows
 
 EXACT_KEYS = [
     "step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss",

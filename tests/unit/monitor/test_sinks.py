@@ -101,7 +101,7 @@ def test_the_room_imports_little() -> None:
     """Only metrics brings torch; nothing brings a sink, torch.profiler's export or the schema."""
     code = """
 import sys
-from torchtitan_like.monitor import environment, flops, garbage, jsonl, log, memory, profiler, run_directory, sinks
+from torchtitan_like.monitor import attempt, environment, flops, garbage, log, memory, profiler, sinks
 assert "torch" not in sys.modules
 import torch
 before = set(sys.modules)

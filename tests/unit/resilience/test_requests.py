@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from torchtitan_like.resilience.exit_codes import ExitCode
 from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, Stopped, agreed, stop_among
+from torchtitan_like.util.exit_codes import ExitCode
 
 
 def test_a_request_is_sent_once():

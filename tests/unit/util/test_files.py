@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.monitor import log
-from torchtitan_like.monitor.jsonl import MOST_UNWRITTEN, JsonlFile, read_rows
 from torchtitan_like.monitor.sinks import TensorBoard
 from torchtitan_like.resilience.end import _flush
 from torchtitan_like.util.files import (
@@ -23,6 +22,7 @@ from torchtitan_like.util.files import (
     storage_error,
     write_atomically,
 )
+from torchtitan_like.util.jsonl import MOST_UNWRITTEN, JsonlFile, read_rows
 
 
 class Disk:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.monitor.jsonl import JsonlFile, encode, read_rows
+from torchtitan_like.util.jsonl import JsonlFile, encode, read_rows
 
 
 def rows(*steps: int) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Attempts, configuration, events and exit.json of a run directory."""
+"""Test that an attempt writes its configuration, environment and events."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.monitor.run_directory import (
-    LAUNCHER_FOLDER,
-    RunDirectory,
-    tell_launcher,
-    write_exit,
-)
-from torchtitan_like.util.files import StorageError, WriteFailures
+from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.util import run_directory
+from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.run_directory import RunEnd
 
 
 @pytest.mark.parametrize(
@@ -24,54 +21,51 @@ from torchtitan_like.util.files import StorageError, WriteFailures
 def test_next_free_attempt(existing: list[str], expected: int, tmp_path: Path) -> None:
     for name in existing:
         (tmp_path / "attempts" / name).mkdir(parents=True)
-    run = RunDirectory(tmp_path)
-    assert run.attempt == expected and run.attempt_folder.is_dir()
+    run = Attempt(tmp_path)
+    assert run.number == expected and run.folder.is_dir()
 
 
-def test_simultaneous_starts_get_different_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts look before either has made its folder: what the second one sees is out of date."""
-    RunDirectory(tmp_path)
+def test_simultaneous_starts_get_different_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start lists the attempts before the first has made its folder."""
+    Attempt(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", lambda _: iter(()))
-        assert RunDirectory(tmp_path).attempt == 2
+        patch.setattr(run_directory, "newest_attempt", lambda _: None)
+        assert Attempt(tmp_path).number == 2
 
 
 def test_other_ranks_make_nothing(tmp_path: Path) -> None:
-    other = RunDirectory(tmp_path / "run", attempt=4)
+    other = Attempt(tmp_path / "run", number=4)
     assert not (tmp_path / "run").exists()
-    assert other.attempt_folder == tmp_path / "run" / "attempts" / "4"
-    assert other.log_file(3) == other.attempt_folder / "logs" / "rank3.log"
+    assert other.folder == tmp_path / "run" / "attempts" / "4"
+    assert run_directory.log_file(other.folder, 3) == other.folder / "logs" / "rank3.log"
 
 
 def test_config_of_each_attempt_and_the_newest_at_the_top(tmp_path: Path) -> None:
     for text in ("[job]\n", "[job]\ndescription = 'é'\n"):
-        RunDirectory(tmp_path).write_config(text)
+        Attempt(tmp_path).write_config(text)
     assert (tmp_path / "config.toml").read_text(encoding="utf-8") == "[job]\ndescription = 'é'\n"
     assert (tmp_path / "attempts" / "1" / "config.toml").read_text(encoding="utf-8") == "[job]\n"
     assert (tmp_path / "attempts" / "2" / "config.toml").read_text(encoding="utf-8") == "[job]\ndescription = 'é'\n"
 
 
 def test_exit_is_written_and_removed(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
+    run = Attempt(tmp_path)
     run.remove_exit()
-    write_exit(tmp_path, "completed", 0, 200)
+    run_directory.write_exit(tmp_path, RunEnd("completed", 0, 200))
     assert json.loads((tmp_path / "exit.json").read_text()) == {"reason": "completed", "code": 0, "step": 200}
     run.remove_exit()
     assert not (tmp_path / "exit.json").exists()
 
 
-def test_a_run_that_never_began_has_an_exit(tmp_path: Path) -> None:
-    write_exit(tmp_path / "new" / "run", "bad data", 65, -1)
-    assert json.loads((tmp_path / "new" / "run" / "exit.json").read_text())["code"] == 65
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"event": "sa'])
 def test_events_are_appended_even_after_half_a_line(torn: bytes, tmp_path: Path) -> None:
-    first = RunDirectory(tmp_path, wall_clock=lambda: 12.5)
+    first = Attempt(tmp_path, wall_clock=lambda: 12.5)
     first.event("save", step=10)
     with open(tmp_path / "events.jsonl", "ab") as file:
         file.write(torn)
-    RunDirectory(tmp_path, wall_clock=lambda: 13.0).event("stop", step=11, loss=float("nan"))
+    Attempt(tmp_path, wall_clock=lambda: 13.0).event("stop", step=11, loss=float("nan"))
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
     assert json.loads(lines[0]) == {"event": "save", "time": 12.5, "attempt": 1, "step": 10}
     assert json.loads(lines[-1]) == {"event": "stop", "time": 13.0, "attempt": 2, "step": 11, "loss": "nan"}
@@ -79,9 +73,9 @@ def test_events_are_appended_even_after_half_a_line(torn: bytes, tmp_path: Path)
 
 
 def test_environment_is_captured_in_a_thread(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
+    run = Attempt(tmp_path)
     run.capture_environment().join()
-    assert {path.name for path in (run.attempt_folder / "environment").iterdir()} >= {
+    assert {path.name for path in (run.folder / "environment").iterdir()} >= {
         "variables.txt",
         "packages.txt",
         "facts.json",
@@ -95,8 +89,8 @@ def test_a_capture_that_fails_is_a_warning(
     def broken(_: Path) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr("torchtitan_like.monitor.run_directory.write_environment", broken)
-    RunDirectory(tmp_path).capture_environment().join()
+    monkeypatch.setattr("torchtitan_like.monitor.attempt.write_environment", broken)
+    Attempt(tmp_path).capture_environment().join()
     assert "could not be recorded" in caplog.text and "ValueError" in caplog.text
 
 
@@ -104,19 +98,7 @@ def test_a_capture_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: 
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "variables.txt"))
 
-    monkeypatch.setattr("torchtitan_like.monitor.run_directory.write_environment", full)
+    monkeypatch.setattr("torchtitan_like.monitor.attempt.write_environment", full)
     failures = WriteFailures()
-    RunDirectory(tmp_path, failures=failures).capture_environment().join()
+    Attempt(tmp_path, failures=failures).capture_environment().join()
     assert failures.stop_is_due()
-
-
-def test_the_launcher_learns_the_end_of_a_run_whose_folder_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LAUNCHER_FOLDER, str(tmp_path / "launcher"))
-    tell_launcher("storage", 74, 3)
-    end = json.loads((tmp_path / "launcher/exit.json").read_text())
-    assert end == {"reason": "storage", "code": 74, "step": 3}
-    monkeypatch.delenv(LAUNCHER_FOLDER)
-    with pytest.raises(StorageError, match="storage \\(code 74\\), and exit.json could not be written anywhere"):
-        tell_launcher("storage", 74, 3)

@@ -1,0 +1,27 @@
+"""Exit codes: why a run ended, as numbers a scheduler can act on (BSD's sysexits where it has the case).
+
+torchrun turns every worker's code into 1. An agreed stop therefore exits 0 from each worker, and
+rank 0 writes the code into the run directory's exit.json. `run_train.sh` returns that code. A code
+of 1 without exit.json is a crash.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Each name in lower case is the `reason` in exit.json."""
+
+    DONE = 0  # the last step is done, or all data is read
+    BAD_DATA = 65  # data is malformed, or differs from what the checkpoint was trained on
+    LOST_PEER = 69  # a rank was killed or hung without an error record; start again to continue
+    BAD_NUMBERS = 70  # a non-finite loss or gradient; the weights are those before it
+    STORAGE = 74  # a checkpoint could not be written or read, or another file could not be written
+    REQUEUE = 75  # stopped by SIGTERM, by a deadline or because memory ran low; start again
+    BAD_CONFIG = 78  # the config must be changed first
+    INTERRUPTED = 130  # stopped by a person (Ctrl-C, kill switch)
+
+    @property
+    def reason(self) -> str:
+        return self.name.lower()

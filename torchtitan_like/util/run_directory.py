@@ -1,0 +1,211 @@
+"""Names and readers of the run directory (`job.dump_folder`), for the trainer and for tools.
+
+    config.toml            resolved configuration of the newest attempt
+    metrics.jsonl          one row per step
+    validation.jsonl       one row per validation
+    events.jsonl           checkpoints, spikes, stops
+    exit.json              reason, code and step of the end; absent while a run is alive
+    SAVE, EXPORT, KILL     switch files: create one to send a request to the run
+    attempts/<n>/          one start of the job, of all its ranks; 0: errors before it has a number
+        config.toml        environment/
+        logs/rank<r>.log   heartbeat/rank-<r>.json
+        errors/rank-<r>.json, errors/first.json
+        bad-steps/step-<k>.json
+
+Readers take the path of the run directory, or of one attempt in it. They never import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_like.util.files import StorageError, write_atomically
+from torchtitan_like.util.reading import read_json, read_text
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+VALIDATION = "validation.jsonl"
+EVENTS = "events.jsonl"
+EXIT = "exit.json"
+EXPORT_SWITCH = "EXPORT"  # `resilience` names the other two
+ATTEMPTS = "attempts"
+
+# In the folder of an attempt.
+ENVIRONMENT = "environment"
+LOGS = "logs"
+HEARTBEATS = "heartbeat"
+ERRORS = "errors"
+FIRST_ERROR = "first.json"
+BAD_STEPS = "bad-steps"
+
+# Environment variable, set by the launcher: its own folder, for exit.json if the run's is full.
+LAUNCHER_FOLDER = "TORCHTITAN_LIKE_LAUNCHER_FOLDER"
+
+
+class RunEnd(NamedTuple):
+    """Content of exit.json. step: None if the run ended before its first step."""
+
+    reason: str
+    code: int
+    step: int | None
+
+
+class Switches(NamedTuple):
+    """Paths of the switch files of a run."""
+
+    kill: Path
+    save: Path
+    export: Path
+
+
+# ---- the run
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Read the resolved configuration of the newest attempt. Raises OSError, ValueError."""
+    config: dict[str, Any] = tomllib.loads(read_text(run / CONFIG))
+    return config
+
+
+def switches(run: Path, kill_path: str, save_path: str) -> Switches:
+    """Return the paths of the switch files; those of the configuration may be outside `run`."""
+    return Switches(run / kill_path, run / save_path, run / EXPORT_SWITCH)
+
+
+def read_exit(run: Path) -> RunEnd:
+    """Read exit.json. Raises FileNotFoundError if there is none, OSError, and ValueError if it is malformed."""
+    path = run / EXIT
+    content = read_json(path)
+    try:
+        return RunEnd(str(content["reason"]), int(content["code"]), content["step"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is malformed: expected reason, code and step") from error
+
+
+def write_exit(run: Path, end: RunEnd) -> None:
+    """Write exit.json. Raises OSError."""
+    run.mkdir(parents=True, exist_ok=True)
+    write_atomically(run / EXIT, json.dumps(end._asdict()) + "\n")
+
+
+def write_exit_for_launcher(end: RunEnd) -> None:
+    """Write exit.json into the launcher's folder, for a run whose own folder cannot be written.
+
+    Raises StorageError if `LAUNCHER_FOLDER` is unset, or if that folder is full too.
+    """
+    folder = os.environ.get(LAUNCHER_FOLDER)
+    message = (
+        f"The run ended with {end.reason} (code {end.code}), "
+        "and exit.json could not be written anywhere"
+    )
+    if not folder:
+        raise StorageError(message)
+    try:
+        write_exit(Path(folder), end)
+    except OSError as error:
+        raise StorageError(f"{message}: {error}") from error
+
+
+# ---- attempts
+
+
+def attempt_folder(run: Path, number: int) -> Path:
+    """Return the folder of an attempt; 0 holds the errors of starts that had no number yet."""
+    return run / ATTEMPTS / str(number)
+
+
+def numbered_attempts(run: Path) -> list[Path]:
+    """List the folders of the attempts of a run, oldest first."""
+    try:
+        names = [name for name in os.listdir(run / ATTEMPTS) if name.isdecimal() and int(name) > 0]
+    except OSError:
+        return []
+    return [run / ATTEMPTS / name for name in sorted(names, key=int)]
+
+
+def newest_attempt(run: Path) -> Path | None:
+    """Return the folder of the newest attempt, or None if there is none."""
+    attempts = numbered_attempts(run)
+    return attempts[-1] if attempts else None
+
+
+def log_file(attempt: Path, rank: int) -> Path:
+    """Return the path of a rank's log file."""
+    return attempt / LOGS / f"rank{rank}.log"
+
+
+def heartbeat_file(attempt: Path, rank: int) -> Path:
+    """Return the path of a rank's heartbeat."""
+    return attempt / HEARTBEATS / f"rank-{rank}.json"
+
+
+def read_heartbeats(attempt: Path) -> dict[int, dict[str, Any]]:
+    """Read the heartbeats of an attempt by rank: phase, step, micro_batch, time, host, pid.
+
+    Leaves out files that cannot be read, because their ranks may be replacing them.
+    """
+    heartbeats = {}
+    for path in (attempt / HEARTBEATS).glob("rank-*.json"):
+        try:
+            content = read_json(path)
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict):
+            heartbeats[rank_of(path)] = content
+    return dict(sorted(heartbeats.items()))
+
+
+def rank_of(path: Path) -> int:
+    """Return the rank in the name of a heartbeat or of an error record."""
+    return int(path.stem.removeprefix("rank-"))
+
+
+# ---- errors of an attempt
+
+
+def error_file(attempt: Path, rank: int) -> Path:
+    """Return the path of a rank's error record."""
+    return attempt / ERRORS / f"rank-{rank}.json"
+
+
+def ranks_with_errors(attempt: Path) -> set[int]:
+    """Return the ranks of an attempt that left an error record, without reading the records."""
+    return {rank_of(path) for path in (attempt / ERRORS).glob("rank-*.json")}
+
+
+def read_errors(attempt: Path) -> list[dict[str, Any]]:
+    """Read the error records of an attempt.
+
+    The earliest is the cause: its peers fail on the connections that it broke.
+    """
+    return [dict(read_json(path)) for path in (attempt / ERRORS).glob("rank-*.json")]
+
+
+def read_first_error(attempt: Path) -> dict[str, Any] | None:
+    """Read the earliest error record of an attempt, or return None. Reads one file however many ranks failed."""
+    try:
+        record: dict[str, Any] = read_json(attempt / ERRORS / FIRST_ERROR)
+    except OSError:
+        return None
+    return record
+
+
+def describe_error(record: dict[str, Any]) -> str:
+    """Format an error record: host, rank, step and phase, then the traceback."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+    gpu = "" if record.get("gpu") is None else f"GPU {record['gpu']}, "
+    head = (
+        f"{when}, host {record['host']}, {gpu}rank {record['rank']}, step {record['step']}, "
+        f"phase {record['phase']}:"
+    )
+    return f"{head}\n{record['traceback'].rstrip()}"
