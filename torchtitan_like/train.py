@@ -34,6 +34,7 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batch import Batch, chain, count_valid, count_valid_by_source
+from torchtitan_like.data.errors import CacheWriteError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
 from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
 from torchtitan_like.distributed.activation_offload import ActivationOffload
@@ -437,10 +438,15 @@ class Trainer:
         """
         begin = time.perf_counter()
         wanted = step <= self.config.training.steps
-        batch = next(self.batches, None) if wanted else None
+        batch = None
+        try:
+            batch = next(self.batches, None) if wanted else None
+            if wanted and batch is None:
+                self.requests.note(Request.DATA_EXHAUSTED)
+        except CacheWriteError as error:  # perhaps on this rank alone: all ranks stop before this step
+            logger.error(str(error))
+            self.requests.note(Request.WRITE_FAILED)
         seconds = time.perf_counter() - begin
-        if wanted and batch is None:
-            self.requests.note(Request.DATA_EXHAUSTED)
         self._look_for_requests()
         counted = [0, 0, 0]
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):

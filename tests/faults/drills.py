@@ -143,6 +143,8 @@ def _more() -> Iterator[Drill]:
                     ("bad_numbers",), then=saved_where_it_stopped)  # fmt: skip
         writers = "*" if rank is ALL else rank
         yield Drill(f"full disk of {whom}: save", (), ("storage",), rules=(Rule("write", SHARD, "ENOSPC", writers),))
+        yield Drill(f"full disk of {whom}: next batch", (Plant("next batch", "full disk", rank, 4),), ("storage",),
+                    then=saved_where_it_stopped)  # fmt: skip
     for call, rank in (("write", 1), ("fsync", 0)):
         yield Drill(f"{call} of rank {rank} that never returns: save", (), (None,), TRAIN_TIMEOUT + 10,
                     rules=(Rule(call, SHARD, "stall", rank, seconds=3600),), overrides=SHORT_TIMEOUTS)  # fmt: skip

@@ -17,8 +17,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from torchtitan_like.data.errors import CacheWriteError
+
 # Where all ranks pass: what is about to be called when it happens.
 PLACES = {
+    "next batch": "torchtitan_like.data.batches:TrainBatches.__next__",
     "start": "torchtitan_like.train:Trainer._build_model",
     "step": "torchtitan_like.optim.optimizer:Optimizer.clip_gradients",  # between backward and update
     "save": "torchtitan_like.checkpoint.dcp_storage:ExtentWriter.write_data",  # on the checkpoint thread
@@ -35,7 +38,9 @@ class Plant(NamedTuple):
     """What happens at the `call`-th passing of a place, on one rank or (None) on all."""
 
     place: str
-    what: str  # "raise", "hang", "NaN in a weight", "NaN in a gradient", "touch NAME", or the signal it sends itself
+    # "raise", "full disk", "hang", "NaN in a weight", "NaN in a gradient", "touch NAME", or the
+    # signal that the rank sends to itself
+    what: str
     rank: int | None = None
     call: int = 1
 
@@ -79,6 +84,8 @@ def happen(plant: Plant, args: tuple[Any, ...]) -> None:
     os.write(1, f"PLANTED on rank {rank} at {time.time():.3f}: {plant.what}, {plant.place}\n".encode())
     if plant.what == "raise":
         raise Planted(f"planted in the {plant.place}")
+    if plant.what == "full disk":
+        raise CacheWriteError(f"cannot write, planted in the {plant.place}")
     if plant.what == "hang":
         time.sleep(3600)
     elif plant.what.startswith("NaN"):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.distributed.test_token_cache import remove_hashes
-from tests.faults.kills import Chain
-from tests.faults.shim import Rule
-from tests.faults.trainer import ASSETS, Ended
+from tests.faults.kills import STEPS as STREAMED_STEPS
+from tests.faults.kills import Chain, make_reference
+from tests.faults.shim import Faults, Rule
+from tests.faults.trainer import ASSETS, Ended, Starter
 from tests.harness.runner import ROOT, trainer_environment
 from torchtitan_like.util.jsonl import read_rows
 
@@ -163,6 +164,48 @@ def test_a_token_cache_that_cannot_be_written_stops_all_ranks(
     ended = chain.run(what=f"after {name}")
     assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
     assert len(chain.check_rows(name)) == STEPS
+
+
+STREAM = {
+    "data__sources__text__path": ASSETS / "text.jsonl",
+    "data__sources__text__streaming": "true",
+    "training__steps": STREAMED_STEPS,
+}
+WINDOW_WRITERS = {
+    "tokens": Writer("write", "*/own-cache/.*/tokens.bin", first=3),
+    "folder": Writer("mkdir", "*/own-cache/.*", first=3),
+    "name": Writer("rename", "*/own-cache/window-*", first=3),
+}
+
+
+@pytest.fixture(scope="module")
+def streamed(warm: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """The rows of an undisturbed run that streams its text."""
+    return make_reference(warm, faults, tmp_path_factory.mktemp("streamed"), **STREAM)
+
+
+# ./run_tests.sh --nightly tries each.
+WINDOW_CASES = [
+    pytest.param(name, marks=() if name == "tokens" else pytest.mark.nightly)
+    for name in WINDOW_WRITERS
+]
+
+
+@pytest.mark.parametrize("name", WINDOW_CASES)
+def test_a_streamed_window_that_cannot_be_written_stops_all_ranks(
+    streamed: Chain, tmp_path: Path, name: str
+) -> None:
+    writer = WINDOW_WRITERS[name]
+    chain = Chain(streamed.starter, streamed.faults, tmp_path / "outputs", streamed.reference)
+    chain.overrides.update({**STREAM, "data__cache_folder": tmp_path / "own-cache"})
+    # On all ranks: which one writes a window is chance. Each window is one pass over the corpus.
+    ended = chain.run([Rule(writer.call, writer.pattern, "ENOSPC", first=writer.first, hits=0)], name)
+    assert chain.faults.hits, f"no call was hit: {ended.tail}"
+    check_stop(ended, writer)
+    assert ended.exit is not None and 0 < ended.exit["step"] < STREAMED_STEPS, ended.exit
+    ended = chain.run(what=f"after {name}")
+    assert ended.exit == {"reason": "done", "code": 0, "step": STREAMED_STEPS}, ended.tail
+    assert len(chain.check_rows(name)) == STREAMED_STEPS
 
 
 # ---- a file system that is really full

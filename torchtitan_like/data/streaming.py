@@ -25,7 +25,7 @@ import threading
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,14 @@ from numpy.typing import NDArray
 from torchtitan_like.config.sections_training import Data
 
 from . import best_fit, packing
-from .errors import DataError
+from .errors import CacheWriteError, DataError
 from .formats.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
 from .formats.records import Span
 from .mixture import UNKNOWN_SIZE, seed_of
 from .order import PERMUTATION_VERSION, shuffled
 from .packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
 from .token_cache import TokenPolicy, cache_key, encode_piece, find_or_build
-from .token_file import EncodedPiece, Staging, TokenFile, open_token_file, token_type
+from .token_file import FREE_SPACE, EncodedPiece, Staging, TokenFile, open_token_file, token_type
 
 logger = logging.getLogger()
 
@@ -182,16 +182,18 @@ class StreamedSamples(JoinedSamples):
         building = folder.with_name(f".{uuid.uuid4().hex}")
         piece = encode_piece(self.corpus, self._spans(key["window"]), self._policy)
         try:
-            staging = Staging(building, self.dtype)
-            staging.append(self._permuted(piece, key["window"]))
-            staging.publish(folder, key)
+            with closing(Staging(building, self.dtype)) as staging:
+                staging.append(self._permuted(piece, key["window"]))
+                staging.publish(folder, key)
             if piece.num_bad:
                 logger.warning(
                     f"{self.corpus.folder}: {piece.num_bad:,} bad records left out, such as {piece.first_bad}"
                 )
         except OSError as error:
             if _find(folder, key) is None:
-                raise DataError(f"the tokens {folder} of a streamed source were not written: {error}") from error
+                raise CacheWriteError(
+                    f"cannot write the tokens of a streamed source, {folder}: {error}; {FREE_SPACE}"
+                ) from error
         finally:
             shutil.rmtree(building, ignore_errors=True)
         return _find(folder, key) or self._make(folder, key)
