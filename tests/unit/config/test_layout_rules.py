@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from torchtitan_like import preflight
+from torchtitan_like.cli import main
 from torchtitan_like.config import load_config
-from torchtitan_like.config.__main__ import main
 from torchtitan_like.config.fields import find
 from torchtitan_like.config.layout import Layout
 from torchtitan_like.config.layout_rules import LAYOUT_RULES, broken_rules, text_of
@@ -180,7 +180,7 @@ def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
 def test_illegal(case: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
     """What the command says: code 78, nothing on stdout, one line for one fault."""
-    assert main([CONFIG, "--world-size", str(case.ranks), *arguments(case.line)]) == 78
+    assert main(["check", CONFIG, "--world-size", str(case.ranks), *arguments(case.line)]) == 78
     captured = capsys.readouterr()
     title, *lines = [line for line in captured.err.splitlines() if not line.startswith("warning: ")]
     assert captured.out == "" and title == "1 problem in the configuration:" and len(lines) == 1, captured.err
@@ -215,7 +215,7 @@ LEGAL = [
 
 @pytest.mark.parametrize(("line", "ranks"), LEGAL, ids=[line or f"{ranks} ranks" for line, ranks in LEGAL])
 def test_legal(line: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main([CONFIG, "--world-size", str(ranks), *arguments(line)])
+    code = main(["check", CONFIG, "--world-size", str(ranks), *arguments(line)])
     captured = capsys.readouterr()
     assert code == 0 and captured.out, captured.err
 
@@ -223,9 +223,11 @@ def test_legal(line: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("size", [["--world-size", "3"], []], ids=["3 ranks", "ranks unknown"])
 def test_the_number_of_ranks_may_be_unknown(size: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Then only what holds on any number of ranks is said."""
-    assert main([CONFIG, *size, *arguments("replicate=2 global=24")]) == (78 if size else 0)
-    assert main([CONFIG, *size, *arguments("tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false")]) == 0
-    assert main([CONFIG, *size, *arguments("tp=3 kv_heads=2 heads=6 model.args.dim=240 seq=255 validate=false")]) == 78
+    assert main(["check", CONFIG, *size, *arguments("replicate=2 global=24")]) == (78 if size else 0)
+    line = "tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false"
+    assert main(["check", CONFIG, *size, *arguments(line)]) == 0
+    line = "tp=3 kv_heads=2 heads=6 model.args.dim=240 seq=255 validate=false"
+    assert main(["check", CONFIG, *size, *arguments(line)]) == 78
     assert "2 key-value heads" in capsys.readouterr().err
 
 
@@ -446,7 +448,7 @@ def test_schedule_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         path = tmp_path / f"{name.replace(' ', '-')}.csv"
         path.write_text(text)
         line = f"pp=2 schedule=PipelineScheduleSingle csv={path} {line}"
-        assert main([CONFIG, "--world-size", "2", *arguments(line)]) == (78 if words else 0), name
+        assert main(["check", CONFIG, "--world-size", "2", *arguments(line)]) == (78 if words else 0), name
         assert words in capsys.readouterr().err
 
 
@@ -480,8 +482,8 @@ def test_the_command_is_quick_and_loads_no_torch(line: str, repo_root: Path) -> 
     """Less than 5 s of CPU, most of it Python's own start."""
     (case,) = [case for case in ILLEGAL if case.line == line]
     code = (
-        "import sys\nfrom torchtitan_like.config.__main__ import main\n"
-        "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)"
+        "import sys\nfrom torchtitan_like.cli import main\n"
+        "code = main(['check', *sys.argv[1:]])\nassert 'torch' not in sys.modules\nsys.exit(code)"
     )
     begin = os.times().children_user
     done = subprocess.run(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from scripts import plan_parallelism
 from scripts.plan_parallelism import NETS, Cluster, Plan, bytes_per_token, memory, model_of, suggest
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.config.__main__ import main as check
+from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.tensor import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
 
@@ -156,7 +156,7 @@ def test_what_is_suggested_is_accepted(
     flavor = {"1.24e9": "1b", "8e9": "8b", "70e9": "70b", "405e9": "405b"}[arguments[1]]
     for block in blocks:
         (tmp_path / "plan.toml").write_text(f'extends = "{repo_root}/train_configs/llama3_{flavor}.toml"\n{block}')
-        code = check([str(tmp_path / "plan.toml"), "--world-size", arguments[3]])
+        code = titan(["check", str(tmp_path / "plan.toml"), "--world-size", arguments[3]])
         captured = capsys.readouterr()
         assert code == 0, captured.err
         assert "parallelism" not in captured.err and "no effect" not in captured.err, captured.err

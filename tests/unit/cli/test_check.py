@@ -1,4 +1,4 @@
-"""`python -m torchtitan_like.config`: the check that run_train.sh makes before it starts anything."""
+"""`titan check`: the check that a run makes before it starts any rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.config.__main__ import main
+from torchtitan_like.cli import main
 from torchtitan_like.config.layers import parse_toml
+
+
+def check(arguments: list[str]) -> int:
+    return main(["check", *arguments])
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +23,12 @@ def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_prints_toml_that_can_be_run_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["train_configs/debug_model.toml", "--training.steps", "7", "--world-size", "2"]) == 0
+    assert check(["train_configs/debug_model.toml", "--training.steps", "7", "--world-size", "2"]) == 0
     captured = capsys.readouterr()
     assert parse_toml(captured.out)["training"]["steps"] == 7
     assert "Warmup steps (20) exceed total training steps (7)" in captured.err
     (tmp_path / "again.toml").write_text(captured.out)
-    assert main([str(tmp_path / "again.toml"), "--world-size=2", "--training"]) == 0
+    assert check([str(tmp_path / "again.toml"), "--world-size=2", "--training"]) == 0
     assert capsys.readouterr().out == captured.out
 
 
@@ -33,7 +37,7 @@ def test_what_an_imported_module_prints_is_no_part_of_it(
 ) -> None:
     (tmp_path / "talkative.py").write_text("print('hello')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["train_configs/debug_model.toml", "--experimental.custom_import", "talkative"]) == 0
+    assert check(["train_configs/debug_model.toml", "--experimental.custom_import", "talkative"]) == 0
     captured = capsys.readouterr()
     assert parse_toml(captured.out)["experimental"]["custom_import"] == "talkative" and "hello" in captured.err
 
@@ -49,7 +53,7 @@ def test_what_an_imported_module_prints_is_no_part_of_it(
     ],
 )
 def test_problems_go_to_stderr(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 78
+    assert check(arguments) == 78
     captured = capsys.readouterr()
     assert captured.out == "" and part in captured.err
 

@@ -1,0 +1,89 @@
+"""The `titan` command: its table of sub-commands, their help, and what it imports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.runner import ROOT
+from torchtitan_like import cli
+
+SCREEN = (40, 100)  # lines, columns
+
+
+def parser_of(command: cli.Command) -> argparse.ArgumentParser:
+    parser = cli.build_parser(command)
+    importlib.import_module(f"torchtitan_like.cli.{command.module}").configure(parser)
+    return parser
+
+
+def test_help_fits_on_one_screen_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= SCREEN[0] and max(map(len, lines)) <= SCREEN[1]
+    rows = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
+    assert rows == [[command.name, command.summary] for command in cli.COMMANDS]
+
+
+def test_commands_of_a_group_are_listed_together() -> None:
+    groups = [command.group for command in cli.COMMANDS]
+    changes = [group for group, previous in zip(groups, [None, *groups], strict=False) if group != previous]
+    assert len(changes) == len(set(groups))
+    names = [command.name for command in cli.COMMANDS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_a_command_explains_itself_with_an_example(
+    command: cli.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command.name, "--help"])
+    assert end.value.code == 0
+    assert f"titan {command.name}" in capsys.readouterr().out
+    assert "example: titan " in parser_of(command).format_help()
+
+
+def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("usage: titan")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("chekc", "Did you mean `titan check`?"), ("xyzzy", "Run `titan --help` for the list.")]
+)
+def test_an_unknown_command_is_refused(name: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 2
+    assert capsys.readouterr().err == f"titan: there is no command {name!r}. {remedy}\n"
+
+
+def test_options_and_settings_may_stand_in_any_order() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("--world-size")
+    words = "--world_size 2 --training.list a,b c,d X.toml --world-size=4 --stray 1 --x.y"
+    parsed = cli._parse_with_settings(parser, ["my.toml", *words.split()])
+    assert (parsed.config, parsed.world_size) == ("my.toml", "4")
+    expected = ["--training.list", "a,b", "c,d", "X.toml", "--x.y", "--stray", "1"]
+    assert parsed.settings == expected
+
+
+@pytest.mark.parametrize("words", ["--help", "check --help", "check train_configs/debug_model.toml --world-size 2"])
+@pytest.mark.parametrize("program", ["torchtitan_like", "torchtitan_like.config"])
+def test_these_import_no_torch(program: str, words: str) -> None:
+    if program == "torchtitan_like.config":
+        words = words.removeprefix("check ")
+    code = (
+        f"import sys, runpy; sys.argv[1:] = {shlex.split(words)}\n"
+        f"try: runpy.run_module({program!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "sys.exit(bool({'torch', 'numpy', 'datasets', 'pyarrow'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout or "[training]" in done.stdout, done.stderr

@@ -1,0 +1,65 @@
+"""`titan check`: print the resolved configuration, or every problem in it. Trains nothing, imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import redirect_stdout
+
+from torchtitan_like.cli.settings import HelpWithSettings
+
+EXAMPLE = "titan check debug_model.toml --world-size 2 --training.steps 100"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file")
+    parser.add_argument("--world-size", metavar="N", help="also check the layout on N ranks")
+    parser.add_argument(
+        "--training",
+        action="store_true",
+        help="check as training does: files must exist and features must be available",
+    )
+    parser.add_argument("--device-type", metavar="TYPE", help="cpu or cuda: also check what depends on the device")
+    parser.add_argument("-h", "--help", action=HelpWithSettings)
+    parser.epilog = (
+        "Prints the configuration as TOML and warnings on stderr, and returns 0;\n"
+        "or prints every problem on stderr and returns 78.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the configuration. Returns the exit code."""
+    from torchtitan_like.config import ConfigError, Problem, dump_toml
+    from torchtitan_like.config.problems import report
+    from torchtitan_like.preflight import load_checked
+
+    world_size = arguments.world_size
+    problems = []
+    if world_size is not None and not (world_size.isdecimal() and int(world_size) > 0):
+        problems.append(Problem("--world-size", world_size, "an integer > 0", origin="command line"))
+    if arguments.device_type not in (None, "cpu", "cuda"):
+        expected = '"cpu" or "cuda"'
+        problems.append(Problem("--device-type", arguments.device_type, expected, origin="command line"))
+    settings = list(arguments.settings)
+    if arguments.config is not None:
+        settings[:0] = ["--job.config_file", arguments.config]
+    try:
+        if problems:
+            raise ConfigError(problems)
+        with redirect_stdout(sys.stderr):  # a custom_import module may print
+            config, warnings = load_checked(
+                settings,
+                None if world_size is None else int(world_size),
+                training=arguments.training,
+                device_type=arguments.device_type,
+            )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return os.EX_CONFIG
+    if warnings:
+        print(report(warnings), file=sys.stderr)
+    sys.stdout.write(dump_toml(config))
+    return os.EX_OK
