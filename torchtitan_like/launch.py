@@ -38,7 +38,8 @@ from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memor
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import DeviceType, load_checked
-from torchtitan_like.preflight_layout import host_need, layout_of
+from torchtitan_like.preflight.host_memory import host_need
+from torchtitan_like.preflight.layout import layout_of
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.numbers import NonFiniteStateError
 from torchtitan_like.resilience.replicas import ReplicaError

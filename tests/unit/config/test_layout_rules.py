@@ -14,12 +14,12 @@ import pytest
 
 from torchtitan_like import preflight
 from torchtitan_like.cli import main
-from torchtitan_like.config import load_config
+from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.fields import find
 from torchtitan_like.config.layout import Layout
 from torchtitan_like.config.layout_rules import LAYOUT_RULES, broken_rules, text_of
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.preflight_layout import layout_of
+from torchtitan_like.preflight.layout import layout_of
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
 SHORT = {
@@ -174,7 +174,7 @@ ILLEGAL = [
 def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr("torchtitan_like.preflight_layout.torch_release", lambda: (2, 13))
+    monkeypatch.setattr("torchtitan_like.preflight.torch_release.installed_release", lambda: (2, 13))
 
 
 @pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
@@ -289,7 +289,7 @@ def test_rules_name_settings_and_say_what_to_do() -> None:
 
 def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
     """7 is no multiple of anything here, but the degree that says so is not the one that was meant."""
-    with pytest.raises(preflight.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         preflight.load_checked(
             ["--job.config_file", CONFIG, *arguments("seq=255 validate=false tp=2x")], 2, training=False
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from torchtitan_like import preflight, preflight_layout
-from torchtitan_like.config import Problem, load_config
+from torchtitan_like import preflight
+from torchtitan_like.config import Problem, availability, load_config
 from torchtitan_like.config.fields import find
+from torchtitan_like.preflight import host_memory
 from torchtitan_like.util.host_memory import HostMemory
 
 TEXT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
@@ -61,8 +63,8 @@ def test_one_reason_is_enough() -> None:
 
 
 def test_the_table_of_unavailable_features_names_settings() -> None:
-    assert all(find(tuple(row.key.split("."))) is not None for row in preflight.NOT_AVAILABLE)
-    assert all(row.instead for row in preflight.NOT_AVAILABLE)
+    assert all(find(tuple(row.key.split("."))) is not None for row in availability.NOT_AVAILABLE)
+    assert all(row.instead for row in availability.NOT_AVAILABLE)
 
 
 WARNINGS = [
@@ -271,7 +273,7 @@ def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
     def severities(total: int, available: int, device_type: str = "cuda") -> list[str]:
         memory = HostMemory(total * 2**30, available * 2**30)
-        monkeypatch.setattr(preflight_layout, "host_memory", lambda: memory)
+        monkeypatch.setattr(host_memory, "host_memory", lambda: memory)
         found = check(line, 8, device_type=device_type)
         return [p.severity for p in found if p.key == "training.enable_cpu_offload" and "119.66 GiB" in str(p)]
 
@@ -309,7 +311,7 @@ def test_kernels_of_a_gpu_are_replaced_on_cpu_and_the_log_reports_it(flags: str,
 
 def test_compiling_on_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "--training.steps 1000 --compile.enable"
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert keys(check(line, device_type="cpu"), "error") == ["compile.enable"]
     assert check(line, device_type="cuda") == check(f"{line} --compile.backend eager", device_type="cpu") == []
 
@@ -458,7 +460,7 @@ PARETO = "activation_checkpoint.visualize_memory_budget_pareto"
 )
 def test_packages_that_some_settings_need(key: str, line: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be imported in the middle of the first step."""
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
     (problem,) = check(f"--{key} {line} --training.steps 1000")
     assert problem.key == key and f"package {package}" in problem.expected and "pip install" in problem.remedy
 
@@ -475,7 +477,7 @@ def test_packages_that_some_settings_need(key: str, line: str, package: str, mon
 def test_releases_of_torch(
     release: tuple[int, int], severity: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan_like.preflight_layout.torch_release", lambda: release)
+    monkeypatch.setattr("torchtitan_like.preflight.torch_release.installed_release", lambda: release)
     found = check("--training.steps 1000")
     assert [problem.severity for problem in found] == [severity] * bool(severity)
     assert all(words in str(problem) for problem in found)

@@ -1,25 +1,17 @@
-"""Checks of a layout: the degrees against the ranks, and `LAYOUT_RULES` on what they come to. No torch is imported."""
+"""The degrees of parallelism against the ranks, the model, the schedule and float8."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_like.config.availability import KEEPING_ALL
 from torchtitan_like.config.layout import SPLIT_BACKWARD, Layout
-from torchtitan_like.config.layout_rules import (
-    COMPILE,
-    DEGREES,
-    IMPL,
-    MODEL_KEYS,
-    PIPELINE_KEYS,
-    broken_rules,
-    text_of,
-)
+from torchtitan_like.config.layout_rules import COMPILE, DEGREES, IMPL, PIPELINE_KEYS, broken_rules, text_of
 from torchtitan_like.distributed.dims import resolve_degrees
-from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.preflight import torch_release
+from torchtitan_like.preflight.host_memory import check_host_memory
 
 if TYPE_CHECKING:
     from torchtitan_like.config.findings import Findings
@@ -27,7 +19,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Parallelism
     from torchtitan_like.models.spec import ModelSpec
 
-    DeviceType = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 
 
 def check_layout(
@@ -53,72 +45,10 @@ def check_layout(
         )
     if spec is not None:
         _check_pipeline(findings, layout, spec)
-        _check_host_memory(findings, layout, spec)
+        check_host_memory(findings, layout, spec)
     if "quantize.linear.float8" in findings.config.model.converters:
         _check_float8(findings, layout)
     _check_recomputation(findings, layout.compiles_model)
-
-
-class HostNeed(NamedTuple):
-    """Bytes of host memory that `training.enable_cpu_offload` takes on each rank of a node."""
-
-    num_ranks: int
-    parameters: int
-    gradients: int
-    optimizer_states: int
-
-    @property
-    def of_node(self) -> int:
-        return self.num_ranks * (self.parameters + self.gradients + self.optimizer_states)
-
-    def __str__(self) -> str:
-        parts = (self.parameters, self.gradients, self.optimizer_states)
-        each = [f"{num_bytes / GIB:.2f}" for num_bytes in parts]
-        return (
-            f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.num_ranks} ranks x "
-            f"(parameters {each[0]} + gradients {each[1]} + optimizer states {each[2]} GiB)"
-        )
-
-
-def host_need(layout: Layout, spec: ModelSpec) -> HostNeed | None:
-    """What CPU offload takes; None without it, and where the number of ranks is unknown.
-
-    All ranks count alike. In a pipeline those with the embedding or the head need somewhat more.
-    """
-    if not layout.config.training.enable_cpu_offload or not layout.is_resolved:
-        return None
-    num_shards = layout.dp_shard * layout.cp * layout.tp * layout.pp
-    width = 2 if layout.config.training.dtype == "bfloat16" else int(layout.config.training.dtype[-2:]) // 8
-    each = -(-spec.num_params(layout.args) // num_shards) * width
-    return HostNeed(layout.local_world_size or 1, each, each, 2 * each)  # Adam keeps two averages
-
-
-def _check_host_memory(findings: Findings, layout: Layout, spec: ModelSpec) -> None:
-    """CPU offload against the memory of this node, on the node that the ranks run on.
-
-    More than there is can never work. More than is free may work later, and a run that restarts
-    by itself must not be refused for good: a warning.
-    """
-    need = host_need(layout, spec)
-    if need is None or layout.device_type != "cuda":
-        return
-    memory = host_memory()
-    involves = (*DEGREES, *MODEL_KEYS, "training.dtype")
-    remedy = "use more nodes, or nodes with more memory, or raise the job's memory limit"
-    if need.of_node > memory.total:
-        findings.error(
-            "training.enable_cpu_offload",
-            f"nodes with {need}. This node or its control group has {memory.total / GIB:.2f} GiB",
-            remedy,
-            involves=involves,
-        )
-    elif need.of_node > memory.available:
-        findings.warning(
-            "training.enable_cpu_offload",
-            f"needs {need}. Only {memory.available / GIB:.2f} GiB are available now",
-            remedy,
-            involves=involves,
-        )
 
 
 def _check_pipeline(findings: Findings, layout: Layout, spec: ModelSpec) -> None:
@@ -224,32 +154,9 @@ def layout_of(
         device_type=device_type,
         local_world_size=int(local) if local.isdecimal() else None,
         splits_backward=parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism),
-        torch_release=torch_release(),
+        torch_release=torch_release.installed_release(),
     )
     return layout, reasons
-
-
-# Releases of torch: the oldest that is supported, and the newest that the tests have run on.
-OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 11), (2, 14)
-
-
-def check_torch(findings: Findings) -> None:
-    """Refuse a torch that is too old; warn once of one that is newer than the tested ones."""
-    release = torch_release()
-    version, newest, oldest = (
-        ".".join(map(str, numbers)) for numbers in (release, NEWEST_TESTED_TORCH, OLDEST_TORCH)
-    )
-    if release < OLDEST_TORCH:
-        text = f"torch {oldest} or newer; torch {version} is installed"
-        findings.error("torch", text, f"pip install 'torch>={oldest}'")
-    elif release > NEWEST_TESTED_TORCH:
-        text = f"torch {version} is newer than the newest tested release, {newest}"
-        findings.warning("torch", text, "report what fails; torch 2.13 runs in every CI run")
-
-
-def torch_release() -> tuple[int, ...]:
-    """(2, 13) for 2.13.0+cpu, of what is installed; nothing is imported for it."""
-    return tuple(int(part) for part in metadata.version("torch").split(".")[:2])
 
 
 def _splits_backward(section: Parallelism) -> bool:
