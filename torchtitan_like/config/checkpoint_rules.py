@@ -1,16 +1,14 @@
-"""Settings of [checkpoint] that contradict each other: all of them, in one table."""
+"""Settings of [checkpoint] that contradict each other. Each rule first asks whether its feature is on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
-
-
-def _is_on(section: Checkpoint) -> bool:
-    return section.enable
 
 
 def _saves(section: Checkpoint) -> bool:
@@ -18,163 +16,163 @@ def _saves(section: Checkpoint) -> bool:
 
 
 def _loads_initial(section: Checkpoint) -> bool:
-    """True if `initial_load_path` or the model's assets may be read."""
+    """Return True if `initial_load_path` or the model's assets may be read."""
     return section.enable and section.start != "resume" and section.load_step < 0
 
 
-class Rule(NamedTuple):
-    """A contradiction between settings of [checkpoint].
-
-    applies: whether the feature that the rule is about is on; a rule never refuses settings of
-    a feature that is off. key: the setting to blame. involves: the other settings it looks at.
-    """
-
-    applies: Callable[[Checkpoint], bool]
-    is_broken: Callable[[Checkpoint], bool]
-    key: str
-    expected: str
-    remedy: str
-    involves: tuple[str, ...]
+def _saves_seed(section: Checkpoint) -> bool:
+    return section.enable and section.create_seed_checkpoint
 
 
-def is_uri(path: str | None) -> bool:
-    """True for what names an object store rather than a folder."""
-    return path is not None and "://" in path
+def _names_weights(section: Checkpoint) -> bool:
+    """Return True if the section names weights to start from."""
+    return bool(section.initial_load_path) or section.initial_load_in_hf
 
 
-A_FOLDER = "a folder, no URI: a checkpoint is committed by renaming it, which needs a POSIX file system"
-COPY_LATER = "save to a local or shared folder; scripts/checkpoint.py offload copies finished steps elsewhere"
-_NO_OPTIMIZER = "safetensors files hold no optimizer state"
-_SEED = "while create_seed_checkpoint = true, which saves new weights as step-0 and ends"
+NO_OPTIMIZER_STATE = "safetensors files hold no optimizer state"
+WITH_SEED = "with create_seed_checkpoint = true, which saves new weights as step-0 and ends the run"
+REMOVE_ONE = "remove one of the two settings"
 
-CHECKPOINT_RULES: tuple[Rule, ...] = (
+CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
     Rule(
-        _saves,
-        lambda c: c.last_save_in_hf and not c.last_save_model_only,
+        "hf-save-of-optimizer",
         "last_save_in_hf",
-        f"false while last_save_model_only = false: {_NO_OPTIMIZER}",
+        lambda c: _saves(c) and c.last_save_in_hf and not c.last_save_model_only,
+        f"false with last_save_model_only = false: {NO_OPTIMIZER_STATE}",
         "set checkpoint.last_save_model_only = true, or checkpoint.last_save_in_hf = false",
         ("last_save_model_only",),
     ),
     Rule(
-        _saves,
-        lambda c: c.export_dtype != "float32" and not (c.last_save_model_only or c.hf_interval),
+        "converted-optimizer",
         "export_dtype",
-        '"float32" while last_save_model_only = false and hf_interval = 0: only weights saved alone are converted',
+        lambda c: (
+            _saves(c)
+            and c.export_dtype != "float32"
+            and not (c.last_save_model_only or c.hf_interval)
+        ),
+        '"float32" with last_save_model_only = false and hf_interval = 0: '
+        "only checkpoints of the weights alone are converted",
         "set checkpoint.last_save_model_only = true, or leave export_dtype out",
         ("last_save_model_only", "hf_interval"),
     ),
     Rule(
-        _loads_initial,
-        lambda c: c.initial_load_in_hf and not c.initial_load_model_only,
+        "optimizer-from-hf",
         "initial_load_model_only",
-        f"true while initial_load_in_hf = true: {_NO_OPTIMIZER}",
+        lambda c: _loads_initial(c) and c.initial_load_in_hf and not c.initial_load_model_only,
+        f"true with initial_load_in_hf = true: {NO_OPTIMIZER_STATE}",
         "set checkpoint.initial_load_model_only = true",
         ("initial_load_in_hf",),
     ),
     Rule(
-        _loads_initial,
-        lambda c: c.initial_load_in_hf_quantized and not c.initial_load_in_hf,
+        "quantized-without-hf",
         "initial_load_in_hf_quantized",
-        "false while initial_load_in_hf = false",
+        lambda c: (
+            _loads_initial(c) and c.initial_load_in_hf_quantized and not c.initial_load_in_hf
+        ),
+        "false with initial_load_in_hf = false",
         "set checkpoint.initial_load_in_hf = true",
         ("initial_load_in_hf",),
     ),
     Rule(
-        _is_on,
-        lambda c: c.start == "warm" and not c.initial_load_path and not c.initial_load_in_hf,
+        "warm-without-weights",
         "start",
-        'a checkpoint.initial_load_path, whose weights "warm" takes',
+        lambda c: c.enable and c.start == "warm" and not _names_weights(c),
+        'a checkpoint.initial_load_path: "warm" loads its weights',
         "set checkpoint.initial_load_path to the path of a checkpoint",
         ("initial_load_path", "initial_load_in_hf"),
     ),
     Rule(
-        _is_on,
-        lambda c: c.start == "warm" and not c.initial_load_model_only,
+        "warm-with-optimizer",
         "initial_load_model_only",
-        'true while start = "warm", which takes the weights alone',
+        lambda c: c.enable and c.start == "warm" and not c.initial_load_model_only,
+        'true with start = "warm", which loads the weights alone',
         'set checkpoint.start = "auto" to continue the run of initial_load_path, or leave initial_load_model_only out',
         ("start",),
     ),
     Rule(
-        _is_on,
-        lambda c: c.start == "warm" and "model" in c.exclude_from_loading,
+        "warm-without-model",
         "exclude_from_loading",
-        'no "model" while start = "warm", which loads the weights and nothing else',
-        'take "model" out, or set checkpoint.start = "scratch" to begin with new weights',
+        lambda c: c.enable and c.start == "warm" and "model" in c.exclude_from_loading,
+        'no "model" with start = "warm", which loads the weights alone',
+        'remove "model", or set checkpoint.start = "scratch" to start with new weights',
         ("start",),
     ),
     Rule(
-        _is_on,
-        lambda c: c.start == "scratch" and (bool(c.initial_load_path) or c.initial_load_in_hf),
+        "scratch-with-weights",
         "start",
-        'neither checkpoint.initial_load_path nor initial_load_in_hf: "scratch" begins with new weights',
+        lambda c: c.enable and c.start == "scratch" and _names_weights(c),
+        'neither checkpoint.initial_load_path nor initial_load_in_hf: "scratch" starts with new weights',
         'set checkpoint.start = "warm" to use those weights, or remove them',
         ("initial_load_path", "initial_load_in_hf"),
     ),
     Rule(
-        _is_on,
-        lambda c: c.load_step >= 0 and c.start in ("warm", "scratch"),
+        "step-of-no-run",
         "load_step",
-        '-1 while start is "warm" or "scratch": no step of this run is loaded',
+        lambda c: c.enable and c.load_step >= 0 and c.start in ("warm", "scratch"),
+        '-1 with start = "warm" or "scratch": no step of this run is loaded',
         'set checkpoint.start = "resume", or remove load_step',
         ("start",),
     ),
     Rule(
-        lambda c: c.create_seed_checkpoint,
-        lambda c: not c.enable,
+        "seed-without-checkpoints",
         "create_seed_checkpoint",
-        "false while enable = false: nothing is saved",
+        lambda c: c.create_seed_checkpoint and not c.enable,
+        "false with enable = false: nothing is saved",
         "set checkpoint.enable = true",
         ("enable",),
     ),
     Rule(
-        _is_on,
-        lambda c: c.create_seed_checkpoint and c.load_only,
+        "seed-with-load-only",
         "load_only",
-        f"false {_SEED}",
-        "remove one of the two",
+        lambda c: _saves_seed(c) and c.load_only,
+        f"false {WITH_SEED}",
+        REMOVE_ONE,
         ("create_seed_checkpoint",),
     ),
     Rule(
-        _is_on,
-        lambda c: c.create_seed_checkpoint and c.start in ("resume", "warm"),
+        "seed-with-start",
         "start",
-        f'"auto" or "scratch" {_SEED}',
-        "remove one of the two",
+        lambda c: _saves_seed(c) and c.start in ("resume", "warm"),
+        f'"auto" or "scratch" {WITH_SEED}',
+        REMOVE_ONE,
         ("create_seed_checkpoint",),
     ),
     Rule(
-        _is_on,
-        lambda c: c.create_seed_checkpoint and (bool(c.initial_load_path) or c.initial_load_in_hf),
+        "seed-with-weights",
         "initial_load_path",
-        f"unset, and initial_load_in_hf = false, {_SEED}",
-        "remove one of the two",
+        lambda c: _saves_seed(c) and _names_weights(c),
+        f"unset, and initial_load_in_hf = false, {WITH_SEED}",
+        REMOVE_ONE,
         ("create_seed_checkpoint", "initial_load_in_hf"),
     ),
     Rule(
-        _is_on,
-        lambda c: c.create_seed_checkpoint and c.load_step >= 0,
+        "seed-with-step",
         "load_step",
-        f"-1 {_SEED}",
-        "remove one of the two",
+        lambda c: _saves_seed(c) and c.load_step >= 0,
+        f"-1 {WITH_SEED}",
+        REMOVE_ONE,
         ("create_seed_checkpoint",),
     ),
     Rule(
-        _saves,
-        lambda c: bool(c.keep_latest_k and c.keep_every % c.interval),
+        "kept-step-never-saved",
         "keep_every",
-        "a multiple of checkpoint.interval: only steps that are saved can be kept",
+        lambda c: _saves(c) and c.keep_latest_k > 0 and c.keep_every % c.interval != 0,
+        "a multiple of checkpoint.interval: only saved steps can be kept",
         "set it to a multiple, or to 0",
         ("interval",),
     ),
-    Rule(_is_on, lambda c: is_uri(c.folder), "folder", A_FOLDER, COPY_LATER, ()),
     Rule(
-        _loads_initial,
-        lambda c: is_uri(c.initial_load_path),
+        "checkpoint-folder-uri",
+        "folder",
+        lambda c: c.enable and is_uri(c.folder),
+        LOCAL_FOLDER,
+        COPY_LATER,
+    ),
+    Rule(
+        "initial-checkpoint-uri",
         "initial_load_path",
-        A_FOLDER,
-        "copy that checkpoint here first",
-        (),
+        lambda c: _loads_initial(c) and is_uri(c.initial_load_path),
+        LOCAL_FOLDER,
+        "copy that checkpoint to a local or shared folder first",
     ),
 )

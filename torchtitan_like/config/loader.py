@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -112,8 +113,8 @@ def _validate(
             removed = False
             for error in invalid.errors(include_url=False):
                 path = tuple(part for part in error["loc"] if isinstance(part, str))
-                if error["type"] == "conflict":
-                    removed |= _report_conflicts(path, error, merged, origins, faulty, problems)
+                if error["type"] == "broken_rules":
+                    removed |= _report_broken_rules(path, error, merged, origins, faulty, problems)
                 else:
                     if path[-1] in _NO_KEYS and error["type"] != "extra_forbidden" and find(path) is None:
                         path = path[:-1]
@@ -125,7 +126,7 @@ def _validate(
                 return None, faulty
 
 
-def _report_conflicts(
+def _report_broken_rules(
     section: Path,
     error: Any,
     merged: dict[str, Any],
@@ -133,17 +134,21 @@ def _report_conflicts(
     faulty: set[str],
     problems: list[Problem],
 ) -> bool:
-    """Report the conflicts of one section, put the keys that caused them back to their defaults."""
+    """Report the broken rules of one section and reset the keys that they involve to their defaults.
+
+    Returns False if there was nothing to reset.
+    """
     removed = False
-    for conflict in error["ctx"]["conflicts"]:
-        paths = [(*section, name) for name in (conflict.key, *conflict.involves)]
+    for problem in error["ctx"]["problems"]:
+        paths = [(*section, name) for name in (problem.key, *problem.involves)]
         keys = [".".join(path) for path in paths]
         if not faulty.intersection(keys):
             setting = find(paths[0])
-            value = error["input"].get(conflict.key, setting.default if setting else None)
-            origin = next((origins[path] for path in paths if path in origins), _origin_of(paths[0], origins))
+            value = error["input"].get(problem.key, setting.default if setting else None)
+            default_origin = _origin_of(paths[0], origins)
+            origin = next((origins[path] for path in paths if path in origins), default_origin)
             problems.append(
-                Problem(keys[0], value, conflict.expected, conflict.remedy, origin, involves=tuple(keys[1:]))
+                replace(problem, key=keys[0], value=value, origin=origin, involves=tuple(keys[1:]))
             )
         for path in paths:
             removed |= delete(merged, path)

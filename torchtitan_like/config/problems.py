@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torchtitan_like.config.schema import JobConfig
 
 
+# "training_error": an error when about to train, a warning in a check, which may run on another machine.
+Severity = Literal["error", "warning", "training_error"]
 NOT_AVAILABLE_YET = "not available yet"
 MOST_LINES = 200  # of a report
 NO_EFFECT = "has no effect in this run"
@@ -33,7 +35,7 @@ class Problem:
     expected: str
     remedy: str = ""
     origin: str = ""
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
     involves: tuple[str, ...] = ()
     rule: str = ""
 

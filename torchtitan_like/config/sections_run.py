@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, HomePath, Minutes, Section, Steps
-from torchtitan_like.config.checkpoint_rules import A_FOLDER, COPY_LATER, is_uri
+from torchtitan_like.config.base import HomePath, Minutes, Section, Steps
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
 
 
 class Job(Section):
@@ -29,8 +30,15 @@ class Job(Section):
         "", description="Import path of a module whose JobConfig is merged into this schema."
     )
 
-    def conflicts(self) -> list[Conflict]:
-        return [Conflict("dump_folder", A_FOLDER, COPY_LATER)] if is_uri(self.dump_folder) else []
+    rules: ClassVar[tuple[Rule[Job], ...]] = (
+        Rule(
+            "run-directory-uri",
+            "dump_folder",
+            lambda job: is_uri(job.dump_folder),
+            LOCAL_FOLDER,
+            COPY_LATER,
+        ),
+    )
 
 
 class Profiling(Section):
@@ -50,18 +58,25 @@ class Profiling(Section):
         "memory_snapshot", description="Folder of the memory snapshots, below job.dump_folder."
     )
 
-    def conflicts(self) -> list[Conflict]:
-        cycle = self.profiler_warmup + self.profiler_active
-        if not self.enable_profiling or self.profile_freq >= cycle:
-            return []
-        return [
-            Conflict(
-                "profile_freq",
-                f"at least profiler_warmup + profiler_active = {cycle}",
-                f"set profile_freq to {cycle} or more, or lower profiler_warmup",
-                ("profiler_warmup", "profiler_active", "enable_profiling"),
-            )
-        ]
+    rules: ClassVar[tuple[Rule[Profiling], ...]] = (
+        Rule(
+            "short-profiling-cycle",
+            "profile_freq",
+            lambda section: section.enable_profiling and section.profile_freq < section.num_steps_traced,
+            lambda section: (
+                f"at least profiler_warmup + profiler_active = {section.num_steps_traced}"
+            ),
+            lambda section: (
+                f"set profile_freq to {section.num_steps_traced} or more, or lower profiler_warmup"
+            ),
+            ("profiler_warmup", "profiler_active", "enable_profiling"),
+        ),
+    )
+
+    @property
+    def num_steps_traced(self) -> int:
+        """Steps of a cycle in which the profiler runs."""
+        return self.profiler_warmup + self.profiler_active
 
 
 class Metrics(Section):
@@ -232,17 +247,16 @@ class FaultTolerance(Section):
     )
     num_fragments: int = Field(1, gt=0, description="Number of fragments the model is cut into (diloco).")
 
-    def conflicts(self) -> list[Conflict]:
-        if not self.enable or self.group_size == 0 or self.replica_id < self.group_size:
-            return []
-        return [
-            Conflict(
-                "replica_id",
-                f"less than group_size = {self.group_size}",
-                "replicas are counted from 0 to group_size - 1",
-                ("group_size", "enable"),
-            )
-        ]
+    rules: ClassVar[tuple[Rule[FaultTolerance], ...]] = (
+        Rule(
+            "replica-id-beyond-group",
+            "replica_id",
+            lambda section: section.enable and 0 < section.group_size <= section.replica_id,
+            lambda section: f"less than group_size = {section.group_size}",
+            "number the replicas from 0 to group_size - 1",
+            ("group_size", "enable"),
+        ),
+    )
 
 
 class Experimental(Section):
@@ -298,8 +312,13 @@ class Debug(Section):
         "Slow.",
     )
 
-    def conflicts(self) -> list[Conflict]:
-        if not self.detect_overflow or all(step >= 1 for step in self.trace_batch_nums):
-            return []
-        expected = "steps, which are counted from 1"
-        return [Conflict("trace_batch_nums", expected, "write [1, 5], say", ("detect_overflow",))]
+    rules: ClassVar[tuple[Rule[Debug], ...]] = (
+        Rule(
+            "traced-step-below-one",
+            "trace_batch_nums",
+            lambda section: section.detect_overflow and min(section.trace_batch_nums, default=1) < 1,
+            "step numbers, which are counted from 1",
+            "write [1, 5], for example",
+            ("detect_overflow",),
+        ),
+    )

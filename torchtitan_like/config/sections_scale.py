@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from torchtitan_like.config.base import Conflict, HomePath, KeepCount, MinusOneOrPositive, NthOrOp, Section
+from torchtitan_like.config.base import HomePath, KeepCount, MinusOneOrPositive, NthOrOp, Section
 from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
+from torchtitan_like.config.rules import Rule
 
 
 class Parallelism(Section):
@@ -102,29 +103,31 @@ class Parallelism(Section):
         "standard", description="Communication of tokens to experts: standard all-to-all, or DeepEP."
     )
 
-    def conflicts(self) -> list[Conflict]:
-        found = []
-        has_experts = self.expert_parallel_degree > 1
-        if has_experts and self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
-            found.append(
-                Conflict(
-                    "expert_tensor_parallel_degree",
-                    f"1 or tensor_parallel_degree = {self.tensor_parallel_degree}",
-                    "set it to 1 to keep experts whole",
-                    ("tensor_parallel_degree", "expert_parallel_degree"),
-                )
-            )
-        reads_csv = self.pipeline_parallel_schedule.startswith("PipelineSchedule")
-        if self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule_csv and not reads_csv:
-            found.append(
-                Conflict(
-                    "pipeline_parallel_schedule_csv",
-                    "empty unless pipeline_parallel_schedule is PipelineScheduleSingle or PipelineScheduleMulti",
-                    'set pipeline_parallel_schedule = "PipelineScheduleMulti"',
-                    ("pipeline_parallel_schedule", "pipeline_parallel_degree"),
-                )
-            )
-        return found
+    rules: ClassVar[tuple[Rule[Parallelism], ...]] = (
+        Rule(
+            "expert-tensor-parallel-degree",
+            "expert_tensor_parallel_degree",
+            lambda section: (
+                section.expert_parallel_degree > 1
+                and section.expert_tensor_parallel_degree not in (1, section.tensor_parallel_degree)
+            ),
+            lambda section: f"1 or tensor_parallel_degree = {section.tensor_parallel_degree}",
+            "set it to 1 to keep experts whole",
+            ("tensor_parallel_degree", "expert_parallel_degree"),
+        ),
+        Rule(
+            "csv-of-named-schedule",
+            "pipeline_parallel_schedule_csv",
+            lambda section: (
+                section.pipeline_parallel_degree > 1
+                and bool(section.pipeline_parallel_schedule_csv)
+                and not section.pipeline_parallel_schedule.startswith("PipelineSchedule")
+            ),
+            "empty unless pipeline_parallel_schedule is PipelineScheduleSingle or PipelineScheduleMulti",
+            'set pipeline_parallel_schedule = "PipelineScheduleMulti"',
+            ("pipeline_parallel_schedule", "pipeline_parallel_degree"),
+        ),
+    )
 
 
 class Checkpoint(Section):
@@ -228,9 +231,7 @@ class Checkpoint(Section):
         "be a checkpoint. warm: weights of initial_load_path at step 0. scratch: new weights.",
     )
 
-    def conflicts(self) -> list[Conflict]:
-        broken = [rule for rule in CHECKPOINT_RULES if rule.applies(self) and rule.is_broken(self)]
-        return [Conflict(rule.key, rule.expected, rule.remedy, rule.involves) for rule in broken]
+    rules: ClassVar[tuple[Rule[Checkpoint], ...]] = CHECKPOINT_RULES
 
 
 class ActivationCheckpoint(Section):

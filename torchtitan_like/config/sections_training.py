@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from torchtitan_like.config.base import (
     BatchRamp,
-    Conflict,
     HomePath,
     MinusOneOrPositive,
     Section,
     StepRanges,
     StepWeights,
 )
+from torchtitan_like.config.rules import Rule
 
 
 class Model(Section):
@@ -108,6 +108,19 @@ class DataLoader(Section):
     )
 
 
+def _are_step_ranges(ranges: list[list[int]]) -> bool:
+    """Return True for pairs [first, last] with 1 <= first <= last, in order of their first steps."""
+    are_pairs = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in ranges)
+    return are_pairs and sorted(ranges, key=lambda pair: pair[0]) == ranges
+
+
+def _are_step_weights(pairs: list[list[int | float]]) -> bool:
+    """Return True for pairs [step, weight] with steps >= 2 in order and weights >= 0."""
+    are_pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in pairs)
+    steps = [1, *(pair[0] for pair in pairs)] if are_pairs else []
+    return are_pairs and steps == sorted(set(steps))
+
+
 class Training(Section):
     """Batches, steps, numerics of training."""
 
@@ -154,21 +167,26 @@ class Training(Section):
     )
     dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the training data.")
 
-    def conflicts(self) -> list[Conflict]:
-        found = []
-        is_pair = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in self.skip_steps)
-        if not is_pair or sorted(self.skip_steps, key=lambda pair: pair[0]) != self.skip_steps:
-            told = "pairs of steps, 1 <= first <= last, in order", "write [[100, 110], [500, 500]], say"
-            found.append(Conflict("skip_steps", *told))
-        if self.batch_ramp and not self._is_ramp():
-            told = (
-                "[start, increment, samples], all > 0, with which start + a multiple of increment is global_batch_size",
-                "write [16, 16, 1000000] with global_batch_size = 64, say",
-            )
-            found.append(Conflict("batch_ramp", *told, ("global_batch_size",)))
-        return found
+    rules: ClassVar[tuple[Rule[Training], ...]] = (
+        Rule(
+            "unordered-skip-steps",
+            "skip_steps",
+            lambda section: not _are_step_ranges(section.skip_steps),
+            "pairs of steps, 1 <= first <= last, in order",
+            "write [[100, 110], [500, 500]], for example",
+        ),
+        Rule(
+            "unreachable-batch-ramp",
+            "batch_ramp",
+            lambda section: bool(section.batch_ramp) and not section.reaches_global_batch_size(),
+            "[start, increment, samples], all > 0, where start + a multiple of increment is global_batch_size",
+            "write [16, 16, 1000000] with global_batch_size = 64, for example",
+            ("global_batch_size",),
+        ),
+    )
 
-    def _is_ramp(self) -> bool:
+    def reaches_global_batch_size(self) -> bool:
+        """Return True if `batch_ramp` is well formed and ends at `global_batch_size`."""
         if len(self.batch_ramp) != 3 or min(self.batch_ramp) < 1:
             return False
         grows_by = self.global_batch_size - self.batch_ramp[0]
@@ -228,17 +246,23 @@ class DataSource(Section):
         0, ge=0, description="Times the source is read, then the others share its part; 0 is without limit."
     )
 
-    def conflicts(self) -> list[Conflict]:
-        found = []
-        if self.format == "tokens" and self.streaming:
-            remedy = "leave it out: files of tokens are read where they lie"
-            found.append(Conflict("streaming", 'false with format = "tokens"', remedy, ("format",)))
-        pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in self.weight_from)
-        steps = [1, *(pair[0] for pair in self.weight_from)] if pairs else []
-        if not pairs or steps != sorted(set(steps)):
-            expected = "pairs of a step >= 2 and a weight >= 0, in order of the steps"
-            found.append(Conflict("weight_from", expected, "write [[10000, 3.0], [20000, 0]], say"))
-        return found
+    rules: ClassVar[tuple[Rule[DataSource], ...]] = (
+        Rule(
+            "streamed-token-files",
+            "streaming",
+            lambda source: source.format == "tokens" and source.streaming,
+            'false with format = "tokens"',
+            "leave it out: token files are read in place",
+            ("format",),
+        ),
+        Rule(
+            "unordered-weights",
+            "weight_from",
+            lambda source: not _are_step_weights(source.weight_from),
+            "pairs of a step >= 2 and a weight >= 0, in order of the steps",
+            "write [[10000, 3.0], [20000, 0]], for example",
+        ),
+    )
 
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -275,17 +299,32 @@ class Data(Section):
         description="What a line or row without readable text does: end the run with its place, or be left out and counted.",
     )
 
-    def conflicts(self) -> list[Conflict]:
-        found = []
-        if self.sources and not any(source.weight for source in self.sources.values()):
-            found.append(
-                Conflict("sources", "a source with a weight > 0 for the first step", "give one of them a weight")
-            )
-        ending = [name for name, source in self.sources.items() if source.streaming and source.max_epochs]
-        if ending and len(self.sources) > 1:
-            expected = f"streams without max_epochs in a mixture ({', '.join(ending)} has one): not available yet"
-            found.append(Conflict("sources", expected, "leave max_epochs out, or streaming"))
-        return found
+    rules: ClassVar[tuple[Rule[Data], ...]] = (
+        Rule(
+            "no-weight-at-first-step",
+            "sources",
+            lambda data: (
+                bool(data.sources) and not any(source.weight for source in data.sources.values())
+            ),
+            "a source with a weight > 0 for the first step",
+            "give one source a weight",
+        ),
+        Rule(
+            "ending-stream-in-mixture",
+            "sources",
+            lambda data: len(data.sources) > 1 and bool(data.ending_streams()),
+            lambda data: (
+                f"streams without max_epochs in a mixture ({', '.join(data.ending_streams())} sets it): not available yet"
+            ),
+            "leave out max_epochs or streaming",
+        ),
+    )
+
+    def ending_streams(self) -> list[str]:
+        """Return the names of streamed sources that end after `max_epochs`."""
+        return [
+            name for name, source in self.sources.items() if source.streaming and source.max_epochs
+        ]
 
 
 class Loss(Section):
@@ -318,8 +357,15 @@ class Validation(Section):
     dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the validation data.")
     sources: dict[SourceName, DataSource] = Field({}, description="The validation texts, one table per name.")
 
-    def conflicts(self) -> list[Conflict]:
-        if not self.enable or not any(source.streaming for source in self.sources.values()):
-            return []
-        expected = "texts that are not streamed: the same samples each time"
-        return [Conflict("sources", expected, "leave streaming out", ("enable",))]
+    rules: ClassVar[tuple[Rule[Validation], ...]] = (
+        Rule(
+            "streamed-validation",
+            "sources",
+            lambda section: (
+                section.enable and any(source.streaming for source in section.sources.values())
+            ),
+            "sources that are not streamed: each validation reads the same samples",
+            "leave out streaming",
+            ("enable",),
+        ),
+    )

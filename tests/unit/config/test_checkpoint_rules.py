@@ -27,21 +27,21 @@ CONTRADICTIONS = [
     ("--start scratch --initial_load_path x", "start", 'set checkpoint.start = "warm"'),
     ("--start scratch --load_step 5", "load_step", 'set checkpoint.start = "resume"'),
     (f"--no_enable {SEED}", "create_seed_checkpoint", "set checkpoint.enable = true"),
-    (f"{SEED} --load_only", "load_only", "remove one of the two"),
-    (f"{SEED} --start resume", "start", "remove one of the two"),
-    (f"{SEED} --initial_load_path x", "initial_load_path", "remove one of the two"),
-    (f"{SEED} --load_step 5", "load_step", "remove one of the two"),
+    (f"{SEED} --load_only", "load_only", "remove one of the two settings"),
+    (f"{SEED} --start resume", "start", "remove one of the two settings"),
+    (f"{SEED} --initial_load_path x", "initial_load_path", "remove one of the two settings"),
+    (f"{SEED} --load_step 5", "load_step", "remove one of the two settings"),
     ("--interval 10 --keep_every 25", "keep_every", "set it to a multiple"),
-    ("--folder s3://bucket/run", "folder", "scripts/checkpoint.py offload"),
-    ("--initial_load_path gs://bucket/step-5", "initial_load_path", "copy that checkpoint here first"),
+    ("--folder s3://bucket/run", "folder", "titan ckpt offload"),
+    ("--initial_load_path gs://bucket/step-5", "initial_load_path", "copy that checkpoint to a local or shared folder first"),
 ]
 # More ways to break a row.
 OTHERS = [
     ("--start scratch --initial_load_in_hf", "start", "or remove them"),
     ("--start warm --initial_load_path=", "start", "set checkpoint.initial_load_path"),
     ("--start warm --initial_load_path x --load_step 5", "load_step", "or remove load_step"),
-    (f"{SEED} --start warm --initial_load_path x", "start", "remove one of the two"),
-    (f"{SEED} --initial_load_in_hf", "initial_load_path", "remove one of the two"),
+    (f"{SEED} --start warm --initial_load_path x", "start", "remove one of the two settings"),
+    (f"{SEED} --initial_load_in_hf", "initial_load_path", "remove one of the two settings"),
     ("--keep_latest_k 1", "keep_latest_k", ""),
     ("--interval 0", "interval", ""),
     ("--interval_minutes -1", "interval_minutes", ""),
@@ -69,6 +69,7 @@ def test_every_row_is_tried() -> None:
     for rule, (line, key, _) in zip(CHECKPOINT_RULES, CONTRADICTIONS, strict=True):
         assert rule.key == key, line
         assert rule.remedy and set(rule.involves) <= set(Checkpoint.model_fields)
+    assert len({rule.name for rule in CHECKPOINT_RULES}) == len(CHECKPOINT_RULES)
 
 
 def test_a_run_folder_is_no_uri() -> None:

@@ -387,7 +387,7 @@ def test_what_cannot_be_streamed_is_refused_with_the_configuration() -> None:
     for section, source, expected in (
         (Data, {**stream, "max_epochs": 2}, "in a mixture .*not available yet"),
         (Data, {**stream, "format": "tokens"}, 'false with format = "tokens"'),
-        (partial(Validation, enable=True), stream, "texts that are not streamed"),
+        (partial(Validation, enable=True), stream, "sources that are not streamed"),
     ):
         with pytest.raises(ValueError, match=expected):
             section(sources={"one": DataSource(**source), "two": DataSource(path="b")})
