@@ -314,10 +314,10 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
 
     import torch
 
-    from scripts import checkpoint_contents
-    from scripts.named_in_config import import_custom, imported_by
     from torchtitan_like.checkpoint.hf.folder import write_model
     from torchtitan_like.checkpoint.step_folders import write_manifest
+    from torchtitan_like.checkpoint.tools.contents import open_contents
+    from torchtitan_like.checkpoint.tools.convert import convert
     from torchtitan_like.checkpoint.votes import Votes
     from torchtitan_like.config import dump_toml, load_config
     from torchtitan_like.distributed.data_parallel import DTYPES
@@ -325,10 +325,11 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
     from torchtitan_like.distributed.world import HostGroup
     from torchtitan_like.launch import identify
     from torchtitan_like.models.spec import get_spec, resolve_args
+    from torchtitan_like.stored_config import custom_import_in, import_custom
 
     asked = ["--job.config_file", config_file, *settings]
     config = load_config(asked)
-    import_custom(config, imported_by(settings))
+    import_custom(config, custom_import_in(settings))
     spec = get_spec(config.model.name)
     large = resolve_args(spec, config.model.flavor, config.model.args)
     vocab_size = load_tokenizer(config.model.tokenizer_folder).vocab_size
@@ -348,8 +349,8 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
         files = write_model(staged, model.state_dict(), identity, votes, dtype=DTYPES[dtype], by_index=False)
         write_manifest(staged, {"kind": "hf", "step": 0, "files": files})
         config = load_config([*asked, *(f"--model.args.{name}={json.dumps(value)}" for name, value in changed.items())])
-        checkpoint_contents.convert(
-            checkpoint_contents.open_contents(staged),
+        convert(
+            open_contents(staged),
             staged / "step-0",
             "native",
             dtype=None,

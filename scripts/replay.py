@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 import torch
 
-from scripts.named_in_config import KEY, imported_by
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_stored_config
@@ -38,6 +37,7 @@ from torchtitan_like.launch import build_checkpointer, join, read_config
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.stored_config import CUSTOM_IMPORT, custom_import_in
 from torchtitan_like.train import Fetched, Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import decode, encode
@@ -94,10 +94,10 @@ def settings_of(bundle: dict[str, Any], run: Path, folder: Path, settings: list[
     if not file.exists():
         raise UnusableError(f"{file}, the run's settings, is missing: a bundle stays in its run's folder")
     config = load_stored_config(file)
-    if (module := config.experimental.custom_import) and not imported_by(settings):
+    if (module := config.experimental.custom_import) and not custom_import_in(settings):
         raise UnusableError(
-            f"The run imports the module {module} ({KEY}); a replay imports what its own command line names. If you "
-            f"trust {module}: --{KEY} {module}, with its folder in PYTHONPATH"
+            f"The run imports the module {module} ({CUSTOM_IMPORT}); a replay imports what its own command line names. If you "
+            f"trust {module}: --{CUSTOM_IMPORT} {module}, with its folder in PYTHONPATH"
         )
     experimental = config.experimental.model_copy(update={"custom_import": ""})
     names = DEFAULTS if bundle["checkpoint"]["is_start"] else (*DEFAULTS, "checkpoint")

@@ -1,4 +1,4 @@
-"""scripts/generate.py reads what training saved, in whatever type, and says what it cannot do."""
+"""`titan generate` reads checkpoints in any dtype, and reports what it cannot do."""
 
 import os
 import shutil
@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from scripts import checkpoint, export
-from scripts.generate import continuation, generate, main
-from scripts.named_in_config import find_assets
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from tests.unit.scripts.test_make_tiny import llama2
+from torchtitan_like.cli import main as titan
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.generate import decode_continuation, generate
+from torchtitan_like.stored_config import find_assets
 
 
 def train(argv):
@@ -44,12 +44,12 @@ def test_continues_a_prompt(tmp_path, capsys, stored, world_size, begins):
     run_ranks(train, world_size, argv)
     step = str(tmp_path / "run/checkpoint/step-1")
     # More tokens than the model can see at once
-    assert main([step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]) == 0
+    assert titan(["generate", step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]) == 0
     first = capsys.readouterr().out
     assert first.startswith("To be") and len(first) > len("To be\n")
-    assert main([step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]) == 0
+    assert titan(["generate", step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == first
-    assert main([step, "--num-tokens", "2"]) == (0 if begins == "true" else 2)
+    assert titan(["generate", step, "--num-tokens", "2"]) == (0 if begins == "true" else 2)
     assert ("give a --prompt" in capsys.readouterr().err) == (begins == "false")
 
 
@@ -64,20 +64,20 @@ def test_a_relative_tokenizer_is_found_from_other_folders(tmp_path, monkeypatch,
     (tmp_path / "run/attempts/2/environment/facts.json").write_text("{")  # killed
     monkeypatch.chdir(tmp_path)
     to_hf = ["convert", str(step), "converted", "--to", "hf"]
-    assert export.main([str(step), "exported"]) == 0 == checkpoint.main(to_hf)
+    assert titan(["ckpt", "export", str(step), "exported"]) == 0 == titan(["ckpt", *to_hf])
     assert (tmp_path / "exported/tokenizer.json").exists() and (tmp_path / "converted/tokenizer.json").exists()
-    assert export.main([str(step), "."]) == 2
+    assert titan(["ckpt", "export", str(step), "."]) == 2
     asked = [str(step), "--prompt", "To be", "--num-tokens", "2"]
-    assert main(asked) == 0
+    assert titan(["generate", *asked]) == 0
     facts.unlink()
-    assert main(asked) == 2
+    assert titan(["generate", *asked]) == 2
     assert "there is no tokenizer at assets: name its folder with --assets" in capsys.readouterr().err
-    assert main([*asked, "--assets", "home/assets"]) == 0
+    assert titan(["generate", *asked, "--assets", "home/assets"]) == 0
     assert find_assets("./tests/assets/tokenizer", step) == ROOT / "tests/assets/tokenizer"
 
 
 def test_what_is_not_a_checkpoint(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
+    assert titan(["generate", str(tmp_path)]) == 2
     assert "no valid manifest.json" in capsys.readouterr().err
 
 
@@ -100,5 +100,5 @@ def test_the_blank_before_the_first_word_stays(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     prompt, both = tokenizer.encode("To be"), tokenizer.encode("To be or not")
     assert both[: len(prompt)] == prompt and tokenizer.decode(both[len(prompt) :]) == "or not"
-    assert continuation(tokenizer, prompt, both[len(prompt) :]) == " or not"
-    assert continuation(tokenizer, prompt, []) == ""
+    assert decode_continuation(tokenizer, prompt, both[len(prompt) :]) == " or not"
+    assert decode_continuation(tokenizer, prompt, []) == ""

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from scripts import checkpoint, export, replay, run_folder
+from scripts import replay, run_folder
 from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.load import config_differences
 from torchtitan_like.checkpoint.hf.safetensors_file import read_header
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
@@ -108,7 +109,7 @@ def test_a_safetensors_header(tmp_path: Path, case: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(HEADERS[case])
     with pytest.raises(DamagedError, match="has a header that cannot be read"):
         read_header(tmp_path / "model.safetensors")
-    assert checkpoint.main(["show", str(tmp_path)]) == 1
+    assert titan(["ckpt", "show", str(tmp_path)]) == 1
 
 
 def test_a_pipe_instead_of_weights(tmp_path: Path) -> None:
@@ -198,5 +199,5 @@ CONFIGS: dict[str, Callable[[Path], Any]] = {
 def test_a_stored_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     step = shutil.copytree(GOLDEN, tmp_path / "step-3")
     CONFIGS[case](step / "config.toml")
-    assert export.main([str(step), str(tmp_path / "out")]) == 2
+    assert titan(["ckpt", "export", str(step), str(tmp_path / "out")]) == 2
     assert "config.toml" in capsys.readouterr().err and not (tmp_path / "out").exists()

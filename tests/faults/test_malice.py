@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from scripts import checkpoint, export, generate
 from tests.faults.damage import start_here
 from tests.faults.malice import PAYLOADS, PLACES, write_module
 from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint.unpickle import METADATA_GLOBALS
+from torchtitan_like.cli import main as titan
 
 pytestmark = [
     pytest.mark.faults,
@@ -61,9 +61,9 @@ def warm(path: Path, folder: Path) -> str:
     return start_here(folder / "warm", GOLDEN, start="warm", initial_load_path=str(path)).told
 
 
-def _command(main: Callable[[list[str]], int], *words: str) -> Callable[[Path, Path], str]:
+def _command(*words: str) -> Callable[[Path, Path], str]:
     def run(path: Path, folder: Path) -> str:
-        code = main([word.format(path=path, out=folder / "out", golden=GOLDEN) for word in words])
+        code = titan([word.format(path=path, out=folder / "out", golden=GOLDEN) for word in words])
         return f"code {code}"
 
     return run
@@ -72,17 +72,17 @@ def _command(main: Callable[[list[str]], int], *words: str) -> Callable[[Path, P
 COMMANDS: dict[str, Callable[[Path, Path], str]] = {
     "resume": resume,
     "warm": warm,
-    "show": _command(checkpoint.main, "show", "{path}"),
-    "verify": _command(checkpoint.main, "verify", "{path}"),
-    "ls": _command(checkpoint.main, "ls", "{path}"),
-    "diff": _command(checkpoint.main, "diff", "{path}", "{golden}",
+    "show": _command("ckpt", "show", "{path}"),
+    "verify": _command("ckpt", "verify", "{path}"),
+    "ls": _command("ckpt", "ls", "{path}"),
+    "diff": _command("ckpt", "diff", "{path}", "{golden}",
                      "--config", "{golden}/config.toml"),
-    "convert --to pt": _command(checkpoint.main, "convert", "{path}", "{out}", "--to", "pt",
+    "convert --to pt": _command("ckpt", "convert", "{path}", "{out}", "--to", "pt",
                                 "--config", "{golden}/config.toml"),
-    "convert --to hf": _command(checkpoint.main, "convert", "{path}", "{out}", "--to", "hf",
+    "convert --to hf": _command("ckpt", "convert", "{path}", "{out}", "--to", "hf",
                                 "--config", "{golden}/config.toml"),
-    "generate": _command(generate.main, "{path}", "--num-tokens", "1"),
-    "export": _command(export.main, "{path}", "{out}"),
+    "generate": _command("generate", "{path}", "--num-tokens", "1"),
+    "export": _command("ckpt", "export", "{path}", "{out}"),
 }  # fmt: skip
 
 

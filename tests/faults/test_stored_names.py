@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from scripts import checkpoint, export, generate, replay, show_batch
+from scripts import replay, show_batch
 from tests.faults.trainer import ASSETS
 from tests.harness.extents import record_file
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.errors import DamagedError
 from torchtitan_like.checkpoint.step_folders import is_inside, read_manifest, write_manifest
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_stored_config
 from torchtitan_like.models import spec
 from torchtitan_like.util.exit_codes import ExitCode
@@ -69,14 +70,12 @@ def seal(step: Path, config: str, **changes: Any) -> Path:
 
 
 TOOLS: dict[str, Callable[[Path, Path], list[str]]] = {
-    "export": lambda step, out: [str(step), str(out)],
-    "convert": lambda step, out: ["convert", str(step), str(out), "--to", "hf"],
-    "convert --config": lambda step, out: ["convert", str(step), str(out), "--to", "hf",
+    "export": lambda step, out: ["ckpt", "export", str(step), str(out)],
+    "convert": lambda step, out: ["ckpt", "convert", str(step), str(out), "--to", "hf"],
+    "convert --config": lambda step, out: ["ckpt", "convert", str(step), str(out), "--to", "hf",
                                            "--config", str(step / "config.toml")],
-    "generate": lambda step, out: [str(step), "--num-tokens", "1"],
+    "generate": lambda step, out: ["generate", str(step), "--num-tokens", "1"],
 }  # fmt: skip
-MAIN = {"export": export.main, "convert": checkpoint.main, "convert --config": checkpoint.main,
-        "generate": generate.main}  # fmt: skip
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -84,7 +83,7 @@ def test_the_module_of_a_stored_config_is_not_imported(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
 ) -> None:
     """Nor is the working folder put where modules are looked for."""
-    assert MAIN[tool](TOOLS[tool](stored, tmp_path / "out")) == 0
+    assert titan(TOOLS[tool](stored, tmp_path / "out")) == 0
     assert f"Not imported: {MODULE}" in capsys.readouterr().err
     assert MODULE not in sys.modules and str(stored) not in sys.path and "" not in sys.path
     assert not list(stored.glob("*.imported"))
@@ -96,10 +95,10 @@ def test_a_model_that_needs_the_module_is_refused_with_its_name_and_the_flag(
 ) -> None:
     step = write_step(tmp_path / "step-3", f'custom_import = "{MODULE}"', name="mine")
     argv = TOOLS[tool](step, tmp_path / "out")
-    assert MAIN[tool](argv) == 2
+    assert titan(argv) == 2
     told = capsys.readouterr().err
     assert f"asks for the module '{MODULE}'" in told and f"{FLAG} {MODULE}" in told
-    assert MAIN[tool]([*argv, FLAG, MODULE]) == 2  # it cannot be found yet
+    assert titan([*argv, FLAG, MODULE]) == 2  # it cannot be found yet
     assert f"No module named '{MODULE}'" in capsys.readouterr().err
     (tmp_path / f"{MODULE}.py").write_text(
         "import dataclasses\nfrom torchtitan_like.models.spec import get_spec, register\n"
@@ -108,7 +107,7 @@ def test_a_model_that_needs_the_module_is_refused_with_its_name_and_the_flag(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(spec, "_registered", dict(spec._registered))
-    assert MAIN[tool]([*argv, FLAG, MODULE]) == 0, capsys.readouterr().err
+    assert titan([*argv, FLAG, MODULE]) == 0, capsys.readouterr().err
 
 
 def write_bundle(run: Path, **changes: Any) -> Path:
@@ -166,7 +165,7 @@ def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(ConfigError, match="no `extends` in a config that is stored"):
         load_stored_config(step / "config.toml")
     for tool in ("export", "convert", "generate"):
-        assert MAIN[tool](TOOLS[tool](step, tmp_path / "out")) == 2
+        assert titan(TOOLS[tool](step, tmp_path / "out")) == 2
         assert "no `extends`" in capsys.readouterr().err
     assert show_batch.main([str(step), "--step", "1"]) == 2
 
@@ -180,7 +179,7 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) 
     write_manifest(step, {**manifest, "files": {**manifest["files"], name: {"size": 1, "extents": ["0"]}}})
     with pytest.raises(DamagedError, match="names the file"):
         read_manifest(step)
-    assert checkpoint.main(["verify", str(step)]) == 1
+    assert titan(["ckpt", "verify", str(step)]) == 1
     assert not is_inside(name)
 
 
@@ -188,7 +187,7 @@ def test_a_conversion_copies_no_file_that_a_link_leads_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a downloaded directory; the Hub's own cache links to the blobs beside its snapshots."""
-    assert export.main([str(GOLDEN), str(tmp_path / "models/snapshots/1a2b")]) == 0
+    assert titan(["ckpt", "export", str(GOLDEN), str(tmp_path / "models/snapshots/1a2b")]) == 0
     model = tmp_path / "models/snapshots/1a2b"
     (model / "manifest.json").unlink()
     (model / "config.toml").unlink()
@@ -197,8 +196,8 @@ def test_a_conversion_copies_no_file_that_a_link_leads_to(
         shutil.move(model / file, tmp_path / "models/blobs" / file)
         (model / file).symlink_to(f"../../blobs/{file}")
     argv = ["convert", str(model), "--to", "hf"]
-    assert checkpoint.main([*argv, str(tmp_path / "good")]) == 0
+    assert titan(["ckpt", *argv, str(tmp_path / "good")]) == 0
     (tmp_path / "secret").write_text("of the user")
     (model / "notes.txt").symlink_to(tmp_path / "secret")
-    assert checkpoint.main([*argv, str(tmp_path / "bad")]) == 2
+    assert titan(["ckpt", *argv, str(tmp_path / "bad")]) == 2
     assert "notes.txt is a link to" in capsys.readouterr().err and not (tmp_path / "bad").exists()

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from scripts import (
-    checkpoint,
     comm_compute,
     download_assets,
     exposed_comm,
-    generate,
     logbook_add,
     notify,
     run_folder,
@@ -108,7 +106,7 @@ def test_the_line_that_samples_samples(trained) -> None:
 
 def sample(step_folder: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> str:
     arguments = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert generate.main([str(step_folder), "--prompt", "JULIET:", "--num-tokens", "8", *arguments]) == 0
+    assert titan(["generate", str(step_folder), "--prompt", "JULIET:", "--num-tokens", "8", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -125,7 +123,7 @@ def test_a_sample_is_a_function_of_its_seed(trained, capsys, monkeypatch) -> Non
 
 @pytest.mark.parametrize("name", ["nowhere", "outputs/checkpoint"])
 def test_what_is_no_checkpoint_cannot_be_sampled(trained, name, capsys) -> None:
-    assert generate.main([str(trained[0] / name)]) == 2
+    assert titan(["generate", str(trained[0] / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and f"{name} is not a checkpoint" in captured.err
 
@@ -206,7 +204,7 @@ SHOWN = {
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "python scripts/trace_ranks.py ": lambda words: trace_ranks.parse(words[2:]),
     "python scripts/logbook_add.py ": lambda words: logbook_add.parse(words[2:]),
-    "python scripts/checkpoint.py ": lambda words: checkpoint.parse(words[2:]),
+    "titan ckpt ": lambda words: parse_titan(words),
     "python scripts/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "TRACE_TO=": lambda words: check(words[3:]),

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from scripts import export
 from tests.distributed.parity import short_documents
 from tests.harness.runner import ROOT, OverrideDefinitions, RunResult, run_row
 from tests.integration.forked import ForkedTrainer
 from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config.layers import parse_toml
 from torchtitan_like.util.jsonl import read_rows
 
@@ -341,7 +341,7 @@ def test_loading_and_exporting_hugging_face_weights_logs_nothing_but_facts(
 ) -> None:
     """No warning of torch's or of ours, and nothing printed, on either rank."""
     weights = tmp_path / "weights"
-    assert export.main([str(reference.dump_folder / f"checkpoint/step-{STEPS}"), str(weights)]) == 0
+    assert titan(["ckpt", "export", str(reference.dump_folder / f"checkpoint/step-{STEPS}"), str(weights)]) == 0
     row = OverrideDefinitions(
         [options("--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf",
                  "--checkpoint.last_save_model_only", "true", checkpoint__initial_load_path=weights,
@@ -482,9 +482,9 @@ def test_warm_start_takes_the_weights_alone(
 
 def test_validation_is_the_mean_over_all_tokens(files: Path, reference: RunResult) -> None:
     """By hand: every document between BOS and EOS, end to end, each token but the first predicted once."""
-    from scripts.generate import load_model
     from torchtitan_like.config import load_config
     from torchtitan_like.data.formats.tokenizer import load_tokenizer
+    from torchtitan_like.generate import load_model
 
     step_folder = reference.dump_folder / "checkpoint" / f"step-{STEPS}"
     model = load_model(step_folder, load_config(["--job.config_file", str(step_folder / "config.toml")]), CPU)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import export
-from scripts.checkpoint_contents import open_contents
-from tests.unit.scripts.test_checkpoint_tool import MODEL, make_step
+from tests.unit.checkpoint.steps import MODEL, make_step
+from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
 
 pytestmark = [
@@ -134,7 +134,7 @@ def test_llama_cpp_converts_an_export(name: str, tmp_path: Path) -> None:
     write_tokenizer(assets)
     sizes = MODEL | {"vocab_size": expected_fields["llama.vocab_size"]}
     step = make_step(tmp_path / "step-7", sizes, assets)
-    assert export.main([str(step), str(tmp_path / "hf")]) == 0
+    assert titan(["ckpt", "export", str(step), str(tmp_path / "hf")]) == 0
     exported = sorted(path.relative_to(tmp_path / "hf") for path in tmp_path.glob("hf/**/*.model"))
     assert exported == [Path(tokenizer_file)]
 
@@ -183,7 +183,7 @@ def test_lm_eval_scores_an_export(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "hf"
-    assert export.main([str(make_step(tmp_path / "step-7", MODEL)), str(folder)]) == 0
+    assert titan(["ckpt", "export", str(make_step(tmp_path / "step-7", MODEL)), str(folder)]) == 0
     data, tasks, output = tmp_path / "data.jsonl", tmp_path / "tasks", tmp_path / "results"
     data.write_text('{"context": "To be, or not", "continuation": " to be"}\n')
     tasks.mkdir()

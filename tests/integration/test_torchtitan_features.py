@@ -183,7 +183,9 @@ def expect_words(result: RunResult, *words: str) -> None:
 def expect_a_generated_text(runs: list[RunResult]) -> None:
     command = [
         sys.executable,
-        "scripts/generate.py",
+        "-m",
+        "torchtitan_like",
+        "generate",
         str(runs[0].dump_folder / "checkpoint/step-10"),
     ]
     done = subprocess.run(

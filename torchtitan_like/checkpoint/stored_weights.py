@@ -1,18 +1,35 @@
-"""The weights of a native step, read without a model: each rank holds some of the tensors."""
+"""Tensors on the host to load a checkpoint's weights into, without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 PREFIX = "model."
 
 
-class StoredWeights:
-    """Tensors to load a step's weights into, in the types they are stored in.
+class HostTensors:
+    """Empty tensors of the given shapes and dtypes, as a `Stateful` that is filled in place."""
+
+    def __init__(self, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
+        self._tensors = {
+            name: torch.empty(tuple(shape), dtype=dtype) for name, (shape, dtype) in tensors.items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        is_in_place = all(state_dict[name] is tensor for name, tensor in self._tensors.items())
+        assert is_in_place, "the tensors are filled in place"
+
+
+class StoredWeights(HostTensors):
+    """The weights of a native step in the dtypes they are stored in; each rank holds some of them.
 
     Every tensor is whole on one rank. Sizes are balanced over the ranks: the largest tensor goes
     first, each to the rank with the fewest bytes so far.
@@ -27,18 +44,12 @@ class StoredWeights:
         }
         sizes = {n: e.size.numel() * e.properties.dtype.itemsize for n, e in weights.items()}
         loads = [0] * world_size
-        self._tensors: dict[str, Any] = {}
+        local: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             holder = loads.index(min(loads))
             loads[holder] += sizes[name]
             if holder == rank:
-                size, dtype = weights[name].size, weights[name].properties.dtype
-                self._tensors[name.removeprefix(PREFIX)] = torch.empty(size, dtype=dtype)
+                entry = weights[name]
+                local[name.removeprefix(PREFIX)] = entry.size, entry.properties.dtype
+        super().__init__(local)
         self.num_bytes = sum(sizes.values())  # of all ranks
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._tensors)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        is_in_place = all(state_dict[name] is tensor for name, tensor in self._tensors.items())
-        assert is_in_place, "the tensors are filled in place"

@@ -15,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from scripts import checkpoint
 from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.unpickle import CheckedReader, load_metadata, load_saved
+from torchtitan_like.cli import main as titan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 DTYPES = [
@@ -139,15 +139,15 @@ def test_a_trusted_file_becomes_a_copy_that_loads(
     source, copy = tmp_path / "model.pt", tmp_path / "copy.pt"
     torch.save({"model": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=1), "step": 3}, source)
     argv = ["convert", str(source), str(copy), "--to", "pt"]
-    assert checkpoint.main(argv) == 2
+    assert titan(["ckpt", *argv]) == 2
     refusal = capsys.readouterr().err
     assert "it asks for argparse.Namespace" in refusal
     assert f"convert {source} COPY --to pt --trust-pickle" in refusal
-    assert checkpoint.main([*argv, "--trust-pickle"]) == 0
+    assert titan(["ckpt", *argv, "--trust-pickle"]) == 0
     assert "args is left out" in capsys.readouterr().out
     loaded = load_saved(copy, copy)
     assert loaded.keys() == {"model", "step"} and torch.equal(loaded["model"]["a"], torch.ones(2))
-    assert checkpoint.main([*argv[:2], str(tmp_path / "hf"), "--to", "hf", "--trust-pickle"]) == 2
+    assert titan(["ckpt", *argv[:2], str(tmp_path / "hf"), "--to", "hf", "--trust-pickle"]) == 2
     assert "First make a copy in its own format: --to pt --trust-pickle" in capsys.readouterr().err
 
 
@@ -159,8 +159,8 @@ def test_a_trusted_folder_becomes_a_copy_that_loads(
     metadata.version = argparse.Namespace()  # type: ignore[assignment]
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     argv = ["convert", str(source), str(copy), "--to", "dcp"]
-    assert checkpoint.main(argv) == 2
+    assert titan(["ckpt", *argv]) == 2
     assert f"convert {source} COPY --to dcp --trust-pickle" in capsys.readouterr().err
-    assert checkpoint.main([*argv, "--trust-pickle"]) == 0
+    assert titan(["ckpt", *argv, "--trust-pickle"]) == 0
     assert "args is left out" in capsys.readouterr().out
     assert CheckedReader(copy).read_metadata().state_dict_metadata.keys() == {"a", "step"}

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from scripts import checkpoint_contents, generate, make_tiny
+from scripts import make_tiny
 from tests.unit.data.test_documents import write_table
+from torchtitan_like.checkpoint.tools.compare import tensor_difference
+from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.data.formats import documents
 from torchtitan_like.data.formats.tokenizer import load_tokenizer
@@ -214,11 +217,11 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     assert 5 < loss < 15, "a guess among 2,048: log 2048 = 7.6"
     # The same weights as a checkpoint of ours.
     step = tmp_path / "one/step-0"
-    ours = checkpoint_contents.open_contents(step)
+    ours = open_contents(step)
     assert ours.kind == "native" and ours.manifest["kind"] == "weights" and len(ours.forms) > 20
     embedding = model.get_input_embeddings().weight.detach()
-    assert checkpoint_contents.difference(ours.read("model.tok_embeddings.weight"), embedding) is None
-    assert generate.main([str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
+    assert tensor_difference(ours.read("model.tok_embeddings.weight"), embedding) is None
+    assert titan(["generate", str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
     # The command again, wherever it is typed: relative paths are those of the folder that one stood in.
     command = (tmp_path / "one/make.sh").read_text()
     script = repo_root / "scripts/make_tiny.py"

@@ -1,8 +1,7 @@
-"""`scripts/checkpoint.py`: what it says of good and of broken folders, what conversions keep, what offloading deletes."""
+"""`titan ckpt`: reports on good and broken folders, conversions, and what offloading removes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,24 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from scripts import checkpoint
-from scripts.checkpoint import Meter, in_bytes, in_time, main
-from scripts.checkpoint_contents import open_contents
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
+from tests.unit.checkpoint.steps import MODEL, make_step, write_step
 from torchtitan_like.checkpoint import step_folders
-from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
-from torchtitan_like.checkpoint.extents import write_file
-from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import StepFolder, numbered_folders, supersede_later, write_manifest
-from torchtitan_like.config import dump_toml, load_config
-from torchtitan_like.launch import identify
+from torchtitan_like.checkpoint.step_folders import StepFolder, numbered_folders, supersede_later
+from torchtitan_like.checkpoint.tools import offload as tools_offload
+from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.verify import ProgressMeter
+from torchtitan_like.cli import main
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-MODEL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16}
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +31,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_step(tmp_path_factory.mktemp("run") / "step-7", MODEL)
 
 
-def make_step(folder: Path, sizes: dict[str, Any], assets: Path = ROOT / "tests/assets/tokenizer") -> Path:
-    """Write a full checkpoint of a Llama with random weights and the tokenizer in `assets`."""
-    folder.mkdir()
-    options = {f"model.args.{key}": value for key, value in sizes.items()}
-    options |= {"model.hf_assets_path": assets, "training.dtype": "float32"}
-    config = load_config([part for key, value in options.items() for part in (f"--{key}", str(value))])
-    identity = identify(config.model)
-    torch.manual_seed(0)
-    model = ModelState([identity.spec.build(identity.args)])
-    weights = {n: torch.randn(t.shape) for n, t in model.state_dict().items()}
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in weights.items()}
-    state |= {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "optimizer.step": torch.tensor(7)}
-    write_step(folder, state | {"train_state.json": "{}"}, dump_toml(config))
-    return folder
-
-
-def write_step(folder: Path, state: dict[str, Any], config: str) -> None:
-    writer = ExtentWriter(folder, 0)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    records = writer.records | {"config.toml": write_file(folder / "config.toml", config.encode())}
-    files = {name: dataclasses.asdict(record) for name, record in records.items()}
-    write_manifest(folder, {"kind": "full", "step": 7, "seed": 1, "files": files, "config": config})
-
-
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
     """(code, all that was printed)."""
-    code = main([str(part) for part in argv])
+    code = main(["ckpt", *(str(part) for part in argv)])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 
@@ -172,7 +141,7 @@ def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: py
 
 def test_progress_tells_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 0.5, 2.0, 4.0])
-    meter = Meter("step-5", clock=lambda: next(times))
+    meter = ProgressMeter("step-5", clock=lambda: next(times))
     for done in (1, 2 * 2**20, 8 * 2**20):
         meter(done, 8 * 2**20)
     assert capsys.readouterr().err.splitlines() == [
@@ -191,7 +160,7 @@ def test_diff_finds_settings_names_shapes_and_numbers(
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((step / "manifest.json").read_text())["config"].replace("n_layers = 2", "n_layers = 3")
-    state: dict[str, Any] = open_contents(step).whole()
+    state: dict[str, Any] = open_contents(step).read_all()
     state["model.norm.weight"][3] += 0.5
     state["model.output.weight"] = state["model.output.weight"].bfloat16()
     write_step(other, state | {"model.new": torch.zeros(1)}, config)
@@ -246,7 +215,7 @@ def test_the_two_ends_of_a_tied_weight_are_one(tmp_path: Path, capsys: pytest.Ca
     assert run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")[0] == 0
     config = ("--config", step / "config.toml")
     assert run(capsys, "convert", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0] == 0
-    weights = open_contents(tmp_path / "back").whole()
+    weights = open_contents(tmp_path / "back").read_all()
     assert "model.output.weight" not in weights
     assert all(torch.equal(tensor, open_contents(step).read(name)) for name, tensor in weights.items())
 
@@ -342,7 +311,7 @@ def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.
     torch.save({"fits": torch.tensor([65504.0]), "deep": {"not": torch.tensor([1.0, -1e5])}}, tmp_path / "m.pt")
     for dtype, text in (("bfloat16", ""), ("float16", "1 tensors hold numbers that float16 does not reach")):
         caplog.clear()
-        assert main(["convert", str(tmp_path / "m.pt"), str(tmp_path / dtype), "--to", "pt", "--dtype", dtype]) == 0
+        assert main(["ckpt", "convert", str(tmp_path / "m.pt"), str(tmp_path / dtype), "--to", "pt", "--dtype", dtype]) == 0
         assert text in caplog.text and ("deep.not" in caplog.text) == bool(text)
 
 
@@ -473,7 +442,7 @@ def test_a_step_that_is_written_again_while_others_are_copied_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes back to step 10, and is at 40 again; of its new step 20 there is no copy."""
-    folder, archive_step = tmp_path / "run", checkpoint._archive
+    folder, archive_step = tmp_path / "run", tools_offload.archive_step
 
     def archive_slowly(step: StepFolder, target: Path, command: str | None) -> None:
         archive_step(step, target, command)
@@ -481,7 +450,7 @@ def test_a_step_that_is_written_again_while_others_are_copied_stays(
             supersede_later(folder, 10, "x")
             make_steps(folder, "20w", "30", "40")
 
-    monkeypatch.setattr(checkpoint, "_archive", archive_slowly)
+    monkeypatch.setattr(tools_offload, "archive_step", archive_slowly)
     make_steps(folder, "10", "20", "30", "40")
     (tmp_path / "archive").mkdir()
     assert run(capsys, "offload", folder, tmp_path / "archive", "--keep", 1)[0] == 0
@@ -506,7 +475,7 @@ def test_what_is_copied_out_of_reach_stays_here(tmp_path: Path, capsys: pytest.C
     assert run(capsys, "offload", tmp_path / "run", "s3://bucket/run")[0] == 2
 
 
-# ---- interval, and how numbers are written
+# ---- interval
 
 
 def test_a_time_between_failures_is_above_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -538,8 +507,3 @@ def test_the_times_of_a_run_are_taken_from_its_folder(tmp_path: Path, capsys: py
         2,
         "how long does a save take, and a step? With --save-seconds and --step-seconds, or --run\n",
     )
-
-
-def test_numbers_are_written_for_people() -> None:
-    assert [in_bytes(n) for n in (0, 1, 1023, 1536, 5 * 2**30)] == ["0 B", "1 B", "1023 B", "1.5 KiB", "5.0 GiB"]
-    assert [in_time(s) for s in (0, 119, 600, 3 * 3600, 3 * 86400)] == ["0 s", "119 s", "10 min", "3.0 h", "3.0 days"]

@@ -13,15 +13,20 @@ from typing import Any
 
 import pytest
 
-from scripts import checkpoint, checkpoint_contents, export
 from tests.unit.checkpoint.folders import flip_bit, make_steps
-from tests.unit.scripts.test_checkpoint_tool import MODEL, make_step
+from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.checkpoint import publishing
+from torchtitan_like.checkpoint.tools import convert, export
+from torchtitan_like.cli import main as titan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FIRST = "first-writer"
 WAIT_SECONDS = 60
 REFUSALS = ("belongs to a process that is alive", "exists already")
+
+
+def ckpt(arguments: list[str]) -> int:
+    return titan(["ckpt", *arguments])
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Writers:
     def assert_complete(self) -> None:
         assert sorted(os.listdir(self.parent)) == self.expected
         for path in self.verify:
-            assert checkpoint.main(["verify", str(path)]) == 0
+            assert ckpt(["verify", str(path)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +55,17 @@ def writers(request: pytest.FixtureRequest, step: Path, tmp_path: Path) -> Write
     parent = tmp_path / "out"
     out = parent / "model"
     if request.param == "export":
-        return Writers(export.main, [str(step), str(out)], parent, ["model"], [out])
+        return Writers(ckpt, ["export", str(step), str(out)], parent, ["model"], [out])
     if request.param == "offload":
         source = tmp_path / "run"
         make_steps(source, "10", "20", "30")
         names = ["step-10", "step-20", "step-30"]
         expected = sorted([*names, *(f"{name}.sha256" for name in names)])
         arguments = ["offload", str(source), str(parent), "--keep", "1"]
-        return Writers(checkpoint.main, arguments, parent, expected, [parent / n for n in names])
+        return Writers(ckpt, arguments, parent, expected, [parent / n for n in names])
     to = request.param.removeprefix("convert to ")
     arguments = ["convert", str(step), str(out), "--to", to]
-    return Writers(checkpoint.main, arguments, parent, ["model"], [] if to == "pt" else [out])
+    return Writers(ckpt, arguments, parent, ["model"], [] if to == "pt" else [out])
 
 
 def pause_first_writer(
@@ -129,7 +134,7 @@ def test_two_offloads_do_not_remove_steps_together(
     codes: dict[str, int] = {}
 
     def offload(archive: str) -> int:
-        return checkpoint.main(["offload", str(folder), str(tmp_path / archive), "--keep", "1"])
+        return ckpt(["offload", str(folder), str(tmp_path / archive), "--keep", "1"])
 
     first = start(lambda: offload("a"), codes, FIRST)
     assert arrived.wait(WAIT_SECONDS)
@@ -180,12 +185,12 @@ def test_an_export_damaged_while_it_is_written_is_not_published(
 
     monkeypatch.setattr(export, "write_model", damage(export.write_model))
     monkeypatch.setattr(
-        checkpoint_contents, "write_model", damage(checkpoint_contents.write_model)
+        convert, "write_model", damage(convert.write_model)
     )
     out = tmp_path / "out" / "model"
-    convert = ["convert", str(step), str(out), "--to", "hf"]
-    assert export.main([str(step), str(out)]) == 2
-    assert checkpoint.main(convert) == 1  # the code of that command for damage
+    to_hf = ["convert", str(step), str(out), "--to", "hf"]
+    assert ckpt(["export", str(step), str(out)]) == 2
+    assert ckpt(to_hf) == 1  # the code of that command for damage
     words = "model.safetensors is " + ("damaged" if fault == "flipped bit" else "missing")
     assert capsys.readouterr().err.count(words) == 2
     assert os.listdir(tmp_path / "out") == []

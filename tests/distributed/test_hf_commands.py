@@ -1,7 +1,7 @@
-"""`scripts/export.py` and `scripts/consolidate.py`, alone and on several ranks."""
+"""`titan ckpt export` and `titan ckpt consolidate`, alone and on several ranks."""
 
-import argparse
 import json
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from scripts import consolidate, export
 from tests.distributed.parity import build, options, release
 from tests.distributed.test_hf_export import ROWS, bytes_of, load, whole, write_torch_shards
 from tests.harness.extents import verify_file
 from tests.harness.rank_pool import run_ranks
-from tests.unit.scripts.test_checkpoint_tool import write_step
+from tests.unit.checkpoint.steps import write_step
 from torchtitan_like.checkpoint.hf.direct import write_export
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
+from torchtitan_like.checkpoint.tools.export import export_step
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.stored_config import identify_checkpoint
 
 
 def train(argv):
@@ -52,16 +54,20 @@ def my_group():
 
 
 def export_together(step, out, executor):
-    arguments = argparse.Namespace(
-        dtype=None, executor=executor, shard_gb=0.0001, custom_import=""
+    export_step(
+        Path(step),
+        Path(out),
+        Votes(my_group()),
+        identify=lambda path: identify_checkpoint(path, None, ""),
+        executor=executor,
+        shard_gb=0.0001,
     )
-    export.export(Path(step), Path(out), arguments, Votes(my_group()))
 
 
 def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, capsys):
     transformers = pytest.importorskip("transformers")
     path, state = step
-    assert export.main([str(path), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    assert titan(["ckpt", "export", str(path), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
     assert "is complete" in capsys.readouterr().out
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True, dtype="auto"
@@ -84,7 +90,7 @@ def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, caps
 
 def test_any_number_of_ranks_exports_the_same_directory(tmp_path, step):
     path, state = step
-    assert export.main([str(path), str(tmp_path / "one"), "--shard-gb", "0.0001"]) == 0
+    assert titan(["ckpt", "export", str(path), str(tmp_path / "one"), "--shard-gb", "0.0001"]) == 0
     for ranks, executor in ((2, "direct"), (4, "consolidate")):
         out = tmp_path / f"{executor}-{ranks}"
         run_ranks(export_together, ranks, str(path), str(out), executor)
@@ -98,7 +104,7 @@ def test_without_a_dtype_every_tensor_keeps_its_own(tmp_path, step):
     mixed = {f"model.{name}": t if "norm" in name else t.bfloat16() for name, t in state.items()}
     (tmp_path / "step-7").mkdir()
     write_step(tmp_path / "step-7", mixed, (path / "config.toml").read_text())
-    assert export.main([str(tmp_path / "step-7"), str(tmp_path / "hf")]) == 0
+    assert titan(["ckpt", "export", str(tmp_path / "step-7"), str(tmp_path / "hf")]) == 0
     found = load(tmp_path / "hf")
     assert {t.dtype for name, t in found.items() if "norm" in name} == {torch.float32}
     assert {t.dtype for name, t in found.items() if "norm" not in name} == {torch.bfloat16}
@@ -124,9 +130,9 @@ def test_what_cannot_be_exported(tmp_path, step, capsys, case):
         "exists": (path, "exists already"),
     }[case]
     if case == "an export":
-        assert export.main([str(path), str(source)]) == 0
+        assert titan(["ckpt", "export", str(path), str(source)]) == 0
     (tmp_path / "out").mkdir()
-    assert export.main([str(source), str(tmp_path / "out")]) == 2
+    assert titan(["ckpt", "export", str(source), str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
@@ -136,13 +142,14 @@ def test_shards_are_merged_and_removed(tmp_path, capsys):
     index = {theirs: f"file-{i % 2}" for i, (_, theirs) in enumerate(ROWS)}
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index | {"tied": "file-1"}}))
     arguments = [str(tmp_path / "shards"), str(tmp_path / "out"), "--mapping", str(tmp_path / "index.json")]
-    assert consolidate.main([*arguments, "--remove-shards"]) == 2
+    assert titan(["ckpt", "consolidate", *arguments, "--remove-shards"]) == 2
     assert "the shards lack 1 tensors (tied)" in capsys.readouterr().err
     assert len(list((tmp_path / "shards").iterdir())) == 2, "nothing is removed that is not merged"
-    assert consolidate.main([str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]) == 2
+    onto_itself = [str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]
+    assert titan(["ckpt", "consolidate", *onto_itself]) == 2
     assert "--remove-shards would leave nothing" in capsys.readouterr().err
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index}))
-    assert consolidate.main([*arguments, "--remove-shards", "--num-threads", "2"]) == 0
+    assert titan(["ckpt", "consolidate", *arguments, "--remove-shards", "--num-threads", "2"]) == 0
     assert "out: 3 files" in capsys.readouterr().out
     assert not list((tmp_path / "shards").glob("*.safetensors"))
     found = load(tmp_path / "out")
@@ -154,18 +161,19 @@ def test_both_under_torchrun(tmp_path, step, repo_root):
     path, _ = step
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
     sources = {"export": str(path), "consolidate": str(tmp_path / "shards")}
+    env = {**os.environ, "PYTHONPATH": str(repo_root)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     started = {
         name: subprocess.Popen(
-            [*launch, repo_root / "scripts" / f"{name}.py", source, f"{name}-2"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*launch, "-m", "torchtitan_like", "ckpt", name, source, f"{name}-2"],
+            cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for name, source in sources.items()
     }  # fmt: skip
-    for name, main in (("export", export.main), ("consolidate", consolidate.main)):
+    for name in sources:
         output, _ = started[name].communicate(timeout=120)
         assert started[name].returncode == 0, output
-        assert main([sources[name], str(tmp_path / f"{name}-1")]) == 0
+        assert titan(["ckpt", name, sources[name], str(tmp_path / f"{name}-1")]) == 0
         assert bytes_of(tmp_path / f"{name}-2") == bytes_of(tmp_path / f"{name}-1")
 
 

@@ -1,0 +1,208 @@
+"""Open a checkpoint of any format as a table of names and tensors that are read one at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned, unwrap
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import find_damage
+from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
+from torchtitan_like.checkpoint.start import format_of
+from torchtitan_like.checkpoint.step_folders import Manifest, file_records, read_manifest
+from torchtitan_like.checkpoint.unpickle import (
+    CheckedEmptyPlanner,
+    CheckedPlanner,
+    CheckedReader,
+    load_saved,
+)
+from torchtitan_like.util.units import format_bytes
+
+Format = Literal["native", "hf", "dcp", "pt"]
+# Who named the tensors. Formats of one family share names; the model's tables translate from one
+# family to another.
+FAMILIES: dict[Format, str] = {"native": "ours", "hf": "hf", "dcp": "torch", "pt": "torch"}
+# Keys of a manifest that `titan ckpt show` leaves out: long, or shown in another form.
+NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """An open checkpoint. All names are those in its files.
+
+    tensors        name -> (shape, dtype)
+    object_names   names of what is not a tensor
+    read           returns one tensor or object by name
+    read_all       returns everything, nested as it was saved; of a native step only the weights
+    files          of safetensors: name -> file
+    """
+
+    path: Path
+    format: Format
+    manifest: Manifest
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    read: Callable[[str], Any]
+    read_all: Callable[[], Any]
+    object_names: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.format]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `titan ckpt show --json` prints."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "manifest": {k: v for k, v in self.manifest.items() if k not in NOT_SHOWN},
+            "files": {name: r.size for name, r in file_records(self.manifest).items()},
+            "tensors": {
+                name: {"dtype": dtype_name(dtype), "shape": list(shape)}
+                for name, (shape, dtype) in self.tensors.items()
+            },
+            "objects": list(self.object_names),
+            "num_elements": sum(math.prod(shape) for shape, _ in self.tensors.values()),
+            "num_bytes": sum(
+                math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values()
+            ),
+        }
+
+
+def format_summary(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines of `titan ckpt show`: manifest, files and every tensor."""
+    lines = []
+    for key, value in summary["manifest"].items():
+        lines.append(f"{key}: {json.dumps(value) if isinstance(value, dict | list) else value}")
+    for name, size in summary["files"].items():
+        lines.append(f"file {name}: {size:,} bytes")
+    for name, tensor in summary["tensors"].items():
+        lines.append(f"{name}  {tensor['dtype']}  {tensor['shape']}")
+    for name in summary["objects"]:
+        lines.append(f"{name}  (no tensor)")
+    count, elements = len(summary["tensors"]), summary["num_elements"]
+    lines.append(f"{count} tensors, {elements:,} elements, {format_bytes(summary['num_bytes'])}")
+    return lines
+
+
+def open_contents(path: Path, *, trust_pickle: bool = False) -> Contents:
+    """Read the headers and indices of a checkpoint.
+
+    trust_pickle: unpickle any class that the checkpoint names, which may run code of its author.
+    Raises CheckpointError; DamagedError if the bytes are not those that were written.
+    """
+    if path.is_file():
+        return _open_pt(path, trust_pickle)
+    stored_format = format_of(path)
+    if stored_format == "hf":
+        return _open_hf(path)
+    if stored_format == "step":
+        return _open_dcp(path, "native", trust_pickle)
+    if stored_format == "dcp":
+        return _open_dcp(path, "dcp", trust_pickle)
+    raise CheckpointError(
+        f"{path} is no checkpoint that can be read here: give a step-N, a folder of safetensors or "
+        "of torch.distributed.checkpoint, or a .pt file"
+    )
+
+
+@contextmanager
+def checkpoint_errors(path: Path) -> Iterator[None]:
+    """Turn any exception of torch about malformed bytes into a CheckpointError."""
+    try:
+        yield
+    except CheckpointException as problem:  # not a subclass of Exception
+        raise unwrap(problem) from problem
+    except (CheckpointError, OSError):
+        raise
+    except Exception as problem:
+        raise CheckpointError(f"{path}: {type(problem).__name__}: {problem}") from problem
+
+
+def _open_dcp(path: Path, stored_format: Format, trust: bool) -> Contents:
+    manifest = read_manifest(path) or {}
+    records = file_records(manifest)
+    reader: Any = (
+        ExtentReader(path, records, trust=trust) if records else CheckedReader(path, trust=trust)
+    )
+    with checkpoint_errors(path):
+        metadata = reader.read_metadata().state_dict_metadata
+    entries = {n: e for n, e in metadata.items() if isinstance(e, TensorStorageMetadata)}
+
+    def read(name: str) -> Any:
+        entry = entries.get(name)
+        value = None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
+        target = {name: value}
+        with checkpoint_errors(path):
+            load_planned(target, reader, CheckedPlanner(path, trust=trust))
+        return target[name]
+
+    def read_all() -> Any:
+        if stored_format == "native":
+            return {name: read(name) for name in entries if name.startswith("model.")}
+        state: dict[str, Any] = {}
+        with checkpoint_errors(path):
+            load_planned(state, reader, CheckedEmptyPlanner(path, trust=trust))
+        return state
+
+    tensors = {n: (tuple(e.size), e.properties.dtype) for n, e in entries.items()}
+    object_names = tuple(name for name in metadata if name not in entries)
+    return Contents(path, stored_format, manifest, tensors, read, read_all, object_names)
+
+
+def _open_hf(path: Path) -> Contents:
+    entries = open_safetensors(path, quantized=False).stored
+    manifest = read_manifest(path) or {}
+
+    def read(name: str) -> Tensor:
+        entry = entries[name]
+        with open(path / entry.file, "rb", buffering=0) as file:
+            return read_box(file, entry, tuple((0, n, 1) for n in entry.shape))
+
+    def read_all() -> dict[str, Tensor]:
+        # The manifest of an export of ours holds hashes.
+        for damage in find_damage(path, file_records(manifest)):
+            raise damage
+        return {name: read(name) for name in entries}
+
+    tensors = {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
+    files = {name: entry.file for name, entry in entries.items()}
+    return Contents(path, "hf", manifest, tensors, read, read_all, files=files)
+
+
+def _open_pt(path: Path, trust: bool) -> Contents:
+    state = load_saved(path, path, trust=trust, mmap=is_zipfile(path))
+    values = dict(flatten(state))
+    tensors = {
+        name: (tuple(value.shape), value.dtype)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    object_names = tuple(name for name in values if name not in tensors)
+    return Contents(path, "pt", {}, tensors, values.__getitem__, lambda: state, object_names)
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings with their dotted names."""
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for name, child in value.items():
+        yield from flatten(child, f"{prefix}.{name}" if prefix else str(name))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,314 @@
+"""Convert a checkpoint of any format into any other.
+
+One process holds the weights of a model once or twice. To export a large step on many ranks, see
+`checkpoint.tools.export`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
+from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
+from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.overflow import warn_of_overflow
+from torchtitan_like.checkpoint.publishing import StagedOutput
+from torchtitan_like.checkpoint.start import Start
+from torchtitan_like.checkpoint.stateful import ModelState
+from torchtitan_like.checkpoint.step_folders import CONFIG, MANIFEST, Manifest
+from torchtitan_like.checkpoint.stored_weights import HostTensors
+from torchtitan_like.checkpoint.tools.contents import (
+    FAMILIES,
+    Contents,
+    Format,
+    checkpoint_errors,
+    dtype_name,
+    flatten,
+    open_contents,
+)
+from torchtitan_like.checkpoint.unpickle import load_saved
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models.hf_table import links, slices, their_shapes
+from torchtitan_like.util.reading import parse_json
+
+# Returns the model of the checkpoint at a path, and its configuration as TOML.
+Identify = Callable[[Path], tuple[Identity, str]]
+
+
+def convert_checkpoint(
+    source: Path,
+    out: Path,
+    to: Format,
+    *,
+    dtype: torch.dtype | None,
+    trust_pickle: bool,
+    identify: Identify,
+) -> list[str]:
+    """Convert `source` into `out`; names are translated if the two formats have different ones.
+
+    Arguments and result as for `convert`. trust_pickle: as for `open_contents`; only for a copy
+    that keeps all names.
+    """
+    contents = open_contents(source, trust_pickle=trust_pickle)
+    is_translated = contents.family != FAMILIES[to]
+    if trust_pickle and is_translated:
+        raise CheckpointError(
+            f"--trust-pickle with --to {to}: {source} is in the format {contents.format}. First "
+            f"make a copy in its own format: --to {contents.format} --trust-pickle. Then convert "
+            "the copy"
+        )
+    identity, config = None, contents.manifest.get("config")
+    if is_translated or (to == "native" and config is None):
+        identity, text = identify(source)
+        config = config or text
+    return convert(contents, out, to, dtype=dtype, identity=identity, config=config)
+
+
+def convert(
+    source: Contents,
+    out: Path,
+    to: Format,
+    *,
+    dtype: torch.dtype | None,
+    identity: Identity | None,
+    config: str | None,
+) -> list[str]:
+    """Write `source` as `out`, which appears when it is complete.
+
+    dtype: of floating-point tensors; None keeps theirs. identity: the model, needed if the two
+    formats are of different families. config: the TOML of a native step. A tensor that is a view
+    of a larger one is saved without the rest. Returns the names of what is left out, because a
+    checkpoint that holds it would be refused. Raises CheckpointError, OSError.
+    """
+    with StagedOutput(out) as output:
+        output.refuse_existing()
+        return _convert(source, output, to, dtype, identity, config)
+
+
+def _convert(
+    source: Contents,
+    output: StagedOutput,
+    to: Format,
+    dtype: torch.dtype | None,
+    identity: Identity | None,
+    config: str | None,
+) -> list[str]:
+    left_out: list[str] = []
+    if source.family == FAMILIES[to]:
+        identity = None if to == "hf" else identity
+        state, left_out = _without_refused(source.read_all(), source.path)
+    else:
+        assert identity is not None
+        state = native_weights(source, identity)
+        if FAMILIES[to] == "torch":
+            state = _meta_weights(state, identity)
+
+    def copy(tensor: Tensor) -> Tensor:
+        is_cast = dtype is not None and tensor.is_floating_point()
+        cast = tensor.to(dtype) if is_cast else tensor
+        return tensor.clone(memory_format=torch.contiguous_format) if cast is tensor else cast
+
+    warn_of_overflow(dict(flatten(state)), dtype)
+    state = tree_map_only(Tensor, copy, state)
+    staged, manifest = output.path, None
+    with checkpoint_errors(output.final):
+        if to == "pt":
+            _write_pt(staged, state)
+        elif to == "dcp":
+            writer = dcp.FileSystemWriter(staged, thread_count=1)
+            dcp.save(state, storage_writer=writer, no_dist=True)
+        elif to == "native":
+            assert config is not None
+            manifest = _write_native(staged, state, source, config)
+        else:
+            manifest = _write_hf(staged, state, source, identity)
+    if manifest is not None:
+        for damage in find_damage(staged, manifest["files"]):
+            raise damage
+    output.publish(manifest)
+    return left_out
+
+
+# ---- names
+
+
+def native_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
+    """Read all weights of the model under our names. Raises CheckpointError if one is missing."""
+    if source.format == "native":
+        return {name.removeprefix("model."): t for name, t in source.read_all().items()}
+    dtypes = {dtype for _, dtype in source.tensors.values() if dtype.is_floating_point}
+    # The dtype that loses nothing of any tensor: the few kept in a wider one need it.
+    dtype = reduce(torch.promote_types, dtypes or {torch.float32})
+    with torch.device("meta"):
+        model = identity.spec.build(identity.args).to(dtype)
+    weights = HostTensors(
+        {name: (t.shape, t.dtype) for name, t in ModelState([model]).state_dict().items()}
+    )
+    start = Start(
+        "warm",
+        0,
+        source.path,
+        "named on the command line",
+        format="meta" if source.format == "pt" else source.format,
+        manifest=source.manifest or None,
+    )
+    load_states(start, {"model": weights}, Votes(HostGroup.alone()), identity)
+    return weights.state_dict()
+
+
+def _meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str, Tensor]:
+    """Give native weights the names and the row order of TorchTitan and Meta."""
+    spec, args = identity.spec, identity.args
+    if spec.meta_names is None:
+        raise CheckpointError(f"of {spec.name} no checkpoints of TorchTitan or Meta are known")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    table = links(spec.meta_names(args), shapes, spec.tied(args))
+    dtypes = {link.theirs: weights[link.ours].dtype for link in table}
+    renamed = {
+        name: torch.empty(shape, dtype=dtypes[name]) for name, shape in their_shapes(table).items()
+    }
+    for link in table:
+        block = weights[link.ours][slices(link.our_box)]
+        target = renamed[link.theirs][slices(link.their_box)]
+        target.copy_((block.mT if link.transposed else block).reshape(target.shape))
+    return renamed
+
+
+def _without_refused(state: Any, path: Path, prefix: str = "") -> tuple[Any, list[str]]:
+    """Drop from nested mappings what `load_saved` would refuse; return the dotted names too."""
+    if not isinstance(state, Mapping):
+        return state, [] if _is_loadable(state, path) else [prefix]
+    kept: dict[Any, Any] = OrderedDict() if type(state) is OrderedDict else {}
+    left_out: list[str] = []
+    for key, value in state.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        child, refused = _without_refused(value, path, name)
+        left_out += refused
+        if isinstance(value, Mapping) or not refused:
+            kept[key] = child
+    return kept, left_out
+
+
+def _is_loadable(value: Any, path: Path) -> bool:
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return True
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    saved.seek(0)
+    try:
+        load_saved(saved, path)
+    except CheckpointError:
+        return False
+    return True
+
+
+# ---- writers
+
+
+def _write_pt(staged: Path, state: Any) -> None:
+    with open(staged, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_native(
+    staged: Path, state: Mapping[str, Tensor], source: Contents, config: str
+) -> Manifest:
+    """Write a step with weights alone, for `checkpoint.initial_load_path`."""
+    staged.mkdir()
+    writer = ExtentWriter(staged, 0)
+    state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    small_files = {CONFIG: config.encode()}
+    manifest = _complete(staged, writer.records, small_files, "weights", source)
+    return {**manifest, "config": config}
+
+
+def _write_hf(
+    staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None
+) -> Manifest:
+    """Write a directory for `transformers`.
+
+    Without a model, it has the names and the small files of the source.
+    """
+    staged.mkdir()
+    small_files: dict[str, bytes] = {}
+    if identity:
+        votes = Votes(HostGroup.alone())
+        records = write_model(staged, state, identity, votes, dtype=None)
+        if "config" in source.manifest:
+            small_files[CONFIG] = source.manifest["config"].encode()
+    else:
+        rows = tuple((name, name) for name in state)
+        group = HostGroup.alone()
+        records = write_export(
+            staged, state, rows=rows, tied=(), dtype=None, group=group, index=source.files
+        )
+        small_files = _small_files(source.path)
+        if "config.json" in small_files:
+            floating = (t.dtype for t in state.values() if t.is_floating_point())
+            name = dtype_name(next(floating, torch.float32))
+            content = parse_json(small_files["config.json"]) | {"torch_dtype": name, "dtype": name}
+            small_files["config.json"] = json.dumps(content, indent=2).encode() + b"\n"
+    return _complete(staged, records, small_files, "hf", source)
+
+
+def _small_files(folder: Path) -> dict[str, bytes]:
+    """Read all files of a Hugging Face directory but weights and manifest."""
+    candidates = [*folder.iterdir(), folder / ORIGINAL / "tokenizer.model"]
+    files = [path for path in candidates if path.is_file() and "safetensors" not in path.name]
+    _check_links(folder, files)
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in files
+        if file.name != MANIFEST
+    }
+
+
+def _check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Raise CheckpointError for a link that leaves the folder.
+
+    Links to the blobs of the Hugging Face cache are allowed.
+    """
+    folder = folder.resolve()
+    allowed = (folder, folder.parent.parent / "blobs")
+    for file in files:
+        target = file.resolve()
+        if not any(target.is_relative_to(root) for root in allowed):
+            raise CheckpointError(
+                f"{file} is a link to {target}, outside of the checkpoint: it is not copied. Put a "
+                "copy of that file in its place, or remove the link"
+            )
+
+
+def _complete(
+    staged: Path,
+    records: Mapping[str, FileRecord],
+    small_files: Mapping[str, bytes],
+    kind: str,
+    source: Contents,
+) -> Manifest:
+    """Write the small files; return the manifest, which the caller writes last."""
+    written = {}
+    for name, content in small_files.items():
+        (staged / name).parent.mkdir(exist_ok=True)
+        written[name] = write_file(staged / name, content)
+    files = dict(sorted({**records, **written}.items()))
+    return {"kind": kind, "step": source.manifest.get("step", 0), "files": files}

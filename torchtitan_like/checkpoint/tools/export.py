@@ -1,0 +1,82 @@
+"""Export a published step as a Hugging Face directory, on any number of ranks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import write_file
+from torchtitan_like.checkpoint.hf.folder import write_model
+from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.probes import check_space
+from torchtitan_like.checkpoint.publishing import StagedOutput, verify_together
+from torchtitan_like.checkpoint.start import Start
+from torchtitan_like.checkpoint.step_folders import CONFIG, file_records, read_manifest
+from torchtitan_like.checkpoint.stored_weights import StoredWeights
+from torchtitan_like.checkpoint.tools.convert import Identify
+from torchtitan_like.checkpoint.unpickle import CheckedReader
+from torchtitan_like.checkpoint.votes import Votes
+
+SHARD_GB = 5
+
+
+def export_step(
+    step: Path,
+    out: Path,
+    votes: Votes,
+    *,
+    identify: Identify,
+    dtype: torch.dtype | None = None,
+    executor: Literal["direct", "consolidate"] = "direct",
+    shard_gb: float | None = None,
+) -> None:
+    """Write `out`: weights, config, tokenizer. All ranks call it together.
+
+    The model and the tokenizer are those of the step's config.toml; each rank holds some of the
+    tensors. dtype: of floating-point weights; None keeps theirs. shard_gb: the most GB of weights
+    in a file; None: as the index of the model's assets says, else 5. Raises CheckpointError, and
+    what `identify` raises.
+    """
+    manifest = read_manifest(step)
+    if manifest is None or manifest["kind"] == "hf":
+        raise CheckpointError(
+            f"{step} is no step to export: give a published step-N, full or weights alone"
+        )
+    identity, _ = identify(step)
+    output = StagedOutput(out)
+    with ExitStack() as stack:
+
+        def stage() -> Path:
+            stack.enter_context(output)
+            output.refuse_existing()
+            output.path.mkdir()
+            return output.path
+
+        staged = votes.leader_does(stage)
+        records = file_records(manifest)
+        reader: Any = ExtentReader(step, records) if records else CheckedReader(step)
+        stored = reader.read_metadata().state_dict_metadata
+        weights = StoredWeights(stored, votes.group.rank, votes.group.size)
+        start = Start("warm", 0, step, "named on the command line", manifest=manifest)
+        load_states(start, {"model": weights}, votes, identity)
+        votes.leader_does(lambda: check_space(staged, weights.num_bytes))
+        files = write_model(
+            staged,
+            weights.state_dict(),
+            identity,
+            votes,
+            dtype=dtype,
+            executor=executor,
+            shard_bytes=round((shard_gb or SHARD_GB) * 1e9),
+            by_index=not shard_gb,
+        )
+        config = (step / CONFIG).read_bytes()
+        files[CONFIG] = votes.leader_does(lambda: write_file(staged / CONFIG, config))
+        verify_together(staged, files, votes)
+        content = {"kind": "hf", "step": manifest["step"], "files": files}
+        votes.leader_does(lambda: output.publish(content))

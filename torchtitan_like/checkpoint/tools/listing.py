@@ -1,0 +1,106 @@
+"""List the checkpoints of a run, complete or not."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.publishing import STAGED
+from torchtitan_like.checkpoint.retention import PIN
+from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
+from torchtitan_like.checkpoint.step_folders import (
+    HF_EXPORTS,
+    MANIFEST,
+    NONFINITE,
+    StepFolder,
+    all_steps,
+    numbered_folders,
+)
+from torchtitan_like.util.units import format_bytes, format_duration
+
+# Part of a folder's name, and the kind that it shows.
+UNPUBLISHED = (
+    (".tmp-", "unfinished"),
+    (STAGED, "unfinished"),
+    (".superseded-", "superseded"),
+    (NONFINITE, "non-finite"),
+    (".trash-", "being deleted"),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder below a run's checkpoints. `modified`: when its newest file was written, Unix time."""
+
+    name: str
+    kind: str
+    num_bytes: int
+    modified: float
+    notes: tuple[str, ...]
+
+    def format_row(self, now: float) -> str:
+        """Return the line that `titan ckpt ls` prints."""
+        age = f"{format_duration(now - self.modified)} ago"
+        size, notes = format_bytes(self.num_bytes), ", ".join(self.notes)
+        return f"{self.name:<28} {self.kind:<12} {size:>10} {age:>12}  {notes}".rstrip()
+
+
+def list_checkpoints(folder: Path) -> list[Entry]:
+    """List the checkpoints in `folder` and its Hugging Face exports.
+
+    Raises CheckpointError if there are none.
+    """
+    parents = [path for path in (folder, folder / HF_EXPORTS) if path.is_dir()]
+    entries = [entry for parent in parents for entry in _entries(parent, folder)]
+    if not entries:
+        raise CheckpointError(f"{folder} holds no step-N: give the folder of a run's checkpoints")
+    return entries
+
+
+def format_entries(entries: list[Entry]) -> list[str]:
+    """Return the table that `titan ckpt ls` prints."""
+    now = time.time()
+    return [entry.format_row(now) for entry in entries]
+
+
+def _entries(parent: Path, folder: Path) -> Iterator[Entry]:
+    steps = {step.path: step for step in all_steps(parent)}
+    numbered = {path for _, path in numbered_folders(parent)}
+    for path in sorted(filter(Path.is_dir, parent.iterdir()), key=_sort_key):
+        try:
+            files = [file.stat() for file in path.rglob("*") if file.is_file()]
+            modified = max((file.st_mtime for file in files), default=path.stat().st_mtime)
+        except FileNotFoundError:  # a live run renamed or deleted it meanwhile
+            continue
+        kind, notes = _describe(path, steps.get(path), path in numbered)
+        if kind is None:
+            continue
+        if (path / PIN).exists():
+            notes.append("pinned")
+        name = path.relative_to(folder).as_posix()
+        yield Entry(name, kind, sum(file.st_size for file in files), modified, tuple(notes))
+
+
+def _describe(path: Path, step: StepFolder | None, is_numbered: bool) -> tuple[str | None, list[str]]:
+    """Return the kind of a folder and remarks; None as the kind of a folder that is no checkpoint."""
+    if step is not None:
+        if step.damage:
+            return "DAMAGED", [step.damage]
+        return str(step.manifest.get("kind", "?")), []
+    for mark, kind in UNPUBLISHED:
+        if mark in path.name:
+            return kind, []
+    if not is_numbered:
+        return None, []
+    if format_name := format_of(path):
+        return "foreign", [FORMAT_NAMES[format_name]]
+    return "torn", [f"no {MANIFEST}, never read"]
+
+
+def _sort_key(path: Path) -> tuple[int, str]:
+    number = re.search(r"\d+", path.name)
+    return int(number[0]) if number else 0, path.name

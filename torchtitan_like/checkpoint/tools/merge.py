@@ -1,0 +1,42 @@
+"""Merge the safetensors shards of a distributed save into whole files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import FileRecord
+from torchtitan_like.checkpoint.hf.consolidate import consolidate
+from torchtitan_like.checkpoint.hf.folder import read_weight_map
+
+
+def merge_shards(
+    shards: Path,
+    out: Path,
+    *,
+    num_threads: int,
+    index: Path | None,
+    removes_shards: bool,
+) -> dict[str, FileRecord]:
+    """Merge all shards in `shards` into whole files in `out`. All ranks call it together.
+
+    index: a model.safetensors.index.json that says which tensors share a file. removes_shards:
+    delete the shards once all is written and read back. Raises CheckpointError, OSError.
+    """
+    mapping = None
+    if index is not None:
+        files = read_weight_map(index)
+        numbers = {file: i for i, file in enumerate(sorted(set(files.values())), start=1)}
+        mapping = {name: numbers[file] for name, file in files.items()}
+    if removes_shards and shards.resolve() == out.resolve():
+        raise CheckpointError(
+            f"{out} is the folder of the shards too, of which --remove-shards would leave nothing: "
+            "choose another output"
+        )
+    records = consolidate(shards, out, mapping, num_threads)
+    if removes_shards and (not dist.is_initialized() or dist.get_rank() == 0):
+        for path in shards.glob("*.safetensors"):
+            path.unlink()
+    return records

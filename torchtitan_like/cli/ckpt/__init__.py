@@ -1,0 +1,1 @@
+"""`titan ckpt`: work with checkpoints."""

@@ -1,0 +1,62 @@
+"""`titan ckpt convert`: convert a checkpoint into another format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torchtitan_like.cli.common import add_model_flags, run_checked
+
+EXAMPLE = "titan ckpt convert outputs/checkpoint/step-100 model.pt --to pt --dtype bfloat16"
+FORMATS = ("native", "hf", "dcp", "pt")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint of any format")
+    parser.add_argument("out", type=Path, metavar="DST", help="the file or folder to create")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="the format of DST")
+    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point tensors (default: keep)")
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="unpickle any class that SRC names, which RUNS CODE if its author put some there. The "
+        "copy holds only tensors and plain values. Not for --to a format with other names",
+    )
+    add_model_flags(parser)
+    parser.epilog = (
+        "Formats:\n"
+        "  native  a step with weights alone, for checkpoint.initial_load_path\n"
+        "  hf      Hugging Face safetensors\n"
+        "  dcp     torch.distributed.checkpoint, names and row order of TorchTitan and Meta\n"
+        "  pt      torch.save, names and row order of TorchTitan and Meta\n\n"
+        "Exit codes: 0 DST is complete, 1 SRC is damaged, 2 it could not be converted.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert the checkpoint. Returns the exit code."""
+    import torch
+
+    from torchtitan_like.checkpoint.tools.convert import convert_checkpoint
+    from torchtitan_like.stored_config import identify_checkpoint
+
+    def action() -> int:
+        left_out = convert_checkpoint(
+            arguments.source,
+            arguments.out,
+            arguments.to,
+            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            trust_pickle=arguments.trust_pickle,
+            identify=lambda path: identify_checkpoint(
+                path, arguments.config, arguments.custom_import
+            ),
+        )
+        for name in left_out:
+            print(f"{name} is left out: it is neither a tensor nor a plain Python value")
+        print(f"{arguments.out} is complete")
+        return 0
+
+    return run_checked(action)

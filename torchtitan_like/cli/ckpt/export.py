@@ -1,0 +1,70 @@
+"""`titan ckpt export`: write a checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_like.cli.common import FAILED, add_import_flag
+
+EXAMPLE = "titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
+    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights (default: keep)")
+    parser.add_argument(
+        "--executor",
+        choices=["direct", "consolidate"],
+        default="direct",
+        help="both write the same files",
+    )
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        metavar="GB",
+        help="most GB of weights in a file (default: as the index of the model's assets says, "
+        "else 5)",
+    )
+    add_import_flag(parser)
+    parser.epilog = (
+        "Writes weights, config and tokenizer. Uses no GPU. To share the work over 4 processes:\n"
+        "  torchrun --nproc_per_node 4 -m torchtitan_like ckpt export STEP OUT\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export the step. Returns the exit code."""
+    import torch
+
+    from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.checkpoint.tools.export import export_step
+    from torchtitan_like.checkpoint.tools.launched import launched_group
+    from torchtitan_like.checkpoint.votes import Votes
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.data.formats.tokenizer import TokenizerError
+    from torchtitan_like.stored_config import identify_checkpoint
+
+    with launched_group() as group:
+        try:
+            export_step(
+                arguments.step,
+                arguments.out.absolute(),
+                Votes(group),
+                identify=lambda path: identify_checkpoint(path, None, arguments.custom_import),
+                dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+                executor=arguments.executor,
+                shard_gb=arguments.shard_gb,
+            )
+        except (CheckpointError, ConfigError, TokenizerError) as error:
+            if group.rank == 0:
+                print(error, file=sys.stderr)
+            return FAILED
+        if group.rank == 0:
+            print(f"{arguments.out} is complete")
+    return 0

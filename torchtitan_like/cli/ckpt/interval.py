@@ -1,0 +1,63 @@
+"""`titan ckpt interval`: find the best interval between two checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_like.cli.common import FAILED
+
+EXAMPLE = "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="a run's folder, to measure both times in"
+    )
+    parser.add_argument("--save-seconds", type=float, metavar="S", help="of writing a checkpoint")
+    parser.add_argument("--step-seconds", type=float, metavar="S", help="of a training step")
+    parser.add_argument(
+        "--mtbf-hours", type=float, required=True, metavar="H", help="mean time between failures"
+    )
+    parser.add_argument("--interval", type=int, metavar="N", help="steps, to compare with the best")
+    parser.epilog = (
+        "Prints what checkpoints and failures cost for several intervals. The best one is\n"
+        "sqrt(2 C M) seconds, with C seconds a checkpoint and M seconds between failures: Young,\n"
+        "CACM 17(9), 1974; Daly, FGCS 22(3), 2006. A failure loses half an interval on average.\n"
+        "With --run both times are medians of that run's newest checkpoints and steps. An async\n"
+        "checkpoint counts from its start to its name; training does not wait for that long.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. Returns the exit code."""
+    from torchtitan_like.report.interval import interval_table, measure_times
+
+    if not arguments.mtbf_hours > 0:
+        print(f"--mtbf-hours {arguments.mtbf_hours:g}: expected more than 0", file=sys.stderr)
+        return FAILED
+    save, step = arguments.save_seconds, arguments.step_seconds
+    try:
+        if arguments.run:
+            times = measure_times(arguments.run)
+            save, step = save or times.save_seconds, step or times.step_seconds
+            print(
+                f"{save:.3g} s a save, {step:.3g} s a step, by {times.num_saves:,} saves and "
+                f"{times.num_steps:,} steps of {arguments.run}"
+            )
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    if not (save and step):
+        print(
+            "how long does a save take, and a step? With --save-seconds and --step-seconds, or "
+            "--run",
+            file=sys.stderr,
+        )
+        return FAILED
+    lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)
+    print("\n".join(lines))
+    return 0

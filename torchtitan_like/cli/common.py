@@ -1,0 +1,54 @@
+"""What sub-commands share: arguments, and exit codes of expected errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+DAMAGED = 1
+FAILED = 2
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that may need the checkpoint's model."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="TOML",
+        help="config of a run with this model, for a checkpoint without a config.toml",
+    )
+    add_import_flag(parser)
+
+
+def add_import_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--experimental.custom_import MODULE`."""
+    parser.add_argument(
+        "--experimental.custom_import",
+        dest="custom_import",
+        metavar="MODULE",
+        default="",
+        help="module to import first, found through PYTHONPATH, which registers the checkpoint's "
+        "model. The module that the checkpoint's own config names is never imported",
+    )
+
+
+def run_checked(action: Callable[[], int]) -> int:
+    """Call `action` and return its code. Print an expected error: 1 for damage, 2 for any other."""
+    from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.data.formats.tokenizer import TokenizerError
+
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    try:
+        return action()
+    except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
+        print(error, file=sys.stderr)
+        return DAMAGED if isinstance(error, DamagedError) else FAILED

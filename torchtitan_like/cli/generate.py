@@ -1,0 +1,73 @@
+"""`titan generate`: continue a prompt with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_like.cli.common import FAILED, add_import_flag
+
+EXAMPLE = 'titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument(
+        "--assets", metavar="PATH", help="the tokenizer's folder (default: as in the run's config)"
+    )
+    parser.add_argument(
+        "--num-tokens", type=int, default=128, metavar="N", help="most tokens to add (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 always takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="sample among the K likeliest tokens (default: 50)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    add_import_flag(parser)
+    parser.epilog = (
+        "The model and the tokenizer are those of the config.toml in STEP. Runs in one process, on\n"
+        "the GPU if there is one; reads checkpoints of any layout.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and its continuation. Returns the exit code."""
+    if arguments.temperature < 0 or arguments.top_k < 1:
+        print("--temperature must be at least 0 and --top-k at least 1", file=sys.stderr)
+        return FAILED
+
+    from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.data.formats.tokenizer import TokenizerError
+    from torchtitan_like.generate import continue_prompt
+
+    try:
+        text = continue_prompt(
+            arguments.step,
+            arguments.prompt,
+            assets=arguments.assets,
+            custom_import=arguments.custom_import,
+            num_tokens=arguments.num_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            seed=arguments.seed,
+        )
+    except (CheckpointError, ConfigError, TokenizerError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    print(text)
+    return 0

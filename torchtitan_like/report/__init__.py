@@ -1,0 +1,1 @@
+"""Reports on a run, made from the files in its directory."""

@@ -1,0 +1,122 @@
+"""Use the configuration stored in a checkpoint or run folder: its model and its tokenizer.
+
+Such a configuration may be somebody else's. The module in its `experimental.custom_import` is never
+imported; commands import what their own command line names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.config import (
+    ConfigError,
+    JobConfig,
+    dump_toml,
+    load_config,
+    load_stored_config,
+)
+from torchtitan_like.config.cli import parse_arguments
+from torchtitan_like.config.problems import Problem
+from torchtitan_like.config.sections_training import Model
+
+CUSTOM_IMPORT = "experimental.custom_import"
+# Relative paths in the configurations of a source checkout start there.
+SOURCE_ROOT = Path(__file__).resolve().parents[1]
+
+
+def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tuple[Identity, str]:
+    """Return the model of a checkpoint, and its configuration as TOML.
+
+    config_file: the TOML of a run with this model; None: config.toml in the checkpoint. module: see
+    `import_custom`. Raises CheckpointError if there is no configuration, ConfigError.
+    """
+    from torchtitan_like.launch import identify
+
+    file = config_file or path / "config.toml"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path} does not say which model it holds, and its tensors need other names: give "
+            "--config, the TOML file of a run with this model"
+        )
+    if config_file:
+        config = load_config(["--job.config_file", str(config_file)])
+    else:
+        config = load_stored_config(file)
+    import_custom(config, module)
+    return identify(with_assets(config.model, file.parent)), dump_toml(config)
+
+
+def custom_import_in(settings: Sequence[str]) -> str:
+    """Return the module that settings on a command line name; "" if they name none."""
+    arguments, _ = parse_arguments(list(settings))
+    return str(dict(arguments.leaves).get(tuple(CUSTOM_IMPORT.split(".")), ""))
+
+
+def import_custom(config: JobConfig, module: str) -> None:
+    """Import `module`, which the user's command names ("": none), for the model of a stored config.
+
+    Raises ConfigError if that fails, or if the config's model is not registered afterwards. Prints
+    a note if the config names a module that was not imported.
+    """
+    from torchtitan_like.models.spec import get_spec
+
+    if module:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # user code may raise anything
+            expected = f"a module that can be imported; {type(error).__name__}: {error}"
+            raise ConfigError(
+                [Problem(CUSTOM_IMPORT, module, expected, "add the module's folder to PYTHONPATH")]
+            ) from error
+    stored = config.experimental.custom_import
+    try:
+        get_spec(config.model.name)
+    except KeyError as error:
+        remedy, expected = "", f"a registered model: {error.args[0]}"
+        if stored:
+            remedy = f"if you trust it: --{CUSTOM_IMPORT} {stored}, with its folder in PYTHONPATH"
+            expected += f". The config asks for the module {stored!r}"
+        raise ConfigError(
+            [Problem("model.name", config.model.name, expected, remedy)]
+        ) from error
+    if stored and stored != module:
+        print(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}", file=sys.stderr)
+
+
+def find_assets(assets: str, step_folder: Path) -> Path:
+    """Find a folder that a run's config names with a relative path.
+
+    It is searched in the working folder, in those where attempts of the run were started (newest
+    first), and in the source checkout. Returns the path itself if it is nowhere.
+    """
+    path = Path(assets).expanduser()
+    folders = [Path.cwd(), *_working_folders(step_folder), SOURCE_ROOT]
+    return next((folder / path for folder in folders if (folder / path).exists()), path)
+
+
+def with_assets(model: Model, step_folder: Path) -> Model:
+    """Return the section with its tokenizer and assets where `find_assets` finds them."""
+    keys = ("hf_assets_path", "tokenizer_path")
+    paths = {key: getattr(model, key) for key in keys}
+    located = {key: str(find_assets(path, step_folder)) for key, path in paths.items() if path}
+    return model.model_copy(update=located)
+
+
+def _working_folders(step_folder: Path) -> list[Path]:
+    """Return where attempts of the run that holds this step were started, newest first."""
+    folders = []
+    for parent in step_folder.resolve().parents:
+        records = parent.glob("attempts/*/environment/facts.json")
+        numbered = [path for path in records if path.parts[-3].isdigit()]
+        for path in sorted(numbered, key=lambda path: int(path.parts[-3]), reverse=True):
+            try:
+                folders.append(Path(json.loads(path.read_text(encoding="utf-8"))["folder"]))
+            except (OSError, ValueError, KeyError, TypeError):  # the attempt was killed in mid-write
+                continue
+    return folders
