@@ -199,7 +199,7 @@ def _refusal(file: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{file} was not loaded: it asks for {name}, which could run code. Expected tensors, plain "
         "Python values and the metadata classes of torch.distributed.checkpoint. If you trust its "
-        "author, make a copy without such objects: python scripts/checkpoint.py convert "
+        "author, make a copy without such objects: titan ckpt convert "
         f"{source} COPY --to {kind} --trust-pickle"
     )
 

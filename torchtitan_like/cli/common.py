@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -52,3 +53,15 @@ def run_checked(action: Callable[[], int]) -> int:
     except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
         print(error, file=sys.stderr)
         return DAMAGED if isinstance(error, DamagedError) else FAILED
+
+
+def end_rank(code: int) -> int:
+    """Return `code`; under torchrun with several ranks, end this one with it instead.
+
+    The threads of a destroyed gloo group may crash the interpreter while it shuts down.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        from torchtitan_like.resilience.end import end_process
+
+        end_process(code)
+    return code

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.monitor.jsonl import decode
+from torchtitan_like.util.jsonl import decode
 
 Row = dict[str, Any]
 
@@ -15,14 +15,14 @@ MAX_ROWS = 1000
 MAX_BYTES = 8 * 2**20  # that hold them; the file of a long run is much larger
 
 
-def newest_rows(file: Path) -> list[Row]:
+def newest_rows(file: Path, max_bytes: int = MAX_BYTES) -> list[Row]:
     """Return the last complete rows, oldest first; [] without a file. Raises OSError, ValueError.
 
     The last line may be half written.
     """
     try:
         with file.open("rb") as stream:
-            start = max(0, stream.seek(0, os.SEEK_END) - MAX_BYTES)
+            start = max(0, stream.seek(0, os.SEEK_END) - max_bytes)
             stream.seek(start)
             lines = stream.read().split(b"\n")[start > 0 : -1]
     except FileNotFoundError:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED
+from torchtitan_like.cli.common import FAILED, end_rank
 
 EXAMPLE = "titan ckpt consolidate outputs/sharded outputs/model"
 
@@ -37,13 +37,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "The shards are those of torch's HuggingFaceStorageWriter(save_distributed=True). Uses no\n"
         "GPU. The output is read back before anything is removed. To share the work over 4\n"
         "processes that all see both folders:\n"
-        "  torchrun --nproc_per_node 4 -m torchtitan_like ckpt consolidate SHARDS OUT\n\n"
+        "  torchrun --nproc_per_node 4 --no-python titan ckpt consolidate SHARDS OUT\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge the shards. Returns the exit code."""
+    return end_rank(_consolidate(arguments))
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.errors import CheckpointError
     from torchtitan_like.checkpoint.tools.launched import launched_group
     from torchtitan_like.checkpoint.tools.merge import merge_shards

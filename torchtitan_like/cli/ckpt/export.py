@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, add_import_flag
+from torchtitan_like.cli.common import FAILED, add_import_flag, end_rank
 
 EXAMPLE = "titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -33,13 +33,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_import_flag(parser)
     parser.epilog = (
         "Writes weights, config and tokenizer. Uses no GPU. To share the work over 4 processes:\n"
-        "  torchrun --nproc_per_node 4 -m torchtitan_like ckpt export STEP OUT\n\n"
+        "  torchrun --nproc_per_node 4 --no-python titan ckpt export STEP OUT\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export the step. Returns the exit code."""
+    return end_rank(_export(arguments))
+
+
+def _export(arguments: argparse.Namespace) -> int:
     import torch
 
     from torchtitan_like.checkpoint.errors import CheckpointError
