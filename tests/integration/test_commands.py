@@ -23,6 +23,8 @@ from scripts import (
 )
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
+from torchtitan_like.cli import executable_commands, parse
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError
 from torchtitan_like.config.fields import find
 from torchtitan_like.preflight import load_checked
@@ -204,7 +206,7 @@ SHOWN = {
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "python scripts/trace_ranks.py ": lambda words: trace_ranks.parse(words[2:]),
     "python scripts/logbook_add.py ": lambda words: logbook_add.parse(words[2:]),
-    "titan ckpt ": lambda words: parse_titan(words),
+    "titan ckpt ": lambda words: parse_titan(words[1:]),
     "python scripts/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "TRACE_TO=": lambda words: check(words[3:]),
@@ -222,6 +224,13 @@ SHOWN = {
     "benchmarks/gpu.sh": lambda words: check_shell("benchmarks/gpu.sh", "tests"),
     "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(["--world-size", "8", *words[4:]]),
 }
+
+
+def parse_titan(words: list[str]) -> None:
+    """The command accepts its arguments."""
+    commands = {command.name: command for command in executable_commands()}
+    num_words = 1 if words[0] in commands else 2
+    parse(commands[" ".join(words[:num_words])], words[num_words:])
 
 
 def check(arguments: list[str]) -> None:

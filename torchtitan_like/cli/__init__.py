@@ -17,45 +17,83 @@ USAGE_ERROR = 2
 
 
 class Command(NamedTuple):
-    """A sub-command: ``module`` names a file of this folder."""
+    """A sub-command: ``name`` is all of its words, ``module`` names a file of this folder.
+
+    A command with ``verbs`` has no module: its next word chooses one of them.
+    """
 
     name: str
     group: str
     summary: str
-    module: str
+    module: str = ""
     takes_settings: bool = False  # accepts --section.key value, in `arguments.settings`
+    verbs: tuple[Command, ...] = ()
+
+
+CKPT = (
+    Command("ckpt ls", "Inspect", "list the checkpoints of a run", "ckpt.ls"),
+    Command("ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt.show"),
+    Command("ckpt verify", "Inspect", "compare every byte with the stored hashes", "ckpt.verify"),
+    Command("ckpt diff", "Inspect", "compare two checkpoints", "ckpt.diff"),
+    Command("ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt.export"),
+    Command("ckpt convert", "Convert", "convert a checkpoint into another format", "ckpt.convert"),
+    Command("ckpt consolidate", "Convert", "merge safetensors shards into whole files", "ckpt.consolidate"),
+    Command("ckpt offload", "Store", "copy checkpoints to an archive, keep the newest", "ckpt.offload"),
+    Command("ckpt interval", "Store", "find the best interval between checkpoints", "ckpt.interval"),
+)
 
 
 # In the order of `titan --help`.
 COMMANDS = (
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
+    Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
+    Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` names. Returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(help_text(), end="", file=sys.stdout if words else sys.stderr)
-        return 0 if words else USAGE_ERROR
-    if words[0] == "--version":
+    if words[:1] == ["--version"]:
         from torchtitan_like import __version__
 
         print(__version__)
         return 0
-    command = next((command for command in COMMANDS if command.name == words[0]), None)
-    if command is None:
-        print(_unknown(words[0]), file=sys.stderr)
-        return USAGE_ERROR
+    prog = "titan"
+    commands: Sequence[Command] = COMMANDS
+    while True:
+        if not words or words[0] in ("-h", "--help"):
+            print(help_text(prog, commands), end="", file=sys.stdout if words else sys.stderr)
+            return 0 if words else USAGE_ERROR
+        name = words.pop(0)
+        command = next((one for one in commands if one.name.split()[-1] == name), None)
+        if command is None:
+            print(_unknown(prog, commands, name), file=sys.stderr)
+            return USAGE_ERROR
+        if not command.verbs:
+            break
+        prog = f"titan {command.name}"
+        commands = command.verbs
     module = importlib.import_module(f"{__name__}.{command.module}")
-    parser = build_parser(command)
-    module.configure(parser)
-    if command.takes_settings:
-        arguments = _parse_with_settings(parser, words[1:])
-    else:
-        arguments = parser.parse_args(words[1:])
-    code: int = module.run(arguments)
+    code: int = module.run(parse(command, words))
     return code
+
+
+def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
+    """Parse the words after the name of a command. Exits with code 2 if they are wrong."""
+    parser = build_parser(command)
+    importlib.import_module(f"{__name__}.{command.module}").configure(parser)
+    if command.takes_settings:
+        return _parse_with_settings(parser, list(words))
+    return parser.parse_args(words)
+
+
+def executable_commands(commands: Sequence[Command] = COMMANDS) -> list[Command]:
+    """Return all commands that have a module, verbs included."""
+    executable: list[Command] = []
+    for command in commands:
+        executable += executable_commands(command.verbs) if command.verbs else [command]
+    return executable
 
 
 def build_parser(command: Command) -> argparse.ArgumentParser:
@@ -71,21 +109,24 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     )
 
 
-def help_text() -> str:
+def help_text(prog: str = "titan", commands: Sequence[Command] = COMMANDS) -> str:
     """Return what `titan --help` prints: the table of commands, grouped by task."""
-    lines = ["usage: titan COMMAND [ARGUMENTS]", ""]
-    width = max(len(command.name) for command in COMMANDS) + 2
-    for group in dict.fromkeys(command.group for command in COMMANDS):
+    lines = [f"usage: {prog} COMMAND [ARGUMENTS]", ""]
+    width = max(len(command.name) for command in commands) + 2
+    for group in dict.fromkeys(command.group for command in commands):
         lines.append(f"{group}:")
-        lines += [f"  {c.name:<{width}}{c.summary}" for c in COMMANDS if c.group == group]
+        lines += [f"  {c.name:<{width}}{c.summary}" for c in commands if c.group == group]
     lines += ["", "titan COMMAND --help describes one command and shows an example."]
     return "\n".join(lines) + "\n"
 
 
-def _unknown(name: str) -> str:
-    similar = difflib.get_close_matches(name, [command.name for command in COMMANDS], n=1)
-    remedy = f"Did you mean `titan {similar[0]}`?" if similar else "Run `titan --help` for the list."
-    return f"titan: there is no command {name!r}. {remedy}"
+def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
+    names = [command.name.split()[-1] for command in commands]
+    similar = difflib.get_close_matches(name, names, n=1)
+    remedy = f"Run `{prog} --help` for the list."
+    if similar:
+        remedy = f"Did you mean `{prog} {similar[0]}`?"
+    return f"{prog}: there is no command {name!r}. {remedy}"
 
 
 def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:

@@ -150,6 +150,29 @@ def test_progress_tells_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_json_for_programs(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path, "10", "20!")
+
+    def parse(*argv: object) -> tuple[int, Any]:
+        code = main(["ckpt", *(str(part) for part in argv), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, entries = parse("ls", tmp_path)
+    assert code == 0
+    assert [(entry["name"], entry["kind"]) for entry in entries] == [("step-10", "full"), ("step-20", "DAMAGED")]
+    assert entries[0]["num_bytes"] > 100 and entries[0]["notes"] == []
+    code, results = parse("verify", tmp_path)
+    assert code == 1
+    assert results[0] == {
+        "path": str(tmp_path / "step-10"), "damage": [], "num_bytes": 100, "unlisted": [], "is_gone": False,
+    }  # fmt: skip
+    assert len(results[1]["damage"]) == 1
+    code, summary = parse("show", step)
+    assert code == 0 and summary["format"] == "native" and summary["manifest"]["step"] == 7
+    assert summary["tensors"]["optimizer.step"] == {"dtype": "int64", "shape": []}
+    assert summary["objects"] == ["train_state.json"]
+
+
 # ---- diff
 
 

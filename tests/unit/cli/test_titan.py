@@ -34,19 +34,19 @@ def test_commands_of_a_group_are_listed_together() -> None:
     groups = [command.group for command in cli.COMMANDS]
     changes = [group for group, previous in zip(groups, [None, *groups], strict=False) if group != previous]
     assert len(changes) == len(set(groups))
-    names = [command.name for command in cli.COMMANDS]
+    names = [command.name for command in cli.executable_commands()]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", cli.executable_commands(), ids=lambda command: command.name)
 def test_a_command_explains_itself_with_an_example(
     command: cli.Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main([command.name, "--help"])
+        cli.main([*command.name.split(), "--help"])
     assert end.value.code == 0
     assert f"titan {command.name}" in capsys.readouterr().out
-    assert "example: titan " in parser_of(command).format_help()
+    assert f"example: titan {command.name}" in parser_of(command).format_help()
 
 
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,3 +87,12 @@ def test_these_import_no_torch(program: str, words: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout or "[training]" in done.stdout, done.stderr
+
+
+def test_a_command_with_verbs_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ckpt", "--help"]) == 0
+    captured = capsys.readouterr().out
+    assert captured.startswith("usage: titan ckpt COMMAND") and "  ckpt verify" in captured
+    assert cli.main(["ckpt"]) == 2
+    assert cli.main(["ckpt", "verfy"]) == 2
+    assert "titan ckpt: there is no command 'verfy'. Did you mean `titan ckpt verify`?" in capsys.readouterr().err
