@@ -38,8 +38,7 @@ from torchtitan_like.monitor.memory import build_memory_monitor, is_out_of_memor
 from torchtitan_like.monitor.metrics import Metrics, announce_hardware
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.preflight import DeviceType, load_checked
-from torchtitan_like.preflight.host_memory import host_need
-from torchtitan_like.preflight.layout import layout_of
+from torchtitan_like.preflight.host_memory import host_memory_need
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.numbers import NonFiniteStateError
 from torchtitan_like.resilience.replicas import ReplicaError
@@ -72,10 +71,11 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
         logger.warning(str(warning))
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
-    if need := host_need(layout_of(config, world_size, spec, args)[0], spec):
-        free = host_memory().available
-        logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available here")
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    num_shards = world_size // config.parallelism.data_parallel_replicate_degree
+    if need := host_memory_need(config.training, spec.num_params(args), num_shards, num_ranks):
+        free = host_memory().available
+        logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
     if crowded := few_cores(config.training.dataloader.num_workers, num_ranks, num_cores()):
         logger.warning(crowded)
     return config

@@ -65,7 +65,7 @@ OPTIONS = {
     "compile": {"compile.enable": "true", "compile.backend": "aot_eager"},
     "validate": VALIDATE,
 }
-# (layout, option) -> the rule of config/layout_rules.py that refuses them.
+# (layout, option) -> the rule of preflight/rules/ that refuses them.
 EXCLUDED = {
     ("pp-izb", "compile"): "compiled-zero-bubble",
     ("pp-zbv", "compile"): "compiled-zero-bubble",

@@ -1,53 +1,14 @@
-"""What the schema knows and training cannot do yet, and which settings do nothing unless another one is on."""
+"""Settings that have no effect unless another setting asks for them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from importlib.metadata import entry_points
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.problems import NO_EFFECT, NOT_AVAILABLE_YET, Problem, nearest
+from torchtitan_like.config.problems import NO_EFFECT, Problem
 from torchtitan_like.config.schema import JobConfig
-
-
-class Missing(NamedTuple):
-    """A feature to come: the setting that asks for it, with which values, and what to do instead."""
-
-    key: str
-    is_wanted: Callable[[Any], bool]
-    instead: str
-
-
-NOT_AVAILABLE: tuple[Missing, ...] = (
-    Missing("parallelism.expert_parallel_degree", lambda degree: degree > 1, "set it to 1"),
-    Missing(
-        "model.converters",
-        lambda names: not {"quantize.linear.float8"}.issuperset(names),
-        'take all but "quantize.linear.float8" out',
-    ),
-    Missing("fault_tolerance.enable", bool, "set it to false"),
-    Missing("memory_estimation.enable", bool, "set it to false"),
-    Missing("comm.mode", lambda mode: mode != "default", 'set it to "default"'),
-    Missing("debug.moe_force_load_balance", bool, "set it to false"),
-    Missing("job.custom_config_module", bool, "leave it out"),
-    Missing("experimental.custom_args_module", bool, "leave it out"),
-)
-
-
-# Torch's own backends of torch.compile (torch 2.13), but for those that only its own tests use, and those that cannot compile
-# a model of today: "ts" and "aot_ts" (TorchScript), "aot_eager_decomp_partition_with_mode" (wants an argument).
-BACKENDS = (
-    "inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner", "cudagraphs",
-    "eager_debug", "eager_noexcept", "invoke_subgraph", "openxla", "openxla_eval", "pre_dispatch_eager", "tvm",
-)  # fmt: skip
-# Those of them that torch only passes graphs on to, and the package that it imports for it when the first step begins.
-_PACKAGE_OF_BACKEND = {"openxla": "torch_xla", "openxla_eval": "torch_xla", "tvm": "tvm"}
-# Those of them that leave to autograd what is kept for the backward pass: all of it.
-KEEPING_ALL = ("eager", "aot_eager_default_partitioner", "eager_debug", "eager_noexcept", "pre_dispatch_eager")
 
 
 class Switch(NamedTuple):
@@ -60,7 +21,7 @@ class Switch(NamedTuple):
 
 
 def _off_at(keys: tuple[str, ...], switch: str, value: Any, needs: str) -> Switch:
-    return Switch(keys, switch, lambda config: bool(value_of(config, switch) == value), needs)
+    return Switch(keys, switch, lambda config: bool(config.value_of(switch) == value), needs)
 
 
 def _degree(name: str, keys: tuple[str, ...]) -> Switch:
@@ -221,7 +182,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         ("data.add_bos", "data.add_eos", "data.on_bad_record"),
         "data.sources",
-        lambda config: only_tokens(config),
+        lambda config: not config.reads_text,
         'a source of text: with format = "tokens" ids are read as they stand',
     ),
     _off_at(
@@ -251,48 +212,6 @@ SWITCHES: tuple[Switch, ...] = (
 )
 
 
-def not_available(config: JobConfig, *, training: bool) -> Iterable[Problem]:
-    """Settings that ask for what is not here: always errors; for what is to come: errors in training, else warnings."""
-    yield from _unknown_backend(config)
-    yield from _missing_backend(config, "error" if training else "warning")
-    for key, is_wanted, instead in NOT_AVAILABLE:
-        value = value_of(config, key)
-        if is_wanted(value):
-            value = ", ".join(value) if isinstance(value, dict) else value
-            severity: Literal["error", "warning"] = "error" if training else "warning"
-            yield Problem(key, value, NOT_AVAILABLE_YET, instead, config.origin_of(key), severity)
-
-
-def _unknown_backend(config: JobConfig) -> Iterable[Problem]:
-    """A backend of torch.compile that is neither torch's nor registered: by a package, or by experimental.custom_import.
-
-    That module is imported by now, and with it, if it registers a backend, torch's list of them.
-    """
-    name, key = config.compile.backend, "compile.backend"
-    if not config.compile.is_on or name in BACKENDS or name in entry_points(group="torch_dynamo_backends").names:
-        return
-    registry = sys.modules.get("torch._dynamo.backends.registry")
-    if registry is not None and name in registry.list_backends(exclude_tags=()):
-        return
-    yield Problem(
-        key,
-        name,
-        f"a backend of torch.compile: {', '.join(BACKENDS[:3])}, or one that experimental.custom_import registers",
-        nearest(name, BACKENDS) or "set it to inductor, or name a module that calls torch._dynamo.register_backend",
-        config.origin_of(key),
-        involves=("compile.enable", "experimental.custom_import"),
-    )
-
-
-def _missing_backend(config: JobConfig, severity: Literal["error", "warning"]) -> Iterable[Problem]:
-    key, package = "compile.backend", _PACKAGE_OF_BACKEND.get(config.compile.backend)
-    if config.compile.is_on and package is not None and find_spec(package) is None:
-        text = f"the package {package}, which is not installed"
-        text = text if severity == "error" else f"expected {text}"
-        remedy = "install it, or set compile.backend to inductor"
-        yield Problem(key, config.compile.backend, text, remedy, config.origin_of(key), severity, ("compile.enable",))
-
-
 def without_effect(config: JobConfig, *, every_layer: bool = False) -> Iterable[Problem]:
     """Settings that somebody wrote and that change nothing in this run.
 
@@ -308,8 +227,8 @@ def without_effect(config: JobConfig, *, every_layer: bool = False) -> Iterable[
         for key in keys:
             if key == switch.switch or not any(fnmatchcase(key, pattern) for pattern in switch.keys):
                 continue
-            value = value_of(config, key)
-            if value == value_of(defaults, key) or key in seen:
+            value = config.value_of(key)
+            if value == defaults.value_of(key) or key in seen:
                 continue
             if not every_layer and config.layer_of(key) <= config.layer_of(switch.switch):
                 continue
@@ -318,25 +237,6 @@ def without_effect(config: JobConfig, *, every_layer: bool = False) -> Iterable[
             yield Problem(key, value, text, "", config.origin_of(key), "warning", (switch.switch,))
 
 
-def value_of(config: JobConfig, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = value[name] if isinstance(value, dict) else getattr(value, name)
-    return value
-
-
-def sources_of(config: JobConfig, section: str) -> dict[str, Any]:
-    """The tables that name the text of "training" or "validation"."""
-    return dict(config.data.sources if section == "training" else config.validation.sources)
-
-
-def only_tokens(config: JobConfig) -> bool:
-    """True where this run reads no text: all its sources are files of tokens."""
-    used = [sources_of(config, section) for section in ("training", "validation") if is_used(config, section)]
-    return all(sources and all(one.format == "tokens" for one in sources.values()) for sources in used)
-
-
-def is_used(config: JobConfig, section: str) -> bool:
-    """False for validation that is switched off."""
-    return section == "training" or config.validation.enable
+def idle_keys(config: JobConfig) -> set[str]:
+    """Return the keys of settings that differ from their default and have no effect."""
+    return {problem.key for problem in without_effect(config, every_layer=True)}

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, told in a way a reader can act on."""
+"""A problem of a configuration as it is reported: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 # "training_error": an error when about to train, a warning in a check, which may run on another machine.
 Severity = Literal["error", "warning", "training_error"]
 NOT_AVAILABLE_YET = "not available yet"
-MOST_LINES = 200  # of a report
+MAX_LINES = 200  # of a report
 NO_EFFECT = "has no effect in this run"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding.
+    """Something wrong with a configuration, or worth a warning.
 
-    ``key`` is dotted ("training.steps"), empty when no single setting is to blame; ``value`` None is not shown.
-    ``expected`` says what would have been right (it is read after "expected"; for a warning: what happens instead),
-    ``remedy`` what to do, ``origin`` where the value was written ("debug.toml", "command line", "default").
-    ``involves`` names the other settings a rule looked at, ``rule`` that rule where it has a name.
+    key: dotted ("training.steps"); empty if no single setting is to blame. value: None is not shown.
+    expected: follows the word "expected" in an error; in a warning it states what happens instead. remedy: what to do.
+    origin: where the value was written ("debug.toml", "command line", "default").
+    involves: the other settings that the rule reads. rule: the rule's name, if it has one.
     """
 
     key: str
@@ -41,30 +41,34 @@ class Problem:
 
     @property
     def has_no_effect(self) -> bool:
-        """True if this warns about a setting that changes nothing."""
+        """True for the warning about a setting without effect."""
         return self.severity == "warning" and self.expected.startswith(NO_EFFECT)
 
     def __str__(self) -> str:
-        where = f"{self.origin}: " if self.origin else ""
-        what = ""
+        origin = f"{self.origin}: " if self.origin else ""
+        setting = ""
         if self.key:
-            what = self.key if self.value is None else f"{self.key} = {show(self.value)}"
-            what += ": "
+            setting = self.key if self.value is None else f"{self.key} = {show(self.value)}"
+            setting += ": "
         remedy = f" -> {self.remedy}" if self.remedy else ""
-        is_expectation = self.severity == "error" and self.expected != NOT_AVAILABLE_YET
+        is_expectation = self.severity != "warning" and self.expected != NOT_AVAILABLE_YET
         expected = f"expected {self.expected}" if is_expectation else self.expected
-        return f"{where}{what}{expected}{remedy}"
+        return f"{origin}{setting}{expected}{remedy}"
 
 
 class ConfigError(Exception):
-    """Every problem found in one configuration.
+    """Every problem of one configuration.
 
-    ``partial`` is the configuration with each faulty value replaced by its default (None when there is none): later
-    checks use it to report their findings in the same round. ``faulty`` holds the dotted keys so replaced.
+    partial: the configuration with each faulty value replaced by its default, or None if there is none. Later checks
+    use it to report their problems at the same time. faulty: the dotted keys of the replaced values.
     """
 
     def __init__(
-        self, problems: Iterable[Problem], *, partial: JobConfig | None = None, faulty: frozenset[str] = frozenset()
+        self,
+        problems: Iterable[Problem],
+        *,
+        partial: JobConfig | None = None,
+        faulty: frozenset[str] = frozenset(),
     ) -> None:
         self.problems = list(problems)
         self.partial = partial
@@ -76,41 +80,41 @@ class ConfigError(Exception):
 
 
 def report(problems: Iterable[Problem]) -> str:
-    """All problems as text without credentials, one per line, errors first, with a count on top."""
+    """Return all problems as text without credentials: a count, errors, then warnings, one line each."""
     problems = list(problems)
-    errors = [problem for problem in problems if problem.severity == "error"]
+    errors = [problem for problem in problems if problem.severity != "warning"]
     warnings = [problem for problem in problems if problem.severity == "warning"]
     lines = []
     if errors:
         lines.append(f"{len(errors)} problem{'s' * (len(errors) > 1)} in the configuration:")
-        lines += [f"  {number}. {problem}" for number, problem in enumerate(errors[:MOST_LINES], 1)]
-        if len(errors) > MOST_LINES:
-            lines.append(f"  ... and {len(errors) - MOST_LINES:,} more")
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(errors[:MAX_LINES], 1)]
+        if len(errors) > MAX_LINES:
+            lines.append(f"  ... and {len(errors) - MAX_LINES:,} more")
     lines += [f"warning: {problem}" for problem in warnings]
     return mask_text("\n".join(lines))
 
 
 def merge_no_effect(problems: Iterable[Problem]) -> list[Problem]:
-    """Replace the warnings about settings without effect by one that lists them all."""
+    """Replace two or more warnings about settings without effect with one warning that lists them."""
     problems = list(problems)
     idle = [problem for problem in problems if problem.has_no_effect]
     if len(idle) < 2:
         return problems
-    listed = [f"{one.key}{_reason(one)}" for one in idle]
-    text = f"{len(idle)} settings have no effect in this run: {'; '.join(listed)}"
-    rest = [problem for problem in problems if not problem.has_no_effect]
-    return [*rest, Problem("", None, text, severity="warning")]
+    settings = "; ".join(f"{problem.key}{_describe_idle(problem)}" for problem in idle)
+    text = f"{len(idle)} settings have no effect in this run: {settings}"
+    others = [problem for problem in problems if not problem.has_no_effect]
+    return [*others, Problem("", None, text, severity="warning")]
 
 
-def _reason(problem: Problem) -> str:
-    """The value of a setting without effect, then where it was written and why it has none."""
+def _describe_idle(problem: Problem) -> str:
+    """Return the value of a setting without effect, its origin and the reason."""
     value = "" if problem.value is None else f" = {show(problem.value)}"
-    why = problem.expected.removeprefix(NO_EFFECT).lstrip(":; ")
-    return f"{value} ({', '.join(filter(None, (problem.origin, why)))})"
+    reason = problem.expected.removeprefix(NO_EFFECT).lstrip(":; ")
+    return f"{value} ({', '.join(filter(None, (problem.origin, reason)))})"
 
 
 def show(value: object) -> str:
-    """A value as a TOML reader would write it; long ones are cut."""
+    """Return a value as TOML writes it, shortened to 120 characters."""
     if isinstance(value, bool):
         text = str(value).lower()
     elif isinstance(value, str):
@@ -123,10 +127,10 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """The remedy for a misspelt name: ``did you mean "steps"?``, or an empty string when nothing is near.
+    """Return the remedy for a misspelled name (``did you mean "steps"?``), or "" if no candidate is similar.
 
-    ``prefix`` is put before the name that is shown.
+    prefix: is put before the suggested name.
     """
     names = {name.lower(): name for name in candidates}
-    found = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.65)
-    return f'did you mean "{prefix}{names[found[0]]}"?' if found else ""
+    matches = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.65)
+    return f'did you mean "{prefix}{names[matches[0]]}"?' if matches else ""

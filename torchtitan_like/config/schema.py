@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from pydantic import PrivateAttr
 
 from torchtitan_like.config import sections_run, sections_scale, sections_training
@@ -38,21 +41,47 @@ class JobConfig(Section):
     _layers: tuple[str, ...] = PrivateAttr(default=())
     _notices: tuple[Problem, ...] = PrivateAttr(default=())
 
+    def value_of(self, key: str) -> Any:
+        """Return the value of a dotted key."""
+        value: Any = self
+        for name in key.split("."):
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        return value
+
     def origin_of(self, key: str) -> str:
-        """Where a dotted key, or the first one below it, was written: a file, "command line", or "default"."""
+        """Return where a dotted key, or the first key below it, was written: a file, "command line", or "default"."""
         below = (origin for written, origin in self._origins.items() if written.startswith(f"{key}."))
         return self._origins.get(key) or next(below, "default")
 
     def layer_of(self, key: str) -> int:
-        """How far up the origin of a key lies: 0 for defaults, then the extended file, the file, the command line."""
+        """Return the layer of a key's origin: 0 for defaults, then the extended file, the file, the command line."""
         origin = self.origin_of(key)
         return 0 if origin == "default" else 1 + self._layers.index(origin)
 
     def is_set(self, key: str) -> bool:
-        """True if the dotted key, or one below it, was written by the user, whatever its value."""
+        """Return True if the user wrote the dotted key, or one below it, whatever its value."""
         return self.origin_of(key) != "default"
+
+    def locate(self, problem: Problem) -> Problem:
+        """Add to a problem the value of its setting, and the origin of the first written setting that it involves."""
+        has_value = "." in problem.key and problem.key != "model.args"
+        value = self.value_of(problem.key) if has_value else None
+        written = [key for key in (problem.key, *problem.involves) if self.is_set(key)]
+        origin = self.origin_of(written[0] if written else problem.key)
+        return replace(problem, value=value, origin=origin)
+
+    @property
+    def reads_text(self) -> bool:
+        """True if this run tokenizes text: at least one dataset is not made of token files."""
+        used = [self.data.sources]
+        if self.validation.enable:
+            used.append(self.validation.sources)
+        return any(
+            not sources or any(source.format != "tokens" for source in sources.values())
+            for sources in used
+        )
 
     @property
     def notices(self) -> tuple[Problem, ...]:
-        """What the reader should know although nothing is wrong, e.g. settings under an older name."""
+        """Warnings of the loader, e.g. about settings under an older name."""
         return self._notices

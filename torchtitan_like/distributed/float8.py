@@ -6,19 +6,16 @@ Scales are dynamic: the largest value that the type holds over the largest absol
 
 NOTE: under tensor parallelism a layer sees its part of a weight and so takes the scale of that part. More scales are finer,
 so a layout changes the numbers by less than the rounding to 8 bits does, but it changes them.
-
-Nothing at the top imports torch: a configuration is checked with `problems` before torch is loaded.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,83 +25,6 @@ if TYPE_CHECKING:
 FLOAT8 = "quantize.linear.float8"
 # The kernels take operands whose dimensions are multiples of this.
 MULTIPLE = 16
-CAPABILITY = (8, 9)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What of a run decides whether float8 works in it. None: not known, and then not judged.
-
-    capability: of the GPU; num_tokens: in one micro-batch on one rank, (the inner dimension of the weight's gradient).
-    """
-
-    device_type: str | None
-    compiled: bool
-    capability: tuple[int, int] | None = None
-    num_tokens: int | None = None
-    data_parallel_impl: str = "fsdp2"
-
-
-class Finding(NamedTuple):
-    """What is wrong with a setting: as `preflight` tells it. In a warning `expected` says what happens."""
-
-    key: str
-    expected: str
-    remedy: str
-    severity: Literal["error", "warning"] = "error"
-
-
-_SLOW = "slower than bfloat16 without torch.compile: each cast is a kernel of its own"
-_NO_KERNELS = "true, for tests: float8 kernels need a GPU of compute capability 8.9 (L40S, H100) or later"
-_RULES: tuple[tuple[Callable[[Float8Linear, Run], bool], Finding], ...] = (
-    (
-        lambda section, run: importlib.util.find_spec("torchao") is None,
-        Finding(
-            "model.converters", "the package torchao, which is not installed", "pip install 'torchtitan_like[float8]'"
-        ),
-    ),
-    (
-        lambda section, run: not section.emulate and run.device_type == "cpu",
-        Finding(f"{FLOAT8}.emulate", _NO_KERNELS, f"set it to true, or take {FLOAT8} out of model.converters"),
-    ),
-    (
-        lambda section, run: not section.emulate and run.capability is not None and run.capability < CAPABILITY,
-        Finding(f"{FLOAT8}.emulate", _NO_KERNELS, f"take {FLOAT8} out of model.converters and train in bfloat16"),
-    ),
-    (
-        lambda section, run: not section.emulate and run.device_type != "cpu" and not run.compiled,
-        Finding("model.converters", _SLOW, "set compile.enable = true, with 'model' in compile.components", "warning"),
-    ),
-    (
-        lambda section, run: not section.emulate and run.num_tokens is not None and run.num_tokens % MULTIPLE != 0,
-        Finding(
-            "model.converters",
-            f"micro-batches of a multiple of {MULTIPLE} tokens on each rank, which the float8 kernels need",
-            "change training.seq_len or training.local_batch_size",
-        ),
-    ),
-    (
-        lambda section, run: section.enable_fsdp_float8_all_gather and section.recipe_name not in (None, "tensorwise"),
-        Finding(
-            f"{FLOAT8}.enable_fsdp_float8_all_gather",
-            "false: a weight that is gathered in float8 has one scale, and this recipe has one for each row",
-            f'set it to false, or {FLOAT8}.recipe_name = "tensorwise"',
-        ),
-    ),
-    (
-        lambda section, run: section.enable_fsdp_float8_all_gather and run.data_parallel_impl == "simple_fsdp",
-        Finding(
-            f"{FLOAT8}.enable_fsdp_float8_all_gather",
-            "false: only FSDP2 gathers in float8",
-            'set it to false, or parallelism.data_parallel_impl = "fsdp2"',
-        ),
-    ),
-)
-
-
-def problems(section: Float8Linear, run: Run) -> list[Finding]:
-    """What is wrong with `[quantize.linear.float8]` in this run. For when the converter is in use."""
-    return [finding for is_broken, finding in _RULES if is_broken(section, run)]
 
 
 def convert_to_float8(

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchtitan_like.config.problems import Problem
 from torchtitan_like.distributed import schedule_view
 
 if TYPE_CHECKING:
@@ -40,14 +41,6 @@ SCHEDULES = {
     "PipelineScheduleMulti": Schedule(is_multi=True),
 }
 _KEY = "parallelism.pipeline_parallel_"
-
-
-class Fault(NamedTuple):
-    """A setting that cannot work: its key, what was expected of it, and what to do."""
-
-    key: str
-    expected: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ def plan_stages(spec: ModelSpec, args: Any, section: Parallelism) -> StagePlan:
 
 def problems(
     spec: ModelSpec, args: Any, section: Parallelism, *, local_batch_size: int, num_accumulation: int
-) -> list[Fault]:
+) -> list[Problem]:
     """All that is wrong with a pipeline before anything is built; nothing without one.
 
     num_accumulation: local batches in a step; all of them are one schedule's. 0: unknown.
@@ -94,7 +87,7 @@ def problems(
     plan, faults = _resolve(spec, args, section)
     micro = section.pipeline_parallel_microbatch_size
     if local_batch_size % micro:
-        faults.append(Fault(_KEY + "microbatch_size", f"a divisor of training.local_batch_size = {local_batch_size}"))
+        faults.append(Problem(_KEY + "microbatch_size", None, f"a divisor of training.local_batch_size = {local_batch_size}"))
     elif plan is not None and num_accumulation:
         faults += _micro_batch_faults(plan, local_batch_size // micro * num_accumulation)
     return faults
@@ -191,18 +184,18 @@ def stage_ids(rank: int, pp: int, num_stages: int, schedule: str) -> tuple[int, 
     return tuple(range(rank, num_stages, pp))
 
 
-def _resolve(spec: ModelSpec, args: Any, section: Parallelism) -> tuple[StagePlan | None, list[Fault]]:
+def _resolve(spec: ModelSpec, args: Any, section: Parallelism) -> tuple[StagePlan | None, list[Problem]]:
     """The plan, or None with the reasons. A plan may come with faults too."""
     if "n_layers" not in spec.constraints(args):
-        return None, [Fault(_KEY + "degree", f'1: the constraints of {spec.name} do not say its number of "n_layers"')]
+        return None, [Problem(_KEY + "degree", None, f'1: the constraints of {spec.name} do not say its number of "n_layers"')]
     names, explicit = module_names(spec, args), section.module_fqns_per_model_part
     first_less = section.pipeline_parallel_first_stage_less_layers
     last_less = section.pipeline_parallel_last_stage_less_layers
-    faults: list[Fault] = []
+    faults: list[Problem] = []
     fqns: tuple[tuple[str, ...], ...]
     if explicit is not None:
         faults = [
-            Fault("parallelism.module_fqns_per_model_part", f"each module once, in order; {wrong}")
+            Problem("parallelism.module_fqns_per_model_part", None, f"each module once, in order; {wrong}")
             for wrong in check_explicit(names, explicit)
         ]
     ranks, of_ranks = _ranks(section, len(names.blocks))
@@ -214,11 +207,11 @@ def _resolve(spec: ModelSpec, args: Any, section: Parallelism) -> tuple[StagePla
         fqns = tuple(map(tuple, explicit)) if explicit else split(names, num_stages, first_less, last_less)
     except ValueError as error:
         remedy = "lower it, or pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers"
-        return None, [Fault(_KEY + "degree", f"layers enough for every stage; {error}", remedy)]
+        return None, [Problem(_KEY + "degree", None, f"layers enough for every stage; {error}", remedy)]
     for tied, source in spec.tied(args):
         if _stage_of(tied, fqns) != _stage_of(source, fqns):
             expected = f"1 with this model: {tied} is the same tensor as {source}, which would be on another stage"
-            faults.append(Fault(_KEY + "degree", expected, "untie them in [model.args]"))
+            faults.append(Problem(_KEY + "degree", None, expected, "untie them in [model.args]"))
     plan = StagePlan(section.pipeline_parallel_schedule, section.pipeline_parallel_schedule_csv, fqns, ranks)
     return plan, faults
 
@@ -227,7 +220,7 @@ def _stage_of(parameter: str, fqns: tuple[tuple[str, ...], ...]) -> int:
     return next(stage for stage, names in enumerate(fqns) if any(parameter.startswith(f"{fqn}.") for fqn in names))
 
 
-def _ranks(section: Parallelism, num_layers: int) -> tuple[tuple[tuple[int, ...], ...] | None, list[Fault]]:
+def _ranks(section: Parallelism, num_layers: int) -> tuple[tuple[tuple[int, ...], ...] | None, list[Problem]]:
     """The stages of each rank."""
     pp, schedule = section.pipeline_parallel_degree, section.pipeline_parallel_schedule
     explicit, per_stage = section.module_fqns_per_model_part, section.pipeline_parallel_layers_per_stage
@@ -244,14 +237,14 @@ def _ranks(section: Parallelism, num_layers: int) -> tuple[tuple[tuple[int, ...]
             f" = ({num_layers} layers + {first} for the first + {last} for the last modules) / {per_stage}, rounded up"
         )
     if num_stages % pp:
-        return None, [Fault(key, f"stages that {pp} pipeline ranks can share evenly; they are {num_stages}{why}")]
+        return None, [Problem(key, None, f"stages that {pp} pipeline ranks can share evenly; they are {num_stages}{why}")]
     each, wanted = num_stages // pp, _stages_per_rank(schedule)
     if each not in wanted:
         most = "at least" if len(wanted) > 1 else "exactly"
         found = f"{num_stages}{why}, on {pp} ranks: {each} each"
         remedy = "use Interleaved1F1B" if each > 1 and not SCHEDULES[schedule].is_multi else ""
         remedy = "use 1F1B" if each == 1 else remedy
-        return None, [Fault(key, f"{most} {wanted[0]} stages per rank with {schedule}; they are {found}", remedy)]
+        return None, [Problem(key, None, f"{most} {wanted[0]} stages per rank with {schedule}; they are {found}", remedy)]
     return tuple(stage_ids(rank, pp, num_stages, schedule) for rank in range(pp)), []
 
 
@@ -261,7 +254,7 @@ def _stages_per_rank(schedule: str) -> range:
     return range(2, 1 << 30) if SCHEDULES[schedule].is_multi else range(1, 2)
 
 
-def _ranks_of_csv(section: Parallelism) -> tuple[tuple[tuple[int, ...], ...] | None, list[Fault]]:
+def _ranks_of_csv(section: Parallelism) -> tuple[tuple[tuple[int, ...], ...] | None, list[Problem]]:
     """As the file deals them, which is in turn. It must be one that can be run."""
     key, pp, path = _KEY + "schedule_csv", section.pipeline_parallel_degree, section.pipeline_parallel_schedule_csv
     try:
@@ -269,27 +262,27 @@ def _ranks_of_csv(section: Parallelism) -> tuple[tuple[tuple[int, ...], ...] | N
         if order:
             schedule_view.simulate(order)
     except (OSError, ValueError) as error:
-        return None, [Fault(key, f"a schedule file that can be run; {error}")]
+        return None, [Problem(key, None, f"a schedule file that can be run; {error}")]
     if not order:
-        return None, [Fault(key, f"the file with the schedule, for {section.pipeline_parallel_schedule}")]
+        return None, [Problem(key, None, f"the file with the schedule, for {section.pipeline_parallel_schedule}")]
     if len(order) != pp:
-        return None, [Fault(key, f"one line per pipeline rank: {pp}; it has {len(order)}")]
+        return None, [Problem(key, None, f"one line per pipeline rank: {pp}; it has {len(order)}")]
     ranks = tuple(tuple(sorted({action.stage for action in row})) for row in order)
     num_stages = 1 + max(stage for stages in ranks for stage in stages)
     explicit = section.module_fqns_per_model_part
     if explicit is not None and len(explicit) != num_stages:
         expected = f"as many stages as module_fqns_per_model_part has: {len(explicit)}; it has {num_stages}"
-        return None, [Fault(key, expected)]
+        return None, [Problem(key, None, expected)]
     in_turn = tuple(stage_ids(rank, pp, num_stages, section.pipeline_parallel_schedule) for rank in range(pp))
     if ranks != in_turn:
-        return None, [Fault(key, f"stages dealt to the ranks in turn, {in_turn}; it has {ranks}")]
+        return None, [Problem(key, None, f"stages dealt to the ranks in turn, {in_turn}; it has {ranks}")]
     return ranks, []
 
 
 # ---- micro-batches
 
 
-def _micro_batch_faults(plan: StagePlan, number: int) -> list[Fault]:
+def _micro_batch_faults(plan: StagePlan, number: int) -> list[Problem]:
     """`number` of micro-batches of a step against what the schedule can deal with: torch's own rules, said earlier."""
     if plan.csv:
         return _csv_faults(plan, number)
@@ -301,10 +294,10 @@ def _micro_batch_faults(plan: StagePlan, number: int) -> list[Fault]:
     nearest = [max((n for n in workable if n < number), default=0), min(n for n in workable if n > number)]
     sizes = " or ".join(str(n) for n in nearest if n)
     remedy = f"change it or the batch size so that there are {sizes}"
-    return [Fault(_KEY + "microbatch_size", f"micro-batches that {plan.schedule} can deal with; {reason}", remedy)]
+    return [Problem(_KEY + "microbatch_size", None, f"micro-batches that {plan.schedule} can deal with; {reason}", remedy)]
 
 
-def _csv_faults(plan: StagePlan, number: int) -> list[Fault]:
+def _csv_faults(plan: StagePlan, number: int) -> list[Problem]:
     """A file is for one number of micro-batches, and computes each of them once on every stage."""
     found = [action for row in schedule_view.read_csv(plan.csv) for action in row]
     forward = sorted((action.stage, action.micro_batch) for action in found if action.kind == "F")
@@ -314,4 +307,4 @@ def _csv_faults(plan: StagePlan, number: int) -> list[Fault]:
         return []
     held = 1 + max(action.micro_batch for action in found)
     text = f"{held} of them" if held != number else "but not each of them once, forward and backward, on every stage"
-    return [Fault(_KEY + "schedule_csv", f"a schedule of the {number} micro-batches of a step; it has {text}")]
+    return [Problem(_KEY + "schedule_csv", None, f"a schedule of the {number} micro-batches of a step; it has {text}")]

@@ -1,26 +1,24 @@
-"""Load a configuration and check it as a whole, without torch and before anything is built."""
+"""Load a configuration and check it as a whole, before anything is built. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
-from torchtitan_like.config.availability import is_used, not_available, without_effect
-from torchtitan_like.config.findings import Findings
-from torchtitan_like.config.problems import merge_no_effect
-from torchtitan_like.preflight.datasets import check_text
-from torchtitan_like.preflight.folders import check_checkpoint, check_folders
-from torchtitan_like.preflight.layout import DeviceType, check_layout
-from torchtitan_like.preflight.model import check_exempt, check_model
-from torchtitan_like.preflight.settings import (
-    check_hardware,
-    check_numerics,
-    check_packages,
-    check_profiling,
-    check_schedule,
-)
+from torchtitan_like.config.availability import without_effect
+from torchtitan_like.config.not_available import NOT_AVAILABLE
+from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
+from torchtitan_like.config.rules import broken_rules
+from torchtitan_like.preflight.context import DeviceType, RunContext, build_context
+from torchtitan_like.preflight.datasets import check_datasets
+from torchtitan_like.preflight.environment import check_nccl, check_torch
+from torchtitan_like.preflight.folders import check_folders, check_initial_checkpoint
+from torchtitan_like.preflight.host_memory import check_host_memory
+from torchtitan_like.preflight.model import check_attention, check_model, check_weight_decay_patterns
+from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
+from torchtitan_like.preflight.rules import RULES
 from torchtitan_like.preflight.tokenizer import check_tokenizer
-from torchtitan_like.preflight.torch_release import check_torch
 
 
 def load_checked(
@@ -30,11 +28,11 @@ def load_checked(
     training: bool,
     device_type: DeviceType | Callable[[JobConfig], DeviceType] | None = None,
 ) -> tuple[JobConfig, list[Problem]]:
-    """Load the configuration and check all of it; returns it with the warnings.
+    """Load the configuration and check all of it. Returns the configuration and warnings.
 
-    ``device_type``: see `check`; or what looks for the device once the settings are known.
+    device_type: see `check`; or a function that detects the device once the settings are known.
 
-    Raises ConfigError with the problems of both: a misspelt key does not hide a missing tokenizer.
+    Raises ConfigError with the problems of loading and checking: a misspelled key does not hide a missing tokenizer.
     """
     problems: list[Problem] = []
     faulty: frozenset[str] = frozenset()
@@ -44,54 +42,71 @@ def load_checked(
     except ConfigError as error:
         if error.partial is None:
             raise
-        config, faulty = error.partial, error.faulty
+        config = error.partial
+        faulty = error.faulty
         problems += error.problems
     device = device_type(config) if callable(device_type) else device_type
-    found = check(config, world_size, training=training, device_type=device)
-    problems += [problem for problem in found if not _is_doubtful(problem, faulty)]
+    checked = check(config, world_size, training=training, device_type=device)
+    problems += [problem for problem in checked if not _reads_faulty_key(problem, faulty)]
     problems = merge_no_effect(problems)
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems, partial=config, faulty=faulty)
     return config, problems
 
 
-def _is_doubtful(problem: Problem, faulty: frozenset[str]) -> bool:
-    """True if a finding rests on a setting whose written value was refused, so that its default was checked."""
+def _reads_faulty_key(problem: Problem, faulty: frozenset[str]) -> bool:
+    """Return True if the check behind a problem read the default of a setting whose given value was refused."""
     keys = (problem.key, *problem.involves)
     return any(key == bad or key.startswith(f"{bad}.") for key in keys for bad in faulty)
 
 
 def check(
-    config: JobConfig, world_size: int | None, *, training: bool, device_type: DeviceType | None = None
+    config: JobConfig,
+    world_size: int | None,
+    *,
+    training: bool,
+    device_type: DeviceType | None = None,
 ) -> list[Problem]:
-    """Every problem of a valid configuration on ``world_size`` ranks (None: only what does not depend on it).
+    """Return every problem of a valid configuration on `world_size` ranks (None: only what holds on any number).
 
-    ``training``: missing files, and features that are not available yet, are errors; else warnings. ``device_type``
-    None leaves out what depends on the hardware.
+    training: missing files, and features that are not available yet, are errors; else warnings. device_type: None skips
+    the checks that depend on the hardware.
     """
-    findings = Findings(config, training=training)
-    if training:
-        check_torch(findings)
-    spec, args = check_model(findings)
-    limits = spec.constraints(args) if spec else {}
-    check_layout(findings, world_size, spec, args, device_type)
-    if spec:
-        check_exempt(findings, spec, args)
-    check_schedule(findings)
-    check_profiling(findings)
-    check_numerics(findings)
-    check_hardware(findings, device_type, args)
-    check_tokenizer(findings, limits)
-    for section in ("training", "validation"):
-        if is_used(config, section):
-            check_text(findings, section)
-    check_folders(findings)
-    check_checkpoint(findings, world_size, device_type)
-    check_packages(findings)
-    spoken_of = {
-        problem.key
-        for problem in findings.problems
-        if problem.severity == "error" or problem.has_no_effect
+    spec, args, problems = check_model(config)
+    run = build_context(config, world_size, spec, args, device_type)
+    problems += _find_problems(run, training)
+    located = [config.locate(problem) for problem in problems]
+    blamed = {
+        problem.key for problem in located if problem.severity != "warning" or problem.has_no_effect
     }
-    missing = [problem for problem in not_available(config, training=training) if problem.key not in spoken_of]
-    return [*findings.problems, *missing, *without_effect(config)]
+    unavailable = [config.locate(rule.problem(config)) for rule in broken_rules(NOT_AVAILABLE, config)]
+    located += [problem for problem in unavailable if problem.key not in blamed]
+    return [*(_settle(problem, training) for problem in located), *without_effect(config)]
+
+
+def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
+    """Yield the problems of all checks."""
+    if training:
+        yield from check_torch(run)
+    yield from check_degrees(run)
+    yield from (rule.problem(run) for rule in broken_rules(RULES, run))
+    yield from check_pipeline(run)
+    yield from check_host_memory(run)
+    yield from check_attention(run)
+    yield from check_weight_decay_patterns(run)
+    yield from check_nccl(run)
+    yield from check_tokenizer(run)
+    yield from check_datasets(run.config)
+    yield from check_folders(run.config)
+    yield from check_initial_checkpoint(run.config)
+
+
+def _settle(problem: Problem, training: bool) -> Problem:
+    """Turn a "training_error" into an error, or into a warning in a check, which may run on another machine."""
+    if problem.severity != "training_error":
+        return problem
+    if training:
+        return replace(problem, severity="error")
+    is_statement = problem.expected == NOT_AVAILABLE_YET
+    expected = problem.expected if is_statement else f"expected {problem.expected}"
+    return replace(problem, severity="warning", expected=expected)

@@ -1,4 +1,4 @@
-"""The files of the training and validation datasets."""
+"""The training and validation datasets: their names, files and formats."""
 
 from __future__ import annotations
 
@@ -8,71 +8,91 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.config.availability import sources_of, value_of
 from torchtitan_like.config.datasets import datasets_for
-from torchtitan_like.config.problems import NO_EFFECT, nearest
-from torchtitan_like.preflight.folders import missing_at
+from torchtitan_like.config.problems import NO_EFFECT, Problem, nearest
+from torchtitan_like.preflight.folders import describe_missing
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.findings import Findings
+    from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_training import DataSource
 
 
-def check_text(findings: Findings, section: str) -> None:
-    """The training or validation text is known and there."""
-    config = findings.config
-    loader = value_of(config, f"{section}.dataloader")
-    if loader.pin_memory:
-        text = f"{NO_EFFECT}: batches go to a GPU through page-locked memory either way"
-        findings.warning(f"{section}.dataloader.pin_memory", text)
-    if loader.persistent_workers and loader.num_workers and section == "training":
-        text = f"{NO_EFFECT}: workers of the training text live as long as the run"
-        findings.warning("training.dataloader.persistent_workers", text)
-    table = "data.sources" if section == "training" else "validation.sources"
-    sources = sources_of(config, section)
+def check_datasets(config: JobConfig) -> Iterator[Problem]:
+    """Check the datasets that this run reads."""
+    yield from _check_dataset(config, "training", "data.sources")
+    if config.validation.enable:
+        yield from _check_dataset(config, "validation", "validation.sources")
+
+
+def _check_dataset(config: JobConfig, section: str, table: str) -> Iterator[Problem]:
+    """Check the dataset of "training" or "validation". `table`: the key of its sources."""
+    yield from _check_loader(config, section)
+    sources = config.value_of(table)
+    if not sources:
+        yield from _check_named_dataset(config, section, table)
+        return
     for name, source in sources.items():
-        key = f"{table}.{name}.path"
-        _check_files(findings, key, source.path, source.format, f"{table}.{name}.format")
-        for unused, reason in _unused_of_source(source, section):
+        key = f"{table}.{name}"
+        yield from _check_files(f"{key}.path", source.path, source.format, (f"{key}.format",))
+        for unused, reason in _find_unused(source, section):
             if getattr(source, unused) != type(source).model_fields[unused].default:
-                text = f"{NO_EFFECT}: {reason}"
-                findings.warning(f"{table}.{name}.{unused}", text, involves=(table,))
-    if sources:
-        for key in (f"{section}.dataset", f"{section}.dataset_path"):
-            if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
-                findings.warning(key, f"{NO_EFFECT}: the text is that of [{table}]", involves=(table,))
-        return
-    dataset, path = value_of(config, f"{section}.dataset"), value_of(config, f"{section}.dataset_path")
+                yield _no_effect(f"{key}.{unused}", reason, table)
+    for key in (f"{section}.dataset", f"{section}.dataset_path"):
+        if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
+            yield _no_effect(key, f"[{table}] names the dataset", table)
+
+
+def _no_effect(key: str, reason: str, *involves: str) -> Problem:
+    return Problem(key, None, f"{NO_EFFECT}: {reason}", severity="warning", involves=involves)
+
+
+def _check_loader(config: JobConfig, section: str) -> Iterator[Problem]:
+    loader = config.value_of(f"{section}.dataloader")
+    if loader.pin_memory:
+        reason = "batches are copied to a GPU through page-locked memory either way"
+        yield _no_effect(f"{section}.dataloader.pin_memory", reason)
+    if loader.persistent_workers and loader.num_workers and section == "training":
+        reason = "workers of the training dataset live as long as the run"
+        yield _no_effect("training.dataloader.persistent_workers", reason)
+
+
+def _check_named_dataset(config: JobConfig, section: str, table: str) -> Iterator[Problem]:
+    """Check `dataset` and `dataset_path`, which name the dataset if there are no sources."""
+    name = config.value_of(f"{section}.dataset")
+    path = config.value_of(f"{section}.dataset_path")
     if path is not None:
-        _check_files(findings, f"{section}.dataset_path", path)
+        yield from _check_files(f"{section}.dataset_path", path)
         return
-    known = datasets_for(section)
-    if dataset not in known:
-        findings.error(
+    datasets = datasets_for(section)
+    if name not in datasets:
+        yield Problem(
             f"{section}.dataset",
-            f"one of {', '.join(known)}",
-            nearest(dataset, known) or f"to train on a text of your own, set {section}.dataset_path",
+            None,
+            f"one of {', '.join(datasets)}",
+            nearest(name, datasets) or f"to read a dataset of your own, set {section}.dataset_path",
             involves=(f"{section}.dataset_path", table),
         )
-    elif known[dataset].is_shipped and not known[dataset].file.exists():
-        findings.missing_file(
-            f"{section}.dataset", f"the shipped text {known[dataset].file}", "install the package again"
-        )
+    elif datasets[name].is_shipped and not datasets[name].file.exists():
+        expected = f"the shipped file {datasets[name].file}"
+        remedy = "install the package again"
+        yield Problem(f"{section}.dataset", None, expected, remedy, severity="training_error")
 
 
-def _unused_of_source(source: DataSource, section: str) -> Iterator[tuple[str, str]]:
-    """Settings of a source that change nothing, each with the reason."""
+def _find_unused(source: DataSource, section: str) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a source that have no effect, each with the reason."""
     if section == "validation":
         for name in ("weight", "weight_from", "max_epochs"):
-            yield name, "each validation text is read once, for a loss of its own"
+            yield name, "each validation source is read once and has its own loss"
     if source.format == "tokens":
-        yield "text_field", 'with format = "tokens" there is no text to be looked for'
+        yield "text_field", 'with format = "tokens" no text is read'
     else:
         yield "token_dtype", 'it needs format = "tokens"'
 
 
-def _check_files(findings: Findings, key: str, path: str, format_name: str = "auto", *involves: str) -> None:
-    """They are there, and of a kind that can be read. Of what lies on the Hub only the name is looked at."""
+def _check_files(
+    key: str, path: str, format_name: str = "auto", involves: tuple[str, ...] = ()
+) -> Iterator[Problem]:
+    """Check that the files exist and have a known format. Of files on the Hub only the name is checked."""
     from torchtitan_like.data.errors import DataError
     from torchtitan_like.data.formats.documents import find_corpus
     from torchtitan_like.data.formats.hub import PREFIX, check_name
@@ -80,28 +100,29 @@ def _check_files(findings: Findings, key: str, path: str, format_name: str = "au
     is_tokens = format_name == "tokens"
     if path.startswith(PREFIX):
         if is_tokens:
-            remedy = "download them, and name the folder they are in"
-            findings.error(
-                key, 'files that lie here: with format = "tokens" they are read in place', remedy, involves=involves
-            )
+            expected = 'local files: with format = "tokens" they are read in place'
+            remedy = "download them, and set the path to their folder"
+            yield Problem(key, None, expected, remedy, involves=involves)
             return
         try:
             check_name(path)
         except DataError as error:
-            findings.error(key, f"files that can be read; {error}")
+            yield Problem(key, None, f"files that can be read; {error}")
         return
     if is_tokens and any(_matches(path + ending) for ending in (".bin", ".idx")):
         return
     if not _matches(path):
-        findings.missing_file(key, f"a file, folder or glob with files; {missing_at(Path(path))}")
+        expected = f"a file, folder or glob with files; {describe_missing(Path(path))}"
+        yield Problem(key, None, expected, severity="training_error")
     elif not is_tokens:
         try:
             find_corpus(path, format_name)
         except DataError as error:
-            findings.error(key, f"files that can be read; {error}", involves=involves)
+            yield Problem(key, None, f"files that can be read; {error}", involves=involves)
 
 
 def _matches(path: str) -> bool:
+    """Return True if the path is a file, a folder that is not empty, or a glob that matches a file."""
     if os.path.isdir(path):
         return any(True for _ in os.scandir(path))
     return os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))

@@ -1,75 +1,76 @@
-"""The host memory that CPU offload takes."""
+"""The host memory that CPU offload needs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchtitan_like.config.layout_rules import DEGREES, MODEL_KEYS
+from torchtitan_like.config.problems import Problem
+from torchtitan_like.preflight.rules.keys import DEGREES, MODEL_KEYS
 from torchtitan_like.util.host_memory import GIB, host_memory
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.findings import Findings
-    from torchtitan_like.config.layout import Layout
-    from torchtitan_like.models.spec import ModelSpec
+    from torchtitan_like.config.sections_training import Training
+    from torchtitan_like.preflight.context import RunContext
 
 
-class HostNeed(NamedTuple):
-    """Bytes of host memory that `training.enable_cpu_offload` takes on each rank of a node."""
+class HostMemoryNeed(NamedTuple):
+    """Bytes of host memory that `training.enable_cpu_offload` needs on each rank of a node."""
 
-    num_ranks: int
+    ranks_of_node: int
     parameters: int
     gradients: int
     optimizer_states: int
 
     @property
     def of_node(self) -> int:
-        return self.num_ranks * (self.parameters + self.gradients + self.optimizer_states)
+        return self.ranks_of_node * (self.parameters + self.gradients + self.optimizer_states)
 
     def __str__(self) -> str:
-        parts = (self.parameters, self.gradients, self.optimizer_states)
-        each = [f"{num_bytes / GIB:.2f}" for num_bytes in parts]
+        sizes = (self.parameters, self.gradients, self.optimizer_states)
+        parameters, gradients, states = (f"{num_bytes / GIB:.2f}" for num_bytes in sizes)
         return (
-            f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.num_ranks} ranks x "
-            f"(parameters {each[0]} + gradients {each[1]} + optimizer states {each[2]} GiB)"
+            f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.ranks_of_node} ranks x "
+            f"(parameters {parameters} + gradients {gradients} + optimizer states {states} GiB)"
         )
 
 
-def host_need(layout: Layout, spec: ModelSpec) -> HostNeed | None:
-    """What CPU offload takes; None without it, and where the number of ranks is unknown.
+def host_memory_need(
+    training: Training, num_params: int, num_shards: int, ranks_of_node: int
+) -> HostMemoryNeed | None:
+    """Return what CPU offload needs, or None without it. num_shards: ranks that share one copy of the weights.
 
-    All ranks count alike. In a pipeline those with the embedding or the head need somewhat more.
+    All ranks count alike. In a pipeline, the ranks with the embedding or the head need somewhat more.
     """
-    if not layout.config.training.enable_cpu_offload or not layout.is_resolved:
+    if not training.enable_cpu_offload:
         return None
-    num_shards = layout.dp_shard * layout.cp * layout.tp * layout.pp
-    width = 2 if layout.config.training.dtype == "bfloat16" else int(layout.config.training.dtype[-2:]) // 8
-    each = -(-spec.num_params(layout.args) // num_shards) * width
-    return HostNeed(layout.local_world_size or 1, each, each, 2 * each)  # Adam keeps two averages
+    width = 2 if training.dtype == "bfloat16" else int(training.dtype[-2:]) // 8
+    num_bytes = -(-num_params // num_shards) * width
+    # Adam keeps two running means.
+    return HostMemoryNeed(ranks_of_node, num_bytes, num_bytes, 2 * num_bytes)
 
 
-def check_host_memory(findings: Findings, layout: Layout, spec: ModelSpec) -> None:
-    """CPU offload against the memory of this node, on the node that the ranks run on.
+def check_host_memory(run: RunContext) -> Iterator[Problem]:
+    """Check the need of CPU offload against the memory of this node. It must be one of the nodes that train.
 
-    More than there is can never work. More than is free may work later, and a run that restarts
-    by itself must not be refused for good: a warning.
+    More than the total can never work. More than is available may work later, and a run that restarts by itself must
+    not be refused for good: a warning.
     """
-    need = host_need(layout, spec)
-    if need is None or layout.device_type != "cuda":
+    if run.spec is None or not run.is_resolved or run.device_type != "cuda":
         return
+    num_params = run.spec.num_params(run.args)
+    num_shards = run.dp_shard * run.cp * run.tp * run.pp
+    ranks_of_node = run.local_world_size or 1
+    need = host_memory_need(run.config.training, num_params, num_shards, ranks_of_node)
+    if need is None:
+        return
+    key = "training.enable_cpu_offload"
     memory = host_memory()
     involves = (*DEGREES, *MODEL_KEYS, "training.dtype")
     remedy = "use more nodes, or nodes with more memory, or raise the job's memory limit"
     if need.of_node > memory.total:
-        findings.error(
-            "training.enable_cpu_offload",
-            f"nodes with {need}. This node or its control group has {memory.total / GIB:.2f} GiB",
-            remedy,
-            involves=involves,
-        )
+        expected = f"nodes with {need}. This node or its control group has {memory.total / GIB:.2f} GiB"
+        yield Problem(key, None, expected, remedy, involves=involves)
     elif need.of_node > memory.available:
-        findings.warning(
-            "training.enable_cpu_offload",
-            f"needs {need}. Only {memory.available / GIB:.2f} GiB are available now",
-            remedy,
-            involves=involves,
-        )
+        text = f"needs {need}. Only {memory.available / GIB:.2f} GiB are available now"
+        yield Problem(key, None, text, remedy, severity="warning", involves=involves)

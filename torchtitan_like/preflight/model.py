@@ -1,70 +1,111 @@
-"""The model's name, flavor and sizes, and the names of its parameters."""
+"""The model: its name, flavor and sizes, its attention on the device, and the names of its parameters."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.config.layout_rules import MODEL_KEYS
-from torchtitan_like.config.problems import nearest
+from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.models.attention_rules import unsupported_attention
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.preflight.rules.keys import MODEL_KEYS
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.findings import Findings
+    from torchtitan_like.config import JobConfig
     from torchtitan_like.models.spec import ModelSpec
+    from torchtitan_like.preflight.context import RunContext
 
 
-def check_model(findings: Findings) -> tuple[ModelSpec | None, Any]:
-    """Name, flavor and sizes; returns the model and its arguments (None, None if there is no such model)."""
-    from torchtitan_like.models.spec import get_spec, resolve_args
-
-    section = findings.config.model
-    module = findings.config.experimental.custom_import
+def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]]:
+    """Return the model and its sizes (None, None if there is no such model), and the problems."""
+    section = config.model
+    module = config.experimental.custom_import
     if module:
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever the user's module raises is the user's answer
-            problem = f"{type(error).__name__}: {error}"
-            findings.error("experimental.custom_import", f"a module that can be imported; {problem}")
-            return None, None
+        except Exception as error:  # user code may raise anything
+            expected = f"a module that can be imported; {type(error).__name__}: {error}"
+            return None, None, [Problem("experimental.custom_import", None, expected)]
     try:
         spec = get_spec(section.name)
     except KeyError as error:
-        findings.error("model.name", f"a registered model: {error.args[0]}", involves=("experimental.custom_import",))
-        return None, None
+        expected = f"a registered model: {error.args[0]}"
+        involves = ("experimental.custom_import",)
+        return None, None, [Problem("model.name", None, expected, involves=involves)]
     if section.flavor not in spec.flavors:
-        known = ", ".join(spec.flavors)
-        findings.error(
-            "model.flavor",
-            f"a flavor of {section.name}: {known}",
-            nearest(section.flavor, spec.flavors),
-            involves=("model.name",),
-        )
-        return None, None
+        expected = f"a flavor of {section.name}: {', '.join(spec.flavors)}"
+        remedy = nearest(section.flavor, spec.flavors)
+        problem = Problem("model.flavor", None, expected, remedy, involves=("model.name",))
+        return None, None, [problem]
     try:
-        args = resolve_args(spec, section.flavor, section.args)
+        return spec, resolve_args(spec, section.flavor, section.args), []
     except ValueError as error:
-        for line in str(error).splitlines():
-            findings.error("model.args", f"sizes that {section.name} can have: {line}", involves=MODEL_KEYS)
-        return None, None
-    return spec, args
+        problems = [
+            Problem(
+                "model.args",
+                None,
+                f"sizes that {section.name} supports: {line}",
+                involves=MODEL_KEYS,
+            )
+            for line in str(error).splitlines()
+        ]
+        return None, None, problems
 
 
-def check_exempt(findings: Findings, spec: ModelSpec, args: Any) -> None:
-    """Each pattern of optimizer.no_weight_decay matches a parameter, or what it was to spare would decay in silence."""
-    tied = dict(spec.tied(args))
-    rows = [row if isinstance(row, tuple) else (row.ours,) for row in spec.hf_names(args)]
-    stems = [stem for ours, *_ in rows for stem in ([ours] if isinstance(ours, str) else ours) if stem not in tied]
-    if not findings.config.optimizer.weight_decay:
+def check_attention(run: RunContext) -> Iterator[Problem]:
+    """Check that the device can compute the model's attention."""
+    args = run.args
+    if run.device_type is None or not hasattr(args, "attn_type"):
         return
-    layers = range(spec.constraints(args)["n_layers"])
-    names = [name for stem in stems for name in dict.fromkeys(stem.replace("{}", str(layer)) for layer in layers)]
-    for pattern in findings.config.optimizer.no_weight_decay:
+    reason = unsupported_attention(
+        args.attn_type,
+        device_type=run.device_type,
+        dtype=run.config.training.mixed_precision_param,
+        head_dim=args.head_dim,
+    )
+    if reason:
+        expected = f"attention that this device can compute; {reason}"
+        yield Problem("model.args", None, expected, involves=MODEL_KEYS)
+    if run.device_type == "cpu" and args.attn_type != "sdpa":
+        yield Problem(
+            "model.args" if "attn_type" in run.config.model.args else "model.flavor",
+            None,
+            f'attn_type = "{args.attn_type}" needs a GPU. On CPU, scaled_dot_product_attention with the '
+            f'same {args.attn_mask_type} mask computes attention (attn_type = "sdpa")',
+            severity="warning",
+            involves=MODEL_KEYS,
+        )
+
+
+def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
+    """Check that each pattern of optimizer.no_weight_decay matches a parameter. Else that parameter would decay."""
+    spec = run.spec
+    section = run.config.optimizer
+    if spec is None or not section.weight_decay:
+        return
+    tied = dict(spec.tied(run.args))
+    rows = [row if isinstance(row, tuple) else (row.ours,) for row in spec.hf_names(run.args)]
+    templates = [
+        name
+        for ours, *_ in rows
+        for name in ([ours] if isinstance(ours, str) else ours)
+        if name not in tied
+    ]
+    layers = range(run.size("n_layers"))
+    names = [
+        name
+        for template in templates
+        for name in dict.fromkeys(template.replace("{}", str(layer)) for layer in layers)
+    ]
+    for pattern in section.no_weight_decay:
         if names and not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(stem.replace("{}", "0") for stem in stems)
-            findings.error(
+            examples = ", ".join(template.replace("{}", "0") for template in templates)
+            yield Problem(
                 "optimizer.no_weight_decay",
-                f'patterns that match a parameter; "{pattern}" matches none of {shown}, ...',
+                None,
+                f'patterns that match a parameter; "{pattern}" matches none of {examples}, ...',
                 nearest(pattern, names),
                 involves=MODEL_KEYS,
             )

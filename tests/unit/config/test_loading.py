@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator
 
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
-from torchtitan_like.config.availability import value_of
 from torchtitan_like.config.fields import Setting, all_settings
 from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import build_config
@@ -68,7 +67,7 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("line", "key", "value"), ARGUMENTS)
 def test_command_line(line: str, key: str, value: Any) -> None:
-    found = value_of(load_config(line.split(" ")), key)
+    found = load_config(line.split(" ")).value_of(key)
     assert (found, type(found)) == (value, type(value))
 
 
@@ -91,7 +90,7 @@ ALIASES: list[tuple[str, str, Any]] = [
 def test_older_names_are_accepted_with_a_notice(toml: str, key: str, value: Any, tmp_path: Path) -> None:
     (tmp_path / "old.toml").write_text(toml)
     config = load_config(["--job.config_file", str(tmp_path / "old.toml")])
-    assert value_of(config, key) == value
+    assert config.value_of(key) == value
     (notice,) = config.notices
     assert notice.severity == "warning" and "\n" not in str(notice)
     assert notice.origin.endswith("old.toml")

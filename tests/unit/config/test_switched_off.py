@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from torchtitan_like import preflight
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.availability import SWITCHES, Switch, not_available
+from torchtitan_like.config.availability import SWITCHES, Switch
 from torchtitan_like.config.fields import Setting, all_settings, find
+from torchtitan_like.config.not_available import NOT_AVAILABLE
+from torchtitan_like.config.rules import broken_rules
 from torchtitan_like.preflight import load_checked
 
 # What switches a feature off where the defaults leave it on.
@@ -111,7 +113,7 @@ def test_a_feature_that_is_off_refuses_none_of_its_settings(switch: Switch) -> N
         found = preflight.check(config, None, training=True, device_type="cpu")
         refused = [one for one in found if one.severity == "error" and one.key in keys]
         assert not refused, [*ways, *map(str, refused)]
-        assert not keys & {one.key for one in not_available(config, training=True)}
+        assert not keys & {rule.key for rule in broken_rules(NOT_AVAILABLE, config)}
 
 
 def test_settings_without_effect_make_one_warning(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +17,10 @@ from torchtitan_like.config.sections_scale import (
 from torchtitan_like.config.sections_training import Training
 from torchtitan_like.distributed import float8
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.distributed.float8 import Run, convert_to_float8, problems
+from torchtitan_like.distributed.float8 import convert_to_float8
 from torchtitan_like.distributed.parallelize import Sections, parallelize
 from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.preflight.rules.compute import FLOAT8_CAPABILITY
 
 pytest.importorskip("torchao")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -127,55 +127,6 @@ def test_products_are_those_of_rounded_operands(recipe):
         assert low <= error <= high, (name, error)
 
 
-# ---- what the settings ask of a run
-
-
-def found(section, run):
-    return [(finding.key.rpartition(".")[2], finding.severity) for finding in problems(section, run)]
-
-
-@pytest.mark.parametrize(
-    ("run", "section", "expected"),
-    [
-        ({}, {}, []),
-        ({}, {"recipe_name": "rowwise"}, []),
-        ({}, {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}, []),
-        ({"device_type": None, "capability": None}, {}, []),
-        ({"compiled": False}, {}, [("converters", "warning")]),
-        ({"compiled": False}, {"emulate": True}, []),
-        ({"capability": (8, 9)}, {}, []),
-        ({"capability": (8, 0)}, {}, [("emulate", "error")]),
-        ({"capability": (8, 0)}, {"emulate": True}, []),
-        ({"device_type": "cpu", "capability": None}, {}, [("emulate", "error")]),
-        ({"device_type": "cpu", "capability": None}, {"emulate": True}, []),
-        ({"num_tokens": 8200}, {}, [("converters", "error")]),
-        ({"num_tokens": 8200}, {"emulate": True}, []),
-        (
-            {},
-            {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"},
-            [("enable_fsdp_float8_all_gather", "error")],
-        ),
-        ({}, {"enable_fsdp_float8_all_gather": True, "recipe_name": "tensorwise"}, []),
-        (
-            {"data_parallel_impl": "simple_fsdp"},
-            {"enable_fsdp_float8_all_gather": True},
-            [("enable_fsdp_float8_all_gather", "error")],
-        ),
-        ({"data_parallel_impl": "ddp"}, {"enable_fsdp_float8_all_gather": True}, []),
-        ({}, {"precompute_float8_dynamic_scale_for_fsdp": True}, []),
-    ],
-)
-def test_problems(run, section, expected):
-    gpu = Run(device_type="cuda", capability=(9, 0), compiled=True, num_tokens=8192)
-    assert found(Float8Linear(**section), replace(gpu, **run)) == expected
-
-
-def test_a_missing_torchao_is_told_with_its_remedy(monkeypatch):
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
-    (finding,) = problems(Float8Linear(emulate=True), Run(device_type="cpu", compiled=False))
-    assert finding.key == "model.converters" and finding.remedy == "pip install 'torchtitan_like[float8]'"
-
-
 def test_a_check_loads_no_torch():
     code = "import sys, torchtitan_like.distributed.float8 as f; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -186,7 +137,7 @@ def test_a_check_loads_no_torch():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < float8.CAPABILITY,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < FLOAT8_CAPABILITY,
     reason="needs a GPU with float8 kernels (compute capability 8.9 or later)",
 )
 @pytest.mark.parametrize("recipe", RECIPES)

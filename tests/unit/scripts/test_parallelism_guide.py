@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from scripts import plan_parallelism
-from torchtitan_like.config.layout_rules import LAYOUT_RULES
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.mesh_picture import picture
+from torchtitan_like.preflight.rules import RULES
 
 
 @pytest.fixture
@@ -46,4 +46,4 @@ def test_the_picture_is_that_of_the_log(guide: str) -> None:
 def test_every_rule_is_named(guide: str) -> None:
     (table,) = re.findall(r"\| rule \| what is refused \|\n(.*)", guide, re.DOTALL)
     named = re.findall(r"`([\w-]+)`", "\n".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|")))
-    assert sorted(named) == sorted(rule.name for rule in LAYOUT_RULES if rule.severity == "error")
+    assert sorted(named) == sorted(rule.name for rule in RULES if rule.severity == "error")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like import preflight
-from torchtitan_like.config import Problem, availability, load_config
+from torchtitan_like.config import Problem, load_config
 from torchtitan_like.config.fields import find
+from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.preflight import host_memory
 from torchtitan_like.util.host_memory import HostMemory
 
@@ -36,7 +37,7 @@ def test_the_defaults_have_no_problem() -> None:
     assert check("--training.steps 1000", 4) == []
 
 
-NOT_AVAILABLE = [
+UNAVAILABLE = [
     ("--model.converters quantize.linear.mx", "model.converters"),
     ("--model.converters quantize.linear.float8,quantize.grouped_mm.float8", "model.converters"),
     ("--fault_tolerance.enable", "fault_tolerance.enable"),
@@ -47,7 +48,7 @@ NOT_AVAILABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "key"), NOT_AVAILABLE)
+@pytest.mark.parametrize(("line", "key"), UNAVAILABLE)
 def test_what_is_not_available_yet_is_refused_in_training_only(line: str, key: str) -> None:
     arguments = f"--training.steps 1000 {line}"
     assert key in keys(check(arguments), "error")
@@ -63,18 +64,19 @@ def test_one_reason_is_enough() -> None:
 
 
 def test_the_table_of_unavailable_features_names_settings() -> None:
-    assert all(find(tuple(row.key.split("."))) is not None for row in availability.NOT_AVAILABLE)
-    assert all(row.instead for row in availability.NOT_AVAILABLE)
+    assert all(find(tuple(row.key.split("."))) is not None for row in NOT_AVAILABLE)
+    assert all(row.remedy for row in NOT_AVAILABLE)
 
 
 WARNINGS = [
     ("--training.steps 10", "lr_scheduler.warmup_steps",
      "Warmup steps (200) exceed total training steps (10). Adjusting warmup steps to 10."),
     ("--training.steps 1000 --lr_scheduler.decay_ratio 0.9", "lr_scheduler.decay_ratio", "800 steps"),
-    ("--training.steps 1000 --lr_scheduler.total_steps 500", "lr_scheduler.total_steps", "ends at step 500 of 1000"),
+    ("--training.steps 1000 --lr_scheduler.total_steps 500", "lr_scheduler.total_steps",
+     "ends the schedule at step 500 of 1000"),
     ("--training.steps 1000 --lr_scheduler.total_steps 500", "lr_scheduler.total_steps", "at min_lr_factor = 0.0 of its"),
     ("--training.steps 1000 --lr_scheduler.total_steps 500 --lr_scheduler.decay_ratio 0.0", "lr_scheduler.total_steps",
-     "the learning rate stays at its peak, as nothing decays"),
+     "the learning rate stays at its peak, without a decay"),
     ("--training.steps 1000 --training.dataloader.pin_memory", "training.dataloader.pin_memory", "either way"),
     ("--training.steps 1000 --training.dataloader.num_workers 1 --training.dataloader.persistent_workers",
      "training.dataloader.persistent_workers", "as long as the run"),
@@ -96,15 +98,15 @@ WARNINGS = [
     ("--training.steps 1000 --activation_checkpoint.memory_budget 0.3", "activation_checkpoint.memory_budget",
      'activation_checkpoint.mode = "memory_budget"'),
     (f"--training.steps 1000 --data.sources.a.path {TEXT} --training.dataset c4", "training.dataset",
-     "the text is that of [data.sources]"),
+     "[data.sources] names the dataset"),
     ("--training.steps 1000 --parallelism.fsdp_reshard_after_forward always",
      "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
     ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
      "before the gradient norm is known"),
-    ("--training.steps 1000 --lr_scheduler.decay_ratio 0.0001", "lr_scheduler.decay_ratio", "nothing decays"),
+    ("--training.steps 1000 --lr_scheduler.decay_ratio 0.0001", "lr_scheduler.decay_ratio", "does not decay"),
     ("--training.steps 1000 --compile.enable --compile.components=", "compile.enable", "compile.components is empty"),
     ("--training.steps 1000 --profiling.enable_profiling --profiling.profile_freq 1001", "profiling.profile_freq",
-     "no trace is written: the first one would be at step 1001, and the run ends at step 1000"),
+     "writes no trace: the first one is due at step 1001, and the run ends at step 1000"),
     ("--training.steps 1000 --training.dataloader.pin_memory", "training.dataloader.pin_memory", "has no effect"),
     ("--training.steps 1000 --debug.trace_batch_nums 3", "debug.trace_batch_nums", "it needs debug.detect_overflow = true"),
 ]  # fmt: skip
@@ -477,7 +479,7 @@ def test_packages_that_some_settings_need(key: str, line: str, package: str, mon
 def test_releases_of_torch(
     release: tuple[int, int], severity: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan_like.preflight.torch_release.installed_release", lambda: release)
+    monkeypatch.setattr("torchtitan_like.preflight.context.installed_torch_release", lambda: release)
     found = check("--training.steps 1000")
     assert [problem.severity for problem in found] == [severity] * bool(severity)
     assert all(words in str(problem) for problem in found)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,10 +18,11 @@ from torchtitan_like import preflight
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.fields import find
-from torchtitan_like.config.layout import Layout
-from torchtitan_like.config.layout_rules import LAYOUT_RULES, broken_rules, text_of
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.rules import broken_rules as find_broken
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.preflight.layout import layout_of
+from torchtitan_like.preflight.context import RunContext, build_context
+from torchtitan_like.preflight.rules import QUANTIZE_RULES, RULES
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
 SHORT = {
@@ -88,7 +91,8 @@ ILLEGAL = [
     Illegal("local=4 global=12", 2, "training.global_batch_size", "set it to 8 or 16", "uneven-batch"),
     Illegal("local=4 global=32 ramp=8,12,100", 2, "training.batch_ramp", "in multiples of local_batch_size x data-parallel "
             "ranks = 8", "uneven-ramp"),
-    Illegal("global=32 early=true", 2, "optimizer.early_step_in_backward", "it is 4 here", "accumulated-early-step"),
+    Illegal("global=32 early=true", 2, "optimizer.early_step_in_backward", "accumulation over 4 passes",
+            "accumulated-early-step"),
     Illegal("impl=ddp", 2, "parallelism.data_parallel_impl", "set data_parallel_shard_degree = 1 and "
             "data_parallel_replicate_degree = 2", "sharded-ddp"),
     Illegal("impl=ddp cp=2", 2, "parallelism.data_parallel_impl", 'set it to "fsdp2"', "cp-ddp"),
@@ -96,14 +100,14 @@ ILLEGAL = [
             "enable_cpu_offload = false", "offloaded-simple-fsdp"),
     Illegal("impl=simple_fsdp ac=offload", 2, "parallelism.data_parallel_impl",
             'activation_checkpoint.mode = "full"', "offloaded-activations-simple-fsdp"),
-    Illegal("ac=offload compile=true", 2, "activation_checkpoint.mode", 'take "model" out of compile.components',
+    Illegal("ac=offload compile=true", 2, "activation_checkpoint.mode", 'remove "model" from compile.components',
             "offloaded-activations-compiled"),
     Illegal("tp=3 seq=240 validate=false", 3, "parallelism.tensor_parallel_degree", "16 attention heads -> set it to one "
             "of 1, 2, 4, 8, 16", "uneven-heads"),
     Illegal("tp=4 kv_heads=2", 4, "parallelism.tensor_parallel_degree", "2 key-value heads -> set it to one of 1, 2",
             "uneven-kv-heads"),
     Illegal("tp=64 model.args.vocab_size=2050 heads=64", 64, "parallelism.tensor_parallel_degree",
-            "2050 entries for every rank: cut in pieces of 33", "vocabulary-too-small"),
+            "2050 entries for every rank: in shards of 33", "vocabulary-too-small"),
     Illegal("tp=2 seq=255 validate=false", 2, "training.seq_len", "2 x 1 = 2 -> set it to 254", "uneven-training-sequence"),
     Illegal("tp=2 validation.seq_len=255", 2, "validation.seq_len", "2 x 1 = 2 -> set it to 254", "uneven-validation-sequence"),
     Illegal("cp=2 seq=254 validate=false", 2, "training.seq_len", "1 x 2 x 2 (head and tail) = 4 -> set it to 252",
@@ -132,7 +136,7 @@ ILLEGAL = [
             "set parallelism.enable_sequence_parallel = true", "async-tp-without-sp"),
     Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
             "false without GPUs", "async-tp-on-cpu"),
-    Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "false with pipelines", "pipelined-early-step"),
+    Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "with pipeline parallelism", "pipelined-early-step"),
     Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
     Illegal("pp=2 local=1", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 2 stages"),
     Illegal("pp=2 schedule=DualPipeV local=3", 2, "parallelism.pipeline_parallel_microbatch_size", "3 are fewer than the 4"),
@@ -174,7 +178,7 @@ ILLEGAL = [
 def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr("torchtitan_like.preflight.torch_release.installed_release", lambda: (2, 13))
+    monkeypatch.setattr("torchtitan_like.preflight.context.installed_torch_release", lambda: (2, 13))
 
 
 @pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
@@ -242,9 +246,9 @@ def test_limits_that_no_shipped_model_meets(
     rule: str, limits: dict[str, int], degrees: dict[str, int], words: str
 ) -> None:
     """Each model says what a layout must divide; the table has words for all of it."""
-    world = Layout(load_config([]), math.prod(degrees.values()), is_resolved=True, limits=limits, **degrees)
-    (found,) = broken_rules(world)
-    assert found.name == rule and words in text_of(found.expected, world)
+    run = RunContext(load_config([]), math.prod(degrees.values()), is_resolved=True, limits=limits, **degrees)
+    (found,) = broken_rules(run)
+    assert found.name == rule and words in found.problem(run).expected
 
 
 def test_offloaded_activations_save_no_memory_on_cpu() -> None:
@@ -253,13 +257,100 @@ def test_offloaded_activations_save_no_memory_on_cpu() -> None:
     assert (rule.name, rule.severity) == ("offloaded-activations-on-cpu", "warning")
 
 
+# (settings, device, rule): rules of other sections than [parallelism]. test_checks.py asserts their texts.
+OTHER_RULES = [
+    ("training.dtype=bfloat16 training.mixed_precision_param=float32", None, "float32-compute-of-bfloat16-weights"),
+    ("early=true training.max_norm=1.0", None, "norm-of-early-step"),
+    ("training.enable_cpu_offload=true", "cpu", "offload-without-gpu"),
+    ("training.steps=100 lr_scheduler.warmup_steps=200", None, "warmup-beyond-schedule"),
+    ("training.steps=100 lr_scheduler.decay_ratio=0.99", None, "decay-overlaps-warmup"),
+    ("training.steps=100 lr_scheduler.decay_ratio=0.001", None, "decay-below-one-step"),
+    ("training.steps=100 lr_scheduler.total_steps=50", None, "schedule-ends-early"),
+    ("ac=memory_budget", None, "eager-memory-budget"),
+    ("ac=full ac_debug=true compile=true", None, "compiled-recording"),
+    ("ac=selective ac_option=op ac_debug=true", None, "per-op-recording"),
+    ("compile=true compile.components=", None, "no-compiled-component"),
+    ("ac=memory_budget compile=true compile.backend=eager", None, "memory-budget-backend"),
+    ("compile=true compile.backend=nonsense", None, "unknown-backend"),
+    ("compile=true compile.backend=tvm", None, "backend-not-installed"),
+    ("compile=true", "cpu", "no-cpp-compiler"),
+    (FLOAT8, "cpu", "float8-on-cpu"),
+    (FLOAT8, None, "torchao-not-installed"),
+    ("training.steps=100 profiling.enable_profiling=true profiling.profile_freq=101", None, "trace-beyond-end"),
+    ("early=true resilience.on_nonfinite=skip", None, "skipped-nonfinite-early-step"),
+    ("early=true resilience.on_spike=skip", None, "skipped-spike-early-step"),
+    ("debug.detect_overflow=true compile=true", None, "compiled-overflow-detection"),
+    ("debug.launch_blocking=true", "cpu", "launch-blocking-without-gpu"),
+    ("debug.launch_blocking=true", "cuda", "launch-blocking"),
+    ("checkpoint.enable=true checkpoint.create_seed_checkpoint=true", None, "seed-on-many-ranks"),
+    ("checkpoint.enable=true checkpoint.async_mode=async_with_pinned_mem", "cpu", "pinned-memory-without-gpu"),
+    ("metrics.enable_tensorboard=true", None, "tensorboard-not-installed"),
+    ("metrics.enable_wandb=true", None, "wandb-not-installed"),
+    ("ac=memory_budget compile=true activation_checkpoint.visualize_memory_budget_pareto=true", None,
+     "matplotlib-not-installed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "device", "rule"), OTHER_RULES)
+def test_rules_of_other_sections(line: str, device: str | None, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is broken by its line, and not by the file alone."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo.backends.registry", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    without = "metrics.enable_tensorboard=false"
+    for words, is_broken in ((line, True), (without, False)):
+        run = replace(layout(words, 2), device_type=device)
+        assert (rule in [broken.name for broken in broken_rules(run)]) is is_broken
+
+
+GPU_RUN = f"{FLOAT8} local=4 seq=2048 compile=true"
+GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather=true"
+RECIPE = "quantize.linear.float8.recipe_name"
+FLOAT8_RUNS = [
+    ("", {}, []),
+    (f"{RECIPE}=rowwise", {}, []),
+    (f"{GATHER} quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=true", {}, []),
+    ("", {"device_type": None, "gpu_capability": None}, []),
+    ("compile=false", {}, ["eager-float8"]),
+    ("compile=false emulate=true", {}, []),
+    ("", {"gpu_capability": (8, 9)}, []),
+    ("", {"gpu_capability": (8, 0)}, ["float8-on-old-gpu"]),
+    ("emulate=true", {"gpu_capability": (8, 0)}, []),
+    ("", {"device_type": "cpu", "gpu_capability": None}, ["float8-on-cpu"]),
+    ("emulate=true", {"device_type": "cpu", "gpu_capability": None}, []),
+    ("seq=2050", {}, ["uneven-float8-tokens"]),
+    ("seq=2050 emulate=true", {}, []),
+    (f"{GATHER} {RECIPE}=rowwise", {}, ["float8-gather-by-row"]),
+    (f"{GATHER} {RECIPE}=tensorwise", {}, []),
+    (f"{GATHER} impl=simple_fsdp", {}, ["float8-gather-simple-fsdp"]),
+    (f"{GATHER} impl=ddp", {}, []),
+    ("quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=true", {}, []),
+]
+
+
+@pytest.mark.parametrize(("line", "changes", "rules"), FLOAT8_RUNS)
+def test_float8(line: str, changes: dict[str, Any], rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    gpu = replace(layout(f"{GPU_RUN} {line}", 1), device_type="cuda", gpu_capability=(9, 0))
+    broken = find_broken(QUANTIZE_RULES, replace(gpu, **changes))
+    assert [rule.name for rule in broken] == rules
+    assert [rule.severity for rule in broken] == ["warning" if name == "eager-float8" else "error" for name in rules]
+
+
+def test_a_missing_torchao_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (rule,) = find_broken(QUANTIZE_RULES, layout(f"{FLOAT8} emulate=true device=cpu", 1))
+    assert rule.key == "model.converters" and rule.remedy == "pip install 'torchtitan_like[float8]'"
+
+
 def test_every_rule_is_tried() -> None:
     tried = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
-    tried |= {rule for *_, rule in UNALIGNED}
-    tried |= {"tp-across-nodes", "reshard-of-whole-weights", "uneven-features", "uneven-experts", "few-micro-batches",
-              "narrow-reduction", "old-zero-bubble", "offloaded-activations-on-cpu"}  # fmt: skip
-    assert [rule.name for rule in LAYOUT_RULES if rule.name not in tried] == []
-    assert len({rule.name for rule in LAYOUT_RULES}) == len(LAYOUT_RULES)
+    tried |= {rule for *_, rule in UNALIGNED} | {rule for *_, rule in OTHER_RULES}
+    tried |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
+    tried |= {"tp-across-nodes", "reshard-of-replicated-weights", "uneven-features", "uneven-experts", "few-micro-batches",
+              "bfloat16-reduction", "old-zero-bubble", "offloaded-activations-on-cpu"}  # fmt: skip
+    assert [rule.name for rule in RULES if rule.name not in tried] == []
+    assert len({rule.name for rule in RULES}) == len(RULES)
 
 
 @pytest.mark.parametrize("case", [case for case in ILLEGAL if case.rule], ids=lambda case: case.line)
@@ -270,21 +361,25 @@ def test_the_table_knows_the_layout_by_its_rule(case: Illegal) -> None:
     ]
 
 
-def layout(line: str, ranks: int) -> Layout:
+def broken_rules(run: RunContext) -> list[Rule[RunContext]]:
+    return find_broken(RULES, run)
+
+
+def layout(line: str, ranks: int) -> RunContext:
     device = "cpu" if "device=cpu" in line else None
     line = " ".join(word for word in line.split() if not word.startswith("device"))
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
-    return layout_of(config, ranks, spec, args, device)[0]
+    return build_context(config, ranks, spec, args, device)
 
 
 def test_rules_name_settings_and_say_what_to_do() -> None:
-    for rule in LAYOUT_RULES:
+    for rule in RULES:
         for key in (rule.key, *rule.involves):
             assert find(tuple(key.split("."))) is not None, (rule.name, key)
         assert rule.remedy or rule.severity == "warning", rule.name
-        assert text_of(rule.expected, layout("", 2)) or callable(rule.expected)
+        assert rule.expected
 
 
 def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
@@ -305,11 +400,11 @@ def warnings(line: str, ranks: int | None) -> list[str]:
 
 def test_tensor_parallelism_across_nodes_is_slow_but_works(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = warnings("tp=16", 16)
-    assert "machines of 8 ranks (assumed: no launcher has said how many)" in line and "a divisor of 8" in line
+    assert "nodes of 8 ranks (assumed: no launcher reports the number)" in line and "a divisor of 8" in line
     assert warnings("tp=8", 16) == warnings("tp=16", None) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (line,) = warnings("tp=4", 4)
-    assert "machines of 2 ranks: each layer" in line
+    assert "nodes of 2 ranks: each layer" in line
     assert warnings("tp=2", 4) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert warnings("tp=16", 32) == []
@@ -318,12 +413,12 @@ def test_tensor_parallelism_across_nodes_is_slow_but_works(monkeypatch: pytest.M
 def test_three_ranks_do_not_share_machines_of_eight() -> None:
     """A degree below the machine's size may cross its border all the same."""
     (line,) = warnings("tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false", 24)
-    assert "cuts layers across machines" in line
+    assert "shards layers across nodes" in line
 
 
 def test_micro_batches_too_few_to_keep_the_ranks_busy() -> None:
     (line,) = warnings("pp=4 schedule=GPipe local=3", 4)
-    assert "a step has 3 micro-batches for 4 of them" in line
+    assert "a step has 3 micro-batches for 4 pipeline ranks" in line
     assert warnings("pp=4 schedule=GPipe local=4", 4) == warnings("pp=4 schedule=GPipe local=2 global=4", 4) == []
 
 
@@ -354,7 +449,7 @@ WITHOUT_EFFECT = [
     ("parallelism.fsdp_prefetch_depth=2", 1, "sharded weights", "prefetch-without-shards"),
     ("parallelism.fsdp_prefetch_depth=2 impl=simple_fsdp", 2, "sharded weights", "prefetch-without-shards"),
     ("async_tp=true", 2, "tensor_parallel_degree > 1", "async-without-tp"),
-    ("check=10", 2, "data_parallel_replicate_degree > 1", "replicas-without-replicas"),
+    ("check=10", 2, "data_parallel_replicate_degree > 1", "replica-check-without-replicas"),
     ("debug.moe_force_load_balance=true", 1, "llama3 has no experts", "balance-without-experts"),
 ]  # fmt: skip
 
@@ -369,10 +464,10 @@ def test_a_feature_that_is_off_only_warns(line: str, ranks: int, words: str, rul
 HALF = "training.mixed_precision_param=bfloat16"
 FEATURES = f"{HALF} model.args.multiple_of=1 model.args.dim=192"  # 512 of them
 UNALIGNED = [
-    (f"{HALF} model.args.vocab_size=50257", 1, "model.args.vocab_size = 50304 would be", "unaligned-vocabulary"),
-    (f"{HALF} model.args.vocab_size=50304 tp=16", 16, "vocab_size = 50304 would be", ""),
-    (f"{HALF} model.args.vocab_size=50368 tp=16", 16, "vocab_size = 50432 would be", "unaligned-vocabulary"),
-    (f"{HALF} model.args.dim=288 heads=2", 1, "dim = 320 would be", "unaligned-width"),
+    (f"{HALF} model.args.vocab_size=50257", 1, "model.args.vocab_size = 50304", "unaligned-vocabulary"),
+    (f"{HALF} model.args.vocab_size=50304 tp=16", 16, "vocab_size = 50304", ""),
+    (f"{HALF} model.args.vocab_size=50368 tp=16", 16, "vocab_size = 50432", "unaligned-vocabulary"),
+    (f"{HALF} model.args.dim=288 heads=2", 1, "dim = 320", "unaligned-width"),
     (f"{HALF} multiple_of=1 model.args.dim=256", 1, "a feed-forward width of 682", "unaligned-features"),
     (f"{HALF} multiple_of=64 model.args.ffn_dim_multiplier=1.4 tp=16", 16, "of 960 on 16", "unaligned-features"),
     (f"{HALF} model.args.dim=192 heads=16", 1, "heads of 12 dimensions", "unaligned-heads"),

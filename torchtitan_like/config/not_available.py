@@ -1,0 +1,52 @@
+"""Settings that are accepted, so that TorchTitan's files load, although their feature is not available yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchtitan_like.config.problems import NOT_AVAILABLE_YET
+from torchtitan_like.config.rules import Rule
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.schema import JobConfig
+
+
+def _not_available(key: str, is_requested: Callable[[JobConfig], bool], remedy: str) -> Rule[JobConfig]:
+    return Rule(
+        f"not-available-{key}", key, is_requested, NOT_AVAILABLE_YET, remedy, severity="training_error"
+    )
+
+
+NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
+    _not_available(
+        "parallelism.expert_parallel_degree",
+        lambda config: config.parallelism.expert_parallel_degree > 1,
+        "set it to 1",
+    ),
+    _not_available(
+        "model.converters",
+        lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
+        'remove all converters except "quantize.linear.float8"',
+    ),
+    _not_available(
+        "fault_tolerance.enable", lambda config: config.fault_tolerance.enable, "set it to false"
+    ),
+    _not_available(
+        "memory_estimation.enable", lambda config: config.memory_estimation.enable, "set it to false"
+    ),
+    _not_available("comm.mode", lambda config: config.comm.mode != "default", 'set it to "default"'),
+    _not_available(
+        "debug.moe_force_load_balance",
+        lambda config: config.debug.moe_force_load_balance,
+        "set it to false",
+    ),
+    _not_available(
+        "job.custom_config_module", lambda config: bool(config.job.custom_config_module), "leave it out"
+    ),
+    _not_available(
+        "experimental.custom_args_module",
+        lambda config: bool(config.experimental.custom_args_module),
+        "leave it out",
+    ),
+)

@@ -1,0 +1,255 @@
+"""Everything that decides whether a run can work: its configuration, ranks, model sizes, hardware and torch release."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan_like.config.compile_backends import GRAPH_BACKENDS
+from torchtitan_like.distributed.dims import resolve_degrees
+from torchtitan_like.distributed.float8 import FLOAT8
+from torchtitan_like.distributed.schedule_view import read_csv
+
+if TYPE_CHECKING:
+    from torchtitan_like.config import JobConfig
+    from torchtitan_like.config.sections_scale import Parallelism
+    from torchtitan_like.models.spec import ModelSpec
+
+DeviceType = Literal["cpu", "cuda"]
+
+# torch.distributed.pipelining refuses compiled modules under these (`_check_torch_compile_compatibility`).
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+# Ranks of a node where no launcher reports them: most machines for training have 8 GPUs.
+USUAL_RANKS_OF_NODE = 8
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the rules of preflight read.
+
+    world_size: None if the number of ranks is unknown. Then dp_shard = -1 counts as 1, and `is_resolved` is False.
+    spec, args: the model and its sizes; None if there is no such model. limits: `ModelSpec.constraints`.
+    device_type, gpu_capability, local_world_size: None if unknown. splits_backward: the pipeline schedule computes the
+    gradients of inputs first and the gradients of weights later. torch_release: (2, 13) for torch 2.13.0.
+    degree_errors: why the degrees do not fit the number of ranks, one sentence each.
+    """
+
+    config: JobConfig
+    world_size: int | None = None
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    is_resolved: bool = False
+    spec: ModelSpec | None = None
+    args: Any = None
+    limits: Mapping[str, int] | None = None
+    device_type: DeviceType | None = None
+    gpu_capability: tuple[int, int] | None = None
+    local_world_size: int | None = None
+    splits_backward: bool = False
+    torch_release: tuple[int, ...] = ()
+    degree_errors: tuple[str, ...] = ()
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return self.config.parallelism
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_weight_ranks(self) -> int:
+        """Ranks that hold one weight, sharded or replicated; 0 if unknown."""
+        return self.dp * self.cp if self.is_resolved else 0
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if FSDP shards the weights over at least two ranks."""
+        return self.dp_shard * self.cp > 1
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """True if matrix products may run on a GPU's tensor cores; unknown hardware counts as a GPU."""
+        is_half = self.config.training.mixed_precision_param == "bfloat16"
+        return is_half and self.device_type != "cpu" and self.args is not None
+
+    @property
+    def uses_float8(self) -> bool:
+        return FLOAT8 in self.config.model.converters
+
+    def width(self, *names: str) -> int:
+        """Return the first of these arguments that the model has; 0 if it has none."""
+        return next((int(getattr(self.args, name)) for name in names if hasattr(self.args, name)), 0)
+
+    def size(self, name: str) -> int:
+        """Return a size of the model; 0 if unknown."""
+        return (self.limits or {}).get(name, 0)
+
+    def seq_len(self, section: Literal["training", "validation"]) -> int:
+        """Return the sequence length of training or validation; 0 if validation is off."""
+        if section == "training":
+            return self.config.training.seq_len
+        return self.config.validation.seq_len if self.config.validation.enable else 0
+
+    @property
+    def compiles_model(self) -> bool:
+        return self.config.compile.enable and "model" in self.config.compile.components
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.config.activation_checkpoint.mode == "offload"
+
+    @property
+    def has_data_parallel_graph(self) -> bool:
+        """True if a compiled graph that can be rewritten holds all collectives of data parallelism."""
+        is_simple_fsdp = self.parallelism.data_parallel_impl == "simple_fsdp"
+        can_rewrite = self.config.compile.backend in GRAPH_BACKENDS
+        return is_simple_fsdp and self.compiles_model and can_rewrite
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of one forward pass on all data-parallel ranks."""
+        return self.config.training.local_batch_size * self.dp
+
+    @property
+    def samples_per_micro_batch(self) -> int:
+        """Samples that one rank computes at once."""
+        if self.pp > 1:
+            return self.parallelism.pipeline_parallel_microbatch_size
+        return self.config.training.local_batch_size
+
+    @property
+    def tokens_per_product(self) -> int:
+        """Rows of a matrix product: the tokens of one forward pass on one rank."""
+        return self.samples_per_micro_batch * self.config.training.seq_len // self.sequence_shards
+
+    @property
+    def num_accumulated(self) -> int:
+        """Forward passes per step; 1 if the batch sizes do not determine it."""
+        total = self.config.training.global_batch_size
+        unit = self.samples_per_pass
+        return total // unit if total > 0 and self.is_resolved and total % unit == 0 else 1
+
+    @property
+    def accumulations(self) -> tuple[int, ...]:
+        """Each number of forward passes per step that occurs as the batch grows; (0,) if unknown."""
+        if not self.is_resolved:
+            return (0,)
+        if not self.config.training.batch_ramp:
+            return (self.num_accumulated,)
+        sizes = self.config.training.batch_sizes(self.config.training.global_batch_size)
+        return tuple(dict.fromkeys(size // self.samples_per_pass for _, size in sizes))
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Pipeline micro-batches in a step. With a batch ramp, every step has a multiple of them."""
+        local = self.config.training.local_batch_size * self.num_accumulated
+        if ramp := self.config.training.batch_ramp:
+            local = math.gcd(local, *(size // self.dp for size in ramp[:2]))
+        return local // self.parallelism.pipeline_parallel_microbatch_size
+
+    @property
+    def rotate_method(self) -> str:
+        """How attention reads the keys of a sharded sequence; "" without context parallelism."""
+        return self.parallelism.context_parallel_rotate_method if self.cp > 1 else ""
+
+    @property
+    def has_document_masks(self) -> bool:
+        """True if attention ends at document borders."""
+        return getattr(self.args, "attn_mask_type", "causal") != "causal"
+
+    @property
+    def shards_head_and_tail(self) -> bool:
+        """True if each rank computes one shard from the first half of a sequence and one from the second half."""
+        is_balanced = self.parallelism.context_parallel_load_balancer is not None
+        return is_balanced and self.rotate_method in ("allgather", "alltoall")
+
+    @property
+    def sequence_shards(self) -> int:
+        """Number of shards of a sequence."""
+        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
+        return tp * self.cp * (2 if self.shards_head_and_tail else 1)
+
+    @property
+    def sequence_shards_formula(self) -> str:
+        """`sequence_shards` with its formula."""
+        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
+        halves = " x 2 (head and tail)" if self.shards_head_and_tail else ""
+        degrees = f"{tp} x {self.cp}{halves}"
+        return f"tensor_parallel_degree x context_parallel_degree = {degrees} = {self.sequence_shards}"
+
+    @property
+    def ranks_of_node(self) -> int:
+        return self.local_world_size or USUAL_RANKS_OF_NODE
+
+
+def build_context(
+    config: JobConfig,
+    world_size: int | None,
+    spec: ModelSpec | None = None,
+    args: Any = None,
+    device_type: DeviceType | None = None,
+) -> RunContext:
+    """Collect the facts of a run. `spec` and `args`: the model and its sizes, None if there is no such model."""
+    parallelism = config.parallelism
+    dims, errors = (None, []) if world_size is None else resolve_degrees(parallelism, world_size)
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    # Only float8 depends on the compute capability, and asking for it initializes CUDA.
+    needs_capability = device_type == "cuda" and FLOAT8 in config.model.converters
+    return RunContext(
+        config,
+        world_size,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=dims.dp_shard if dims else 1,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        is_resolved=dims is not None,
+        spec=spec,
+        args=args,
+        limits=spec.constraints(args) if spec else None,
+        device_type=device_type,
+        gpu_capability=_gpu_capability() if needs_capability else None,
+        local_world_size=int(local_world_size) if local_world_size.isdecimal() else None,
+        splits_backward=parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism),
+        torch_release=installed_torch_release(),
+        degree_errors=tuple(errors),
+    )
+
+
+def installed_torch_release() -> tuple[int, ...]:
+    """Return (2, 13) for torch 2.13.0+cpu. Reads the installed package's metadata and does not import torch."""
+    return tuple(int(part) for part in metadata.version("torch").split(".")[:2])
+
+
+def _gpu_capability() -> tuple[int, int] | None:
+    """Return the compute capability of this rank's GPU. Called after torch has detected one."""
+    import torch
+
+    # No rank has selected its GPU yet, so the default GPU is the first for all of them: ask by LOCAL_RANK.
+    index = min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1)
+    return torch.cuda.get_device_capability(index) if index >= 0 else None
+
+
+def _splits_backward(section: Parallelism) -> bool:
+    """Return True if the schedule's name or CSV file splits backward passes.
+
+    An unreadable file counts as False: the check of the pipeline reports it.
+    """
+    if not section.pipeline_parallel_schedule_csv:
+        return section.pipeline_parallel_schedule in SPLIT_BACKWARD
+    with suppress(OSError, ValueError):
+        rows = read_csv(section.pipeline_parallel_schedule_csv)
+        return any(action.kind in "IW" for row in rows for action in row)
+    return False

@@ -1,0 +1,44 @@
+"""Rules over several sections, the ranks, the model and the hardware: one list for each section of the configuration."""
+
+from __future__ import annotations
+
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.preflight.context import RunContext
+from torchtitan_like.preflight.rules.compute import (
+    ACTIVATION_CHECKPOINT_RULES,
+    COMPILE_RULES,
+    QUANTIZE_RULES,
+)
+from torchtitan_like.preflight.rules.model import MODEL_RULES
+from torchtitan_like.preflight.rules.parallelism import PARALLELISM_RULES
+from torchtitan_like.preflight.rules.run import (
+    CHECKPOINT_RULES,
+    DEBUG_RULES,
+    PACKAGE_RULES,
+    PROFILING_RULES,
+    RESILIENCE_RULES,
+)
+from torchtitan_like.preflight.rules.training import (
+    LR_SCHEDULER_RULES,
+    OPTIMIZER_RULES,
+    TRAINING_RULES,
+    VALIDATION_RULES,
+)
+
+# In the order in which their problems are reported.
+RULES: tuple[Rule[RunContext], ...] = (
+    *TRAINING_RULES,
+    *OPTIMIZER_RULES,
+    *PARALLELISM_RULES,
+    *MODEL_RULES,
+    *VALIDATION_RULES,
+    *LR_SCHEDULER_RULES,
+    *ACTIVATION_CHECKPOINT_RULES,
+    *COMPILE_RULES,
+    *QUANTIZE_RULES,
+    *PROFILING_RULES,
+    *RESILIENCE_RULES,
+    *DEBUG_RULES,
+    *CHECKPOINT_RULES,
+    *PACKAGE_RULES,
+)

@@ -1,0 +1,83 @@
+"""Rules of [model]: sizes that tensor cores compute slowly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.preflight.context import RunContext
+from torchtitan_like.preflight.rules.keys import MODEL_KEYS, TP
+
+# For fast matrix products on tensor cores a dimension of a weight is a multiple of 64 elements (the tile of an A100 or
+# later, in 16-bit types). Its shard on each rank is a multiple of 8 (16 bytes): below, torch uses slower kernels.
+TILE = 64
+UNIT = 8
+
+
+def is_aligned(size: int, num_shards: int = 1) -> bool:
+    """Return True for a dimension that tensor cores compute fast, sharded over `num_shards` ranks."""
+    return size % TILE == 0 and (size % num_shards != 0 or size // num_shards % UNIT == 0)
+
+
+def pad(size: int, num_shards: int = 1) -> int:
+    """Return the next larger size that is aligned on every rank."""
+    step = math.lcm(TILE, UNIT * num_shards)
+    return -(-size // step) * step
+
+
+def _width_rule(
+    name: str, description: str, get: Callable[[RunContext], int], key: str, is_sharded: bool
+) -> Rule[RunContext]:
+    """Return the rule that a dimension of the weights is aligned to the tiles of tensor cores."""
+
+    def num_shards(run: RunContext) -> int:
+        return run.tp if is_sharded else 1
+
+    def describe(run: RunContext) -> str:
+        ranks = f" on {num_shards(run)} tensor-parallel ranks" if num_shards(run) > 1 else ""
+        multiples = f"multiples of {TILE}, and of {UNIT} on each rank, are fast"
+        return f"{description} of {get(run)}{ranks} is slow on tensor cores: {multiples}"
+
+    return Rule(
+        name,
+        "model.args",
+        lambda run: run.uses_tensor_cores and not is_aligned(get(run), num_shards(run)),
+        describe,
+        lambda run: f"set {key} = {pad(get(run), num_shards(run))}",
+        (*MODEL_KEYS, TP),
+        "warning",
+    )
+
+
+MODEL_RULES: tuple[Rule[RunContext], ...] = (
+    _width_rule(
+        "unaligned-vocabulary",
+        "a vocabulary",
+        lambda run: run.size("vocab_size"),
+        "model.args.vocab_size",
+        True,
+    ),
+    _width_rule(
+        "unaligned-width", "a width (dim)", lambda run: run.width("dim"), "model.args.dim", False
+    ),
+    _width_rule(
+        "unaligned-features",
+        "a feed-forward width",
+        lambda run: run.width("ffn_dim", "hidden_dim"),
+        "the feed-forward width",
+        True,
+    ),
+    Rule(
+        "unaligned-heads",
+        "model.args",
+        lambda run: run.uses_tensor_cores and run.width("head_dim") % UNIT != 0,
+        lambda run: (
+            f"heads of {run.width('head_dim')} dimensions are slow: the flash kernel and tensor "
+            f"cores are fast for multiples of {UNIT}"
+        ),
+        "change dim or n_heads",
+        MODEL_KEYS,
+        "warning",
+    ),
+)

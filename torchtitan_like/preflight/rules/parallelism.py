@@ -1,0 +1,363 @@
+"""Rules of [parallelism]: layouts that cannot work, and combinations that are not offered."""
+
+from __future__ import annotations
+
+from torchtitan_like.config.problems import NO_EFFECT
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.preflight.context import RunContext
+from torchtitan_like.preflight.rules.keys import (
+    AC_MODE,
+    BALANCER,
+    COMPILE,
+    CP,
+    DEGREES,
+    EP,
+    IMPL,
+    MODEL_KEYS,
+    PIPELINE_KEYS,
+    PP,
+    ROTATE,
+    SCHEDULE,
+    SEQUENCE_PARALLEL,
+    TP,
+)
+
+PREFETCH = "parallelism.fsdp_prefetch_depth"
+BUCKETING = "parallelism.simple_fsdp_bucketing"
+ASYNC_TP = "parallelism.enable_async_tensor_parallel"
+
+DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "sharded-ddp",
+        IMPL,
+        lambda run: run.parallelism.data_parallel_impl == "ddp" and run.dp_shard > 1,
+        lambda run: (
+            f"replicated weights, but data_parallel_shard_degree is {run.dp_shard} in this run"
+        ),
+        lambda run: (
+            f"set data_parallel_shard_degree = 1 and data_parallel_replicate_degree = {run.dp}, or "
+            'data_parallel_impl = "fsdp2"'
+        ),
+        DEGREES,
+    ),
+    Rule(
+        "cp-ddp",
+        IMPL,
+        lambda run: run.parallelism.data_parallel_impl == "ddp" and run.cp > 1,
+        '"fsdp2" or "simple_fsdp" with context parallelism: its ranks shard the weights',
+        'set it to "fsdp2"',
+        (CP,),
+    ),
+    Rule(
+        "reshard-of-replicated-weights",
+        "parallelism.fsdp_reshard_after_forward",
+        lambda run: (
+            run.is_resolved
+            and not run.shards_weights
+            and run.parallelism.fsdp_reshard_after_forward != "default"
+        ),
+        f"{NO_EFFECT}: weights are not sharded",
+        involves=DEGREES,
+        severity="warning",
+    ),
+    Rule(
+        "prefetch-without-shards",
+        PREFETCH,
+        lambda run: (
+            run.is_resolved
+            and run.parallelism.fsdp_prefetch_depth > 1
+            and (run.parallelism.data_parallel_impl != "fsdp2" or not run.shards_weights)
+        ),
+        f'{NO_EFFECT}; it needs data_parallel_impl = "fsdp2" and sharded weights',
+        involves=(IMPL, *DEGREES),
+        severity="warning",
+    ),
+    Rule(
+        "offloaded-simple-fsdp",
+        IMPL,
+        lambda run: (
+            run.parallelism.data_parallel_impl == "simple_fsdp"
+            and run.config.training.enable_cpu_offload
+        ),
+        '"fsdp2" with training.enable_cpu_offload: the traced graph reads weights from the device that computes',
+        'set it to "fsdp2", or enable_cpu_offload = false',
+        ("training.enable_cpu_offload",),
+    ),
+    Rule(
+        "offloaded-activations-simple-fsdp",
+        IMPL,
+        lambda run: (
+            run.parallelism.data_parallel_impl == "simple_fsdp" and run.offloads_activations
+        ),
+        '"fsdp2" with activation_checkpoint.mode = "offload": SimpleFSDP gathers weights inside the '
+        "blocks, so offloading would copy them to host memory too",
+        'set it to "fsdp2", or activation_checkpoint.mode = "full"',
+        (AC_MODE,),
+    ),
+    Rule(
+        "bucketing-without-graph",
+        BUCKETING,
+        lambda run: run.parallelism.simple_fsdp_bucketing and not run.has_data_parallel_graph,
+        f'{NO_EFFECT}; it needs data_parallel_impl = "simple_fsdp" and a model compiled by '
+        '"inductor" or "aot_eager", whose graph holds the collectives',
+        involves=(IMPL, *COMPILE, "compile.backend"),
+        severity="warning",
+    ),
+    Rule(
+        "bucketing-alone",
+        BUCKETING,
+        lambda run: (
+            run.parallelism.simple_fsdp_bucketing
+            and run.has_data_parallel_graph
+            and run.num_weight_ranks == 1
+        ),
+        f"{NO_EFFECT}; it needs at least two data-parallel or context-parallel ranks",
+        involves=(IMPL, *DEGREES),
+        severity="warning",
+    ),
+)
+
+
+def _splits_recomputation(run: RunContext) -> bool:
+    """Return True if a schedule that splits backward passes meets activation checkpointing by operation."""
+    section = run.config.activation_checkpoint
+    is_per_op = section.mode == "selective" and section.selective_ac_option == "op"
+    return run.splits_backward and is_per_op
+
+
+def _splits_recorded_blocks(run: RunContext) -> bool:
+    section = run.config.activation_checkpoint
+    return run.splits_backward and section.debug and section.mode in ("selective", "full")
+
+
+UNSPLIT = "a schedule that computes each backward pass as a whole"
+PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "few-micro-batches",
+        PP,
+        lambda run: run.is_resolved and 0 < run.num_micro_batches < run.pp,
+        lambda run: (
+            f"leaves ranks idle: a step has {run.num_micro_batches} micro-batches for {run.pp} pipeline ranks"
+        ),
+        "lower pipeline_parallel_microbatch_size, or raise training.local_batch_size",
+        PIPELINE_KEYS,
+        "warning",
+    ),
+    Rule(
+        "compiled-zero-bubble",
+        SCHEDULE,
+        lambda run: run.splits_backward and run.compiles_model,
+        f"{UNSPLIT} with a compiled model: torch cannot split the backward pass of compiled modules",
+        'set it to "Interleaved1F1B", or remove "model" from compile.components',
+        (PP, *COMPILE),
+    ),
+    Rule(
+        "old-zero-bubble",
+        SCHEDULE,
+        lambda run: run.splits_backward and run.torch_release < (2, 13),
+        f"{UNSPLIT}: torch before 2.13 cannot split the backward pass of this project's loss and norms",
+        'set it to "Interleaved1F1B", or install torch 2.13',
+        (PP,),
+    ),
+    Rule(
+        "zero-bubble-per-op",
+        SCHEDULE,
+        _splits_recomputation,
+        f"{UNSPLIT} with the per-op policy, whose saved tensors can be read only once",
+        'set it to "Interleaved1F1B", or activation_checkpoint.selective_ac_option = "1"',
+        (PP, AC_MODE, "activation_checkpoint.selective_ac_option"),
+    ),
+    Rule(
+        "zero-bubble-debug",
+        SCHEDULE,
+        _splits_recorded_blocks,
+        f"{UNSPLIT} with activation_checkpoint.debug, which records the operations of a block only once",
+        'set it to "Interleaved1F1B", or activation_checkpoint.debug = false',
+        (PP, AC_MODE, "activation_checkpoint.debug"),
+    ),
+)
+
+EXPERT_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "experts-of-dense-model",
+        EP,
+        lambda run: run.ep > 1 and run.limits is not None and not run.size("n_experts"),
+        lambda run: f"1: {run.config.model.name} has no experts",
+        "remove it",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "uneven-experts",
+        EP,
+        lambda run: run.ep > 1 and run.is_resolved and (run.dp_shard * run.cp * run.tp) % run.ep != 0,
+        lambda run: f"a divisor of dp_shard x cp x tp = {run.dp_shard} x {run.cp} x {run.tp}",
+        "change a degree",
+        DEGREES,
+    ),
+)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _head_rule(name: str, size: str, description: str, unless_uneven: str = "") -> Rule[RunContext]:
+    """Return the rule that tensor parallelism must divide a number of heads.
+
+    unless_uneven: another number of heads. The rule is silent if that one is not divisible: one reason is enough.
+    """
+    return Rule(
+        name,
+        TP,
+        lambda run: run.size(size) % run.tp != 0 and run.size(unless_uneven) % run.tp == 0,
+        lambda run: f"a divisor of the model's {run.size(size)} {description}",
+        lambda run: f"set it to one of {_divisors(run.size(size))}",
+        MODEL_KEYS,
+    )
+
+
+def _vocabulary_shard(run: RunContext) -> int:
+    """Return the entries of the vocabulary on each tensor-parallel rank but the last."""
+    return -(-run.size("vocab_size") // run.tp)
+
+
+TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
+    _head_rule("uneven-heads", "n_heads", "attention heads"),
+    _head_rule("uneven-kv-heads", "n_kv_heads", "key-value heads", unless_uneven="n_heads"),
+    Rule(
+        "vocabulary-too-small",
+        TP,
+        lambda run: (run.tp - 1) * _vocabulary_shard(run) >= run.size("vocab_size") > 0,
+        lambda run: (
+            f"a shard of the vocabulary's {run.size('vocab_size')} entries for every rank: in shards of "
+            f"{_vocabulary_shard(run)} entries, none is left for the last rank"
+        ),
+        "set it to a smaller degree",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "uneven-features",
+        TP,
+        lambda run: run.size("ffn_dim") % run.tp != 0,
+        lambda run: f"a divisor of the feed-forward layer's {run.size('ffn_dim')} features",
+        "set model.args.multiple_of to a multiple of it, or use a smaller degree",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "tp-across-nodes",
+        TP,
+        lambda run: (
+            run.is_resolved
+            and (run.world_size or 1) > run.ranks_of_node
+            and run.ranks_of_node % run.tp != 0
+        ),
+        lambda run: (
+            f"shards layers across nodes of {run.ranks_of_node} ranks"
+            + ("" if run.local_world_size else " (assumed: no launcher reports the number)")
+            + ": each layer then waits for the network between nodes"
+        ),
+        lambda run: f"set it to a divisor of {run.ranks_of_node}",
+        severity="warning",
+    ),
+    Rule(
+        "async-without-tp",
+        ASYNC_TP,
+        lambda run: run.parallelism.enable_async_tensor_parallel and run.tp == 1,
+        f"{NO_EFFECT}; it needs {TP} > 1",
+        involves=(TP,),
+        severity="warning",
+    ),
+    Rule(
+        "async-tp-eager",
+        ASYNC_TP,
+        lambda run: (
+            run.parallelism.enable_async_tensor_parallel
+            and run.tp > 1
+            and not (run.compiles_model and run.config.compile.backend == "inductor")
+        ),
+        'a model compiled by "inductor", which overlaps communication and computation',
+        'set compile.enable = true with "model" in compile.components, and compile.backend = "inductor"',
+        (*COMPILE, "compile.backend"),
+    ),
+    Rule(
+        "async-tp-without-sp",
+        ASYNC_TP,
+        lambda run: (
+            run.parallelism.enable_async_tensor_parallel
+            and run.tp > 1
+            and not run.parallelism.enable_sequence_parallel
+        ),
+        "enable_sequence_parallel = true: its all-gathers and reduce-scatters are what is overlapped",
+        f"set {SEQUENCE_PARALLEL} = true",
+        (SEQUENCE_PARALLEL,),
+    ),
+    Rule(
+        "async-tp-on-cpu",
+        ASYNC_TP,
+        lambda run: (
+            run.parallelism.enable_async_tensor_parallel and run.tp > 1 and run.device_type == "cpu"
+        ),
+        "false without GPUs, which read each other's memory for it",
+        "set it to false",
+    ),
+)
+
+
+def _heads_per_rank(run: RunContext) -> int:
+    return run.size("n_heads") // run.tp
+
+
+def _has_uneven_ulysses_heads(run: RunContext) -> bool:
+    """Return True if context parallelism does not divide the heads that tensor parallelism leaves on a rank."""
+    is_even_tp = run.size("n_heads") % run.tp == 0
+    return run.rotate_method == "ulysses" and is_even_tp and _heads_per_rank(run) % run.cp != 0
+
+
+CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "ptrr",
+        BALANCER,
+        lambda run: (
+            run.rotate_method in ("allgather", "alltoall")
+            and run.parallelism.context_parallel_load_balancer == "ptrr"
+        ),
+        '"headtail" or None: "ptrr" balances the block masks of FlexAttention, which this project does not use',
+        'set it to "headtail"',
+        (CP, ROTATE),
+    ),
+    Rule(
+        "ulysses-heads",
+        CP,
+        _has_uneven_ulysses_heads,
+        lambda run: (
+            f"a divisor of the {_heads_per_rank(run)} attention heads that each tensor-parallel rank has of "
+            f'the model\'s {run.size("n_heads")}: "ulysses" distributes them'
+        ),
+        f'set {ROTATE} = "allgather", which distributes no heads',
+        (ROTATE, TP, *MODEL_KEYS),
+    ),
+    Rule(
+        "ring-documents",
+        ROTATE,
+        lambda run: run.rotate_method == "alltoall" and run.has_document_masks,
+        '"allgather" or "ulysses" if attention ends at document borders: a ring reads one shard of the keys at a time',
+        'set it to "allgather"',
+        (CP, *MODEL_KEYS),
+    ),
+    Rule(
+        "compiled-ring",
+        ROTATE,
+        lambda run: run.rotate_method == "alltoall" and run.compiles_model,
+        '"allgather" or "ulysses" with a compiled model: the exchanges of a ring cannot be part of its graph',
+        'set it to "allgather", or compile.enable = false',
+        (CP, *COMPILE),
+    ),
+)
+
+PARALLELISM_RULES: tuple[Rule[RunContext], ...] = (
+    *DATA_PARALLEL_RULES,
+    *PIPELINE_RULES,
+    *EXPERT_RULES,
+    *TENSOR_PARALLEL_RULES,
+    *CONTEXT_PARALLEL_RULES,
+)

@@ -1,0 +1,160 @@
+"""Rules of [checkpoint], [metrics], [profiling], [resilience] and [debug] against other sections and the hardware."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torchtitan_like.config.availability import idle_keys
+from torchtitan_like.config.problems import NO_EFFECT
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.preflight.context import RunContext
+from torchtitan_like.preflight.rules.keys import EARLY_STEP, MODEL_KEYS, REPLICATE
+
+CHECKPOINT_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "seed-on-many-ranks",
+        "checkpoint.create_seed_checkpoint",
+        lambda run: (
+            run.config.checkpoint.enable
+            and run.config.checkpoint.create_seed_checkpoint
+            and run.world_size not in (None, 1)
+        ),
+        lambda run: f"one rank, not {run.world_size}",
+        "start it with NGPU=1",
+    ),
+    Rule(
+        "pinned-memory-without-gpu",
+        "checkpoint.async_mode",
+        lambda run: (
+            run.config.checkpoint.enable
+            and run.config.checkpoint.async_mode == "async_with_pinned_mem"
+            and run.device_type == "cpu"
+        ),
+        'is the same as "async" in this run: without a GPU no memory is page-locked',
+        severity="warning",
+    ),
+)
+
+
+def _package_rule(key: str, package: str, remedy: str) -> Rule[RunContext]:
+    """Return the rule that the package of a setting is installed. It applies if the setting has an effect."""
+
+    def lacks_package(run: RunContext) -> bool:
+        is_requested = run.config.value_of(key) and key not in idle_keys(run.config)
+        return is_requested and importlib.util.find_spec(package) is None
+
+    return Rule(
+        f"{package}-not-installed",
+        key,
+        lacks_package,
+        f"the package {package}, which is not installed",
+        remedy,
+        severity="training_error",
+    )
+
+
+PACKAGE_RULES: tuple[Rule[RunContext], ...] = (
+    _package_rule("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"),
+    _package_rule("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'"),
+    _package_rule(
+        "activation_checkpoint.visualize_memory_budget_pareto", "matplotlib", "pip install matplotlib"
+    ),
+)
+
+PROFILING_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "trace-beyond-end",
+        "profiling.profile_freq",
+        lambda run: (
+            run.config.profiling.enable_profiling
+            and run.config.training.steps < run.config.profiling.profile_freq
+        ),
+        lambda run: (
+            f"writes no trace: the first one is due at step {run.config.profiling.profile_freq}, "
+            f"and the run ends at step {run.config.training.steps}"
+        ),
+        "lower it, or raise training.steps",
+        ("training.steps", "profiling.enable_profiling"),
+        "warning",
+    ),
+)
+
+# With optimizer.early_step_in_backward no update can be skipped.
+EARLY_UPDATES = (
+    "with optimizer.early_step_in_backward, which updates weights before the gradient norm is known: "
+    "no update can be skipped"
+)
+RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "skipped-nonfinite-early-step",
+        "resilience.on_nonfinite",
+        lambda run: (
+            run.config.optimizer.early_step_in_backward
+            and run.config.resilience.on_nonfinite == "skip"
+        ),
+        f'"stop" {EARLY_UPDATES}',
+        'set optimizer.early_step_in_backward = false, or on_nonfinite = "stop"',
+        (EARLY_STEP,),
+    ),
+    Rule(
+        "skipped-spike-early-step",
+        "resilience.on_spike",
+        lambda run: (
+            run.config.optimizer.early_step_in_backward
+            and run.config.resilience.spike_threshold > 0
+            and run.config.resilience.on_spike == "skip"
+        ),
+        f'"log" {EARLY_UPDATES}',
+        'set optimizer.early_step_in_backward = false, or on_spike = "log"',
+        (EARLY_STEP,),
+    ),
+    Rule(
+        "replica-check-without-replicas",
+        "resilience.replica_check_freq",
+        lambda run: (
+            run.config.is_set("resilience.replica_check_freq")
+            and run.config.resilience.replica_check_freq > 0
+            and run.dp_replicate == 1
+        ),
+        f"{NO_EFFECT}; it needs {REPLICATE} > 1",
+        involves=(REPLICATE,),
+        severity="warning",
+    ),
+)
+
+DEBUG_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "compiled-overflow-detection",
+        "debug.detect_overflow",
+        lambda run: run.config.debug.detect_overflow and run.config.compile.is_on,
+        "false with compile.enable = true: modules inside compiled code cannot be inspected",
+        "set compile.enable = false while you search for the non-finite value",
+        ("compile.enable",),
+    ),
+    Rule(
+        "balance-without-experts",
+        "debug.moe_force_load_balance",
+        lambda run: (
+            run.config.debug.moe_force_load_balance
+            and run.limits is not None
+            and not run.size("n_experts")
+        ),
+        lambda run: f"{NO_EFFECT}: {run.config.model.name} has no experts",
+        involves=MODEL_KEYS,
+        severity="warning",
+    ),
+    Rule(
+        "launch-blocking-without-gpu",
+        "debug.launch_blocking",
+        lambda run: run.config.debug.launch_blocking and run.device_type == "cpu",
+        f"{NO_EFFECT}: there is no GPU",
+        severity="warning",
+    ),
+    Rule(
+        "launch-blocking",
+        "debug.launch_blocking",
+        lambda run: run.config.debug.launch_blocking and run.device_type != "cpu",
+        "makes the run much slower: the host waits for each kernel",
+        severity="warning",
+    ),
+)

@@ -1,0 +1,244 @@
+"""Rules of [training], [validation], [optimizer] and [lr_scheduler]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torchtitan_like.config.problems import NO_EFFECT
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.preflight.context import RunContext
+from torchtitan_like.preflight.rules.keys import (
+    BALANCER,
+    BATCH,
+    CP,
+    DEGREES,
+    EARLY_STEP,
+    MODEL_KEYS,
+    PP,
+    ROTATE,
+    SEQUENCE_PARALLEL,
+    TP,
+)
+from torchtitan_like.preflight.rules.model import UNIT
+
+
+def _suggest_batch_sizes(run: RunContext) -> str:
+    unit = run.samples_per_pass
+    below = run.config.training.global_batch_size // unit * unit
+    sizes = f"{below} or {below + unit}" if below else f"{unit}"
+    return f"set it to {sizes}, or change training.local_batch_size"
+
+
+def _sequence_rules(section: Literal["training", "validation"]) -> tuple[Rule[RunContext], ...]:
+    """Return the rules of the sequence length in training or validation."""
+    key = f"{section}.seq_len"
+    return (
+        Rule(
+            f"uneven-{section}-sequence",
+            key,
+            lambda run: run.seq_len(section) % run.sequence_shards != 0,
+            lambda run: f"a multiple of {run.sequence_shards_formula}",
+            lambda run: (
+                f"set it to {max(run.seq_len(section) // run.sequence_shards, 1) * run.sequence_shards}"
+            ),
+            (TP, CP, SEQUENCE_PARALLEL, ROTATE, BALANCER),
+        ),
+        Rule(
+            f"{section}-beyond-rotary-table",
+            key,
+            lambda run: run.seq_len(section) > run.size("max_seq_len") > 0,
+            lambda run: f"at most the model's max_seq_len = {run.size('max_seq_len')}",
+            lambda run: f"set model.args.max_seq_len = {run.seq_len(section)}",
+            MODEL_KEYS,
+        ),
+    )
+
+
+TRAINING_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "uneven-batch",
+        "training.global_batch_size",
+        lambda run: (
+            run.config.training.global_batch_size > 0
+            and run.config.training.global_batch_size % run.samples_per_pass != 0
+        ),
+        lambda run: (
+            "a multiple of local_batch_size x data-parallel ranks = "
+            f"{run.config.training.local_batch_size} x {run.dp} = {run.samples_per_pass} "
+            "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
+        ),
+        _suggest_batch_sizes,
+        ("training.local_batch_size", *DEGREES),
+    ),
+    Rule(
+        "uneven-ramp",
+        "training.batch_ramp",
+        lambda run: any(size % run.samples_per_pass for size in run.config.training.batch_ramp[:2]),
+        lambda run: (
+            f"start and increment in multiples of local_batch_size x data-parallel ranks = {run.samples_per_pass}"
+        ),
+        lambda run: (
+            f"set both to multiples of {run.samples_per_pass}, or change training.local_batch_size"
+        ),
+        ("training.local_batch_size", *DEGREES),
+    ),
+    Rule(
+        "bfloat16-reduction",
+        "training.mixed_precision_reduce",
+        lambda run: (
+            run.num_weight_ranks > 1 and run.config.training.mixed_precision_reduce == "bfloat16"
+        ),
+        "adds the gradients of all ranks with 8 bits of precision, and of all micro-batches if weights are replicated: "
+        "small ones are lost, and the numbers depend on the layout",
+        'set it to "float32", unless steps wait for the network',
+        DEGREES,
+        "warning",
+    ),
+    Rule(
+        "float32-compute-of-bfloat16-weights",
+        "training.mixed_precision_param",
+        lambda run: (
+            run.config.training.dtype == "bfloat16"
+            and run.config.training.mixed_precision_param == "float32"
+        ),
+        "computes in float32 with weights stored in bfloat16: it has the precision of bfloat16 and the speed of float32",
+        'set training.dtype = "float32" for mixed precision, or mixed_precision_param = "bfloat16"',
+        ("training.dtype",),
+        "warning",
+    ),
+    Rule(
+        "norm-of-early-step",
+        "training.max_norm",
+        lambda run: (
+            run.config.optimizer.early_step_in_backward and run.config.is_set("training.max_norm")
+        ),
+        f"{NO_EFFECT}: optimizer.early_step_in_backward updates weights before the gradient norm is known",
+        involves=(EARLY_STEP,),
+        severity="warning",
+    ),
+    Rule(
+        "offload-without-gpu",
+        "training.enable_cpu_offload",
+        lambda run: run.device_type == "cpu" and run.config.training.enable_cpu_offload,
+        "false without a GPU: parameters are already in host memory",
+        "set it to false",
+    ),
+    Rule(
+        "unaligned-tokens",
+        "training.seq_len",
+        lambda run: (
+            run.uses_tensor_cores
+            and run.config.training.seq_len % run.sequence_shards == 0
+            and run.tokens_per_product % UNIT != 0
+        ),
+        lambda run: (
+            f"{run.tokens_per_product} tokens a rank and forward pass are slow on tensor cores: "
+            f"multiples of {UNIT} are fast"
+        ),
+        "change training.seq_len or training.local_batch_size",
+        (TP, CP, *BATCH),
+        "warning",
+    ),
+    *_sequence_rules("training"),
+)
+
+VALIDATION_RULES = _sequence_rules("validation")
+
+OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "accumulated-early-step",
+        EARLY_STEP,
+        lambda run: run.config.optimizer.early_step_in_backward and run.num_accumulated > 1,
+        lambda run: (
+            f"false with gradient accumulation over {run.num_accumulated} passes: each backward pass updates the weights"
+        ),
+        lambda run: f"set training.global_batch_size to {run.samples_per_pass} or -1",
+        (*BATCH, *DEGREES),
+    ),
+    Rule(
+        "pipelined-early-step",
+        EARLY_STEP,
+        lambda run: run.pp > 1 and run.config.optimizer.early_step_in_backward,
+        "false with pipeline parallelism: each backward pass of a step would update the weights",
+        "set it to false",
+        (PP,),
+    ),
+)
+
+
+def _horizon(run: RunContext) -> int:
+    """Return the step at which the learning rate schedule ends."""
+    return run.config.lr_scheduler.total_steps or run.config.training.steps
+
+
+def _decay_steps(run: RunContext) -> int | None:
+    """Return the steps of the decay; None if it takes all steps after the warmup."""
+    ratio = run.config.lr_scheduler.decay_ratio
+    return None if ratio is None else round(_horizon(run) * ratio)
+
+
+def _has_long_warmup(run: RunContext) -> bool:
+    return run.config.lr_scheduler.warmup_steps > _horizon(run)
+
+
+def _overlaps_decay(run: RunContext) -> bool:
+    """Return True if warmup and decay together are longer than the schedule."""
+    phases = run.config.lr_scheduler.warmup_steps + (_decay_steps(run) or 0)
+    has_ratio = run.config.lr_scheduler.decay_ratio is not None
+    return has_ratio and not _has_long_warmup(run) and phases > _horizon(run)
+
+
+def _describe_overlap(run: RunContext) -> str:
+    warmup_steps = run.config.lr_scheduler.warmup_steps
+    return (
+        f"Warmup steps ({warmup_steps}) and decay steps ({_decay_steps(run)}) exceed "
+        f"total training steps ({_horizon(run)}). The decay starts after the warmup and takes "
+        f"{_horizon(run) - warmup_steps} steps."
+    )
+
+
+def _describe_early_end(run: RunContext) -> str:
+    section = run.config.lr_scheduler
+    decays = section.warmup_steps < _horizon(run) and _decay_steps(run) != 0
+    final = f"min_lr_factor = {section.min_lr_factor} of its peak" if decays else "its peak, without a decay"
+    steps = run.config.training.steps
+    return f"ends the schedule at step {_horizon(run)} of {steps}; then the learning rate stays at {final}"
+
+
+LR_SCHEDULER_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "warmup-beyond-schedule",
+        "lr_scheduler.warmup_steps",
+        _has_long_warmup,
+        lambda run: (
+            f"Warmup steps ({run.config.lr_scheduler.warmup_steps}) exceed total training steps "
+            f"({_horizon(run)}). Adjusting warmup steps to {_horizon(run)}."
+        ),
+        involves=("lr_scheduler.total_steps", "training.steps"),
+        severity="warning",
+    ),
+    Rule(
+        "decay-overlaps-warmup",
+        "lr_scheduler.decay_ratio",
+        _overlaps_decay,
+        _describe_overlap,
+        involves=("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps"),
+        severity="warning",
+    ),
+    Rule(
+        "decay-below-one-step",
+        "lr_scheduler.decay_ratio",
+        lambda run: bool(run.config.lr_scheduler.decay_ratio) and _decay_steps(run) == 0,
+        lambda run: f"is less than one of {_horizon(run)} steps: the learning rate does not decay",
+        involves=("lr_scheduler.total_steps", "training.steps"),
+        severity="warning",
+    ),
+    Rule(
+        "schedule-ends-early",
+        "lr_scheduler.total_steps",
+        lambda run: _horizon(run) < run.config.training.steps,
+        _describe_early_end,
+        involves=("training.steps",),
+        severity="warning",
+    ),
+)
