@@ -36,20 +36,30 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
     config_file: the TOML of a run with this model; None: config.toml in the checkpoint. module: see
     `import_custom`. Raises CheckpointError if there is no configuration, ConfigError.
     """
-    from torchtitan_like.launch import identify
-
-    file = config_file or path / "config.toml"
-    if not file.is_file():
+    if not config_file and not (path / "config.toml").is_file():
         raise CheckpointError(
             f"{path} does not say which model it holds, and its tensors need other names: give "
             "--config, the TOML file of a run with this model"
         )
-    if config_file:
-        config = load_config(["--job.config_file", str(config_file)])
-    else:
-        config = load_stored_config(file)
+    if not config_file:
+        return identify_step(path, module)
+    config = load_config(["--job.config_file", str(config_file)])
+    return _identify(config, config_file.parent, module)
+
+
+def identify_step(step: Path, module: str) -> tuple[Identity, str]:
+    """Return the model of a published step, and its configuration as TOML.
+
+    module: see `import_custom`. Raises ConfigError.
+    """
+    return _identify(load_stored_config(step / "config.toml"), step, module)
+
+
+def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, str]:
+    from torchtitan_like.launch import identify
+
     import_custom(config, module)
-    return identify(with_assets(config.model, file.parent)), dump_toml(config)
+    return identify(with_assets(config.model, folder)), dump_toml(config)
 
 
 def custom_import_in(settings: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from torchtitan_like.checkpoint.tools.export import export_step
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.stored_config import identify_checkpoint
+from torchtitan_like.stored_config import identify_step
 
 
 def train(argv):
@@ -58,7 +58,7 @@ def export_together(step, out, executor):
         Path(step),
         Path(out),
         Votes(my_group()),
-        identify=lambda path: identify_checkpoint(path, None, ""),
+        identify=lambda path: identify_step(path, ""),
         executor=executor,
         shard_gb=0.0001,
     )

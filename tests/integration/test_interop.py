@@ -153,7 +153,7 @@ def test_llama_cpp_converts_an_export(name: str, tmp_path: Path) -> None:
     gguf_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, MODEL["n_layers"])
     contents = open_contents(step)
     compared = set()
-    for key in (key for key in contents.forms if key.startswith("model.")):
+    for key in (key for key in contents.tensors if key.startswith("model.")):
         gguf_name = gguf_names.get_name(key.removeprefix("model."), try_suffixes=(".weight",))
         weight = contents.read(key)
         if (num_heads := ROTARY_HEADS.get(gguf_name.split(".")[-2])) is not None:

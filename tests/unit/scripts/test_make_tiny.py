@@ -218,7 +218,7 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     # The same weights as a checkpoint of ours.
     step = tmp_path / "one/step-0"
     ours = open_contents(step)
-    assert ours.kind == "native" and ours.manifest["kind"] == "weights" and len(ours.forms) > 20
+    assert ours.format == "native" and ours.manifest["kind"] == "weights" and len(ours.tensors) > 20
     embedding = model.get_input_embeddings().weight.detach()
     assert tensor_difference(ours.read("model.tok_embeddings.weight"), embedding) is None
     assert titan(["generate", str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0

@@ -52,7 +52,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.votes import Votes
     from torchtitan_like.config import ConfigError
     from torchtitan_like.data.formats.tokenizer import TokenizerError
-    from torchtitan_like.stored_config import identify_checkpoint
+    from torchtitan_like.stored_config import identify_step
 
     with launched_group() as group:
         try:
@@ -60,7 +60,7 @@ def _export(arguments: argparse.Namespace) -> int:
                 arguments.step,
                 arguments.out.absolute(),
                 Votes(group),
-                identify=lambda path: identify_checkpoint(path, None, arguments.custom_import),
+                identify=lambda path: identify_step(path, arguments.custom_import),
                 dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
                 executor=arguments.executor,
                 shard_gb=arguments.shard_gb,
