@@ -119,7 +119,7 @@ class Trainer:
                 if name := self.config.job.save_config_file:
                     text = json.dumps(mask_values(self.config.model_dump()), indent=2)
                     (made.run / name).parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(made.folder / name, text)
+                    write_atomically(made.run / name, text)
                 made.remove_exit()
                 return made.number
 

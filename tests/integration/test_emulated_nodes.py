@@ -193,7 +193,7 @@ def start_nodes(arguments: list[str], ranks_of_each: int = 1) -> subprocess.Pope
 
 
 HYBRID = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
-ACROSS = "cuts layers across machines of 1 ranks"  # a warning of the config's check
+ACROSS_NODES = "shards layers across nodes"  # a warning of the check before the run
 STAGES = {
     "parallelism__pipeline_parallel_degree": 2,
     "parallelism__pipeline_parallel_first_stage_less_layers": 0,
@@ -224,7 +224,7 @@ def test_two_nodes_are_one(data: Path, run_forked: ForkedTrainer, tmp_path: Path
     logs = sorted(path.name for path in (tmp_path / "two/attempts/1/logs").iterdir())
     assert logs == [f"rank{rank}.log" for rank in range(4)]
     assert "4 ranks = dp_replicate 2 x dp_shard 2, on 2 nodes of 2" in output and "Applied HSDP" in output
-    assert "cuts layers across machines" not in output
+    assert ACROSS_NODES not in output
 
 
 def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_dead_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
     assert process.stdout is not None
     try:
         before = list(itertools.takewhile(lambda line: not re.search(r"step: +2 ", line), process.stdout))
-        assert any(ACROSS in line for line in before), before
+        assert any(ACROSS_NODES in line for line in before), before
         everyone = psutil.Process(process.pid).children(recursive=True)
         assert set(listening_addresses(each.pid for each in everyone)) == {"127.0.0.1"}
         victim = next(child for child in everyone if is_rank(child))
