@@ -44,8 +44,8 @@ if [ "${1:-}" = --null-gpu ]; then
 fi
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
-extras=dev
-[ "${1:-}" != --nightly ] || extras="dev interop"
+extras="dev docs"
+[ "${1:-}" != --nightly ] || extras="dev docs interop"
 setup_env "$extras" || exit 1
 cd "$ROOT" || exit 1
 # One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
