@@ -37,7 +37,6 @@ GUIDES = sorted(
 )
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
 RUN_TRAIN = shlex.quote(str(ROOT / "run_train.sh"))
-README = (ROOT / "README.md").read_text()
 # Of the default command, all but its size: a run of seconds.
 TINY = (
     "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 --training.steps 4 "
@@ -271,19 +270,21 @@ def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
     keys = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", text)) - {"section.key"}
     assert [key for key in keys if find(tuple(key.split("."))) is None] == []
     # Files of ours; what stands for a run's or a user's file begins otherwise.
-    ours = r"(?:(?<=\.\./)|(?<![\w./]))(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./]*\w"
+    ours = r"(?:(?<=\.\./)|(?<![\w./]))(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./-]*\w"
     paths = set(re.findall(ours, text))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_exit_codes_are_those_of_the_table() -> None:
-    table = {int(code) for code in re.findall(r"^\| (\d+) \| ", README, re.MULTILINE)}
+    text = (ROOT / "docs/reference/exit_codes.md").read_text()
+    table = {int(code) for code in re.findall(r"^\| (\d+) \| ", text, re.MULTILINE)}
     assert table == {1, *map(int, ExitCode)}  # 1: a crash, for which nobody can leave a word
 
 
 def test_variables_are_those_of_the_script() -> None:
     script = (ROOT / "run_train.sh").read_text()
-    rows = re.findall(r"^\| (`[A-Z][^|]*) \|", README, re.MULTILINE)
+    text = (ROOT / "docs/reference/environment.md").read_text()
+    rows = re.findall(r"^\| (`[A-Z][^|]*) \|", text, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"[A-Z_]+", row)}
     assert {"NGPU", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "NNODES", "MASTER_ADDR"} <= names
     assert [name for name in names if f"${{{name}" not in script] == []

@@ -429,7 +429,7 @@ def test_tokenizer_and_memory_of_the_model_are_told(default: RunResult) -> None:
 
 
 def test_the_run_folder_explains_itself(default: RunResult) -> None:
-    """Every name that README.md lists for a run without checkpoints."""
+    """Every name that docs/reference/run_directory.md lists for a run without checkpoints."""
     assert {path.name for path in default.dump_folder.iterdir()} == {
         "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl", "exit.json", "attempts", "torchrun", "tb",
         "profile_traces",
