@@ -63,7 +63,8 @@ def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: i
         "NULL_CUDA_FOLDER": str(folder),
         "NULL_CUDA_DETAILED_STEP": str(DETAILED_STEP),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
+        # One cache for each run: kernels that an earlier run compiled change the peak of reserved memory.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         # cuDNN's own library needs a real device. PyTorch then takes the flash kernel.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
     }
