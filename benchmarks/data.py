@@ -1,4 +1,4 @@
-"""Reading batches and tokenising text, against the least that either can cost.
+"""Reading batches and tokenizing text, against the least that either can cost.
 
     python benchmarks/data.py [--rounds 9] [--copies 6] [--folder DIR]
     python benchmarks/data.py --documents 10_000_000
@@ -11,7 +11,7 @@ the ratio of the best rounds, which neighbours on the machine have disturbed lea
 
 - reading: training batches of 8 samples of 2,048 tokens, shuffled, with the digest of each step, against a loop that takes
   samples at random from a memory-mapped file and makes the two int64 tensors of a batch.
-- tokenising: a token cache built from JSON lines, written to disk, against the tokenizer's own call for a batch of texts
+- tokenizing: a token cache built from JSON lines, written to disk, against the tokenizer's own call for a batch of texts
   that are in memory (one thread), and against a loop over its call for one text, whose ids are dropped. The text: the
   shipped Shakespeare several times, in documents of three sizes.
 
@@ -52,10 +52,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training
-from torchtitan_like.data.formats.documents import find_corpus
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.pipeline import build_train_batches
-from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.text.documents import find_corpus
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 ASSETS = Path(__file__).resolve().parents[1] / "tests/assets/tokenizer"
 SEQ_LEN, BATCH, NUM_BATCHES = 2048, 8, 200
@@ -146,7 +147,7 @@ def checks(folder: Path, copies: int, rounds: int) -> None:
     )
 
 
-def tokenising(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> dict[str, Side]:
+def tokenizing(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> dict[str, Side]:
     """A cache built in this process; the engine's own batch; its call for one text."""
     source, policy = find_corpus(str(corpus)), TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     fast = getattr(tokenizer, "_fast", tokenizer._inner)
@@ -154,7 +155,7 @@ def tokenising(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> 
 
     def ours() -> int:
         shutil.rmtree(folder, ignore_errors=True)
-        file = cached_tokens(source, policy, name="own", cache_folder=str(folder), dump_folder=str(folder))
+        file = cached_tokens(source, policy, entry_of(source, "own", policy), cache_folder=str(folder), dump_folder=str(folder))
         return file.meta.num_tokens - 2 * file.meta.num_documents
 
     def batch() -> int:
@@ -170,14 +171,14 @@ def tokenising(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> 
     return {"ours": ours, "batch": batch, "loop": loop}
 
 
-def tokenising_row(folder: str, file: str, by_library: str, characters: str, copies: str, rounds: str) -> None:
+def tokenizing_row(folder: str, file: str, by_library: str, characters: str, copies: str, rounds: str) -> None:
     """In a process of its own: print what `measure` finds for documents of so many characters."""
     tokenizer: Any = load_tokenizer(ASSETS / file)
     if by_library:
         tokenizer._fast = None
     corpus = Path(folder, "text.jsonl")
     texts = write_documents(corpus, int(characters), int(copies))
-    print(json.dumps(measure(tokenising(corpus, texts, tokenizer, Path(folder, "built")), int(rounds))))
+    print(json.dumps(measure(tokenizing(corpus, texts, tokenizer, Path(folder, "built")), int(rounds))))
 
 
 def write_documents(file: Path, characters: int, copies: int) -> list[str]:
@@ -344,14 +345,14 @@ def rates(folder: Path, arguments: argparse.Namespace) -> None:
     found = measure(reading(folder / "text.jsonl", folder / "cache"), arguments.rounds)
     print("| reading | ours | bare loop | ratio |\n|---|---|---|---|")
     print(row(f"{BATCH} x {SEQ_LEN:,} tokens", found, ("bare",)))
-    print("\n| tokenising | ours | batch | loop | ours / batch | ours / loop |\n|---|---|---|---|---|---|")
+    print("\n| tokenizing | ours | batch | loop | ours / batch | ours / loop |\n|---|---|---|---|---|---|")
     for engine, file in (("tokenizer.json", "tokenizer.json"), ("tiktoken file", "tokenizer.model"),
                          ("tokenizer.json, `tokenizers` library", "tokenizer.json")):  # fmt: skip
         by_library = "yes" * ("library" in engine)
         copies = max(1, arguments.copies // 6) if by_library else arguments.copies
         for size, characters in DOCUMENTS.items():
             words = [file, by_library, str(characters), str(copies), str(arguments.rounds)]
-            found = in_a_process("tokenising_row", str(folder), *words)
+            found = in_a_process("tokenizing_row", str(folder), *words)
             print(row(f"{engine}, {size}", found, ("batch", "loop")), flush=True)
 
 

@@ -33,11 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import ConfigError
-from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import ENDINGS, Corpus, find_corpus, plan_pieces, read_piece
-from torchtitan_like.data.formats.fast_bpe import merges_of
-from torchtitan_like.data.formats.records import BadRecord
-from torchtitan_like.data.formats.tokenizer import TokenizerError, load_tokenizer
+from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.text.documents import (
+    ENDINGS,
+    Corpus,
+    find_corpus,
+    plan_pieces,
+    read_piece,
+)
+from torchtitan_like.data.text.fast_bpe import merges_of
+from torchtitan_like.data.text.formats import BadRecord
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 
 Json = dict[str, Any]
 
@@ -266,7 +272,7 @@ def decoded_documents(path: str, tokenizer_path: str, token_dtype: str, n: int, 
     import tempfile
 
     from torchtitan_like.config.sections_training import DataSource
-    from torchtitan_like.data.formats.token_sources import open_token_source
+    from torchtitan_like.data.tokens.token_sources import open_token_source
 
     tokenizer, draw = load_tokenizer(tokenizer_path), random.Random(seed)
     source = DataSource(path=path, format="tokens", token_dtype=token_dtype)  # type: ignore[arg-type]

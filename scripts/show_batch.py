@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, load_stored_config
-from torchtitan_like.data import streaming
-from torchtitan_like.data.batch import Batch
-from torchtitan_like.data.batches import TrainBatches
-from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import VISIBLE_CACHE_FOLDER_NAME
-from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from torchtitan_like.data.pipeline import build_train_batches, resolve_sources
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_train_batches, resolve_sources
+from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.samples import streaming
+from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.util.jsonl import read_rows
 
 WIDTH = 100  # characters of a sample that are shown
@@ -56,7 +56,7 @@ def with_windows_of_its_own(config: JobConfig, folder: Path) -> JobConfig:
     """Another place for the windows of streams: a run may be reading its own, and what lies behind a reader is deleted."""
     place = folder / VISIBLE_CACHE_FOLDER_NAME
     place.mkdir()
-    for entry in streaming.folder_of(config.data, config.job.dump_folder).glob("[!.]*"):
+    for entry in streaming.window_folder(config.data, config.job.dump_folder).glob("[!.]*"):
         if not entry.name.startswith("window-"):
             (place / entry.name).symlink_to(entry)
     data = config.data.model_copy(update={"cache_folder": str(place)} if config.data.cache_folder else {})

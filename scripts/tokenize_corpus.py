@@ -1,4 +1,4 @@
-"""Tokenise a corpus once, into a folder that any number of runs can train on.
+"""Tokenize a corpus once, into a folder that any number of runs can train on.
 
     python scripts/tokenize_corpus.py corpus/*.jsonl --tokenizer assets/hf/Llama-3.1-8B --output corpus_tokens
 
@@ -27,10 +27,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import ENDINGS, Corpus, OnBadRecord, find_corpus
-from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.token_cache import TokenPolicy, cache_key, cached_tokens
-from torchtitan_like.data.token_file import META, TokenFile, open_token_file
+from torchtitan_like.data.text.documents import ENDINGS, Corpus, OnBadRecord, find_corpus
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cache_key, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_file import META, TokenFile, open_token_file
 
 
 def find_inputs(paths: list[str], format_name: str, text_field: str, on_bad_record: OnBadRecord = "error") -> Corpus:
@@ -40,7 +41,7 @@ def find_inputs(paths: list[str], format_name: str, text_field: str, on_bad_reco
     if len(formats) > 1:
         examples = ", ".join(f"{name} ({path})" for name, path in formats.items())
         raise DataError(
-            f"inputs of several formats: {examples}; tokenise each into a folder of its own, or give --format"
+            f"inputs of several formats: {examples}; tokenize each into a folder of its own, or give --format"
         )
     files = [file for corpus in found for file in corpus.files]
     twice = sorted({str(file) for file in files if files.count(file) > 1}) if len(set(files)) < len(files) else []
@@ -75,7 +76,7 @@ def tokenize(corpus: Corpus, policy: TokenPolicy, output: Path, num_workers: int
         built = cached_tokens(
             corpus,
             policy,
-            name="corpus",
+            entry_of(corpus, "corpus", policy),
             cache_folder=str(building),
             dump_folder=str(building),
             num_workers=num_workers,
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> int:
         default="error",
         help="a line or row without readable text: end with its place (default), or leave it out and count it",
     )
-    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for each core)")
+    parser.add_argument("--workers", type=int, help="processes that tokenize (default: one for each core)")
     parser.add_argument("--no-bos", action="store_true", help="no BOS before each document")
     parser.add_argument("--no-eos", action="store_true", help="no EOS behind each document")
     arguments = parser.parse_args(argv)

@@ -20,8 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.formats.fast_bpe import bytes_of_characters
-from torchtitan_like.data.formats.tokenizer import LLAMA3_PATTERN, load_tokenizer
+from torchtitan_like.data.text.fast_bpe import bytes_of_characters
+from torchtitan_like.data.text.tokenizer import LLAMA3_PATTERN, load_tokenizer
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 

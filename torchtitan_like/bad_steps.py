@@ -17,7 +17,7 @@ import numpy as np
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.retention import PIN
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.util.files import WriteFailures, write_atomically

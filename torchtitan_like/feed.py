@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.distributed.world import World
 
 if TYPE_CHECKING:

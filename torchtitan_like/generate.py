@@ -13,7 +13,8 @@ from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import JobConfig, load_stored_config
-from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup

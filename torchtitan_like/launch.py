@@ -20,10 +20,10 @@ from torchtitan_like.checkpoint.loading import Identity
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
+from torchtitan_like.data.batches.workers import few_cores
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.loading import few_cores
-from torchtitan_like.data.token_cache import num_cores
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.mesh_picture import picture

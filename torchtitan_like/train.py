@@ -33,10 +33,10 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batch import Batch, chain, count_valid, count_valid_by_source
+from torchtitan_like.data.batches.batch import Batch, chain, count_valid, count_valid_by_source
+from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.errors import CacheWriteError
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_like.data.batch import Batch, count_bytes, count_valid
+from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.feed import Feed
 from torchtitan_like.resilience.requests import agreed, stop_among

@@ -14,9 +14,9 @@ from scripts import show_batch
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config import JobConfig
-from torchtitan_like.data import streaming
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents
+from torchtitan_like.data.samples import streaming
+from torchtitan_like.data.text import documents
 from torchtitan_like.util.jsonl import read_rows
 
 STEPS = 6

@@ -12,7 +12,7 @@ from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from tests.unit.scripts.test_make_tiny import llama2
 from torchtitan_like.cli import main as titan
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.generate import decode_continuation, generate
 from torchtitan_like.stored_config import find_assets
 

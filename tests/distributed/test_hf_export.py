@@ -28,7 +28,7 @@ from torchtitan_like.checkpoint.hf.output import Output, in_rounds
 from torchtitan_like.checkpoint.hf.plan import hold, merge, targets
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
 from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup

@@ -9,7 +9,7 @@ from scripts import replay
 from tests.distributed.parity import ROOT, build, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.data.batch import Batch
+from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import decode, read_rows

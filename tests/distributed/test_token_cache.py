@@ -24,11 +24,12 @@ import torch.distributed as dist
 from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data import building, pipeline, token_cache
+from torchtitan_like.data import build as data_build
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
-from torchtitan_like.data.formats import documents
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.token_file import Staging
+from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens import build_once, token_cache
+from torchtitan_like.data.tokens.token_file import Staging
 from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.launch import CODES, read_config
 from torchtitan_like.resilience.requests import Requests
@@ -70,7 +71,7 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
     documents.PIECE_BYTES = 300
     group = HostGroup(list(range(dist.get_world_size())), timedelta(seconds=60))
     try:
-        batches = pipeline.build_train_batches(
+        batches = data_build.build_train_batches(
             Training(dataset_path=str(corpus), seq_len=16),
             Data(),
             tokenizer=load_tokenizer(ASSETS),
@@ -115,14 +116,14 @@ def test_one_rank_builds_and_all_read(corpus: Path, tmp_path: Path) -> None:
     results = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
     assert {error for error, _, _ in results} == {""}
     assert len({folder for _, folder, _ in results}) == 1
-    assert sum(any("tokenising" in line for line in lines) for _, _, lines in results) == 1
+    assert sum(any("tokenizing" in line for line in lines) for _, _, lines in results) == 1
 
 
 def test_a_killed_worker_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
     results = run_ranks(with_a_killed_worker, RANKS, corpus, tmp_path / "run")
     assert {error for error, _, _ in results} == {"WorkerKilled"}
     assert len({message for _, message, _ in results}) == 1 and "memory ran low" in results[0][1]
-    assert sum(any("tokenising" in line for line in lines) for _, _, lines in results) == 1, (
+    assert sum(any("tokenizing" in line for line in lines) for _, _, lines in results) == 1, (
         "nobody takes over"
     )
     assert (
@@ -168,9 +169,9 @@ def remove_hashes(entry: Path) -> None:
 
 
 FULL_DISKS = {
-    "a piece": "token_file.Staging.append",
-    "the publication": "token_file.Staging.publish",
-    "the first file": "token_file.Staging.__init__",
+    "a piece": "tokens.token_file.Staging.append",
+    "the publication": "tokens.token_file.Staging.publish",
+    "the first file": "tokens.token_file.Staging.__init__",
 }
 
 
@@ -188,7 +189,7 @@ def test_a_full_disk_while_hashes_are_added_ends_all_ranks_together(
 ) -> None:
     (_, folder, _), _ = run_ranks(build_batches, 2, corpus, tmp_path / "run")
     remove_hashes(Path(folder))
-    function = f"token_file.{name}"
+    function = f"tokens.token_file.{name}"
     results = run_ranks(with_a_fault, 2, {0, 1}, function, FULL, corpus, tmp_path / "run")
     assert {(error, message) for error, message, _ in results} == {("CacheWriteError", results[0][1])}
     assert "cannot write the hashes of the token cache" in results[0][1]
@@ -202,7 +203,7 @@ def test_a_full_disk_is_no_bad_data() -> None:
 
 
 # What one rank does by itself, without a build: looking for the cache, opening it, planning samples.
-LOCAL = {"look for the cache": "token_cache.Entry.open", "plan the samples": "pipeline.pack"}
+LOCAL = {"look for the cache": "tokens.token_cache.Entry.open", "plan the samples": "build.pack"}
 
 
 @pytest.mark.parametrize("is_built", [False, True])
@@ -249,8 +250,8 @@ def on_disks_of_their_own(folder: Path) -> list[int]:
     disk = folder / str(host)
     disk.mkdir(exist_ok=True)
     entry, built = disk / "entry", []
-    building.socket = type("Host", (), {"gethostname": staticmethod(lambda: f"host-{host}")})  # type: ignore[assignment]
-    is_visible, building._is_visible = building._is_visible, lambda path: host == 0
+    build_once.socket = type("Host", (), {"gethostname": staticmethod(lambda: f"host-{host}")})  # type: ignore[assignment]
+    is_visible, build_once._is_visible = build_once._is_visible, lambda path: host == 0
     group = HostGroup(list(range(dist.get_world_size())), timedelta(seconds=60))
 
     def build(stop: threading.Event) -> str:
@@ -263,13 +264,13 @@ def on_disks_of_their_own(folder: Path) -> list[int]:
         return str(entry) if entry.exists() else None
 
     try:
-        built_entry = building.build_together(
+        built_entry = build_once.build_once(
             group, find, build, lambda: disk, "entry", "the entry"
         )
         assert built_entry == str(entry)
     finally:
         group.destroy()
-        building.socket, building._is_visible = socket, is_visible
+        build_once.socket, build_once._is_visible = socket, is_visible
     return built
 
 

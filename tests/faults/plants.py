@@ -21,7 +21,7 @@ from torchtitan_like.data.errors import CacheWriteError
 
 # Where all ranks pass: what is about to be called when it happens.
 PLACES = {
-    "next batch": "torchtitan_like.data.batches:TrainBatches.__next__",
+    "next batch": "torchtitan_like.data.batches.training:TrainBatches.__next__",
     "start": "torchtitan_like.train:Trainer._build_model",
     "step": "torchtitan_like.optim.optimizer:Optimizer.clip_gradients",  # between backward and update
     "save": "torchtitan_like.checkpoint.dcp_storage:ExtentWriter.write_data",  # on the checkpoint thread

@@ -75,7 +75,7 @@ def test_a_config_that_one_rank_refuses_is_no_crash(tmp_path: Path) -> None:
 
 
 SPOILT = """import os
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError
 plain, steps = TrainBatches.__next__, []
 def read(batches):

@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.errors import TokenizerError
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.util.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed")]

@@ -11,8 +11,8 @@ import json
 import os
 from collections.abc import Callable
 
-from torchtitan_like.data.batch import Batch
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.training import TrainBatches
 
 
 def _telling(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], Batch]:

@@ -483,7 +483,7 @@ def test_warm_start_takes_the_weights_alone(
 def test_validation_is_the_mean_over_all_tokens(files: Path, reference: RunResult) -> None:
     """By hand: every document between BOS and EOS, end to end, each token but the first predicted once."""
     from torchtitan_like.config import load_config
-    from torchtitan_like.data.formats.tokenizer import load_tokenizer
+    from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.generate import load_model
 
     step_folder = reference.dump_folder / "checkpoint" / f"step-{STEPS}"

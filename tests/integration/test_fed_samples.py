@@ -27,10 +27,10 @@ from tests.unit.data.reference import digest_of
 from tests.unit.data.test_documents import write_table
 from tests.unit.data.token_writers import write_flat, write_npy
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.batch import IGNORED_LABEL, SOURCE_SHIFT
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.order import shuffled
-from torchtitan_like.data.token_cache import num_cores
+from torchtitan_like.data.batches.batch import IGNORED_LABEL, SOURCE_SHIFT
+from torchtitan_like.data.samples.order import shuffled
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.util.jsonl import read_rows
 
 ASSETS = ROOT / "tests/assets/tokenizer"

@@ -27,7 +27,12 @@ NEVER_AT_TOP_LEVEL = {
 BROUGHT_ALONG = {"annotated_types": "pydantic", "pydantic_core": "pydantic", "huggingface_hub": "datasets"}
 NOT_IMPORTED = {"datasets", "safetensors"}
 # Checking a config, on a login node, must not take the seconds that torch's import takes.
-WITHOUT_TORCH = ["torchtitan_like.config", "torchtitan_like.preflight", "torchtitan_like.data.formats.tokenizer"]
+WITHOUT_TORCH = [
+    "torchtitan_like.config",
+    "torchtitan_like.preflight",
+    "torchtitan_like.data.text.documents",
+    "torchtitan_like.data.text.tokenizer",
+]
 
 
 def name_of(path: Path) -> str:

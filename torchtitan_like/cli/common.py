@@ -45,7 +45,7 @@ def run_checked(action: Callable[[], int]) -> int:
     """Call `action` and return its code. Print an expected error: 1 for damage, 2 for any other."""
     from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
     from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.formats.tokenizer import TokenizerError
+    from torchtitan_like.data.errors import TokenizerError
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:

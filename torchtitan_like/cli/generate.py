@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from torchtitan_like.checkpoint.errors import CheckpointError
     from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.formats.tokenizer import TokenizerError
+    from torchtitan_like.data.errors import TokenizerError
     from torchtitan_like.generate import continue_prompt
 
     try:

@@ -21,6 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble
+
 if TYPE_CHECKING:
     from torchtitan_like.models.spec import InitRule
 
@@ -30,9 +32,6 @@ InitTable = tuple[tuple[str, "InitRule"], ...]
 
 # Elements drawn at a time: the temporaries stay in a core's cache, and memory does not grow with the model.
 BLOCK = 32_768
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def materialize(model: Any, device: torch.device) -> None:
@@ -95,7 +94,7 @@ def weight_hash(model: nn.Module) -> int:
         key = _key(0, name)
         for index, values in _blocks(local, parameter):
             bits = values.to(torch.float32).cpu().numpy().view(np.uint32).astype(np.uint64)
-            mixed = _mix(_mix(index * _GOLDEN + key) + bits)
+            mixed = scramble(scramble(index * GOLDEN_GAMMA + key) + bits)
             total += int(mixed.sum(dtype=np.uint64))
     return total % 2**64
 
@@ -184,19 +183,9 @@ def _key(seed: int, name: str) -> np.uint64:
     return key
 
 
-def _mix(x: Integers) -> Integers:
-    """splitmix64's output function (Steele, Lea & Flood, OOPSLA 2014), in place: arithmetic modulo 2^64."""
-    x ^= x >> np.uint64(30)
-    x *= _MIX_1
-    x ^= x >> np.uint64(27)
-    x *= _MIX_2
-    x ^= x >> np.uint64(31)
-    return x
-
-
 def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
     """The values of the elements at `index`, in float64."""
-    bits = _mix((index + np.uint64(1)) * _GOLDEN + key)
+    bits = scramble((index + np.uint64(1)) * GOLDEN_GAMMA + key)
     # 52 bits and a half: with 53 the half is rounded away above 0.5, and the largest number would become 1.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     if rule.kind == "trunc_normal":

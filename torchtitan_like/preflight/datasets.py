@@ -94,8 +94,8 @@ def _check_files(
 ) -> Iterator[Problem]:
     """Check that the files exist and have a known format. Of files on the Hub only the name is checked."""
     from torchtitan_like.data.errors import DataError
-    from torchtitan_like.data.formats.documents import find_corpus
-    from torchtitan_like.data.formats.hub import PREFIX, check_name
+    from torchtitan_like.data.text.documents import find_corpus
+    from torchtitan_like.data.text.hub import PREFIX, check_name
 
     is_tokens = format_name == "tokens"
     if path.startswith(PREFIX):

@@ -29,11 +29,8 @@ def check_tokenizer(run: RunContext) -> Iterator[Problem]:
         expected = f"a folder with tokenizer.json or a tiktoken .model file; {describe_missing(path)}"
         yield Problem(key, None, expected, remedy, severity="training_error")
         return
-    from torchtitan_like.data.formats.tokenizer import (
-        TokenizerError,
-        check_vocabulary,
-        load_tokenizer,
-    )
+    from torchtitan_like.data.errors import TokenizerError
+    from torchtitan_like.data.text.tokenizer import check_vocabulary, load_tokenizer
 
     try:
         tokenizer = load_tokenizer(path)

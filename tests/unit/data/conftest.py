@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data.batches import TrainBatches
-from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 

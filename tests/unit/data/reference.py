@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.order import mix64, shuffled
+from torchtitan_like.data.samples.order import shuffled
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.util.splitmix import mix64
 
 
 @dataclass

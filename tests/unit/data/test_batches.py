@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_like.data.batch import Batch, chain
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.batch import Batch, chain
+from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.formats.tokenizer import Tokenizer
+from torchtitan_like.data.text.tokenizer import Tokenizer
 
 from .conftest import write_jsonl
 from .reference import Row, stream

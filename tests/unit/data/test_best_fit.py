@@ -20,17 +20,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
-from torchtitan_like.data import best_fit, token_cache
-from torchtitan_like.data.batch import Batch, assemble
-from torchtitan_like.data.batch import Plan as ReadingPlan
-from torchtitan_like.data.batches import TrainBatches
-from torchtitan_like.data.best_fit import BestFitSamples, Plan, make_plan, open_plan, pack, plan_name
-from torchtitan_like.data.checked_file import CheckedArray, CheckedFile, RawFile
+from torchtitan_like.data.batches.batch import Batch, assemble
+from torchtitan_like.data.batches.batch import Plan as ReadingPlan
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_validation_sets
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.packing import NO_SAMPLE, JoinedSamples, PackedSamples
-from torchtitan_like.data.pipeline import build_validation_sets
-from torchtitan_like.data.token_file import TokenFile, TokenMeta
+from torchtitan_like.data.samples import best_fit
+from torchtitan_like.data.samples.best_fit import (
+    BestFitSamples,
+    Plan,
+    make_plan,
+    open_plan,
+    pack,
+    plan_name,
+)
+from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
+from torchtitan_like.data.tokens.token_file import TokenFile, TokenMeta
 
 from .conftest import flip_bit, write_jsonl
 from .test_token_cache import as_user_without_rights, wait_for
@@ -170,7 +177,7 @@ def test_many_documents_leave_next_to_no_padding_and_stand_in_the_texts_order() 
 
 
 def test_a_long_plan_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(token_cache, "PROGRESS_SECONDS", -1.0)
+    monkeypatch.setattr(best_fit, "PROGRESS_SECONDS", -1.0)
     caplog.set_level(logging.INFO)
     make_plan(np.array([0, 3, 5, 7, 9], np.uint64), 2)
     assert caplog.messages == ["packing: 25% of 4 pieces", "packing: 100% of 4 pieces"]
@@ -278,8 +285,8 @@ PLANNER = """
 import logging, os, sys
 from pathlib import Path
 import numpy as np
-from torchtitan_like.data import best_fit
-from torchtitan_like.data.token_file import TokenFile, TokenMeta
+from torchtitan_like.data.samples import best_fit
+from torchtitan_like.data.tokens.token_file import TokenFile, TokenMeta
 fsync = os.fsync
 def fsync_and_pause(descriptor):
     path = Path(os.readlink(f"/proc/self/fd/{{descriptor}}"))

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.documents import find_corpus, plan_pieces, read_piece
-from torchtitan_like.data.formats.records import BadRecord
-from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.text.documents import find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.text.formats import BadRecord
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 
 from .conftest import ASSETS, TEXTS, write_jsonl
 from .test_documents import write_table

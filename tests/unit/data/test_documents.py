@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents
-from torchtitan_like.data.formats.documents import Corpus, find_corpus, plan_pieces, read_piece
-from torchtitan_like.data.formats.records import Span
+from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.documents import Corpus, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.text.formats import Span
 
 from .conftest import TEXTS, write_jsonl
 
@@ -269,7 +269,7 @@ def test_bad_tables_are_named(tmp_path: Path, name: str) -> None:
 
 def test_reading_jsonl_needs_neither_datasets_nor_pyarrow(corpus_file: Path, repo_root: Path) -> None:
     script = (
-        "import sys; from torchtitan_like.data.formats.documents import *; c = find_corpus(sys.argv[1]);"
+        "import sys; from torchtitan_like.data.text.documents import *; c = find_corpus(sys.argv[1]);"
         "n = sum(1 for p in plan_pieces(c) for _ in read_piece(c, p));"
         "print(n, [m for m in ('datasets', 'pyarrow', 'pandas', 'torch', 'numpy') if m in sys.modules])"
     )

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.formats import fast_bpe
-from torchtitan_like.data.formats.fast_bpe import PATTERNS, FastBPE, Unproven
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.text import fast_bpe
+from torchtitan_like.data.text.fast_bpe import PATTERNS, FastBPE, Unproven
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 
 from .conftest import ASSETS
 

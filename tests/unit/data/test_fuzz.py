@@ -22,11 +22,11 @@ import pytest
 import tokenizers
 
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data import streaming
-from torchtitan_like.data.batches import TrainBatches
-from torchtitan_like.data.formats import documents as document_files
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.samples import streaming
+from torchtitan_like.data.text import documents as document_files
+from torchtitan_like.data.text.tokenizer import Tokenizer
 
 from .conftest import ASSETS
 from .independent_reader import Row, Run, Source, steps

@@ -12,10 +12,11 @@ import pytest
 
 from scripts.tokenize_corpus import main as tokenize
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents, lines
-from torchtitan_like.data.formats.documents import Blocks, find_corpus, plan_pieces, read_piece
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.text import documents, formats
+from torchtitan_like.data.text.documents import Blocks, find_corpus, plan_pieces, read_piece
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 from .conftest import ASSETS, TEXTS, write_jsonl
 
@@ -32,7 +33,7 @@ def write_gzip(file: Path, texts: list[str], num_members: int = 1) -> Path:
 
 
 def cut_into(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "GZIP_BYTES", part_bytes)
+    monkeypatch.setattr(formats, "GZIP_BYTES", part_bytes)
     monkeypatch.setattr(documents, "PIECE_BYTES", 1)
 
 
@@ -89,7 +90,7 @@ def test_a_file_that_was_cut_off_is_told_or_its_rest_left_out(
     file = write_gzip(tmp_path / "a.jsonl.gz", MANY, num_members=10)
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 5])
     with pytest.raises(
-        DataError, match=rf"^{file}, line \d+: cannot be unpacked from here on .*was cut off \(data.on_bad"
+        DataError, match=rf"^{file}, line \d+: cannot be decompressed from here on .*truncated \(data.on_bad"
     ):
         read(file)
     found = read(file, "skip")
@@ -97,19 +98,19 @@ def test_a_file_that_was_cut_off_is_told_or_its_rest_left_out(
     told = found[len(texts) :]
     assert texts == MANY[: len(texts)] and 0.5 * len(MANY) < len(texts) < 0.65 * len(MANY)
     num_parts = len(Blocks(find_corpus(str(file))))
-    assert 1 <= len(told) <= num_parts and all("cannot be unpacked" in one and str(file) in one for one in told)
+    assert 1 <= len(told) <= num_parts and all("cannot be decompressed" in one and str(file) in one for one in told)
 
 
 def test_what_is_no_gzip_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_text(json.dumps({"text": "plain"}))
-    with pytest.raises(DataError, match=r"a.json.gz, line 1: cannot be unpacked from here on \(Not a gzipped file"):
+    with pytest.raises(DataError, match=r"a.json.gz, line 1: cannot be decompressed from here on \(Not a gzipped file"):
         read(tmp_path)
 
 
 def test_a_cache_of_compressed_text_is_that_of_the_text(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lines, "GZIP_BYTES", 2000)
+    monkeypatch.setattr(formats, "GZIP_BYTES", 2000)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     plain, packed = (tmp_path / name / "a.jsonl" for name in ("plain", "packed"))
     write_jsonl(plain, MANY)
@@ -117,7 +118,8 @@ def test_a_cache_of_compressed_text_is_that_of_the_text(
 
     def made(folder: Path, on_bad_record: str = "error") -> tuple[bytes, int, int]:
         corpus = find_corpus(str(folder), on_bad_record=on_bad_record)  # type: ignore[arg-type]
-        file = cached_tokens(corpus, policy, name="own", cache_folder=None, dump_folder=str(tmp_path), num_workers=1)
+        file = cached_tokens(corpus, policy, entry_of(corpus, "own", policy),
+                             cache_folder=None, dump_folder=str(tmp_path), num_workers=1)  # fmt: skip
         return (file.folder / "tokens.bin").read_bytes(), file.meta.text_digest, file.meta.num_bad
 
     whole = made(plain.parent)

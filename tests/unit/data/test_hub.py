@@ -16,8 +16,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from tests.unit.data.conftest import write_jsonl
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import hub
-from torchtitan_like.data.formats.documents import find_corpus
+from torchtitan_like.data.text import hub
+from torchtitan_like.data.text.documents import find_corpus
 
 PATH = "hf://datasets/own/tales@v1/en/*.jsonl"
 

@@ -24,11 +24,11 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from tests.unit.data.conftest import ASSETS, TEXTS, write_jsonl
 from tests.unit.data.test_documents import write_table
-from torchtitan_like.data import streaming
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents, hub, lines
-from torchtitan_like.data.order import shuffled
+from torchtitan_like.data.samples import streaming
+from torchtitan_like.data.samples.order import shuffled
+from torchtitan_like.data.text import documents, formats, hub
 
 ROOT = Path(__file__).parents[3]
 PATH = "hf://datasets/own/tales@v1/en/part-*"
@@ -83,7 +83,7 @@ def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(hub, "NUM_KEPT", 2)
-    monkeypatch.setattr(lines, "GZIP_BYTES", 300)
+    monkeypatch.setattr(formats, "GZIP_BYTES", 300)
     monkeypatch.setattr(documents, "TABLE_BYTES", 1500)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 900)
     monkeypatch.setattr(streaming, "WINDOW_BYTES", 300)
@@ -290,9 +290,10 @@ def test_a_process_ends_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Path)
         import huggingface_hub
         from tests.unit.data.test_hub_stream import PATH, Hub
         from torchtitan_like.config.sections_training import Data, Training
-        from torchtitan_like.data import pipeline, streaming
-        from torchtitan_like.data.formats import lines, tokenizer
-        lines.GZIP_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
+        from torchtitan_like.data import build
+        from torchtitan_like.data.samples import streaming
+        from torchtitan_like.data.text import formats, tokenizer
+        formats.GZIP_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
         hub, begun, first = Hub(Path(sys.argv[1])), threading.Event(), []
         def slow(*args, **given):
             if first:
@@ -301,7 +302,7 @@ def test_a_process_ends_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Path)
             first.append(args)
             return hub.hf_hub_download(*args, **given)
         huggingface_hub.HfApi, huggingface_hub.hf_hub_download = lambda: hub, slow
-        batches = pipeline.build_train_batches(
+        batches = build.build_train_batches(
             Training(seq_len=16), Data(sources={"own": {"path": PATH, "streaming": True}}),
             tokenizer=tokenizer.load_tokenizer(sys.argv[3]), dump_folder=sys.argv[2], seed=1,
             dp_rank=0, dp_size=1, num_accumulation=1)

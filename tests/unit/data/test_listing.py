@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from torchtitan_like.config.sections_training import Data, DataSource
-from torchtitan_like.data import checked_file, pipeline
+from torchtitan_like.data import build as data_build
+from torchtitan_like.data.build import NamedSource
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents, token_sources
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.pipeline import NamedSource
-from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens import checked_file, token_sources
+from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.distributed.world import HostGroup
 
 from .conftest import write_jsonl
@@ -81,11 +82,11 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> DataSource:
 
 def opened(source: DataSource, tokenizer: Tokenizer, tmp_path: Path, group: HostGroup | None = None) -> TokenFile:
     named, folder = NamedSource("own", source), str(tmp_path / "run")
-    return pipeline._tokens(named, Data(), tokenizer, folder, True, group or HostGroup.alone())
+    return data_build._tokens(named, Data(), tokenizer, folder, True, group or HostGroup.alone())
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((pipeline, "find_corpus"), (token_sources, "open_part"), (token_sources, "find_token_files")):
+    for module, name in ((data_build, "find_corpus"), (token_sources, "open_part"), (token_sources, "find_token_files")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the files"))
 
 
@@ -167,7 +168,7 @@ def test_a_rank_that_builds_the_cache_lists_the_files_once(
 ) -> None:
     """Two million files take seconds to list, and seconds for each look at their sizes."""
     source = DataSource(path=str(text(tmp_path / "data")))
-    listings, stats, find, stat = [], [], pipeline.find_corpus, os.stat
+    listings, stats, find, stat = [], [], data_build.find_corpus, os.stat
 
     def counted_find(*args: Any) -> Any:
         listings.append(args)
@@ -177,7 +178,7 @@ def test_a_rank_that_builds_the_cache_lists_the_files_once(
         stats.append(str(path))
         return stat(path, *args, **keywords)
 
-    monkeypatch.setattr(pipeline, "find_corpus", counted_find)
+    monkeypatch.setattr(data_build, "find_corpus", counted_find)
     monkeypatch.setattr(os, "stat", counted_stat)
     opened(source, tokenizer, tmp_path)
     assert len(listings) == 1

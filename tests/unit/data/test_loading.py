@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
-from torchtitan_like.data.batch import Batch
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.workers import PlannedBatches, few_cores
+from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.loading import PlannedBatches, few_cores
-from torchtitan_like.data.pipeline import build_train_batches, build_validation_sets
+from torchtitan_like.data.text.tokenizer import Tokenizer
 
 Build = Callable[..., TrainBatches]
 
@@ -110,7 +110,7 @@ def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Buil
 LEFT_BEHIND = """
 import builtins, sys
 from torchtitan_like.config.sections_training import DataLoader
-from torchtitan_like.data.loading import PlannedBatches, reader
+from torchtitan_like.data.batches.workers import PlannedBatches, reader
 
 def plans():
     yield from range(1000)

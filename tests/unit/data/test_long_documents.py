@@ -16,11 +16,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
-from torchtitan_like.data import token_cache
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import tokenizer as tokenizer_module
-from torchtitan_like.data.formats.fast_bpe import PATTERNS
-from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.text import tokenizer as tokenizer_module
+from torchtitan_like.data.text.fast_bpe import PATTERNS
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.tokens import encoding
 
 from .conftest import ASSETS, write_jsonl
 from .test_fast_bpe import PARTS, trained, training_texts
@@ -175,7 +175,7 @@ def test_what_may_depend_on_the_whole_text_is_not_cut_but_refused_when_it_is_too
     assert tokenizer.cuts is None
     file = write_jsonl(tmp_path / "data" / "a.jsonl", ["to be or not to be " * 1000, "short"])
     monkeypatch.setattr(tokenizer, "max_part", 1000)
-    monkeypatch.setattr(token_cache, "GROUP_CHARACTERS", 1000)
+    monkeypatch.setattr(encoding, "GROUP_CHARACTERS", 1000)
     with pytest.raises(
         DataError,
         match=r"a\.jsonl: a document of 19,000 characters has 19,000 that cannot be cut.*1,000",
@@ -212,7 +212,7 @@ def test_a_long_document_has_progress_by_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 10_000)
-    monkeypatch.setattr(token_cache, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(encoding, "PROGRESS_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
     text = "to be, or not to be: that is the question\n" * 2000
     file = cache(write_jsonl(tmp_path / "data" / "a.jsonl", [text]))
@@ -226,9 +226,9 @@ def test_a_long_document_has_progress_by_its_bytes(
 # Peak memory of a process that tokenizes one document, in MiB, over what it had before.
 PEAK = """
 import resource, sys
-from torchtitan_like.data.formats.documents import find_corpus, plan_pieces
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.token_cache import TokenPolicy, encode_piece
+from torchtitan_like.data.text.documents import find_corpus, plan_pieces
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy, encode_piece
 corpus, policy = find_corpus(sys.argv[1]), TokenPolicy(load_tokenizer(sys.argv[2]), 1, 2)
 policy.tokenizer.encode("warm")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data import mixture, pipeline
-from torchtitan_like.data.batch import Batch
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data import build as data_build
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_train_batches
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.mixture import Origin, SampleOrder, Supply
-from torchtitan_like.data.pipeline import build_train_batches
+from torchtitan_like.data.samples import mixture
+from torchtitan_like.data.samples.mixture import Origin, SampleOrder, Supply
+from torchtitan_like.data.text.tokenizer import Tokenizer
 
 Build = Callable[..., TrainBatches]
 PATTERN = 64  # in the tests of formulas: small, so that they meet many
@@ -366,7 +367,7 @@ def test_a_text_without_a_label_is_refused(tokenizer: Tokenizer, tmp_path: Path)
     texts = {"empty": write_jsonl(tmp_path / "a.jsonl", ["a", "b"])}
     settings_ = {"mask_document_starts": True, "add_bos": False, "add_eos": False}
     with pytest.raises(
-        DataError, match="text empty .*: 2 documents, .* has nothing to be learnt: each of its documents"
+        DataError, match="text empty .*: 2 documents, .* has nothing to learn: each of its documents"
     ):
         mixed(tokenizer, texts, {"empty": {}}, **settings_)
 
@@ -419,7 +420,7 @@ def test_a_run_of_the_earlier_schedule_resumes_where_each_source_was(
 
     with monkeypatch.context() as earlier:
         earlier.setattr(mixture, "_schedule", one_source_after_the_other)
-        earlier.setattr(pipeline, "MIXTURE_VERSION", 1)
+        earlier.setattr(data_build, "MIXTURE_VERSION", 1)
         run = mixed(tokenizer, texts, WEIGHTS)
     for _ in range(3):
         next(run)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_like.data.order import BLOCK_SAMPLES, WINDOW_BLOCKS, mix64, shuffled
+from torchtitan_like.data.samples.order import BLOCK_SAMPLES, WINDOW_BLOCKS, shuffled
+from torchtitan_like.util.splitmix import mix64
 
 WINDOW = BLOCK_SAMPLES * WINDOW_BLOCKS
 AROUND_BORDERS = [1, 2, 3, 4, 63, 64, 65, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 63, WINDOW + 65, 3 * WINDOW + 100]

@@ -14,8 +14,8 @@ import pytest
 
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import DataSource, Training, Validation
+from torchtitan_like.data.build import resolve_sources
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.pipeline import resolve_sources
 
 
 def resolve(dataset: str = "shakespeare", path: str | None = None, **sources: str) -> tuple[str, str]:
@@ -60,7 +60,7 @@ def test_c4_lies_on_the_hub_at_a_commit(name: Any, section: Any, files: str, str
         (
             "training",
             Training(dataset="shakespear"),
-            r"training.dataset is 'shakespear': .*perhaps you meant 'shakespeare'.*dataset_path or in \[data.sources",
+            r"training.dataset is 'shakespear': .*did you mean \"shakespeare\".*dataset_path or in \[data.sources",
         ),
         ("validation", Validation(dataset="c4"), "validation.dataset is 'c4': .* c4_validation"),
     ],
@@ -81,6 +81,6 @@ def test_shipped_text_is_what_its_note_says(repo_root: Path) -> None:
 
 def test_the_room_imports_only_what_a_batch_needs(repo_root: Path) -> None:
     heavy = ("datasets", "pyarrow", "pandas", "torch.distributed.tensor", "transformers", "tokenizers", "tiktoken")
-    script = f"import sys, torchtitan_like.data.pipeline; print([name for name in {heavy} if name in sys.modules])"
+    script = f"import sys, torchtitan_like.data.build; print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-c", script]
     assert subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout == "[]\n"

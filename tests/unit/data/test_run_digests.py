@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from torchtitan_like.config.sections_training import DataSource
-from torchtitan_like.data import checked_file, run_digests
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens import checked_file, run_digests
+from torchtitan_like.data.tokens.token_file import TokenFile
 
 from .conftest import flip_bit
 from .token_writers import open_source, write_megatron, write_npy

@@ -27,15 +27,16 @@ from tests.unit.data.conftest import TEXTS, write_jsonl
 from tests.unit.data.reference import Row, samples_of
 from tests.unit.data.test_batches import check_step, rows_of
 from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
-from torchtitan_like.data import streaming, token_cache
-from torchtitan_like.data.batch import IGNORED_LABEL, SOURCE_SHIFT, Batch
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.batch import IGNORED_LABEL, SOURCE_SHIFT, Batch
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_train_batches
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.formats import documents
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.order import shuffled
-from torchtitan_like.data.pipeline import build_train_batches
-from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.samples import streaming
+from torchtitan_like.data.samples.order import shuffled
+from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens import token_cache
+from torchtitan_like.data.tokens.token_file import TokenFile
 
 ROOT = Path(__file__).parents[3]
 Build = Callable[..., TrainBatches]
@@ -413,8 +414,9 @@ def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> 
     code = """if 1:
         import sys, threading
         from torchtitan_like.config.sections_training import Data, Training
-        from torchtitan_like.data import pipeline, streaming
-        from torchtitan_like.data.formats import documents, tokenizer
+        from torchtitan_like.data import build
+        from torchtitan_like.data.samples import streaming
+        from torchtitan_like.data.text import documents, tokenizer
         documents.BLOCK_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 1000, 5000, 1
         encode, begun = streaming.encode_piece, threading.Event()
         def slow(*given):
@@ -424,7 +426,7 @@ def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> 
                 threading.main_thread().join()
             return encode(*given)
         streaming.encode_piece = slow
-        batches = pipeline.build_train_batches(
+        batches = build.build_train_batches(
             Training(seq_len=16), Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
             tokenizer=tokenizer.load_tokenizer("tests/assets/tokenizer"), dump_folder=sys.argv[2], seed=1,
             dp_rank=0, dp_size=1, num_accumulation=1)

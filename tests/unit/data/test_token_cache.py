@@ -21,14 +21,16 @@ import psutil
 import pytest
 
 from torchtitan_like.config.sections_training import Data
-from torchtitan_like.data import best_fit, checked_file, token_cache, token_file
-from torchtitan_like.data.checked_file import CheckedArray, CheckedFile, RawFile
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import documents
-from torchtitan_like.data.formats.documents import OnBadRecord, find_corpus
-from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.token_cache import Progress, TokenPolicy, cached_tokens
-from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.samples import best_fit
+from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.documents import OnBadRecord, find_corpus
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.tokens import checked_file, encoding, token_cache, token_file
+from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
+from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_file import TokenFile
 
 from .conftest import ASSETS, flip_bit, write_jsonl
 
@@ -50,7 +52,8 @@ def cache(
     tokenizer = tokenizer or load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     places = {"cache_folder": None, "dump_folder": str(path.parent / "run"), **options}
-    return cached_tokens(find_corpus(str(path), on_bad_record=on_bad_record), policy, name="own", **places)
+    found = find_corpus(str(path), on_bad_record=on_bad_record)
+    return cached_tokens(found, policy, entry_of(found, "own", policy), **places)
 
 
 def contents(file: TokenFile) -> dict[str, bytes]:
@@ -85,7 +88,7 @@ def test_the_same_however_the_work_is_cut_and_by_how_many(
     whole = cache(corpus, cache_folder=str(tmp_path / "whole"))
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
     with monkeypatch.context() as alone:
-        alone.setattr(token_cache, "MIN_PIECES_FOR_WORKERS", 1000)
+        alone.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
         pieces = cache(corpus, cache_folder=str(tmp_path / "pieces"))
     workers = cache(corpus, cache_folder=str(tmp_path / "workers"))
     assert contents(whole) == contents(pieces) == contents(workers)
@@ -148,7 +151,10 @@ def test_another_policy_is_another_cache(corpus: Path, tokenizer: Tokenizer) -> 
     policies = [TokenPolicy(tokenizer, bos, eos) for bos in (None, 2046) for eos in (None, 2047)]
     policies.append(TokenPolicy(load_tokenizer(ASSETS / "tokenizer.model"), 2046, 2047))
     found = find_corpus(str(corpus))
-    files = [cached_tokens(found, one, name="own", cache_folder=None, dump_folder="unused") for one in policies]
+    files = [
+        cached_tokens(found, one, entry_of(found, "own", one), cache_folder=None, dump_folder="unused")
+        for one in policies
+    ]
     assert len({file.folder for file in files}) == 5
     assert len({file.meta.text_digest for file in files}) == 1
     assert np.array_equal(files[3].tokens, files[4].tokens)
@@ -201,7 +207,7 @@ def test_bad_records_are_left_out_and_counted_once_when_that_is_asked_for(
 def test_files_that_change_while_they_are_read_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = documents.plan_pieces
     monkeypatch.setattr(token_cache, "plan_pieces", lambda found: [plan(found), add_line(corpus)][0])
-    with pytest.raises(DataError, match="changed while they were tokenised"):
+    with pytest.raises(DataError, match="changed while they were tokenized"):
         cache(corpus)
     assert visible(corpus / ".token_cache") == []
 
@@ -409,8 +415,8 @@ def test_a_named_cache_folder_that_cannot_be_written_is_an_error(
 # A process that builds a cache and stops to report: after {commits} pieces it prints "paused" and waits for a line.
 BUILDER = """
 import logging, sys
-from torchtitan_like.data import token_file
-from torchtitan_like.data.formats import documents
+from torchtitan_like.data.tokens import token_file
+from torchtitan_like.data.text import documents
 documents.PIECE_BYTES = {piece_bytes}
 append = token_file.Staging.append
 def append_and_pause(self, piece):
@@ -419,13 +425,15 @@ def append_and_pause(self, piece):
         print("paused", flush=True)
         sys.stdin.readline()
 token_file.Staging.append = append_and_pause
-from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     policy = TokenPolicy(load_tokenizer({assets!r}), 2046, 2047)
     corpus = documents.find_corpus({corpus!r})
-    print(cached_tokens(corpus, policy, name="own", cache_folder=None, dump_folder="unused").folder, flush=True)
+    entry = entry_of(corpus, "own", policy)
+    print(cached_tokens(corpus, policy, entry, cache_folder=None, dump_folder="unused").folder, flush=True)
 """
 
 
@@ -497,7 +505,7 @@ def test_one_builds_and_the_others_wait_for_it(corpus: Path, repo_root: Path) ->
         printed = [process.communicate("go on\n", timeout=60)[0] for process in (first, *others)]
     (name,) = visible(corpus / ".token_cache")
     assert all(text.splitlines()[-1].endswith(name) for text in printed)
-    assert "tokenised: 60 documents" in printed[0]
+    assert "tokenized: 60 documents" in printed[0]
     assert not any("tokenis" in text for text in printed[1:])
 
 
@@ -529,7 +537,7 @@ def test_a_build_whose_folder_another_node_takes_over_gives_way(corpus: Path, tm
 
 def test_a_full_disk_is_reported_and_what_was_done_is_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
-    monkeypatch.setattr(token_cache, "MIN_PIECES_FOR_WORKERS", 1000)
+    monkeypatch.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
     sync, calls = os.fsync, iter(range(1000))
 
     def full_disk(descriptor: int) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.formats import token_formats
-from torchtitan_like.data.formats.tokenizer import Tokenizer
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens import token_formats
 
 from .token_writers import DOCUMENTS, TOKENS, VOCAB, cut, open_source, write_flat, write_megatron, write_npy
 

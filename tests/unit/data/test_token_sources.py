@@ -21,13 +21,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
-from torchtitan_like.data import token_file
-from torchtitan_like.data.batches import TrainBatches
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_validation_sets
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.formats import token_formats, token_sources
-from torchtitan_like.data.formats.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.pipeline import build_validation_sets
-from torchtitan_like.data.token_stream import TokenStream
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.tokens import token_file, token_formats, token_sources
+from torchtitan_like.data.tokens.token_stream import TokenStream
 
 from .conftest import ASSETS
 from .reference import samples_of

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.formats.tokenizer import Tokenizer, TokenizerError, check_vocabulary, load_tokenizer
+from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 from .conftest import ASSETS
 

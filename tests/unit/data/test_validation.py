@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
-from torchtitan_like.data.batch import Batch
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.pipeline import build_validation_sets
-from torchtitan_like.data.validation import ValidationBatches
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.validation import ValidationBatches
+from torchtitan_like.data.build import build_validation_sets
+from torchtitan_like.data.text.tokenizer import Tokenizer
 
 from .conftest import write_jsonl
 from .reference import stream

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from torchtitan_like.config.sections_training import DataSource
-from torchtitan_like.data.formats.token_sources import open_token_source
-from torchtitan_like.data.formats.tokenizer import Tokenizer
-from torchtitan_like.data.token_file import TokenFile
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.token_file import TokenFile
+from torchtitan_like.data.tokens.token_sources import open_token_source
 
 EOS, VOCAB = 2047, 2048  # of the shipped tokenizer
 

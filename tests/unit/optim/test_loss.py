@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_like.data import batch
+from torchtitan_like.data.batches import batch
 from torchtitan_like.models.layers.head import cross_entropy_sum
 from torchtitan_like.optim.loss import IGNORED, SOURCE_SHIFT, _softmax_in_tiles, chunked_cross_entropy
 

@@ -19,9 +19,10 @@ from torchtitan_like.checkpoint.tools.compare import tensor_difference
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.formats import documents
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 TEXTS = [json.loads(line)["text"] for line in DATASETS["shakespeare"].file.read_text().splitlines()[:8]]
@@ -185,7 +186,8 @@ def test_other_formats_are_sources_too(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(rows := texts_of(tmp_path / "rows.jsonl")) == 7 and all(row.startswith("row ") for row in rows)
     tokenizer, found = load_tokenizer(ASSETS), documents.find_corpus(str(tmp_path / "rows.jsonl"))
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    tokens = cached_tokens(found, policy, name="own", cache_folder=str(tmp_path / "tokens"), dump_folder="unused")
+    tokens = cached_tokens(found, policy, entry_of(found, "own", policy),
+                           cache_folder=str(tmp_path / "tokens"), dump_folder="unused")  # fmt: skip
     options = ("--format", "tokens", "--tokenizer", ASSETS)
     assert run("dataset", tokens.folder, tmp_path / "decoded.jsonl", *options) == 0
     assert texts_of(tmp_path / "decoded.jsonl") == rows

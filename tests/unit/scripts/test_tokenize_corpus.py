@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from scripts.tokenize_corpus import main
-from torchtitan_like.data.formats.documents import find_corpus
-from torchtitan_like.data.formats.tokenizer import load_tokenizer
-from torchtitan_like.data.token_cache import TokenPolicy, cached_tokens
+from torchtitan_like.data.text.documents import find_corpus
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 SMALL_PIECE = 500  # bytes: the corpus makes tens of pieces
@@ -41,8 +42,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 # The script in small pieces; with PAUSE_AFTER in the environment it stops after so many, says so, and waits.
 RUNNER = """
 import os, sys
-from torchtitan_like.data import token_file
-from torchtitan_like.data.formats import documents
+from torchtitan_like.data.tokens import token_file
+from torchtitan_like.data.text import documents
 documents.PIECE_BYTES = {piece_bytes}
 append = token_file.Staging.append
 def append_and_pause(self, piece):
@@ -75,7 +76,8 @@ def test_makes_what_the_cache_of_a_run_holds(corpus: Path, tmp_path: Path, capsy
     assert tokenize(corpus, tmp_path / "out tokens") == 0
     tokenizer = load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    cached = cached_tokens(find_corpus(str(corpus)), policy, name="own", cache_folder=None, dump_folder="unused")
+    found = find_corpus(str(corpus))
+    cached = cached_tokens(found, policy, entry_of(found, "own", policy), cache_folder=None, dump_folder="unused")
     assert contents(tmp_path / "out tokens") == contents(cached.folder)
     printed = capsys.readouterr().out
     assert "is complete: 60 documents" in printed
@@ -89,7 +91,7 @@ def test_a_killed_command_typed_again_goes_on_to_the_same_bytes_with_any_workers
 ) -> None:
     with start(corpus, tmp_path / "one", repo_root, "--workers", "1") as process:
         first, _ = process.communicate("", timeout=100)
-    assert process.returncode == 0 and "tokenised: 60 documents" in first and " tokens/s" in first, first
+    assert process.returncode == 0 and "tokenized: 60 documents" in first and " tokens/s" in first, first
     with start(corpus, tmp_path / "two", repo_root, "--workers", "2", PAUSE_AFTER="3") as process:
         assert process.stdout is not None
         assert any(line == "paused\n" for line in process.stdout)
@@ -121,7 +123,7 @@ def test_a_complete_folder_is_found_again_and_never_written_over(
     before = contents(tmp_path / "out")
     capsys.readouterr()
     assert tokenize(corpus, tmp_path / "out") == 0
-    assert "tokenising" not in capsys.readouterr().out
+    assert "tokenizing" not in capsys.readouterr().out
     assert tokenize(corpus, tmp_path / "out", "--no-bos") == 2
     assert "it was built for something else; delete the folder" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
@@ -155,7 +157,7 @@ def test_bad_records_are_left_out_as_a_run_would(
     assert "60 documents, 1 bad records left out" in capsys.readouterr().out
     tokenizer, found = load_tokenizer(ASSETS), find_corpus(str(corpus), on_bad_record="skip")
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    cached = cached_tokens(found, policy, name="own", cache_folder=None, dump_folder="unused")
+    cached = cached_tokens(found, policy, entry_of(found, "own", policy), cache_folder=None, dump_folder="unused")
     assert contents(tmp_path / "out") == contents(cached.folder)
 
 

@@ -51,7 +51,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.tools.launched import launched_group
     from torchtitan_like.checkpoint.votes import Votes
     from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.formats.tokenizer import TokenizerError
+    from torchtitan_like.data.errors import TokenizerError
     from torchtitan_like.stored_config import identify_step
 
     with launched_group() as group:

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .errors import DataError
+from torchtitan_like.data.errors import DataError
 
 EXTENT_BYTES = 2**15  # one random sample costs one or two extents; the table of 1 TB takes 256 MB
 HASH_TYPE = np.dtype("<u8")

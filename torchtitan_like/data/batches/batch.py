@@ -10,8 +10,8 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from .order import mix64
-from .packing import JoinedSamples
+from torchtitan_like.data.samples.packing import JoinedSamples
+from torchtitan_like.util.splitmix import mix64
 
 IGNORED_LABEL = -100
 # With several sources a label tells in its upper bits which of them it comes from: label + (source << SOURCE_SHIFT).

@@ -1,4 +1,4 @@
-"""Sources with format = "tokens": files that were tokenised elsewhere are read as they stand, and nothing is copied.
+"""Sources with format = "tokens": files that were tokenized elsewhere are read as they stand, and nothing is copied.
 
 No BOS or EOS is put in. The files of a source, in the order of their names, are one stream, cut into samples without
 regard to where a file ends. Where documents begin is worked out once, if it is wanted, and kept in the token cache: a
@@ -22,18 +22,31 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import DataSource
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.documents import files_below, matching
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.build_once import look_once
+from torchtitan_like.data.tokens.checked_file import (
+    CheckedArray,
+    CheckedFile,
+    HashTable,
+    RawFile,
+    table_path,
+)
+from torchtitan_like.data.tokens.encoding import Progress
+from torchtitan_like.data.tokens.run_digests import RunDigests
+from torchtitan_like.data.tokens.token_cache import find_or_build
+from torchtitan_like.data.tokens.token_file import (
+    OFFSET_TYPE,
+    OFFSETS,
+    TOKENS,
+    TokenFile,
+    TokenMeta,
+    written_with_hashes,
+)
+from torchtitan_like.data.tokens.token_formats import ENDINGS, is_cache, open_part
+from torchtitan_like.data.tokens.token_stream import TokenPart, TokenStream
 from torchtitan_like.distributed.world import HostGroup
-
-from ..checked_file import CheckedArray, CheckedFile, HashTable, RawFile, table_path
-from ..errors import DataError
-from ..run_digests import RunDigests
-from ..token_cache import Progress, find_or_build
-from ..token_file import OFFSET_TYPE, OFFSETS, TOKENS, TokenFile, TokenMeta, written_with_hashes
-from ..token_stream import TokenPart, TokenStream
-from .documents import files_below, matching
-from .listing import seen_once
-from .token_formats import ENDINGS, is_cache, open_part
-from .tokenizer import Tokenizer
 
 logger = logging.getLogger()
 
@@ -82,7 +95,7 @@ def open_token_source(
     ends, and each is one document. Raises DataError for files that are not what they should be, or of another tokenizer.
     """
     group = group or HostGroup.alone()
-    seen = seen_once(group, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
+    seen = look_once(group, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
     parts = _recorded(seen, dump_folder, group, is_recorder)
     stream, folder, eos_id = TokenStream(parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
     offsets = group.everyone_does(lambda: _offsets(stream, seen, cache_folder, dump_folder))
@@ -190,7 +203,7 @@ def _offsets(stream: TokenStream, seen: _Seen, cache_folder: str | None, dump_fo
         seen.documents,
         lambda file: _open_offsets(file, len(stream)),
         lambda file: _write_offsets(file, stream, eos_id),
-        beside=seen.folder,
+        data_folder=seen.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
     )

@@ -21,12 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checked_file import CheckedArray, CheckedFile, RawFile
-from ..errors import DataError
-from ..token_cache import FORMAT_VERSION
-from ..token_file import META, OFFSETS, TOKENS, key_of, open_token_file, token_type
-from ..token_stream import TokenPart
-from .tokenizer import Tokenizer
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
+from torchtitan_like.data.tokens.token_cache import FORMAT_VERSION
+from torchtitan_like.data.tokens.token_file import (
+    META,
+    OFFSETS,
+    TOKENS,
+    key_of,
+    open_token_file,
+    token_type,
+)
+from torchtitan_like.data.tokens.token_stream import TokenPart
 
 ENDINGS = (".bin", ".idx", ".npy")
 # Files are scanned, and indices checked, in chunks of this many entries.
@@ -76,7 +83,7 @@ def _open_cache(folder: Path, tokenizer: Tokenizer) -> TokenPart:
     key = key_of(folder)
     if key.get("format_version") != FORMAT_VERSION:
         found = f"has the version {key.get('format_version')} of a token cache"
-        raise _fault(folder, found, f"version {FORMAT_VERSION}", "tokenise the text again")
+        raise _fault(folder, found, f"version {FORMAT_VERSION}", "tokenize the text again")
     if key.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(
             f"the token cache {folder} was made with another tokenizer (fingerprint {key.get('tokenizer')}): expected that "

@@ -26,11 +26,20 @@ from typing import Any, Literal
 
 import xxhash
 
-from ..errors import DataError
-from .hub import PREFIX, Listing, list_files, local_path
-from .lines import gzip_part, gzip_parts, read_lines, text_bytes
-from .records import NOT_GZIP, BadRecord, NotUtf8, Span, decode, is_gzip, not_unpacked, open_bytes
-from .tables import Table, read_table
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.formats import (
+    BadRecord,
+    Span,
+    Table,
+    estimated_text_bytes,
+    gzip_span,
+    is_gzip,
+    num_gzip_spans,
+    read_lines,
+    read_table,
+    read_text,
+)
+from torchtitan_like.data.text.hub import PREFIX, Listing, list_files, local_path
 
 Format = Literal["text", "jsonl", "parquet", "arrow"]
 OnBadRecord = Literal["error", "skip"]
@@ -48,7 +57,7 @@ CACHE_FOLDER_NAME = ".token_cache"
 VISIBLE_CACHE_FOLDER_NAME = "token_cache"  # also the name of the cache in a run's own folder
 CACHE_FOLDER_NAMES = (CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME)
 
-# Work is cut into pieces of about this size: one is read, tokenised and committed as a whole. A half-built token cache
+# Work is cut into pieces of about this size: one is read, tokenized and committed as a whole. A half-built token cache
 # counts pieces, so cutting them differently needs another version.
 PIECE_BYTES = 8 * 2**20
 PIECES_VERSION = 2
@@ -228,7 +237,7 @@ class Blocks:
         corpus, size = self._corpus, self._corpus.size_and_time(file)[0]
         if corpus.format == "jsonl":
             packed = is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(Path(file))
-            return (gzip_parts(size), text_bytes(size)) if packed else (-(-size // BLOCK_BYTES), size)
+            return (num_gzip_spans(size), estimated_text_bytes(size)) if packed else (-(-size // BLOCK_BYTES), size)
         if corpus.format == "text":
             return min(size, 1), size
         if corpus.listing is not None:
@@ -257,7 +266,7 @@ class Blocks:
             whole = self._whole(file)
             return Span(file, whole * part // num_parts, whole * (part + 1) // num_parts, 0)
         if self._corpus.format == "jsonl" and is_gzip(file):
-            return gzip_part(file, part, num_parts)
+            return gzip_span(file, part, num_parts)
         step = BLOCK_BYTES if self._corpus.format == "jsonl" else 1
         return Span(file, part * step, (part + 1) * step, 0)
 
@@ -281,7 +290,7 @@ def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[str | BadRecor
 
 def _documents(corpus: Corpus, span: Span) -> Iterator[str | BadRecord]:
     if corpus.format == "text":
-        return iter([_read_text(span.file)])
+        return iter([read_text(span.file)])
     if corpus.format == "jsonl":
         return read_lines(span, corpus.text_field)
     return read_table(span, corpus.format, corpus.text_field)
@@ -355,8 +364,8 @@ def _format_of(files: list[str]) -> str:
 
 def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
     if corpus.format == "jsonl" and is_gzip(file):
-        num_parts = gzip_parts(os.stat(file).st_size)
-        yield from (gzip_part(file, part, num_parts) for part in range(num_parts))
+        num_parts = num_gzip_spans(os.stat(file).st_size)
+        yield from (gzip_span(file, part, num_parts) for part in range(num_parts))
         return
     if corpus.format in ("text", "jsonl"):
         size = os.stat(file).st_size
@@ -368,13 +377,3 @@ def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
     with Table(file, corpus.format, corpus.text_field) as table:
         for index, size in enumerate(table.sizes()):
             yield Span(file, index, index + 1, size)
-
-
-def _read_text(file: str) -> str | BadRecord:
-    try:
-        with open_bytes(file) as stream:
-            return decode(stream.read(), 0)
-    except NotUtf8 as fault:
-        return BadRecord(file, "byte", fault.byte, str(fault))
-    except NOT_GZIP as error:
-        return not_unpacked(file, 0, error)

@@ -16,28 +16,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_like.util.splitmix import Integers, mix64
+
 # Changes whenever any position of any epoch would map to another sample. Saved with the data position.
 PERMUTATION_VERSION = 1
 BLOCK_SAMPLES = 64
 WINDOW_BLOCKS = 256
 
-Integers = NDArray[np.uint64]
-
 _WINDOW_SAMPLES = BLOCK_SAMPLES * WINDOW_BLOCKS
 _HALF_ROUNDS = 8
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROTATION, _BLOCKS, _WINDOWS = (np.uint64(stage) for stage in (1, 2, 3))
-
-
-def mix64(values: Integers) -> Integers:
-    """SplitMix64's step and output function (Steele, Lea, Flood 2014, fig. 14): a bijection of 64-bit integers;
-    element-wise.
-    """
-    mixed: Integers = values + _GOLDEN
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 def shuffled(positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -24,10 +24,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from . import checked_file
-from .checked_file import CheckedFile, RawFile, num_extents
-from .errors import DataError
-from .token_file import written_whole
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.tokens import checked_file
+from torchtitan_like.data.tokens.checked_file import CheckedFile, RawFile, num_extents
+from torchtitan_like.data.tokens.token_file import written_whole
 
 logger = logging.getLogger()
 

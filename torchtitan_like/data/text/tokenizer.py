@@ -32,16 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ...util.reading import read_json
-from ..errors import DataError, TokenizerError
+from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .fast_bpe import FastBPE
-
-__all__ = ["LLAMA3_PATTERN", "Tokenizer", "TokenizerError", "check_vocabulary", "load_tokenizer"]
+    from torchtitan_like.data.text.fast_bpe import FastBPE
 
 logger = logging.getLogger()
 
@@ -223,7 +221,7 @@ class _HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def _fast(self) -> FastBPE | None:
         """Made for the first text: it takes up to a second, and who only checks a config encodes nothing."""
-        from .fast_bpe import FastBPE, Unproven
+        from torchtitan_like.data.text.fast_bpe import FastBPE, Unproven
 
         content, self._content = self._content, {}
         try:
@@ -309,7 +307,7 @@ class _TiktokenTokenizer(Tokenizer):
 
 def _cuts_of(content: dict[str, Any]) -> re.Pattern[str] | None:
     """`Tokenizer.cuts` of a tokenizer.json: None unless all its steps are known to allow cuts."""
-    from .fast_bpe import PATTERNS
+    from torchtitan_like.data.text.fast_bpe import PATTERNS
 
     for token in content.get("added_tokens") or []:
         strips = token.get("lstrip") or token.get("rstrip") or token.get("single_word")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import Dataset
 
-from .batch import Batch, Plan, assemble
-from .packing import JoinedSamples
+from torchtitan_like.data.batches.batch import Batch, Plan, assemble
+from torchtitan_like.data.samples.packing import JoinedSamples
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader

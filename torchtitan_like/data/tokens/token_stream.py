@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .checked_file import CheckedArray
-from .errors import DataError
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.tokens.checked_file import CheckedArray
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Streamed sources: text that is too large to be cached as tokens is tokenised just ahead of where it is read.
+"""Streamed sources: text that is too large to be cached as tokens is tokenized just ahead of where it is read.
 
 The text is a row of *blocks*: a few MiB of lines, a row group, a file. In each epoch the blocks are permuted, and so many of
 them on end as hold `WINDOW_BYTES` are a *window*: a token file like that of a small corpus, with its documents permuted, cut
@@ -35,16 +35,23 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import Data
-
-from . import best_fit, packing
-from .errors import CacheWriteError, DataError
-from .formats.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
-from .formats.records import Span
-from .mixture import UNKNOWN_SIZE, seed_of
-from .order import PERMUTATION_VERSION, shuffled
-from .packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
-from .token_cache import TokenPolicy, cache_key, encode_piece, find_or_build
-from .token_file import FREE_SPACE, EncodedPiece, Staging, TokenFile, open_token_file, token_type
+from torchtitan_like.data.errors import CacheWriteError, DataError
+from torchtitan_like.data.samples import best_fit, packing
+from torchtitan_like.data.samples.mixture import UNKNOWN_SIZE, seed_of
+from torchtitan_like.data.samples.order import PERMUTATION_VERSION, shuffled
+from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
+from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
+from torchtitan_like.data.text.formats import Span
+from torchtitan_like.data.tokens.encoding import TokenPolicy, encode_piece
+from torchtitan_like.data.tokens.token_cache import cache_key, find_or_build
+from torchtitan_like.data.tokens.token_file import (
+    FREE_SPACE,
+    EncodedPiece,
+    Staging,
+    TokenFile,
+    open_token_file,
+    token_type,
+)
 
 logger = logging.getLogger()
 
@@ -56,8 +63,8 @@ MIN_SAMPLES = 128
 NUM_AHEAD = 4  # windows
 
 
-def folder_of(data: Data, dump_folder: str) -> Path:
-    """Where windows lie, and what is downloaded for them."""
+def window_folder(data: Data, dump_folder: str) -> Path:
+    """Return the folder of windows and of the files downloaded for them."""
     return Path(data.cache_folder or Path(dump_folder, VISIBLE_CACHE_FOLDER_NAME)).absolute()
 
 
@@ -85,8 +92,8 @@ class StreamedSamples(JoinedSamples):
         self.packing = best_fit.BestFitSamples.packing if is_best_fit else packing.PACKING
         self.mask_document_starts = data.mask_document_starts or is_best_fit
         self.corpus, self._policy, self._data = corpus, policy, data
-        self._folder = folder_of(data, dump_folder)
-        self._places: Any = {"beside": corpus.folder, "cache_folder": str(self._folder), "dump_folder": dump_folder}
+        self._folder = window_folder(data, dump_folder)
+        self._places: Any = {"data_folder": corpus.folder, "cache_folder": str(self._folder), "dump_folder": dump_folder}
         self._blocks = Blocks(corpus)
         wanted = max(WINDOW_BYTES, 4 * MIN_SAMPLES * seq_len) * len(self._blocks) / max(1, self._blocks.num_bytes)
         self._at_once = min(max(1, round(wanted)), len(self._blocks))

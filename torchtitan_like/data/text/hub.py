@@ -11,7 +11,6 @@ unpacked, so that any place in them is reached at once.
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import logging
@@ -31,10 +30,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.formats import GZIP_ERRORS
+from torchtitan_like.util.file_lock import file_lock
 from torchtitan_like.util.files import write_atomically
-
-from ..errors import DataError
-from .records import NOT_GZIP
 
 logger = logging.getLogger()
 
@@ -145,7 +144,7 @@ def _unpacked(file: Path, what: str) -> Path:
     try:
         with gzip.open(file) as packed, whole.open("wb") as out:
             shutil.copyfileobj(packed, out, 2**20)
-    except NOT_GZIP as error:
+    except GZIP_ERRORS as error:
         raise DataError(f"{what} cannot be unpacked ({error}): the gzip file is damaged; leave it out") from error
     file.unlink()
     return whole
@@ -217,12 +216,8 @@ def _parts(path: str) -> tuple[str, str, str]:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:  # a process that was forked meanwhile still has the file open
-            fcntl.flock(lock, fcntl.LOCK_UN)
+    with file.open("w") as lock, file_lock(lock):
+        yield
 
 
 def _download(repo: str, revision: str, pattern: str) -> str:

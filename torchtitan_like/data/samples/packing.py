@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
-from .token_file import TokenFile
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.tokens.token_file import TokenFile
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # a sample index that stands for nothing but padding

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .batch import Batch, Plan
-from .loading import PlannedBatches, reader
-from .packing import NO_SAMPLE, JoinedSamples, PackedSamples
+from torchtitan_like.data.batches.batch import Batch, Plan
+from torchtitan_like.data.batches.workers import PlannedBatches, reader
+from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader

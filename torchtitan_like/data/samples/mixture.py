@@ -23,9 +23,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .errors import DataError
-from .order import shuffled
-from .packing import NO_SAMPLE
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.samples.order import shuffled
+from torchtitan_like.data.samples.packing import NO_SAMPLE
 
 # Changes whenever any position would get another source. Saved with the data position.
 MIXTURE_VERSION = 2

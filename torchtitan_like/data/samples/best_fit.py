@@ -36,13 +36,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import Data
-
-from . import token_cache
-from .checked_file import CheckedArray, CheckedFile, HashTable, RawFile, table_path
-from .errors import DataError
-from .formats.documents import CACHE_FOLDER_NAMES
-from .packing import PackedSamples
-from .token_file import TokenFile, written_with_hashes
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.samples.packing import PackedSamples
+from torchtitan_like.data.text.documents import CACHE_FOLDER_NAMES
+from torchtitan_like.data.tokens.checked_file import (
+    CheckedArray,
+    CheckedFile,
+    HashTable,
+    RawFile,
+    table_path,
+)
+from torchtitan_like.data.tokens.encoding import PROGRESS_SECONDS
+from torchtitan_like.data.tokens.token_cache import find_or_build
+from torchtitan_like.data.tokens.token_file import TokenFile, written_with_hashes
 
 logger = logging.getLogger()
 
@@ -124,11 +130,11 @@ def cached_plan(file: TokenFile, seq_len: int, *, cache_folder: str | None, dump
     Safe to call from any number of processes at once. Raises DataError for a damaged plan, and where none can be written.
     """
     is_cache = file.folder.parent.name in CACHE_FOLDER_NAMES
-    return token_cache.find_or_build(
+    return find_or_build(
         plan_name(file, seq_len),
         lambda path: open_plan(path, file, seq_len),
         lambda path: _build(path, file, seq_len),
-        beside=file.folder.parent.parent if is_cache else file.folder,
+        data_folder=file.folder.parent.parent if is_cache else file.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
     )
@@ -236,7 +242,7 @@ def _best_fit(counts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
                     heappush(fitting, (room_left, group))
                 elif len(group) and room_left > 1:
                     too_small[room_left].append(group)
-        if time.monotonic() - last_line > token_cache.PROGRESS_SECONDS:
+        if time.monotonic() - last_line > PROGRESS_SECONDS:
             last_line = time.monotonic()
             logger.info(f"packing: {100 * done / len(sample_of):.0f}% of {len(sample_of):,} pieces")
     return sample_of

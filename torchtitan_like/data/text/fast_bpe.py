@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .tokenizer import LLAMA3_PATTERN
+from torchtitan_like.data.text.tokenizer import LLAMA3_PATTERN
 
 # How published tokenizers cut text into words: "pre_tokenizer" of their tokenizer.json.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -35,9 +34,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
-
-from .checked_file import (
+from torchtitan_like.data.errors import CacheWriteError, DataError
+from torchtitan_like.data.tokens.checked_file import (
     CheckedArray,
     CheckedFile,
     ExtentHasher,
@@ -46,9 +44,10 @@ from .checked_file import (
     RawFile,
     table_path,
 )
-from .errors import CacheWriteError, DataError
-from .order import mix64
-from .token_stream import Tokens
+from torchtitan_like.data.tokens.token_stream import Tokens
+from torchtitan_like.util.file_lock import file_lock
+from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
+from torchtitan_like.util.splitmix import mix64
 
 logger = logging.getLogger()
 
@@ -103,7 +102,7 @@ class TokenFile:
     """tokens: (num_tokens,); offsets: (num_documents + 1,), where each document begins. Both are
     read when they are used.
 
-    Of files that were tokenised elsewhere: tokens are a TokenStream; of meta, only the counts and text_digest are known.
+    Of files that were tokenized elsewhere: tokens are a TokenStream; of meta, only the counts and text_digest are known.
     """
 
     folder: Path
@@ -208,8 +207,7 @@ def _add_hashes(folder: Path, content: dict[str, Any], meta: TokenMeta) -> bool:
     """Hash a folder of an earlier version, under a lock; False, and a warning, where nothing can
     be written there."""
     try:
-        with (folder / ".hashes.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with (folder / ".hashes.lock").open("w") as lock, file_lock(lock):
             if "digest" not in _content(folder):  # another process may have hashed it meanwhile
                 _check_offsets(folder, meta)
                 for name in (TOKENS, OFFSETS):

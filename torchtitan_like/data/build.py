@@ -1,0 +1,359 @@
+"""Build the batches of a run from its config sections. The whole path of a token, from top to bottom:
+
+    build_train_batches     find the sources, tokenize or open them, pack them into samples
+    batches/training.py     TrainBatches: which samples a step reads, and which of them this rank
+    batches/workers.py      reads them here or in worker processes
+    batches/batch.py        assemble: tokens, labels and digest of a Batch
+    samples/mixture.py      SampleOrder: which sample of which source is at a position
+    samples/packing.py      PackedSamples: sample index -> tokens of a token file
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan_like.config.datasets import datasets_for
+from torchtitan_like.config.problems import nearest
+from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
+from torchtitan_like.data.batches.training import StepPositions, TrainBatches
+from torchtitan_like.data.batches.validation import ValidationBatches
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.samples.best_fit import pack
+from torchtitan_like.data.samples.mixture import (
+    MIXTURE_VERSION,
+    PATTERN,
+    SampleOrder,
+    Supply,
+    seed_of,
+)
+from torchtitan_like.data.samples.order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
+from torchtitan_like.data.samples.packing import JoinedSamples, PackedSamples
+from torchtitan_like.data.samples.streaming import StreamedSamples, window_folder
+from torchtitan_like.data.text.documents import Corpus, find_corpus
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.build_once import build_once, look_once
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import (
+    Entry,
+    cached_tokens,
+    entry_of,
+    find_cached,
+    writable_folder,
+)
+from torchtitan_like.data.tokens.token_file import TokenFile
+from torchtitan_like.data.tokens.token_sources import open_token_source
+from torchtitan_like.distributed.world import HostGroup
+
+logger = logging.getLogger()
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """A source and its display name. key: the name of its TOML table, "" for a source without one."""
+
+    name: str
+    source: DataSource
+    key: str = ""
+
+
+def build_train_batches(
+    training: Training,
+    data: Data,
+    *,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    seed: int,
+    dp_rank: int,
+    dp_size: int,
+    num_accumulation: int,
+    with_positions: bool = False,
+    group: HostGroup | None = None,
+    is_recorder: bool = True,
+) -> TrainBatches:
+    """Return this rank's training batches, at position 0. A collective: builds missing token caches.
+
+    seed: keys the order of samples. num_accumulation: micro-batches of a step at its full size.
+    with_positions: give the position of each token in its document. group: all ranks (None: one
+    process). is_recorder: see `RunDigests`. Raises DataError for faulty text or a faulty
+    configuration, and WorkerKilled.
+    """
+    named = resolve_sources("training", training, data.sources)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    logger.info(f"Building the tokenizer: {tokenizer.vocab_size:,} tokens, BOS {bos}, EOS {eos}")
+
+    ranks = group or HostGroup.alone()
+
+    def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
+        if one.source.streaming:
+            return ranks.everyone_does(
+                lambda: _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
+            )
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
+        return ranks.everyone_does(lambda: pack(tokens, training.seq_len, data, dump_folder))
+
+    parts = list(map(samples_of, named))
+    sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
+    steps = StepPositions(sizes, training.skip_steps)
+    changes = _weight_changes(named)
+    order = SampleOrder(
+        [_supply(one, part) for one, part in zip(named, parts, strict=True)],
+        seed=seed if data.shuffle else None,
+        changes=[(steps.first_of(step), weights) for step, weights in changes],
+    )
+    batches = TrainBatches(
+        JoinedSamples(parts),
+        order,
+        steps,
+        fingerprint=_fingerprint(named, data, tokenizer, parts, seed, changes),
+        local_batch_size=training.local_batch_size,
+        sharing=(dp_rank, dp_size),
+        with_positions=with_positions,
+        allow_change=data.allow_change,
+        dataloader=training.dataloader,
+    )
+    for one, part in zip(named, parts, strict=True):
+        logger.info(f"training text {one.key or training.dataset_path or one.name} {part}")
+    if len(sizes) > 1:
+        listed = ", ".join(f"{size:,} from step {first:,}" for first, size in sizes)
+        logger.info(f"Samples per step: {listed}")
+    if len(named) > 1:
+        for start, shares in order.segments():
+            listed = ", ".join(f"{key} {share:.2%}" for key, share in shares.items())
+            logger.info(
+                f"Mixture from step {steps.num_begun(start) + 1:,} (sample {start:,}): {listed} "
+                "of the samples"
+            )
+    if order.end is not None:
+        logger.info(
+            f"The training text ends in step {steps.num_begun(order.end):,}, "
+            f"with sample {order.end:,}"
+        )
+    return batches
+
+
+def build_validation_sets(
+    validation: Validation,
+    data: Data,
+    *,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    dp_rank: int,
+    dp_size: int,
+    with_positions: bool = False,
+    group: HostGroup | None = None,
+    is_recorder: bool = True,
+) -> dict[str, ValidationBatches]:
+    """Return this rank's batches of each validation text by name ("" if there is only one).
+
+    A collective: builds missing token caches. Empty if validation is disabled. `validation.steps`
+    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole text), so the loss
+    is that of the same samples on every layout. Raises DataError as `build_train_batches` does.
+    """
+    if not validation.enable:
+        return {}
+    named = resolve_sources("validation", validation, validation.sources)
+    sets = {}
+    ranks = group or HostGroup.alone()
+    for one in named:
+        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
+        samples = ranks.everyone_does(
+            functools.partial(pack, tokens, validation.seq_len, data, dump_folder)
+        )
+        logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
+        sets[one.key if len(named) > 1 else ""] = ValidationBatches(
+            samples,
+            local_batch_size=validation.local_batch_size,
+            num_batches=validation.steps,
+            sharing=(dp_rank, dp_size),
+            with_positions=with_positions,
+            dataloader=validation.dataloader,
+        )
+    return sets
+
+
+def resolve_sources(
+    name: Literal["training", "validation"],
+    section: Training | Validation,
+    sources: dict[str, DataSource],
+) -> list[NamedSource]:
+    """Return the sources of a section: ``sources``, else its `dataset_path`, else its `dataset`.
+
+    Raises DataError for an unknown dataset.
+    """
+    if sources:
+        return [NamedSource(key, source, key=key) for key, source in sources.items()]
+    dataset = section.dataset
+    if section.dataset_path is not None:
+        return [NamedSource(dataset, DataSource(path=section.dataset_path))]
+    datasets = datasets_for(name)
+    entry = datasets.get(dataset)
+    if entry is None:
+        table = "data.sources" if name == "training" else "validation.sources"
+        hints = [
+            f"expected one of {', '.join(datasets)}",
+            nearest(dataset, datasets),
+            f"give your own text as {name}.dataset_path or in [{table}.<name>]",
+        ]
+        raise DataError(f"{name}.dataset is {dataset!r}: {'; '.join(filter(None, hints))}")
+    if entry.note:
+        logger.info(f"{name}.dataset: {entry.note}")
+    return [NamedSource(dataset, DataSource(path=entry.source_path, streaming=entry.streaming))]
+
+
+# ---- one source
+
+
+def _stream(
+    named: NamedSource,
+    seq_len: int,
+    data: Data,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    seed: int,
+) -> StreamedSamples:
+    source = named.source
+    corpus = find_corpus(
+        source.path,
+        source.format,
+        source.text_field,
+        data.on_bad_record,
+        window_folder(data, dump_folder),
+    )
+    key = seed_of(named.key, seed) if data.shuffle else None
+    policy = _policy(source, data, tokenizer)
+    return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
+
+
+def _tokens(
+    named: NamedSource,
+    data: Data,
+    tokenizer: Tokenizer,
+    dump_folder: str,
+    with_positions: bool,
+    group: HostGroup,
+    is_recorder: bool = True,
+) -> TokenFile:
+    """Open the tokens of a source; its text is tokenized first if it is not in the cache."""
+    source = named.source
+    folders: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
+    if source.format == "tokens":
+        is_best_fit = data.packing == "best_fit"
+        return open_token_source(
+            source,
+            tokenizer,
+            with_documents=with_positions or data.mask_document_starts or is_best_fit,
+            group=group,
+            is_recorder=is_recorder,
+            **folders,
+        )
+    policy = _policy(source, data, tokenizer)
+
+    @functools.cache  # a rank lists its files at most once
+    def look() -> tuple[Entry, Corpus]:
+        corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
+        name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
+        return entry_of(corpus, name, policy), corpus
+
+    entry: Entry = look_once(group, source.path, lambda: look()[0])
+    folders["data_folder"] = entry.data_folder
+
+    def build(stop: threading.Event) -> TokenFile:
+        own_entry, corpus = look()
+        return cached_tokens(
+            corpus,
+            policy,
+            own_entry,
+            cache_folder=data.cache_folder,
+            dump_folder=dump_folder,
+            stop=stop,
+        )
+
+    return build_once(
+        group,
+        lambda: find_cached(entry.name, entry.open, **folders),
+        build,
+        lambda: writable_folder(**folders)[0],
+        str(entry.data_folder / entry.name),
+        f"the token cache of {entry.data_folder}",
+    )
+
+
+def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy:
+    """Return how documents of ``source`` become tokens. Token files get neither BOS nor EOS."""
+    is_text = source.format != "tokens"
+    return TokenPolicy(
+        tokenizer,
+        bos_id=tokenizer.bos_id if data.add_bos and is_text else None,
+        eos_id=tokenizer.eos_id if data.add_eos and is_text else None,
+    )
+
+
+def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
+    if not samples.num_labels:
+        raise DataError(
+            f"the text {named.name} {samples} has nothing to learn: each of its documents has one "
+            "token, and the first token of a document is no label (data.mask_document_starts)"
+        )
+    return Supply(
+        named.key,
+        samples.num_samples,
+        samples.num_labels / samples.num_samples,
+        named.source.weight,
+        # A stream finds its end when it reaches it.
+        0 if named.source.streaming else named.source.max_epochs,
+    )
+
+
+def _weight_changes(named: Sequence[NamedSource]) -> list[tuple[int, dict[str, float]]]:
+    """Return ``weight_from`` of all sources by step: (step, new weights by key)."""
+    changes: dict[int, dict[str, float]] = {}
+    for one in named:
+        for step, weight in one.source.weight_from:
+            changes.setdefault(int(step), {})[one.key] = weight
+    return sorted(changes.items())
+
+
+def _fingerprint(
+    named: Sequence[NamedSource],
+    data: Data,
+    tokenizer: Tokenizer,
+    parts: Sequence[PackedSamples | StreamedSamples],
+    seed: int,
+    changes: Sequence[tuple[int, dict[str, float]]],
+) -> dict[str, Any]:
+    """Return everything that decides which tokens are at a position. Layout, batch size and the
+    location of the files are not part of it."""
+    order = (
+        f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, "
+        f"version {PERMUTATION_VERSION}"
+    )
+    fingerprint: dict[str, Any] = {}
+    for one, samples in zip(named, parts, strict=True):
+        prefix = f"sources.{one.key}" if one.key else "source"
+        policy = _policy(one.source, data, tokenizer)
+        fingerprint |= {f"{prefix}.{name}": value for name, value in samples.identity.items()}
+        fingerprint |= {
+            f"{prefix}.text_field": one.source.text_field,
+            f"{prefix}.bos" if one.key else "bos": policy.bos_id,
+            f"{prefix}.eos" if one.key else "eos": policy.eos_id,
+        }
+    if len(named) > 1:
+        fingerprint |= {f"sources.{one.key}.weight": one.source.weight for one in named}
+        fingerprint["sources"] = [one.key for one in named]
+        fingerprint["mixture"] = f"patterns of {PATTERN} samples, version {MIXTURE_VERSION}"
+    if changes:
+        fingerprint["weight_from"] = [[step, weights] for step, weights in changes]
+    return fingerprint | {
+        "tokenizer": tokenizer.fingerprint,
+        "packing": parts[0].packing,
+        "seq_len": parts[0].seq_len,
+        "mask_document_starts": parts[0].mask_document_starts,
+        "order": order if data.shuffle else "as in the files",
+        "seed": seed if data.shuffle else None,
+    }

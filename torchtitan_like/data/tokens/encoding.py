@@ -1,0 +1,315 @@
+"""Turn text into tokens: one piece in this process, or a corpus on all CPU cores."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context, parent_process
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.documents import Corpus, Piece, read_piece
+from torchtitan_like.data.text.formats import BadRecord, Span
+from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.tokens.token_file import EncodedPiece, token_type
+
+# Starting worker processes takes seconds: a corpus of fewer pieces is tokenized without them.
+MIN_PIECES_FOR_WORKERS = 4
+PROGRESS_SECONDS = 10.0
+POLL_SECONDS = 1.0  # between reports while the workers are busy
+GROUP_CHARACTERS = 1 << 18  # tokenized in one call
+
+
+@dataclass(frozen=True)
+class TokenPolicy:
+    """How a document becomes tokens: by ``tokenizer``, between BOS and EOS unless these are None."""
+
+    tokenizer: Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+
+
+# ---- a corpus
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def encode_all(
+    corpus: Corpus,
+    pieces: list[Piece],
+    policy: TokenPolicy,
+    num_workers: int,
+    report: Callable[[int], None],
+) -> Iterator[EncodedPiece]:
+    """Yield the pieces in order, tokenized by ``num_workers`` processes.
+
+    Up to ``2 * num_workers`` pieces are in memory at once. report: called regularly with the bytes
+    of text encoded so far; an error that it raises ends the work.
+    """
+    num_workers = min(num_workers, len(pieces))
+    if len(pieces) < MIN_PIECES_FOR_WORKERS or num_workers == 1:
+        done = 0
+
+        def count(text_bytes: int) -> None:
+            nonlocal done
+            done += text_bytes
+            report(done)
+
+        yield from (encode_piece(corpus, piece, policy, count) for piece in pieces)
+        return
+    # Spawned, not forked: the trainer may already have threads and a CUDA context.
+    context = get_context("spawn")
+    counter = context.Value("q", 0)
+    # Workers do not need the list of files, which may be long: each piece names its own.
+    without_files = replace(corpus, files=())
+    arguments = without_files, policy.tokenizer.path, policy.bos_id, policy.eos_id, counter
+    with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
+        waiting: deque[Future[EncodedPiece]] = deque()
+
+        def first_result() -> EncodedPiece:
+            while True:
+                try:
+                    return waiting[0].result(POLL_SECONDS)
+                except FutureTimeout:
+                    report(counter.value)
+
+        try:
+            for piece in pieces:
+                waiting.append(pool.submit(_encode_in_worker, piece))
+                if len(waiting) == 2 * num_workers:
+                    yield first_result()
+                    waiting.popleft()
+            while waiting:
+                yield first_result()
+                waiting.popleft()
+        except BaseException:  # also GeneratorExit: the pool would wait for the running work
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+_worker: tuple[Corpus, TokenPolicy, Any]
+
+
+def _start_worker(
+    corpus: Corpus, tokenizer_path: str, bos_id: int | None, eos_id: int | None, counter: Any
+) -> None:
+    global _worker
+    _worker = (corpus, TokenPolicy(load_tokenizer(tokenizer_path), bos_id, eos_id), counter)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """End this worker when its parent ends: it would wait for work forever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(piece: Piece) -> EncodedPiece:
+    corpus, policy, counter = _worker
+
+    def count(text_bytes: int) -> None:
+        with counter.get_lock():
+            counter.value += text_bytes
+
+    return encode_piece(corpus, piece, policy, count)
+
+
+# ---- one piece
+
+
+def encode_piece(
+    corpus: Corpus,
+    piece: Iterable[Span],
+    policy: TokenPolicy,
+    report: Callable[[int], None] = lambda text_bytes: None,
+) -> EncodedPiece:
+    """Read and tokenize one piece. A document without any token is left out and counted.
+
+    report: called with the number of bytes of text of each group of documents. Raises DataError,
+    with the file, for a document that is too long (`Tokenizer.parts`) and for token ids beyond the
+    vocabulary.
+    """
+    encoder = _PieceEncoder(policy)
+    spans = list(piece)
+    for group in _groups(read_piece(corpus, spans)):
+        encoder.bad += [record for record in group if isinstance(record, BadRecord)]
+        texts = [record for record in group if isinstance(record, str)]
+        try:
+            if len(texts) == 1:
+                encoder.add_long(texts[0], report)
+            elif texts:
+                encoder.add(texts, report)
+        except DataError as error:
+            files = sorted({span.file for span in spans})
+            raise DataError(f"{', '.join(files[:3])}: {error}") from error
+    return encoder.as_piece()
+
+
+class _PieceEncoder:
+    """Collects encoded documents: their tokens, with BOS and EOS, in the type on disk."""
+
+    def __init__(self, policy: TokenPolicy) -> None:
+        self._tokenizer = policy.tokenizer
+        self._before = _as_array(policy.bos_id)
+        self._after = _as_array(policy.eos_id)
+        self._dtype = token_type(policy.tokenizer.vocab_size)
+        self._tokens = array("H" if self._dtype.itemsize == 2 else "I")
+        self._lengths: list[NDArray[np.int64]] = []
+        self._hashes: list[int] = []
+        self._num_empty = 0
+        self._text_bytes = 0
+        self.bad: list[BadRecord] = []
+
+    def add(self, texts: Sequence[str], report: Callable[[int], None]) -> None:
+        """Encode several documents in one call of the tokenizer."""
+        ids, lengths = self._tokenizer.encode_texts(texts)
+        is_empty = lengths == 0
+        pairs = zip(texts, is_empty.tolist(), strict=True)
+        raw = [text.encode() for text, empty in pairs if not empty]
+        self._hashes += map(xxhash.xxh3_64_intdigest, raw)
+        self._num_empty += int(is_empty.sum())
+        lengths = lengths[~is_empty]
+        num_before = len(self._before)
+        num_added = num_before + len(self._after)
+        ends = np.cumsum(lengths + num_added)
+        tokens = np.empty(len(ids) + len(lengths) * num_added, np.uint32)
+        shifts = np.repeat(np.arange(len(lengths)) * num_added + num_before, lengths)
+        tokens[np.arange(len(ids)) + shifts] = ids
+        if num_before:
+            tokens[ends - lengths - num_added] = self._before
+        if len(self._after):
+            tokens[ends - 1] = self._after
+        self._append(tokens)
+        self._lengths.append(lengths + num_added)
+        num_bytes = sum(map(len, raw))
+        self._text_bytes += num_bytes
+        report(num_bytes)
+
+    def add_long(self, text: str, report: Callable[[int], None]) -> None:
+        """Encode one document in parts: a tokenizer needs many times the memory of its input."""
+        digest = xxhash.xxh3_64()
+        num_bytes = length = 0
+        for part in self._tokenizer.parts(text):
+            ids, _ = self._tokenizer.encode_texts([part])
+            if not length and len(ids):
+                self._append(self._before)
+            self._append(ids)
+            raw = part.encode()
+            digest.update(raw)
+            length += len(ids)
+            num_bytes += len(raw)
+            report(len(raw))
+        if not length:
+            self._num_empty += 1
+            return
+        self._append(self._after)
+        self._lengths.append(np.array([length + len(self._before) + len(self._after)]))
+        self._hashes.append(digest.intdigest())
+        self._text_bytes += num_bytes
+
+    def as_piece(self) -> EncodedPiece:
+        """Return everything added so far."""
+        lengths = np.concatenate([np.empty(0, np.int64), *self._lengths]).astype(np.uint64)
+        return EncodedPiece(
+            np.frombuffer(self._tokens, self._dtype),
+            lengths,
+            np.array(self._hashes, np.uint64),
+            self._num_empty,
+            self._text_bytes,
+            len(self.bad),
+            str(self.bad[0]) if self.bad else "",
+        )
+
+    def _append(self, ids: NDArray[np.uint32]) -> None:
+        largest = int(ids.max(initial=0))
+        vocab_size = self._tokenizer.vocab_size
+        if largest >= vocab_size:
+            raise DataError(
+                f"{self._tokenizer.path} gave the id {largest}, beyond its vocabulary of {vocab_size}"
+            )
+        self._tokens.frombytes(ids.astype(self._dtype).data.cast("B") if len(ids) else b"")
+
+
+def _as_array(token_id: int | None) -> NDArray[np.uint32]:
+    return np.array([] if token_id is None else [token_id], np.uint32)
+
+
+def _groups(records: Iterable[str | BadRecord]) -> Iterator[list[str | BadRecord]]:
+    """Yield records in groups of up to `GROUP_CHARACTERS`. A longer record is a group of its own."""
+    group = list[str | BadRecord]()
+    num_characters = 0
+    for record in records:
+        size = len(record) if isinstance(record, str) else 0
+        if group and num_characters + size > GROUP_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+        group.append(record)
+        num_characters += size
+    yield group
+
+
+# ---- progress
+
+
+@dataclass
+class Progress:
+    """Rates and remaining time of a build that started at ``done`` of ``total`` bytes and at
+    ``tokens`` tokens."""
+
+    total: int
+    done: int
+    tokens: int
+    clock: Callable[[], float] = time.monotonic
+    _first: tuple[float, int, int] = field(init=False)
+    _last_line: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last_line = self.clock()
+        self._first = (self._last_line, self.done, self.tokens)
+
+    def line(self, added: int, tokens: int, uncommitted: int = 0) -> str | None:
+        """Count ``added`` bytes. Returns a line to log, at most once in `PROGRESS_SECONDS`.
+
+        uncommitted: bytes that are encoded but not yet counted in ``done``.
+        """
+        self.done += added
+        now = self.clock()
+        if now - self._last_line < PROGRESS_SECONDS:
+            return None
+        self._last_line = now
+        done = min(self.done + uncommitted, self.total)
+        seconds = now - self._first[0]
+        remaining = round((self.total - done) * seconds / max(1, done - self._first[1]))
+        eta = f"{remaining // 3600}:{remaining // 60 % 60:02d}:{remaining % 60:02d}"
+        percent = 100 * done / max(1, self.total)
+        return (
+            f"{percent:.0f}% of {self.total / 2**20:,.0f} MiB, {tokens:,} tokens, "
+            f"{self.rates(tokens, uncommitted)}, ETA {eta}"
+        )
+
+    def rates(self, tokens: int, uncommitted: int = 0) -> str:
+        """Return MiB and tokens per second since the start of this build."""
+        start, first_done, first_tokens = self._first
+        seconds = max(self.clock() - start, 1e-9)
+        speed = (self.done + uncommitted - first_done) / seconds / 2**20
+        return f"{speed:,.1f} MiB/s, {(tokens - first_tokens) / seconds:,.0f} tokens/s"

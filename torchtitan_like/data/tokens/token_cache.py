@@ -1,0 +1,385 @@
+"""Token cache: a corpus is tokenized once, when a run first needs it, and found by every later run.
+
+A cache entry is a token file (see `token_file`) in one of these folders:
+
+- ``data.cache_folder``, if it is set;
+- `.token_cache/` next to the data (or `token_cache/`, which earlier versions wrote);
+- the user's cache folder, if the data are read-only;
+- the run's folder, if nothing else is writable.
+
+The name of an entry ends with a hash of everything it depends on: names, sizes and modification
+times of the files, the text field, the tokenizer, BOS and EOS. Times stand in for contents, because
+a start must not read a terabyte to find that nothing has changed. Copies with other times are
+tokenized again; `TokenMeta.text_digest` then shows that the text is the same.
+
+One process builds under a file lock and the others wait. The kernel releases the lock when its
+holder ends, so no torch.distributed is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
+from torchtitan_like.data.text.documents import (
+    CACHE_FOLDER_NAME,
+    PIECES_VERSION,
+    VISIBLE_CACHE_FOLDER_NAME,
+    Corpus,
+    piece_size,
+    plan_pieces,
+)
+from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
+from torchtitan_like.data.tokens.token_file import (
+    FREE_SPACE,
+    Staging,
+    StagingTaken,
+    TokenFile,
+    open_token_file,
+    token_type,
+)
+from torchtitan_like.util.file_lock import LockWaitStopped, file_lock
+
+logger = logging.getLogger()
+
+# Changes if a token file, complete or not, of an older version becomes unusable.
+FORMAT_VERSION = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The token file of a corpus: its name, the folder of its text, and the key it is built for."""
+
+    name: str
+    data_folder: Path
+    key: dict[str, Any]
+
+    def open(self, folder: Path) -> TokenFile | None:
+        """Open the token file at ``folder``; None if there is none."""
+        return open_token_file(folder, self.key)
+
+
+def entry_of(corpus: Corpus, name: str, policy: TokenPolicy) -> Entry:
+    """Return the entry of ``corpus``. This reads the status of every file: seconds for a million."""
+    key = cache_key(corpus, policy)
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
+    return Entry(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}", corpus.folder, key)
+
+
+def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
+    """Return everything the token file of ``corpus`` depends on, as stored in its meta.json."""
+    key = {
+        "format_version": FORMAT_VERSION,
+        "files": _file_identities(corpus),
+        "text_format": corpus.format,
+        "text_field": None if corpus.format == "text" else corpus.text_field,
+        "tokenizer": policy.tokenizer.fingerprint,
+        "bos": policy.bos_id,
+        "eos": policy.eos_id,
+    }
+    # Left out at its default, so that caches older than the setting are still found.
+    if corpus.on_bad_record != "error":
+        key["on_bad_record"] = corpus.on_bad_record
+    return key
+
+
+def _file_identities(corpus: Corpus) -> dict[str, Any]:
+    """Number of files, and a hash of their relative names (a folder moves with its cache), sizes
+    and times."""
+    state = xxhash.xxh3_128()
+    for name, file in zip(corpus.relative_names(), corpus.files, strict=True):
+        size, time_ns = corpus.size_and_time(file)
+        state.update(f"{name}\0{size}\0{time_ns}\0".encode())
+    return {"count": len(corpus.files), "hash": state.hexdigest()}
+
+
+def cached_tokens(
+    corpus: Corpus,
+    policy: TokenPolicy,
+    entry: Entry,
+    *,
+    cache_folder: str | None,
+    dump_folder: str,
+    num_workers: int | None = None,
+    stop: threading.Event | None = None,
+) -> TokenFile:
+    """Open the token file of ``corpus``, or build it. Any number of processes may call this at once.
+
+    entry: `entry_of` the corpus. num_workers: processes that tokenize (None: one for each core);
+    the result does not depend on it. stop: an event that ends the build with `BuildStopped`.
+
+    Raises DataError for text that cannot be read, a corpus without text, and if no cache folder is
+    writable.
+    """
+    return find_or_build(
+        entry.name,
+        entry.open,
+        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores(), stop),
+        data_folder=corpus.folder,
+        cache_folder=cache_folder,
+        dump_folder=dump_folder,
+        stop=stop,
+    )
+
+
+# ---- folders
+
+
+def find_cached(
+    name: str,
+    find: Callable[[Path], T | None],
+    *,
+    data_folder: Path,
+    cache_folder: str | None,
+    dump_folder: str,
+) -> T | None:
+    """Return what ``find`` returns for the first cache folder that has the entry ``name``."""
+    writable, read_only = _folders(data_folder, cache_folder, dump_folder)
+    for folder in writable + read_only:
+        if (entry := find(folder / name)) is not None:
+            return entry
+    return None
+
+
+def find_or_build(
+    name: str,
+    find: Callable[[Path], T | None],
+    build: Callable[[Path], T],
+    *,
+    data_folder: Path,
+    cache_folder: str | None,
+    dump_folder: str,
+    wait: bool = True,
+    stop: threading.Event | None = None,
+) -> T:
+    """Return what ``find`` returns for the entry ``name``; build it in the first writable folder if
+    there is none.
+
+    One process builds at a time. The others wait; with ``wait`` false they raise BlockingIOError.
+    Raises CacheWriteError if no folder is writable.
+    """
+    entry = find_cached(
+        name, find, data_folder=data_folder, cache_folder=cache_folder, dump_folder=dump_folder
+    )
+    if entry is not None:
+        return entry
+    folder, problems = writable_folder(
+        data_folder=data_folder, cache_folder=cache_folder, dump_folder=dump_folder
+    )
+    if problems:
+        logger.info(f"the token cache of {data_folder} goes to {folder}: {'; '.join(problems)}")
+    path = folder / name
+    with _locked(folder / f".{name}.lock", path, wait, stop):
+        entry = find(path)  # another process may have built it while this one waited
+        return build(path) if entry is None else entry
+
+
+def writable_folder(
+    *, data_folder: Path, cache_folder: str | None, dump_folder: str
+) -> tuple[Path, list[str]]:
+    """Return the first writable cache folder, and why each folder before it is not writable.
+
+    Raises CacheWriteError if none is.
+    """
+    problems: list[str] = []
+    for folder in _folders(data_folder, cache_folder, dump_folder)[0]:
+        problem = _write_problem(folder)
+        if problem is None:
+            return folder, problems
+        problems.append(problem)
+    raise CacheWriteError(
+        f"the token cache of {data_folder} cannot be written: {'; '.join(problems)}; "
+        "set data.cache_folder to a writable folder"
+    )
+
+
+def _folders(
+    data_folder: Path, cache_folder: str | None, dump_folder: str
+) -> tuple[list[Path], list[Path]]:
+    """Folders where an entry may be built, in order of preference, and folders to read only."""
+    if cache_folder:
+        return [Path(cache_folder).absolute()], []
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    writable = [data_folder / CACHE_FOLDER_NAME]
+    if user_cache.is_absolute():  # it is relative for a user without a home folder
+        writable.append(user_cache / "torchtitan_like" / "token_cache")
+    writable.append(Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME)
+    return writable, [data_folder / VISIBLE_CACHE_FOLDER_NAME]
+
+
+def _write_problem(folder: Path) -> str | None:
+    """Return None if a file can be created in ``folder``. Permissions alone do not show read-only
+    file systems."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror})"
+
+
+@contextmanager
+def _locked(
+    lock: Path, entry: Path, wait: bool, stop: threading.Event | None = None
+) -> Iterator[None]:
+    """Hold ``lock``. Logs before it waits, or raises BlockingIOError. Raises BuildStopped if
+    ``stop`` is set while it waits."""
+    with _write_errors(entry):
+        stream = lock.open("w")
+    with stream, ExitStack() as stack:
+        try:
+            stack.enter_context(
+                file_lock(
+                    stream,
+                    wait=wait,
+                    stop=stop,
+                    on_wait=lambda: logger.info(f"waiting for another process to build {entry}"),
+                )
+            )
+        except LockWaitStopped:
+            raise BuildStopped from None
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise DataError(
+                f"the file system of {lock.parent} has no file locks ({error}): "
+                "set data.cache_folder to a folder on a local disk"
+            ) from error
+        yield
+
+
+# ---- building
+
+
+class BuildStopped(Exception):
+    """Another thread ended the build. Committed pieces are kept."""
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError inside into a CacheWriteError that names the token cache ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheWriteError(
+            f"cannot write the token cache {folder}: {error}; what was done is kept: "
+            f"{FREE_SPACE} to continue"
+        ) from error
+
+
+def _build(
+    corpus: Corpus,
+    policy: TokenPolicy,
+    folder: Path,
+    key: dict[str, Any],
+    num_workers: int,
+    stop: threading.Event | None,
+) -> TokenFile:
+    """Tokenize the corpus. Continues after the last committed piece of a build that was killed."""
+    unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
+    with _write_errors(folder):
+        staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
+    try:
+        _append_pieces(staging, corpus, policy, folder, num_workers, stop)
+        _check(staging, corpus, key)
+        with _write_errors(folder):
+            staging.publish(folder, key)
+    except BrokenProcessPool as error:
+        raise WorkerKilled(
+            f"a process that tokenizes {corpus.folder} was killed, usually because memory ran low: "
+            f"the token cache {folder} is not finished; start again to continue after "
+            f"{staging.num_pieces:,} pieces, or build it with fewer processes "
+            "(titan data tokenize --workers)"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"the token cache {folder} was not finished: {error}; what was done is kept"
+        ) from error
+    except (StagingTaken, BuildStopped, CacheWriteError):
+        raise
+    except DataError:
+        staging.discard()  # useless: the files have to change
+        raise
+    finally:
+        staging.close()
+    built = open_token_file(folder, key)
+    assert built is not None
+    return built
+
+
+def _append_pieces(
+    staging: Staging,
+    corpus: Corpus,
+    policy: TokenPolicy,
+    folder: Path,
+    num_workers: int,
+    stop: threading.Event | None,
+) -> None:
+    """Append the pieces that are missing; logs progress."""
+    pieces = plan_pieces(corpus)
+    remaining = pieces[staging.num_pieces :]
+    total = sum(map(piece_size, pieces))
+    done = total - sum(map(piece_size, remaining))
+    progress = Progress(total, done, staging.meta.num_tokens)
+    resumed = (
+        f", going on after {staging.num_pieces} of {len(pieces)} pieces"
+        if staging.num_pieces
+        else ""
+    )
+    logger.info(
+        f"tokenizing {corpus.folder}: {len(corpus.files)} files, {total / 2**20:,.1f} MiB, "
+        f"into {folder}{resumed}"
+    )
+    bytes_before = staging.meta.text_bytes
+
+    def report(text_bytes: int, added: int = 0) -> None:
+        """Log progress. text_bytes: encoded so far by this process and its workers."""
+        if stop is not None and stop.is_set():
+            raise BuildStopped
+        uncommitted = text_bytes - (staging.meta.text_bytes - bytes_before)
+        line = progress.line(added, staging.meta.num_tokens, max(uncommitted, 0))
+        if line:
+            logger.info(f"tokenizing {corpus.folder}: {line}")
+
+    first_bad = ""
+    encoded_pieces = encode_all(corpus, remaining, policy, num_workers, report)
+    for piece, encoded in zip(remaining, encoded_pieces, strict=True):
+        with _write_errors(folder):
+            staging.append(encoded)
+        first_bad = first_bad or encoded.first_bad
+        report(0, piece_size(piece))
+    meta = staging.meta
+    if meta.num_bad:
+        example = f", the first of them: {first_bad}" if first_bad else ""
+        logger.warning(f"{corpus.folder}: {meta.num_bad:,} bad records left out{example}")
+    empty = f" ({meta.num_empty:,} empty ones left out)" if meta.num_empty else ""
+    logger.info(
+        f"tokenized: {meta.num_documents:,} documents{empty}, {meta.num_tokens:,} tokens, "
+        f"{progress.rates(meta.num_tokens)}"
+    )
+
+
+def _check(staging: Staging, corpus: Corpus, key: dict[str, Any]) -> None:
+    """Raise DataError if the token file must not be published."""
+    if _file_identities(corpus) != key["files"]:
+        raise DataError(
+            f"files in {corpus.folder} changed while they were tokenized: "
+            "start again when they are complete"
+        )
+    if staging.meta.num_documents == 0:
+        raise DataError(f"no text in {corpus}")
