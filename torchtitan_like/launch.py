@@ -123,10 +123,10 @@ def build_checkpointer(config: JobConfig, world: World) -> Checkpointer:
 
 
 def build_model(
-    config: JobConfig, world: World, spec: ModelSpec, args: Any, num_samples: int, by_source: torch.Tensor
+    config: JobConfig, world: World, spec: ModelSpec, args: Any, num_samples: int, with_tokens: bool
 ) -> Built:
-    """This rank's parts of the model, cut over the mesh, without values. num_samples: see `build_parts`; by_source: see
-    `chunked_cross_entropy`.
+    """This rank's parts of the model, cut over the mesh, without values. num_samples: see `build_parts`; with_tokens:
+    see `chunked_cross_entropy`.
     """
     sections = Sections(
         config.training,
@@ -144,7 +144,7 @@ def build_model(
         compile_backend=sections.loss_backend,
         shards=shards,
         gathers_logits=config.parallelism.disable_loss_parallel,
-        by_source=by_source if len(by_source) else None,
+        with_tokens=with_tokens,
     )
     return build_parts(spec, fit_positions(args, longest), world, sections, loss=loss, num_samples=num_samples)
 

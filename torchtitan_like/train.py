@@ -46,6 +46,7 @@ from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
 from torchtitan_like.launch import build_metrics, build_model, launch, run_as
+from torchtitan_like.models.layers.head import total_of
 from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.garbage import GarbageCollection
@@ -53,6 +54,7 @@ from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
+from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.optimizer import build_optimizer
 from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
 from torchtitan_like.resilience.end import end_process
@@ -201,9 +203,7 @@ class Trainer:
         logger.info(f"Building {name} with {args}")
         logger.info(f"Model {name} size: {spec.num_params(args):,} total parameters")
         num_samples = self.num_micro_batches * config.training.local_batch_size
-        # The sums of this step's token losses, where labels tell their source.
-        self.loss_by_source = torch.zeros(len(self.batches.sources), dtype=torch.float64, device=world.device)
-        built = build_model(config, world, spec, args, num_samples, self.loss_by_source)
+        built = build_model(config, world, spec, args, num_samples, bool(self.batches.sources))
         self.parts, self.pipeline, context, self.activation_offload, lines = built
         self.feed = Feed(world, context)
         for line in lines:
@@ -382,19 +382,26 @@ class Trainer:
         self.heartbeat.beat("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.order_updates()
-        self.loss_by_source.zero_()  # validation adds to it as well
         local = self.feed.local(batch)
+        num_sources = len(self.batches.sources)
+        loss_by_source = torch.zeros(num_sources, dtype=torch.float64, device=self.world.device)
+        sources = self.world.to_device(batch.sources) if num_sources else None
         if self.pipeline is not None:
             seed = derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers)
             seed_device(seed, self.world.device)
-            loss = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
+            loss, token_losses = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
+            if sources is not None and token_losses is not None:
+                loss_by_source = sum_by_source(token_losses, sources.flatten(), num_sources)
         else:
             losses: list[torch.Tensor] = []
             for micro in range(len(batch.first_samples)):
                 self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
                 self.heartbeat.beat("step", step, micro)
                 seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
-                share = self.parts[0](*self.feed.to_device(local, micro)) / max(1, num_valid)
+                output = self.parts[0](*self.feed.to_device(local, micro))
+                if sources is not None:
+                    loss_by_source = loss_by_source + sum_by_source(output.tokens, sources[micro], num_sources)
+                share = total_of(output) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.
                 losses.append(share.detach())
                 share.backward(losses[-1] * 0 + 1)  # 1, or NaN
@@ -418,9 +425,9 @@ class Trainer:
             num_tokens=num_tokens,
             num_valid_tokens=num_valid,
             local_valid_tokens=count_valid(local[1]),
-            local_valid_by_source=count_valid_by_source(local[1], len(self.loss_by_source)),
+            local_valid_by_source=count_valid_by_source(local[1], batch.sources, num_sources),
             loss_share=loss,
-            loss_by_source=self.loss_by_source.clone(),
+            loss_by_source=loss_by_source,
             grad_norm=grad_norm,
             skipped=skip,
             lr=lr,

@@ -12,6 +12,7 @@ import torch
 from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.feed import Feed
+from torchtitan_like.models.layers.head import LossWithTokens, total_of
 from torchtitan_like.resilience.requests import agreed, stop_among
 
 
@@ -30,7 +31,7 @@ class TextLoss(NamedTuple):
 
 def losses_of_texts(
     texts: Mapping[str, Iterable[Batch]],
-    evaluate: Callable[..., torch.Tensor],
+    evaluate: Callable[..., torch.Tensor | LossWithTokens],
     feed: Feed,
     bytes_of_token: torch.Tensor,
     gather_losses: Callable[[torch.Tensor], torch.Tensor],
@@ -46,7 +47,7 @@ def losses_of_texts(
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in _until_stop(batches, ask):
             local = feed.local(batch)
-            loss = evaluate(*feed.to_device(local, 0))
+            loss = total_of(evaluate(*feed.to_device(local, 0)))
             counts = count_valid(local[1]), count_bytes(local[1], bytes_of_token)
             sums += torch.tensor([loss.item(), *counts], dtype=torch.float64)
         loss_sum, num_tokens, num_bytes = gather_losses(sums).sum(0).tolist()

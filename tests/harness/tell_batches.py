@@ -1,6 +1,6 @@
 """For `experimental.custom_import`: every rank of a run prints what its training loop is fed, one line a step.
 
-    fed {"position": behind the step, "samples": [[position, tokens, labels], ...]}
+    fed {"position": after the step, "samples": [[position, tokens, labels, source], ...]}
 
 One write call each, so that the lines of several ranks do not mix.
 """
@@ -19,9 +19,15 @@ def _telling(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], 
     def next_batch(self: TrainBatches) -> Batch:
         batch = read(self)
         rows = [
-            [first + place, tokens, labels]
-            for first, *micro in zip(batch.first_samples, batch.tokens.tolist(), batch.labels.tolist(), strict=True)
-            for place, (tokens, labels) in enumerate(zip(*micro, strict=True))
+            [first + offset, *row]
+            for first, *micro in zip(
+                batch.first_samples,
+                batch.tokens.tolist(),
+                batch.labels.tolist(),
+                batch.sources.tolist(),
+                strict=True,
+            )
+            for offset, row in enumerate(zip(*micro, strict=True))
         ]
         os.write(1, f"fed {json.dumps({'position': batch.position, 'samples': rows})}\n".encode())
         return batch

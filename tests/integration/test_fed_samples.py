@@ -27,11 +27,11 @@ from tests.unit.data.reference import digest_of
 from tests.unit.data.test_documents import write_table
 from tests.unit.data.token_writers import write_flat, write_npy
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.batches.batch import IGNORED_LABEL, SOURCE_SHIFT
 from torchtitan_like.data.samples.order import shuffled
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.util.jsonl import read_rows
+from torchtitan_like.util.labels import IGNORED_LABEL
 
 ASSETS = ROOT / "tests/assets/tokenizer"
 SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 32, 40, 50
@@ -189,10 +189,9 @@ def check(folder: Path, runs: Sequence[Ended], expected: Sequence[Sample]) -> st
     for run in runs:
         of_this_run = Counter[int]()
         for batch in batches_told(run.output):
-            for position, tokens, told in batch["samples"]:
-                (source,) = {label >> SOURCE_SHIFT for label in told if label != IGNORED_LABEL}
-                labels = [label & ((1 << SOURCE_SHIFT) - 1) for label in told if label != IGNORED_LABEL]
-                assert told[len(labels) :] == [IGNORED_LABEL] * (SEQ_LEN - len(labels))
+            for position, tokens, padded, source in batch["samples"]:
+                labels = [label for label in padded if label != IGNORED_LABEL]
+                assert padded[len(labels) :] == [IGNORED_LABEL] * (SEQ_LEN - len(labels))
                 assert labels[:-1] == tokens[1 : len(labels)]
                 fed[position].append((list(WEIGHTS)[source], (*tokens[: len(labels)], labels[-1])))
                 of_this_run[position] += 1

@@ -85,7 +85,7 @@ def build_parts(
     world: World,
     sections: Sections,
     *,
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]],
     num_samples: int,
 ) -> Built:
     """The model (or this rank's pipeline stages) cut over the mesh, with memory but no values yet.

@@ -89,31 +89,37 @@ class Pipeline:
         name = self.plan.csv or self.plan.schedule
         return timeline_lines(name, self.plan.order(num_micro_batches))
 
-    def step(self, tokens: Tensor, labels: Tensor, positions: Tensor | None, num_valid: int) -> Tensor:
+    def step(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, num_valid: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of all micro-batches; gradients are summed, and reduced over data-parallel ranks once.
 
         tokens, labels and positions (rows, seq) are the step's, the same on every rank of the pipeline; rows is a
         multiple of the micro-batch size. Returns this rank's share of the loss: token losses / `num_valid`, 0-dim,
         detached; zero without the last stage. A micro-batch whose loss is not finite makes every gradient of every
-        stage NaN.
+        stage NaN. Also returns the loss of each token (rows * seq,), if the last stage is here and its head returns them.
         """
         self._num_valid = num_valid
-        return self._run(tokens, labels, positions, self.microbatch_size, trains=True)
+        loss, token_losses = self._run(tokens, labels, positions, self.microbatch_size, trains=True)
+        return loss, torch.cat(token_losses) if token_losses else None
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Sum of the token losses, 0-dim; zero without the last stage. Rows and positions may differ from training."""
         self._num_valid = 1
         rows = math.gcd(tokens.shape[0], self.microbatch_size)
-        return self._run(tokens, labels, positions, rows, trains=False)
+        return self._run(tokens, labels, positions, rows, trains=False)[0]
 
-    def _run(self, tokens: Tensor, labels: Tensor, positions: Tensor | None, rows: int, *, trains: bool) -> Tensor:
+    def _run(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, rows: int, *, trains: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sum of the losses of all micro-batches, and the token losses of each (see `step`)."""
         shape = _Shape(tokens.shape[0] // rows, rows, tokens.shape[1], trains)
         kwargs = {"labels": labels} if self.has_last else {}
         if positions is not None:
             kwargs["positions"] = positions
         losses: list[Tensor] = []
-        self._runner(shape).run(
+        token_losses = self._runner(shape).run(
             *([tokens] if self.has_first else []),
             target=labels if self.has_last else None,
             losses=losses,
@@ -123,7 +129,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         for loss in losses:
             total += loss.detach()
-        return total
+        return total, token_losses
 
     def _runner(self, shape: _Shape) -> _Runner:
         """The schedule for this shape; one for training and one for evaluation are kept."""
@@ -165,6 +171,7 @@ class Pipeline:
             group=self.group,
         )
         stage.passed = passed
+        stage.token_losses = []
         stage.neighbor_groups = self.neighbor_groups
         return stage
 
@@ -203,10 +210,14 @@ class _Runner(NamedTuple):
     stages: list[_Stage]
     trains: bool
 
-    def run(self, *args: Tensor, **kwargs: Any) -> None:
+    def run(self, *args: Tensor, **kwargs: Any) -> list[Tensor]:
+        """Run all micro-batches. Returns their token losses in order, if the head returns them."""
         (self.schedule.step if self.trains else self.schedule.eval)(*args, **kwargs)
+        token_losses = [losses for stage in self.stages for losses in stage.token_losses]
         for stage in self.stages:
+            stage.token_losses = []
             stage.clear_runtime_states()
+        return token_losses
 
 
 class _Stage(PipelineStage):
@@ -224,6 +235,7 @@ class _Stage(PipelineStage):
 
     passed: dict[str, Tensor]  # what it passes to the next stage, on meta, by name
     neighbor_groups: Mapping[int, dist.ProcessGroup]  # by rank within the pipeline's group; may be empty
+    token_losses: list[Tensor]  # of the micro-batches so far; the schedules run forwards in their order
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         """Skip torch's vote on whether stages must learn their shapes from each other: ours are
@@ -295,6 +307,9 @@ class _Stage(PipelineStage):
         stage_tensors = dict(zip(list(self.passed)[1:], args[1:], strict=not self.is_first))
         output = super().forward_maybe_with_nosync(args[0], **stage_tensors, **kwargs)
         if self.is_last:
+            if isinstance(output, tuple):  # torch would send further outputs on
+                output, token_losses = output
+                self.token_losses.append(token_losses)
             return output
         outputs = output if isinstance(output, tuple) else (output,)
         self._check_outputs(outputs)

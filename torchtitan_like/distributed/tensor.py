@@ -229,12 +229,12 @@ def _look_up_own_entries(embedding: Any, num_entries: int, group: ProcessGroup) 
     embedding.forward = look_up
 
 
-def _join_logits(num_entries: int, group: ProcessGroup) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+def _join_logits(num_entries: int, group: ProcessGroup) -> Callable[[nn.Module, Any, Any], Any]:
     """A hook that gives a head's logits on every rank whole. A loss (0-dim) is one over the whole vocabulary already."""
     largest = -(-num_entries // group.size())
 
-    def join(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if output.ndim == 0:
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.ndim == 0:
             return output
         padded = F.pad(output, (0, largest - output.shape[-1]))
         return gather_whole(padded, output.ndim - 1, group)[..., :num_entries]

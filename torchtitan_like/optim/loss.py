@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torchtitan_like.models.layers.head import LossWithTokens
+from torchtitan_like.util.labels import IGNORED_LABEL
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-IGNORED = -100
-# A label may tell in its upper bits which text it comes from: label + (source << SOURCE_SHIFT).
-SOURCE_SHIFT = 32
 # On CPU the softmax walks through a chunk in pieces of this many logits, which stay in a core's cache.
 TILE = 131_072
 
@@ -55,8 +55,8 @@ def chunked_cross_entropy(
     shards: VocabShards | None = None,
     *,
     gathers_logits: bool = False,
-    by_source: Tensor | None = None,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    with_tokens: bool = False,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]:
     """A loss (hidden (tokens, dim), weight (vocab, dim), labels (tokens,)) -> 0-dim sum over labels other than -100.
 
     Logits are made for a few tokens at a time, in the dtype of `hidden`, at most `chunk_mib` MiB of them if they were
@@ -68,8 +68,7 @@ def chunked_cross_entropy(
     the loss. The gradient of `hidden` is this rank's part of a sum. Logits stay where they are, and two numbers per token
     are summed over the ranks and one is maximised; or, with `gathers_logits`, every rank computes the loss of all logits.
 
-    With `by_source` (sources,), float64 on the device, labels tell their source (`SOURCE_SHIFT`), and the token losses of
-    each are added to its entry.
+    With `with_tokens` the loss also returns the loss of each token, detached (`LossWithTokens`). The sum is the same.
     """
     body: SoftmaxBody = _softmax_in_tiles
     if compile_backend is not None:
@@ -86,13 +85,13 @@ def chunked_cross_entropy(
             begin, end = (torch.compile(part, backend=compile_backend) for part in (begin, end))
         body, widest = partial(_softmax_over_ranks, shards, begin, end), shards.largest
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor | LossWithTokens:
         # As many chunks on every rank: the ranks meet in each.
         chunk = _tokens_per_chunk(hidden.shape[0], widest or weight.shape[0], chunk_mib)
         if not torch.is_grad_enabled():  # no gradient is wanted then, whatever the tensors say
             hidden, weight = hidden.detach(), weight.detach()
-        total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body, by_source)
-        return total
+        total, tokens = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body, with_tokens)
+        return LossWithTokens(total, tokens) if with_tokens else total
 
     return loss
 
@@ -210,25 +209,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk: int,
         body: SoftmaxBody,
-        by_source: Tensor | None,
-    ) -> Tensor:
+        with_tokens: bool,
+    ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight) if wants_weight and len(hidden) == 0 else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        valid = labels != IGNORED
-        if by_source is not None:
-            sources = labels >> SOURCE_SHIFT
-            labels = labels & ((1 << SOURCE_SHIFT) - 1)
-            numbers = torch.arange(len(by_source), device=labels.device).unsqueeze(-1)
+        token_losses = hidden.new_empty(len(hidden) if with_tokens else 0, dtype=_wide(hidden))
+        valid = labels != IGNORED_LABEL
         for start in range(0, len(hidden), chunk):
             some = slice(start, start + chunk)
             counts = valid[some]
             losses, d_logits = body(hidden[some] @ weight.t(), labels[some] * counts)
             losses = losses.where(counts, 0)
             total += losses.sum()
-            if by_source is not None:
-                by_source += losses.where(sources[some] == numbers, 0).sum(-1, dtype=by_source.dtype)
+            if with_tokens:
+                token_losses[some] = losses
             # Ignored tokens get no gradient by way of the narrow factors: (tokens, dim) is much less than (tokens, vocab).
             mask = counts.unsqueeze(-1)
             if d_hidden is not None:
@@ -239,17 +235,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         # Never `total` itself: what is returned twice, as a result and to be kept, gets no gradient in a graph of torch 2.11.
-        return total.to(_wide(hidden), copy=True)
+        ctx.mark_non_differentiable(token_losses)
+        return total.to(_wide(hidden), copy=True), token_losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor, _token_grad: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         if d_hidden is not None:
             d_hidden = d_hidden * grad
         if d_weight is not None:
             d_weight = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
         return d_hidden, d_weight, None, None, None, None
+
+
+def sum_by_source(token_losses: Tensor, sources: Tensor, num_sources: int) -> Tensor:
+    """Sum the token losses of each source: (num_sources,) float64, the same on every device and run.
+
+    token_losses (rows * seq,), or of any shape with as many elements; sources (rows,): the source of each row.
+    """
+    rows = token_losses.view(len(sources), -1).sum(-1, dtype=torch.float64)
+    numbers = torch.arange(num_sources, device=rows.device).unsqueeze(-1)
+    return rows.where(sources == numbers, 0).sum(-1)
 
 
 def _add(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -306,12 +305,11 @@ def rows_fed(batches: list[TrainBatches], case: Case, layout: Layout) -> Iterato
         for batch in of_ranks:
             for micro, first in enumerate(batch.first_samples):
                 for index in range(layout.local):
-                    labels = batch.labels[micro, index].numpy()
-                    source = int(max(labels.max() >> 32, 0))
+                    labels = batch.labels[micro, index].tolist()
+                    source = int(batch.sources[micro, index])
                     tokens = batch.tokens[micro, index].tolist()
                     positions = [] if batch.positions is None else batch.positions[micro, index].tolist()
-                    plain = np.where(labels == -100, -100, labels & 0xFFFFFFFF).tolist()
-                    rows[first + index] = Row(source, tokens, plain, positions, [])
+                    rows[first + index] = Row(source, tokens, labels, positions, [])
         assert len({(batch.position, batch.num_samples) for batch in of_ranks}) == 1
         num_valid = sum(label != -100 for row in rows.values() for label in row.labels)
         assert sum(batch.num_valid_tokens for batch in of_ranks) == num_valid
@@ -337,8 +335,7 @@ def check(case: Case, tokenizer: Tokenizer) -> None:
                 # Padding's positions matter to nobody.
                 num_real = min(len(right.real), case.run.seq_len)
                 assert row.positions[:num_real] == right.positions[:num_real], f"step {step}, position {position}"
-            if len(case.run.sources) > 1 and any(label != -100 for label in row.labels):
-                assert row.source == right.source
+            assert row.source == right.source
         assert wanted.keys() <= rows.keys(), f"step {step}"
         if step == case.resume_after and step < len(expected):
             state = json.loads(json.dumps(ranks[0].state_dict()))

@@ -19,7 +19,7 @@ from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data import build as data_build
-from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.batch import Batch, count_valid_by_source
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.build import build_train_batches
 from torchtitan_like.data.errors import DataError, DataMismatch
@@ -271,6 +271,10 @@ def test_a_mixture_reads_what_its_sources_hold(tokenizer: Tokenizer, texts: dict
         assert rows(batch) == [tuple((real + [0] * 17)[:16]) for real in wanted]
         assert batch.digest == sum(digest_of(real, 8 * step + row) for row, real in enumerate(wanted)) % 2**64
         assert batch.num_valid_tokens == sum(len(real) - 1 for real in wanted)
+        sources = np.searchsorted(np.cumsum([len(pieces[name]) for name in WEIGHTS]), samples, side="right")
+        assert batch.sources.flatten().tolist() == sources.tolist()
+        counts = [sum(len(real) - 1 for real, of in zip(wanted, sources, strict=True) if of == source) for source in range(3)]
+        assert count_valid_by_source(batch.labels, batch.sources, 3) == counts
 
 
 def _alone(tokenizer: Tokenizer, file: Path, name: str) -> Iterator[list[int]]:

@@ -27,7 +27,7 @@ from tests.unit.data.conftest import TEXTS, write_jsonl
 from tests.unit.data.reference import Row, samples_of
 from tests.unit.data.test_batches import check_step, rows_of
 from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
-from torchtitan_like.data.batches.batch import IGNORED_LABEL, SOURCE_SHIFT, Batch
+from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.build import build_train_batches
 from torchtitan_like.data.errors import DataError, DataMismatch
@@ -310,17 +310,14 @@ def test_streams_and_cached_texts_are_mixed(build: Build, corpus: Path, layout: 
         for _ in range(8):
             number, _ = ranks[0].order.locate(ranks[0].next_positions())
             names = [ranks[0].order.supplies[index].key for index in number.tolist()]
-            expected = [telling(next(alone[name]), index) for name, index in zip(names, number.tolist(), strict=True)]
-            assert rows_of([next(rank) for rank in ranks]) == expected
+            expected = [next(alone[name]) for name in names]
+            shares = [next(rank) for rank in ranks]
+            assert rows_of(shares) == expected
+            row_sources = torch.stack([share.sources for share in shares], 1).flatten()
+            assert row_sources.tolist() == number.tolist()
             read.update(names)
         state = json.loads(json.dumps(ranks[-1].state_dict()))
     assert state["counts"] == read and min(read.values()) > 10
-
-
-def telling(row: tuple[list[int], list[int]], source: int) -> tuple[list[int], list[int]]:
-    """A sample as it is in a mixture: its labels tell their source."""
-    tokens, labels = row
-    return tokens, [label if label == IGNORED_LABEL else label + (source << SOURCE_SHIFT) for label in labels]
 
 
 def test_skipped_steps_are_passed_over(build: Build, corpus: Path) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_like.data.batches import batch
 from torchtitan_like.models.layers.head import cross_entropy_sum
-from torchtitan_like.optim.loss import IGNORED, SOURCE_SHIFT, _softmax_in_tiles, chunked_cross_entropy
+from torchtitan_like.optim.loss import _softmax_in_tiles, chunked_cross_entropy, sum_by_source
 
 VOCAB, DIM = 4096, 32  # 1 MiB of fp32 logits is 64 tokens
 
@@ -77,24 +76,44 @@ def test_value_and_gradients_are_those_of_plain_cross_entropy(chunk_mib, tokens,
 
 @pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
 @pytest.mark.parametrize("chunk_mib", [1, 0])
-def test_labels_that_tell_their_source_change_nothing_but_the_sums_by_source(chunk_mib, compile_backend):
+def test_token_losses_change_neither_the_sum_nor_its_gradients(chunk_mib, compile_backend):
     hidden, weight, labels = problem(700, torch.float64)
-    sources = torch.arange(700) % 3 // 2 * 2  # 0, 0, 2, ...: none of the source 1
-    told = labels.where(labels == -100, labels + (sources << SOURCE_SHIFT))
-    by_source = torch.zeros(4, dtype=torch.float64)
-    apart = chunked_cross_entropy(chunk_mib, compile_backend, by_source=by_source)
-    ours = value_and_gradients(apart, hidden, weight, told)
+    loss = chunked_cross_entropy(chunk_mib, compile_backend, with_tokens=True)
+    per_token = []
+
+    def total(*inputs):
+        result = loss(*inputs)
+        per_token.append(result.tokens)
+        return result.total
+
+    ours = value_and_gradients(total, hidden, weight, labels)
     plain = value_and_gradients(chunked_cross_entropy(chunk_mib, compile_backend), hidden, weight, labels)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
-    expected = torch.zeros(4, dtype=torch.float64)
-    for k in (0, 2):
-        logits, own = (hidden @ weight.T).detach()[sources == k], labels[sources == k]
-        expected[k] = F.cross_entropy(logits, own, reduction="sum")
-    torch.testing.assert_close(by_source, expected, rtol=1e-12, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    expected = F.cross_entropy((hidden @ weight.T).detach(), labels, reduction="none")
+    assert not per_token[0].requires_grad
+    torch.testing.assert_close(per_token[0], expected, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        assert torch.equal(loss(hidden, weight, labels).tokens, per_token[0])
 
 
-def test_data_and_loss_agree_on_what_labels_carry():
-    assert (batch.SOURCE_SHIFT, batch.IGNORED_LABEL) == (SOURCE_SHIFT, IGNORED)
+def test_token_losses_are_returned_by_a_compiled_loss():
+    hidden, weight, labels = problem(100)
+    loss = chunked_cross_entropy(1, with_tokens=True)
+    compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
+    expected = loss(hidden, weight, labels)
+    result = compiled(hidden, weight, labels)
+    assert torch.equal(result.total, expected.total) and torch.equal(result.tokens, expected.tokens)
+    ours = value_and_gradients(lambda *inputs: compiled(*inputs)[0], hidden, weight, labels)
+    plain = value_and_gradients(lambda *inputs: loss(*inputs)[0], hidden, weight, labels)
+    assert all(relative(a, b) <= 1e-6 for a, b in zip(ours, plain, strict=True))
+
+
+def test_token_losses_are_summed_by_the_source_of_their_row():
+    losses = torch.arange(12, dtype=torch.float32)
+    losses[0] = torch.nan
+    by_source = sum_by_source(losses, torch.tensor([2, 0, 0, 3]), 5)
+    assert by_source.dtype == torch.float64 and by_source[2].isnan()
+    assert by_source[[0, 1, 3, 4]].tolist() == [3 + 4 + 5 + 6 + 7 + 8, 0, 9 + 10 + 11, 0]
 
 
 @pytest.mark.parametrize("vocab", [2048, 32000, 128256])

@@ -11,19 +11,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.data.samples.packing import JoinedSamples
+from torchtitan_like.util.labels import IGNORED_LABEL
 from torchtitan_like.util.splitmix import mix64
-
-IGNORED_LABEL = -100
-# With several sources a label tells in its upper bits which of them it comes from: label + (source << SOURCE_SHIFT).
-SOURCE_SHIFT = 32
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of one step.
 
-    tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned, and tell
-    their source where there are several (`SOURCE_SHIFT`).
+    tokens, labels: int64 (num_micro, local_batch, seq_len); labels are -100 where they are not to be learned. sources:
+    int64 (num_micro, local_batch), the number of each row's source.
     num_valid_tokens: labels that count, in this share. digest: this share's part of the step's digest; the parts of
     all ranks add up modulo 2**64. first_samples: position of each micro-batch's first sample. position: where the
     stream is when the step is done. num_samples: those of the step over all ranks, without what fills it up. positions:
@@ -32,6 +29,7 @@ class Batch:
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    sources: torch.Tensor
     num_valid_tokens: int
     digest: int
     first_samples: list[int]
@@ -57,12 +55,14 @@ def count_valid(labels: torch.Tensor) -> int:
     return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
 
 
-def count_valid_by_source(labels: torch.Tensor, num_sources: int) -> list[int]:
-    """As `count_valid`, of each source; [] where labels do not tell theirs."""
-    if not num_sources:
-        return []
-    valid = labels.numpy()[labels.numpy() != IGNORED_LABEL]
-    return list(np.bincount(valid >> SOURCE_SHIFT, minlength=num_sources))
+def count_valid_by_source(
+    labels: torch.Tensor, sources: torch.Tensor, num_sources: int
+) -> list[int]:
+    """Count the labels (..., seq) of each source that are to be learned, by the sources (...) of
+    their rows."""
+    per_row = np.count_nonzero(labels.numpy() != IGNORED_LABEL, axis=-1)
+    counts = np.bincount(sources.numpy().ravel(), per_row.ravel(), num_sources)
+    return [int(count) for count in counts[:num_sources]]
 
 
 def count_bytes(labels: torch.Tensor, bytes_of_token: torch.Tensor) -> int:
@@ -92,14 +92,13 @@ def assemble(packed: JoinedSamples, plan: Plan, local_batch_size: int, *, with_p
         labels[row, num_valid[row] :] = IGNORED_LABEL
     ignored = packed.ignored_labels(samples)
     labels[ignored] = IGNORED_LABEL
-    if len(packed.parts) > 1:
-        np.add(labels, packed.sources_of(samples)[:, None] << SOURCE_SHIFT, out=labels, where=labels != IGNORED_LABEL)
     first_samples: list[int] = positions[::local_batch_size].tolist()
     num_valid_tokens = int(num_valid.sum()) - len(ignored[0])
     digest = _digest(rows, lengths, positions)
     in_documents = torch.from_numpy(packed.positions(samples)).view(both[0].shape) if with_positions else None
     ends = plan.position, plan.num_samples
-    return Batch(both[0], both[1], num_valid_tokens, digest, first_samples, *ends, in_documents)
+    sources = torch.from_numpy(packed.sources_of(samples)).view(shape[:2])
+    return Batch(both[0], both[1], sources, num_valid_tokens, digest, first_samples, *ends, in_documents)
 
 
 def _digest(rows: NDArray[Any], lengths: NDArray[np.int64], positions: NDArray[np.int64]) -> int:

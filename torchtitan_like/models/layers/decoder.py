@@ -86,7 +86,8 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Return logits (batch, seq, vocab), or the 0-dim sum of token losses if labels are given.
+        """Return logits (batch, seq, vocab), or the 0-dim sum of token losses if labels are given
+        (see `OutputHead.loss`).
 
         tokens and labels are int64 (batch, seq); a label of -100 is ignored. positions
         (batch, seq), where given, count from the start of each token's document.

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED = -100
+from torchtitan_like.util.labels import IGNORED_LABEL
+
+
+class LossWithTokens(NamedTuple):
+    """A loss and its parts. total: 0-dim sum of the token losses, differentiable. tokens: the loss of
+    each token, (tokens,), detached; 0 for an ignored label."""
+
+    total: Tensor
+    tokens: Tensor
+
+
+def total_of(loss: Tensor | LossWithTokens) -> Tensor:
+    """Return the sum of a loss that may come with its token losses."""
+    return loss.total if isinstance(loss, LossWithTokens) else loss
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -18,23 +32,25 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """
     logits = F.linear(hidden, weight)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 class OutputHead(nn.Linear):
     """Logits (batch, seq, vocab) of hidden states (batch, seq, dim); with labels (batch, seq) the sum of token losses.
 
-    `loss` is a seam with the signature of `cross_entropy_sum`. Head and loss are one module so that a loss which never
-    holds all logits can be put there.
+    `loss` is a seam with the arguments of `cross_entropy_sum`. Head and loss are one module, so that a loss that never
+    holds all logits can replace it. It returns the sum, or a `LossWithTokens` if the trainer asks for token losses.
     """
 
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.loss = cross_entropy_sum
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, labels: Tensor | None = None
+    ) -> Tensor | LossWithTokens:
         if labels is None:
             return F.linear(hidden, self.weight)
         return self.loss(hidden.flatten(0, -2), self.weight, labels.flatten())
