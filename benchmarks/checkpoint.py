@@ -161,12 +161,12 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
     import torch
     import torch.distributed as dist
 
+    from torchtitan_like.build import identify
     from torchtitan_like.checkpoint.checkpointer import Checkpointer
     from torchtitan_like.checkpoint.saving import Save
     from torchtitan_like.config.sections_scale import Checkpoint
     from torchtitan_like.config.sections_training import Model
     from torchtitan_like.distributed.world import HostGroup
-    from torchtitan_like.launch import identify
 
     rank, ranks, folder = dist.get_rank(), list(range(dist.get_world_size())), Path(arguments.folder)
     state = make_state(arguments.gb, 0, fill=True)

@@ -22,7 +22,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,8 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from torchtitan_like import train
+    from torchtitan_like import launch, train
     from torchtitan_like.distributed import world
-    from torchtitan_like.launch import launch, run_as
 
     class MirrorGroup(world.HostGroup):
         """A group whose other members do and say what this rank does."""
@@ -149,9 +147,8 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
         "--job.dump_folder",
         str(folder),
     ]
-    code = launch(
-        [*arguments, *COMMON.split(), *case.arguments.split()], partial(run_as, MeasuredTrainer)
-    )
+    launch.Trainer = MeasuredTrainer  # type: ignore[misc]
+    code = launch.main([*arguments, *COMMON.split(), *case.arguments.split()])
     if code:
         raise SystemExit(code)
     return readings

@@ -22,8 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
+from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import build_checkpointer, join, read_config
+from torchtitan_like.launch import join, read_config
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
@@ -54,13 +55,13 @@ def main() -> None:
         settings += ["--checkpoint.no-enable", "--validation.no-enable"]
         config = read_config(settings, launched.world_size)
         world = join(config, launched)
-        checkpointer = build_checkpointer(config, world)
+        checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
         starts = checkpointer.find_start(config.training.steps)
         trainer = Trainer(config, world, checkpointer, starts, Requests())
 
         def step() -> None:
             number = trainer.progress.step + 1
-            fetched = trainer._fetch(number)
+            fetched = trainer.fetch(number)
             trainer.train_step(number, fetched, fetched.agreement.wait())
             if world.device.type == "cuda":
                 torch.cuda.synchronize()

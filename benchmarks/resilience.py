@@ -29,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.resilience.agreement import StepAgreement, send
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, used_memory_percent
 from torchtitan_like.resilience.numbers import BadNumbers
-from torchtitan_like.resilience.requests import Requests, agreed, stop_among
+from torchtitan_like.resilience.requests import Requests, first_stop
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
 
@@ -60,8 +61,8 @@ def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
         numbers.passed(1)
 
     def agree() -> None:
-        sums = group.sum_async([0, 0, 0, *requests.take()]).wait()
-        stop_among(agreed(sums[3:]))
+        local = StepAgreement.of_rank(0, 0, requests.take())
+        first_stop(send(local, group).wait().requests)
 
     def beat() -> None:
         heartbeat.beat("step", 1)

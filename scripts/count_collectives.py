@@ -128,12 +128,13 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
 
 def work(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
     """One rank: two steps as train.py makes them; rank 0 writes what all ranks counted in the second."""
-    from torchtitan_like.launch import build_checkpointer, join
+    from torchtitan_like.build import build_checkpointer
+    from torchtitan_like.launch import join
     from torchtitan_like.train import Trainer
 
     world = join(config, launched)
     found: list[Row] = []
-    with closing(build_checkpointer(config, world)) as checkpointer:
+    with closing(build_checkpointer(config.checkpoint, config.job, config.model, world)) as checkpointer:
         trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), requests)
         train_step = trainer.train_step
 

@@ -320,6 +320,7 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
 
     import torch
 
+    from torchtitan_like.build import identify
     from torchtitan_like.checkpoint.hf.folder import write_model
     from torchtitan_like.checkpoint.step_folders import write_manifest
     from torchtitan_like.checkpoint.tools.contents import open_contents
@@ -329,7 +330,6 @@ def make_model(config_file: str, out: Path, settings: list[str], dtype: str) -> 
     from torchtitan_like.distributed.data_parallel import DTYPES
     from torchtitan_like.distributed.initialize import initialize, materialize
     from torchtitan_like.distributed.world import HostGroup
-    from torchtitan_like.launch import identify
     from torchtitan_like.models.spec import get_spec, resolve_args
     from torchtitan_like.stored_config import custom_import_in, import_custom
 

@@ -28,17 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 import torch
 
+from torchtitan_like.build import build_checkpointer
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_stored_config
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
-from torchtitan_like.launch import build_checkpointer, join, read_config
+from torchtitan_like.launch import join, read_config
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
+from torchtitan_like.resilience.agreement import StepAgreement
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.stored_config import CUSTOM_IMPORT, custom_import_in
-from torchtitan_like.train import Fetched, Trainer
+from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import decode, encode
 from torchtitan_like.util.reading import read_file
@@ -162,7 +164,7 @@ def replay(config: JobConfig, bundle: dict[str, Any]) -> dict[str, Any]:
     """Load, train the steps before, and meet the step; what was found. The world is left again."""
     world = join(config, LaunchedAs(0, 0, 1))
     try:
-        with closing(build_checkpointer(config, world)) as checkpointer:
+        with closing(build_checkpointer(config.checkpoint, config.job, config.model, world)) as checkpointer:
             trainer = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), Requests())
             try:
                 return _meet(trainer, bundle)
@@ -176,17 +178,17 @@ def _meet(trainer: Trainer, bundle: dict[str, Any]) -> dict[str, Any]:
     last = bundle["step"]
     logger.info(f"Step {last} is met again behind step {trainer.progress.step}")
     for step in range(trainer.progress.step + 1, last):
-        fetched = trainer._fetch(step)
+        fetched = trainer.fetch(step)
         record = trainer.train_step(step, fetched, fetched.agreement.wait())
         logger.info(f"Step {step}, {last - step} before the bad one: {_told(record.loss_share, record.grad_norm)}")
-    fetched = trainer._fetch(last)
+    fetched = trainer.fetch(last)
     if fetched.batch is None:
         raise DataError(f"the training text ends before step {last}")
     values = _bad_parameters(trainer, lambda parameter: parameter)
     gradients: list[str] = []
     _look_before_clipping(trainer, lambda: gradients.extend(_bad_parameters(trainer, lambda p: p.grad)))
-    sums = fetched.agreement.wait()
-    record = trainer.train_step(last, fetched, sums)
+    agreement = fetched.agreement.wait()
+    record = trainer.train_step(last, fetched, agreement)
     found = {
         "step": last,
         "loss": record.loss_share.item(),
@@ -198,17 +200,17 @@ def _meet(trainer: Trainer, bundle: dict[str, Any]) -> dict[str, Any]:
         "bad_values": values,
     }
     if record.skipped.item():  # else the weights are others now
-        found["first_module"] = _first_module(trainer, fetched, sums)
+        found["first_module"] = _first_module(trainer, fetched, agreement)
     return found
 
 
-def _first_module(trainer: Trainer, fetched: Fetched, sums: list[int]) -> str | None:
+def _first_module(trainer: Trainer, fetched: StepInput, agreement: StepAgreement) -> str | None:
     """The first module that has a number that is not finite, as a sentence; None where no forward has one."""
     batch = fetched.batch
     assert batch is not None
     with closing(OverflowDetector(trainer.parts, trainer.config.debug, trainer.heartbeat.place)) as detector:
         try:
-            trainer.train_step(trainer.progress.step, fetched, sums)
+            trainer.train_step(trainer.progress.step, fetched, agreement)
             detector.judge()
         except NonFiniteError as error:
             micro = trainer.heartbeat.place()[1]

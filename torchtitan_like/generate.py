@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
@@ -18,7 +19,6 @@ from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.launch import identify
 from torchtitan_like.stored_config import find_assets, import_custom
 
 

@@ -56,7 +56,7 @@ def identify_step(step: Path, module: str) -> tuple[Identity, str]:
 
 
 def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, str]:
-    from torchtitan_like.launch import identify
+    from torchtitan_like.build import identify
 
     import_custom(config, module)
     return identify(with_assets(config.model, folder)), dump_toml(config)

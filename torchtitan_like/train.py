@@ -1,12 +1,13 @@
-"""One run, told top to bottom: build -> loop -> close.
+"""One training run: build, train, close.
 
-`torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]`, or plain `python -m` for one
-process. What happens in a step is `Trainer.train_step`; in what order steps, saves and stops come is `Trainer.train`.
+Run `torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]`, or
+`python -m torchtitan_like.train ...` for one process.
+
+`Trainer.train_step` is one step. `Trainer.train` is the order of steps, checkpoints and stops.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import secrets
 import sys
@@ -18,14 +19,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.process_start import begin_rank
+if __name__ == "__main__":
+    # Handle signals before the imports, which take seconds. `launch` imports this module by name.
+    from torchtitan_like.process_start import begin_rank
 
-if __name__ == "__main__":  # before the imports below, which take seconds
     begin_rank(sys.argv[1:])
+
+    from torchtitan_like.launch import main
+    from torchtitan_like.resilience.end import end_process
+
+    end_process(main(sys.argv[1:]))
 
 import torch
 
 from torchtitan_like.bad_steps import BadSteps
+from torchtitan_like.build import (
+    BatchGeometry,
+    batch_geometry,
+    build_data,
+    build_metrics,
+    build_model,
+    build_optimizer,
+    model_sections,
+    open_attempt,
+)
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
@@ -34,209 +51,166 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches.batch import Batch, chain, count_valid, count_valid_by_source
-from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.errors import CacheWriteError
-from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything
-from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
-from torchtitan_like.launch import build_metrics, build_model, launch, run_as
 from torchtitan_like.models.layers.head import total_of
-from torchtitan_like.models.spec import get_spec, has_documents, resolve_args
-from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.optim.loss import sum_by_source
-from torchtitan_like.optim.optimizer import build_optimizer
-from torchtitan_like.optim.schedule import SavedSchedule, build_schedule
-from torchtitan_like.resilience.end import end_process
+from torchtitan_like.optim.schedule import SavedSchedule
+from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits
 from torchtitan_like.resilience.numbers import BadNumbers, NonFiniteStateError, nonfinite_names
 from torchtitan_like.resilience.replicas import Replicas
-from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, agreed, stop_among
+from torchtitan_like.resilience.requests import (
+    EXIT_CODES,
+    Request,
+    Requests,
+    decode_requests,
+    first_stop,
+)
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
-from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
-from torchtitan_like.util.files import WriteFailures, storage_error, write_atomically
+from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import GIB, host_memory
-from torchtitan_like.util.run_directory import log_file
 from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 
 @dataclass
-class Fetched:
-    """The next step's batch (None: there is none) and the all-reduce that tells what all ranks know of it."""
+class StepInput:
+    """The batch of a step (None beyond the last), its agreement in progress, and the seconds to read it."""
 
     batch: Batch | None
-    agreement: PendingSum
+    agreement: PendingAgreement
     seconds: float
 
 
 class Trainer:
-    """Builds a run from a config; `train` then makes its steps. Order matters and is the order of the lines below."""
+    """Builds a run from its configuration. `train` then makes its steps."""
 
     def __init__(
-        self, config: JobConfig, world: World, checkpointer: Checkpointer, starts: list[Start], requests: Requests
+        self,
+        config: JobConfig,
+        world: World,
+        checkpointer: Checkpointer,
+        starts: list[Start],
+        requests: Requests,
     ) -> None:
+        """Build in the order of the lines below, and load the first of `starts` that is undamaged.
+
+        A collective. Raises the errors of `launch.CODES` on every rank.
+        """
         self.config = config
-        self.requests = requests
         self.world = world
         self.checkpointer = checkpointer
-        self.starts = starts  # to be tried in this order
+        self.requests = requests
         self.is_leader = world.rank == 0
+        self.geometry: BatchGeometry = batch_geometry(config.training, world.dims)
+
+        # Run directory and log file.
         self.failures = WriteFailures(goes_on=config.checkpoint.on_save_error == "continue")
-        self._prepare_run_directory()
-        self._consider(starts[0])
-        self._prepare_randomness()
-        self._build_data()
-        self._build_model()
-        self._build_optimizer()
-        self._build_monitor()
-        self._load()
-
-    @property
-    def is_finished(self) -> bool:
-        return self.progress.step >= self.config.training.steps
-
-    # ---- build
-
-    def _prepare_run_directory(self) -> None:
-        """The folder that explains the run, then its seed."""
-        folder = self.config.job.dump_folder
-
-        def make() -> int:
-            with storage_error(folder):
-                made = Attempt(folder)
-                made.write_config(dump_toml(self.config))
-                if name := self.config.job.save_config_file:
-                    text = json.dumps(mask_values(self.config.model_dump()), indent=2)
-                    (made.run / name).parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(made.run / name, text)
-                made.remove_exit()
-                return made.number
-
-        number = self.world.step_group.leader_does(make)
-        self.attempt = Attempt(folder, number, failures=self.failures)
-        if self.is_leader:
-            self.attempt.capture_environment()
-        add_file(log_file(self.attempt.folder, self.world.rank), self.failures)
-        trace = trace_file(self.config.comm, self.attempt.run, self.world.rank)
+        self.attempt = open_attempt(config, world, self.failures)
         self.heartbeat = Heartbeat(
             self.attempt.folder,
-            self.world.rank,
-            num_ranks=self.world.size,
-            trace=trace,
+            world.rank,
+            num_ranks=world.size,
+            trace=trace_file(config.comm, self.attempt.run, world.rank),
             failures=self.failures,
         )
 
-    def _consider(self, start: Start) -> None:
-        """Say what the run is about to start from; refuse it when settings that make the run have changed since."""
-        self.start, self.progress = start, Progress(step=start.step)
-        logger.info(str(start))
-        config, dims = self.config, self.world.dims
-        self.differences = [f"{part} not loaded" for part in config.checkpoint.exclude_from_loading]
-        per_micro_batch = config.training.local_batch_size * dims.dp
-        wanted = config.training.global_batch_size
-        self.global_batch_size = wanted if wanted > 0 else per_micro_batch
-        self.num_micro_batches = self.global_batch_size // per_micro_batch
-        stored = start.manifest or {}
-        if start.kind == "resume" and "config" in stored:
-            now = {"global_batch_size": self.global_batch_size}
-            changes = diff_settings(stored["config"], config.model_dump(), stored, now)
-            if note := check_changes(changes):
-                logger.info(note)
-            if reordered := changes.reordered():
-                logger.warning(
-                    "The order of the samples differs from that of the run that saved the checkpoint: "
-                    f"{'; '.join(reordered)}"
-                )
-            self.differences += changes.accepted()
+        # What the run starts from.
+        self.start = starts[0]
+        self.progress = Progress(step=self.start.step)
+        self.differences = self._check_settings(self.start)
 
-    def _prepare_randomness(self) -> None:
-        """One seed, from which all randomness is a function."""
-        chosen = self.config.debug.seed if self.config.debug.seed is not None else self.start.seed
-        drawn = chosen if chosen is not None else secrets.randbits(31)
-        self.seed: int = self.world.step_group.broadcast_object(drawn)
-        logger.info(f"Seed: {self.seed}" + ("" if self.config.debug.seed is not None else " (debug.seed is unset)"))
+        # Randomness is a function of one seed.
+        self.seed = self._agree_on_seed()
         seed_everything(self.seed)
-        self.garbage = GarbageCollection(self.config.training.gc_freq, self.config.training.gc_debug)
+        self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
-    def _build_data(self) -> None:
-        """Tokenizer and the stream of batches, at a global position."""
-        config, model, dims = self.config, self.config.model, self.world.dims
-        self.spec = get_spec(model.name)
-        self.args = resolve_args(self.spec, model.flavor, model.args)
-        tokenizer = load_tokenizer(config.model.tokenizer_folder)
-        self.bytes_of_token = torch.tensor(tokenizer.num_bytes())
-        shared: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "dump_folder": config.job.dump_folder,
-            "dp_rank": dims.dp_coordinate(self.world.rank),
-            "dp_size": dims.dp,
-            "with_positions": has_documents(self.args),
-            "group": self.world.step_group,
-            "is_recorder": dims.counts_tokens(self.world.rank),
-        }
-        self.batches = build_train_batches(
-            config.training, config.data, seed=self.seed, num_accumulation=self.num_micro_batches, **shared
+        # Data. A mismatch with the checkpoint is raised before the model is built, which takes minutes.
+        self.spec = get_spec(config.model.name)
+        self.args = resolve_args(self.spec, config.model.flavor, config.model.args)
+        data = build_data(
+            config.training,
+            config.validation,
+            config.data,
+            tokenizer_folder=config.model.tokenizer_folder,
+            dump_folder=config.job.dump_folder,
+            model_args=self.args,
+            world=world,
+            geometry=self.geometry,
+            seed=self.seed,
         )
-        self.validation_sets = build_validation_sets(config.validation, config.data, **shared)
-        self.batches.check_ranks(self.world.step_group.gather_objects, self.validation_sets)
-        stored = (self.start.manifest or {}).get("data")
-        if stored and self.start.kind == "resume" and "dataloader" not in config.checkpoint.exclude_from_loading:
-            self.batches.check_state(stored)  # before the model is built, which takes minutes
+        self.batches = data.batches
+        self.validation_sets = data.validation_sets
+        self.bytes_of_token = data.bytes_of_token
+        stored_data = self._stored("data")
+        if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
+            self.batches.check_state(stored_data)
 
-    def _build_model(self) -> None:
-        """Build on meta, cut over the mesh, materialise, and give every weight its topology-independent value."""
-        config, world, spec, args = self.config, self.world, self.spec, self.args
+        # Model: built on meta, sharded, materialized, then initialized from the seed.
         name = f"{config.model.name} {config.model.flavor}"
-        logger.info(f"Building {name} with {args}")
-        logger.info(f"Model {name} size: {spec.num_params(args):,} total parameters")
-        num_samples = self.num_micro_batches * config.training.local_batch_size
-        built = build_model(config, world, spec, args, num_samples, bool(self.batches.sources))
-        self.parts, self.pipeline, context, self.activation_offload, lines = built
-        self.feed = Feed(world, context)
-        for line in lines:
+        logger.info(f"Building {name} with {self.args}")
+        logger.info(f"Model {name} size: {self.spec.num_params(self.args):,} total parameters")
+        sections = model_sections(config)
+        model = build_model(
+            sections,
+            config.loss,
+            world,
+            self.spec,
+            self.args,
+            max_seq_len=max(
+                config.training.seq_len,
+                config.validation.seq_len if config.validation.enable else 0,
+            ),
+            num_samples=self.geometry.samples_per_rank,
+            with_tokens=bool(self.batches.sources),
+        )
+        for line in model.lines:
             logger.info(line)
-        watches = config.debug.detect_overflow
-        self.overflow = OverflowDetector(self.parts, config.debug, self.heartbeat.place) if watches else None
+        self.parts = model.parts
+        self.pipeline = model.pipeline
+        self.feed = Feed(world, model.context)
+        self.activation_offload = model.offload
+        self.overflow: OverflowDetector | None = None
+        if config.debug.detect_overflow:
+            self.overflow = OverflowDetector(self.parts, config.debug, self.heartbeat.place)
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
-                initialize(part, spec.init_table(args), self.seed)
+                initialize(part, self.spec.init_table(self.args), self.seed)
         self.gradient_sync = GradientSync(self.parts[0], world.dims)
-        self.flops_per_token = spec.flops_per_token(args, config.training.seq_len)
 
-    def _build_optimizer(self) -> None:
-        section = self.config.optimizer
-        self.schedule = build_schedule(self.config.lr_scheduler, self.config.training.steps)
-        named = [named for part in self.parts for named in part.named_parameters()]
-        self.optimizer = build_optimizer(named, section, self.world.all_ranks)
-        self.states: dict[str, Stateful] = {
-            "model": ModelState(self.parts),
-            "optimizer": self.optimizer,
-            "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, section.lr),
-            "dataloader": JsonState(
-                lambda: self.batches.state_dict(self.progress.position), self.batches.load_state_dict
-            ),
-            "train_state": JsonState(lambda: asdict(self.progress), self._restore_progress),
-        }
-        float8 = self.config.quantize.linear.float8 if FLOAT8 in self.config.model.converters else None
-        self.after_update = None if float8 is None else after_optimizer_step(self.parts, float8)
+        # Optimizer and schedule.
+        optimization = build_optimizer(
+            config.optimizer,
+            config.lr_scheduler,
+            self.parts,
+            world,
+            total_steps=config.training.steps,
+            sections=sections,
+        )
+        self.optimizer = optimization.optimizer
+        self.schedule = optimization.schedule
+        self.after_update = optimization.after_update
 
-    def _build_monitor(self) -> None:
-        config, world = self.config, self.world
-        names = self.batches.sources
-        self.metrics = build_metrics(config, world, self.attempt, self.flops_per_token, names, self.failures)
+        # Metrics and the reasons to stop.
+        flops_per_token = self.spec.flops_per_token(self.args, config.training.seq_len)
+        self.metrics = build_metrics(
+            config, world, self.attempt, flops_per_token, self.batches.sources, self.failures
+        )
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self.optimizer.named, self.start.step
         )
@@ -244,61 +218,151 @@ class Trainer:
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
         self.numeric = numeric_fingerprint(config, world.device, world.dims.mesh_shape())
 
-    def _load(self) -> None:
-        """Fill the run from its checkpoint, if it starts from one; then say what it is about to do."""
+        # Load. A start that fails leaves the checkpoint folder unchanged.
+        self.states: dict[str, Stateful] = self._states()
         if self.start.kind == "scratch":
-            shares = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
-            logger.info(f"Initial weights from seed {self.seed}, hash {sum(shares) % 2**64:016x} on any topology")
+            self._log_initial_weights()
         else:
-            self.checkpointer.load(self.starts, self.states, consider=self._consider)
+            checkpointer.load(starts, self.states, consider=self._fall_back)
             self.garbage.collect("GC collection after checkpoint loading")
         if self.start.kind == "resume":
-            stored = (self.start.manifest or {}).get("numeric")
-            self.differences += [f"data: {name}" for name in self.batches.changes]
-            logger.info(f"Resume: {resume_line(stored, self.numeric, self.differences)}")
+            differences = [*self.differences, *(f"data: {name}" for name in self.batches.changes)]
+            line = resume_line(self._stored("numeric"), self.numeric, differences)
+            logger.info(f"Resume: {line}")
         if self.after_update is not None:
             self.after_update()
-        # Where the data is, whichever parts of the checkpoint were left out.
-        self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
-        # Only now: a start that fails leaves the folder as it was.
-        self.checkpointer.claim(self.start, partial(self._published, self.start.step))
-        stored = (self.start.manifest or {}) if self.start.kind == "resume" else {}
-        # Beside the weights, which offloading keeps on the host: no copy under way stands before the update it gates.
+        # The position of the data, whichever parts of the checkpoint were excluded.
+        self.progress = replace(
+            self.progress, step=self.start.step, position=self.batches.position
+        )
+        checkpointer.claim(self.start, partial(self._published, self.start.step))
+
+        # Non-finite steps and spikes. CPU offload keeps weights, and so the gate, on the host.
         device = self.optimizer.parameters[0].device
-        self.numbers = BadNumbers(self.config.resilience, device, self.progress, stored.get("numbers", {}))
-        if self.is_leader:
-            known = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
-            self.bad_steps = BadSteps(
-                self.attempt, self.checkpointer, self.batches, self.start, known, self.failures
-            )
-            spikes = SpikeWatch(
-                self.config.resilience,
-                self.attempt.event,
-                self.checkpointer.pin_before,
-                self.bad_steps.keep_spike,
-            )
-            self.metrics.observers += [self.bad_steps.look, spikes.look]
+        self.numbers = BadNumbers(
+            config.resilience, device, self.progress, self._stored("numbers") or {}
+        )
+        self.bad_steps = self._watch_rows() if self.is_leader else None
+
+        # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        is_own = self.start.path is not None and self.start.path.parent == self.checkpointer.folder
+        world.step_group.leader_does(self._rewind_metrics)
+        self._log_geometry()
 
-        def rewind() -> None:
-            with storage_error(self.attempt.run):
-                self.metrics.rewind(self.progress.step, stored if is_own else None)
+    @property
+    def is_finished(self) -> bool:
+        return self.progress.step >= self.config.training.steps
 
-        self.world.step_group.leader_does(rewind)
-        training = self.config.training
+    # ---- start
+
+    def _stored(self, key: str) -> Any:
+        """Return an entry of the manifest that the run resumes from, or None."""
+        manifest = self.start.manifest or {}
+        return manifest.get(key) if self.start.kind == "resume" else None
+
+    def _check_settings(self, start: Start) -> list[str]:
+        """Log a start, and return how its settings differ from this run's.
+
+        Raises ChangedError if settings that shape the run have changed.
+        """
+        logger.info(str(start))
+        differences = [f"{part} not loaded" for part in self.config.checkpoint.exclude_from_loading]
+        stored = start.manifest or {}
+        if start.kind != "resume" or "config" not in stored:
+            return differences
+        resolved = {"global_batch_size": self.geometry.global_batch_size}
+        changes = diff_settings(stored["config"], self.config.model_dump(), stored, resolved)
+        if note := check_changes(changes):
+            logger.info(note)
+        if reordered := changes.reordered():
+            logger.warning(
+                "The order of the samples differs from that of the run that saved the checkpoint: "
+                f"{'; '.join(reordered)}"
+            )
+        return differences + changes.accepted()
+
+    def _fall_back(self, start: Start) -> None:
+        """Start from an older checkpoint, because all newer ones are damaged."""
+        self.differences = self._check_settings(start)
+        self.start = start
+        self.progress = Progress(step=start.step)
+
+    def _agree_on_seed(self) -> int:
+        """Return debug.seed, the seed of the resumed run, or a new one. Broadcasts from rank 0."""
+        chosen = self.config.debug.seed
+        local = chosen if chosen is not None else self.start.seed
+        if local is None:
+            local = secrets.randbits(31)
+        seed: int = self.world.step_group.broadcast_object(local)
+        logger.info(f"Seed: {seed}" + ("" if chosen is not None else " (debug.seed is unset)"))
+        return seed
+
+    def _states(self) -> dict[str, Stateful]:
+        """Return what a checkpoint holds, by the names of `checkpoint.exclude_from_loading`."""
+
+        def restore_progress(state: dict[str, Any]) -> None:
+            self.progress = Progress(**state)
+
+        peak_lr = self.config.optimizer.lr
+        return {
+            "model": ModelState(self.parts),
+            "optimizer": self.optimizer,
+            "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, peak_lr),
+            "dataloader": JsonState(
+                lambda: self.batches.state_dict(self.progress.position),
+                self.batches.load_state_dict,
+            ),
+            "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
+        }
+
+    def _log_initial_weights(self) -> None:
+        """Log a hash of the weights that is equal on every topology. A collective."""
+        hashes = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
         logger.info(
-            f"Trainer is initialized with local batch size {training.local_batch_size}, global batch size "
-            f"{self.global_batch_size} (= local x data parallel {self.world.dims.dp} x accumulation), gradient "
-            f"accumulation steps {self.num_micro_batches}, sequence length {training.seq_len} "
-            f"({self.global_batch_size * training.seq_len:,} tokens per step), total steps {training.steps} "
-            f"(warmup {self.schedule.warmup_steps})"
+            f"Initial weights from seed {self.seed}, hash {sum(hashes) % 2**64:016x} "
+            "on any topology"
+        )
+
+    def _watch_rows(self) -> BadSteps:
+        """Observe the rows of metrics.jsonl for non-finite steps and spikes. On rank 0."""
+        settings = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
+        bad_steps = BadSteps(
+            self.attempt, self.checkpointer, self.batches, self.start, settings, self.failures
+        )
+        spikes = SpikeWatch(
+            self.config.resilience,
+            self.attempt.event,
+            self.checkpointer.pin_before,
+            bad_steps.keep_spike,
+        )
+        self.metrics.observers += [bad_steps.look, spikes.look]
+        return bad_steps
+
+    def _rewind_metrics(self) -> None:
+        """Move rows beyond the loaded step out of metrics.jsonl. On rank 0."""
+        path, manifest = self.start.path, self.start.manifest
+        is_own = path is not None and path.parent == self.checkpointer.folder
+        is_resumed = self.start.kind == "resume" and is_own
+        with storage_error(self.attempt.run):
+            self.metrics.rewind(self.progress.step, (manifest or {}) if is_resumed else None)
+
+    def _log_geometry(self) -> None:
+        """Log the sizes of a step."""
+        training, geometry = self.config.training, self.geometry
+        num_tokens = geometry.global_batch_size * training.seq_len
+        logger.info(
+            f"Trainer is initialized with local batch size {training.local_batch_size}, "
+            f"global batch size {geometry.global_batch_size} "
+            f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
+            f"gradient accumulation steps {geometry.num_micro_batches}, "
+            f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
+            f"total steps {training.steps} (warmup {self.schedule.warmup_steps})"
         )
 
     # ---- loop
 
     def train(self) -> ExitCode:
-        """Make steps until the last one or until all ranks agree to stop; returns why it ended."""
+        """Make steps until the last one, or until all ranks agree to stop; return why it ended."""
         config, first_step = self.config, self.progress.step + 1
         if config.checkpoint.create_seed_checkpoint:
             self.save([Save("full", self.checkpointer.folder, is_last=True)])
@@ -313,49 +377,63 @@ class Trainer:
             self.world.step_group.barrier,
             self.failures,
         )
-        self.requests.only_note = True
+        self.requests.defer_signals = True
         self.heartbeat.start(0.8 * config.comm.init_timeout_seconds)
         with profiling as profiler:
-            fetched = self._fetch(first_step)
+            following = self.fetch(first_step)
             while True:
-                sums = fetched.agreement.wait()
-                asked = agreed(sums[3:])
-                reason = stop_among(asked)
-                if reason is not None or self.is_finished:
+                agreement = following.agreement.wait()
+                requests = agreement.requests
+                stop = first_stop(requests)
+                if stop is not None or self.is_finished:
                     break
                 step = self.progress.step + 1
                 self.garbage.run(step)
-                current, fetched = fetched, self._fetch(step + 1)
-                self.metrics.record(self.train_step(step, current, sums))
+                current, following = following, self.fetch(step + 1)
+                self.metrics.record(self.train_step(step, current, agreement))
                 if self.metrics.due(step):
                     if self.overflow is not None:
                         self.overflow.judge()
                     self.metrics.log(step)
                 profiler.step()
                 if step == first_step:
-                    self.world.tighten_timeouts(timedelta(seconds=config.comm.train_timeout_seconds))
-                    self.heartbeat.limit = 0.8 * config.comm.train_timeout_seconds
-                    if self.activation_offload is not None:
-                        self._report_activation_offload(self.activation_offload)
+                    self._finish_warmup()
                 saves = self.checkpointer.due(
-                    step, config.training.steps, Request.SAVE in asked, Request.EXPORT in asked
+                    step,
+                    config.training.steps,
+                    Request.SAVE in requests,
+                    Request.EXPORT in requests,
                 )
                 if not saves and self.metrics.due(step) and self.replicas.are_due(step):
                     self.replicas.check(step)
                 if saves and self.numbers.last_good() is None:
                     self.save(saves)
-                if self.validation_sets and (step in (1, config.training.steps) or step % config.validation.freq == 0):
+                if self._is_validation_due(step):
                     self.validate(step)
-        asked += agreed(self._ask("step").wait())  # what came too late for a step, as while the last one was validated
-        return self._finish(None if self.is_finished else reason, Request.EXPORT in asked)
+        # Requests that arrived after the last step's all-reduce, for example during a validation.
+        requests += decode_requests(self._exchange_requests("step").wait())
+        return self._finish(None if self.is_finished else stop, Request.EXPORT in requests)
 
-    def _report_activation_offload(self, offload: ActivationOffload) -> None:
-        """After the first step: log the host memory that activations took on the fullest node."""
+    def _finish_warmup(self) -> None:
+        """After the first step, which compiles: shorten the time-outs. A collective."""
+        seconds = self.config.comm.train_timeout_seconds
+        self.world.tighten_timeouts(timedelta(seconds=seconds))
+        self.heartbeat.limit = 0.8 * seconds
+        if self.activation_offload is not None:
+            self._log_activation_offload(self.activation_offload)
+
+    def _is_validation_due(self, step: int) -> bool:
+        if not self.validation_sets:
+            return False
+        is_regular = step % self.config.validation.freq == 0
+        return is_regular or step in (1, self.config.training.steps)
+
+    def _log_activation_offload(self, offload: ActivationOffload) -> None:
+        """Log the host memory that offloaded activations took on the fullest node. A collective."""
         offload.checks_memory = False
-        memory = host_memory()
+        local = (platform.node(), offload.peak_bytes, host_memory().available)
         peaks: dict[str, list[int]] = {}
         free: dict[str, int] = {}
-        local = (platform.node(), offload.peak_bytes, memory.available)
         for node, peak, available in self.world.step_group.gather_objects(local):
             peaks.setdefault(node, []).append(peak)
             free[node] = min(available, free.get(node, available))
@@ -366,16 +444,18 @@ class Trainer:
             f"At least {min(free.values()) / GIB:.2f} GiB are available on each node"
         )
 
-    def train_step(self, step: int, fetched: Fetched, sums: list[int]) -> StepRecord:
-        """Forward and backward of every micro-batch, one clipped and gated update. Nothing here waits for the device.
+    def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
+        """Run forward and backward of every micro-batch, then one clipped and gated update.
 
-        The loss of a micro-batch is the sum of its token losses over the *global* number of valid tokens of the step,
-        and gradients are summed over ranks: the update is that of one mean over all tokens, on any topology. The model
-        returns the loss itself, chunk by chunk, so that no logits outlive the forward.
+        The loss of a micro-batch is the sum of its token losses over the *global* number of valid
+        tokens of the step. Gradients are summed over ranks. The update is therefore that of one
+        mean over all tokens, on any topology.
+
+        The model returns the loss itself, in chunks, so that no logits outlive the forward. Nothing
+        here waits for the device.
         """
-        batch, num_valid = fetched.batch, sums[0]
+        batch, num_valid = inputs.batch, agreement.num_valid_tokens
         assert batch is not None
-        digest = (sums[1] + (sums[2] << 32)) % 2**64
         lr = self.optimizer.peak_lr * self.schedule.factor(step)
         self.optimizer.set_lr(lr)
         self.optimizer.zero_grad()
@@ -417,7 +497,10 @@ class Trainer:
         before = self.progress
         num_tokens = batch.num_samples * self.config.training.seq_len
         self.progress = Progress(
-            step, before.n_tokens_seen + num_tokens, batch.position, chain(before.digest_chain, digest)
+            step=step,
+            n_tokens_seen=before.n_tokens_seen + num_tokens,
+            position=batch.position,
+            digest_chain=chain(before.digest_chain, agreement.data_digest),
         )
         self.numbers.passed(self.progress)
         return StepRecord(
@@ -431,77 +514,85 @@ class Trainer:
             grad_norm=grad_norm,
             skipped=skip,
             lr=lr,
-            data_digest=digest,
+            data_digest=agreement.data_digest,
             data_digest_chain=self.progress.digest_chain,
-            data_loading_s=fetched.seconds,
+            data_loading_s=inputs.seconds,
             position=before.position,
         )
 
-    def _fetch(self, step: int) -> Fetched:
-        """The batch of `step` (none beyond the last) and, under way, the step's one bookkeeping all-reduce.
+    def fetch(self, step: int) -> StepInput:
+        """Read the batch of `step` (None beyond the last) and start the all-reduce of its agreement.
 
-        On the wire (int64, summed): valid tokens and the two halves of the data digest, counted once per data shard,
-        then one count per `Request`. It is waited for one step later, when it has long arrived.
+        The all-reduce is waited for one step later, when it has finished long ago.
         """
-        begin = time.perf_counter()
-        wanted = step <= self.config.training.steps
+        started = time.perf_counter()
+        is_wanted = step <= self.config.training.steps
         batch = None
         try:
-            batch = next(self.batches, None) if wanted else None
-            if wanted and batch is None:
+            batch = next(self.batches, None) if is_wanted else None
+            if is_wanted and batch is None:
                 self.requests.note(Request.DATA_EXHAUSTED)
-        except CacheWriteError as error:  # perhaps on this rank alone: all ranks stop before this step
+        except CacheWriteError as error:  # perhaps on one rank: all ranks stop before this step
             logger.error(str(error))
             self.requests.note(Request.WRITE_FAILED)
-        seconds = time.perf_counter() - begin
-        self._look_for_requests()
-        counted = [0, 0, 0]
+        seconds = time.perf_counter() - started
+        self._note_requests()
+        counts = self.requests.take()
+        local = StepAgreement.of_rank(0, 0, counts)
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):
-            counted = [batch.num_valid_tokens, batch.digest & 0xFFFFFFFF, batch.digest >> 32]
-        return Fetched(batch, self.world.step_group.sum_async(counted + self.requests.take()), seconds)
+            local = StepAgreement.of_rank(batch.num_valid_tokens, batch.digest, counts)
+        return StepInput(batch, send(local, self.world.step_group), seconds)
 
-    def _look_for_requests(self) -> None:
-        """Note what this rank has to ask of all."""
-        asked = {
+    def _note_requests(self) -> None:
+        """Note what this rank wants all ranks to do."""
+        own = {
             Request.BAD_NUMBERS: self.numbers.have_halted(),
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
             Request.WRITE_FAILED: self.failures.stop_is_due(),
             Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
         }
-        found = [request for request, is_asked in asked.items() if is_asked] + self.limits.reached()
-        for request in found + (self.switches.read() if self.is_leader else []):
+        requests = [request for request, is_wanted in own.items() if is_wanted]
+        requests += self.limits.reached()
+        requests += self.switches.read() if self.is_leader else []
+        for request in requests:
             self.requests.note(request)
 
-    def _ask(self, phase: str = "validate") -> PendingSum:
-        """This rank's requests to all, apart from a step's; they are sent with the next one's all the same."""
-        self._look_for_requests()
+    def _exchange_requests(self, phase: str = "validate") -> PendingSum:
+        """Start an all-reduce of request counts between steps. The next step sends them again."""
+        self._note_requests()
         self.heartbeat.beat(phase, self.progress.step)
         return self.world.step_group.sum_async(self.requests.noted())
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
-        """The loss of each validation text's fixed samples; none when the run is to stop meanwhile."""
+        """Compute and log the loss of each validation dataset, unless the ranks agree to stop."""
         self.metrics.flush(step)
         self.heartbeat.beat("validate", step)
         with self.metrics.pause():
             self.parts.eval()
-            evaluate = self.parts[0] if self.pipeline is None else self.pipeline.evaluate
-            per_text = losses_of_texts(
-                self.validation_sets, evaluate, self.feed, self.bytes_of_token, self.world.gather_losses, self._ask
+            losses = losses_of_texts(
+                self.validation_sets,
+                self.parts[0] if self.pipeline is None else self.pipeline.evaluate,
+                self.feed,
+                self.bytes_of_token,
+                self.world.gather_losses,
+                self._exchange_requests,
             )
             try:
-                for name, found in per_text:
-                    self.metrics.validation(step, *found, name)
+                for name, loss in losses:
+                    self.metrics.validation(step, *loss, name)
             except BrokenOff:
-                logger.warning(f"The validation after step {step} is broken off: the run is to stop")
+                logger.warning(
+                    f"The validation after step {step} was interrupted: the run is to stop"
+                )
             self.parts.train()
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Save where the run is now. Metrics up to here are on disk before it is visible.
+        """Save a checkpoint of the current step. Its metrics are on disk before it is published.
 
-        Raises StorageError if they cannot be written; with `checkpoint.on_save_error = "continue"` they wait in memory.
-        Raises NonFiniteStateError on every rank, and publishes no step, if the state holds an inf
-        or nan on any rank.
+        Raises StorageError if they cannot be written. With `checkpoint.on_save_error = "continue"`
+        they wait in memory instead. Raises NonFiniteStateError on every rank, and publishes no
+        step, if the state holds an inf or nan on any rank.
         """
         if not saves:
             return
@@ -515,7 +606,7 @@ class Trainer:
             self.garbage.collect("GC collection before checkpoint saving")
             summary = {
                 "seed": self.seed,
-                "global_batch_size": self.global_batch_size,
+                "global_batch_size": self.geometry.global_batch_size,
                 "metrics_bytes": self.metrics.byte_offset(step),
                 "numeric": self.numeric,
                 "data": self.batches.state_dict(self.progress.position),
@@ -540,7 +631,7 @@ class Trainer:
             self.garbage.collect("GC collection after checkpoint saving")
 
     def _nonfinite_state(self) -> list[str]:
-        """Names of the tensors to save that hold an inf or nan on any rank; a collective."""
+        """Return the names of saved tensors with an inf or nan on any rank. A collective."""
         named = (
             (f"{key}.{name}", value)
             for key, state in self.states.items()
@@ -553,68 +644,69 @@ class Trainer:
         return sorted({name for names in group.gather_objects(local) for name in names})
 
     def _published(self, step: int, save: Save, path: Path, seconds: float) -> None:
-        """On rank 0's checkpoint thread: note the save, and whether the scheduler's grace is enough for another one."""
+        """Write the checkpoint's event, and warn once if the scheduler's grace is too short.
+
+        On rank 0's checkpoint thread.
+        """
         form = save.suffix.lstrip(".") or save.kind
         self.attempt.event("save", step=step, path=str(path), form=form, seconds=seconds)
-        if form == "full" and (warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)):
+        if form == "full" and (
+            warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)
+        ):
             logger.warning(warning)
 
     # ---- close
 
-    def _finish(self, reason: Request | None, export_asked: bool) -> ExitCode:
-        """Leave on disk what the next start needs, and say why this one ended."""
+    def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
+        """Save what the next start needs, and write the reason for the end. A collective."""
         if self.overflow is not None:
             self.overflow.judge()
         self.metrics.flush(self.progress.step)
         good = self.numbers.last_good()
         if good is not None:
-            # No weight has changed since: that is the point to save and to go back to.
-            reason = Request.BAD_NUMBERS
+            # Updates have been skipped since: the weights are still those of the last good step.
+            stop = Request.BAD_NUMBERS
             self.progress = good
             weights = f"the weights are those of step {self.progress.step}"
             if not self.optimizer.is_atomic:
-                weights = "some weights may have been updated before it showed, so nothing is saved"
-            logger.error(f"Step {good.step + 1} had a non-finite loss or gradient: {weights}, and the run stops")
-        self.checkpointer.wait()  # a save under way may be of this very step
+                weights = (
+                    "some weights may have been updated before it showed, so nothing is saved"
+                )
+            logger.error(
+                f"Step {good.step + 1} had a non-finite loss or gradient: {weights}, "
+                "and the run stops"
+            )
+        self.checkpointer.wait()  # a checkpoint in progress may be of this very step
         if good is None or self.optimizer.is_atomic:
-            step, is_finished = self.progress.step, reason is None
-            saves = self.checkpointer.due_at_end(step, is_finished=is_finished, export_asked=export_asked)
+            saves = self.checkpointer.due_at_end(
+                self.progress.step, is_finished=stop is None, export_asked=export_requested
+            )
             try:
                 self.save(saves)
             except NonFiniteStateError as error:
-                reason = Request.BAD_NUMBERS
+                stop = Request.BAD_NUMBERS
                 logger.error(str(error))
-        if reason is None and Request.WRITE_FAILED in agreed(self._ask("end").wait()):
-            reason = Request.WRITE_FAILED  # since the last step, on any rank
-        code = EXIT_CODES[reason] if reason is not None else ExitCode.DONE
-        cause = reason.name.lower() if reason is not None else "last_step"
+        if stop is None:  # a write may have failed on any rank since the last step
+            late = decode_requests(self._exchange_requests("end").wait())
+            stop = Request.WRITE_FAILED if Request.WRITE_FAILED in late else None
+        code = EXIT_CODES[stop] if stop is not None else ExitCode.DONE
+        cause = stop.name.lower() if stop is not None else "last_step"
+        if self.bad_steps is not None and good is not None:
+            self.bad_steps.keep(good.step + 1)
         if self.is_leader:
-            if good is not None:
-                self.bad_steps.keep(good.step + 1)
-            self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=self.progress.step)
-        logger.info("Training completed" if code is ExitCode.DONE else f"Training stopped: {code.reason} ({cause})")
+            step = self.progress.step
+            self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=step)
+        is_done = code is ExitCode.DONE
+        logger.info(
+            "Training completed" if is_done else f"Training stopped: {code.reason} ({cause})"
+        )
         return code
 
     def close(self) -> None:
-        """Flush and release what the run holds."""
+        """Flush and release files and threads."""
         self.heartbeat.close()
         self.metrics.close()
         self.garbage.close()
         if lost := self.failures.summary():
             logger.warning(f"Failed writes of rank {self.world.rank} by file: {lost}")
         add_file(None)
-
-    def _restore_progress(self, state: dict[str, Any]) -> None:
-        self.progress = Progress(**state)
-
-
-run = partial(run_as, Trainer)
-
-
-def main(argv: list[str]) -> int:
-    """The command; returns its exit code."""
-    return launch(argv, run)
-
-
-if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))

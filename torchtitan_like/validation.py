@@ -13,7 +13,7 @@ from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.head import LossWithTokens, total_of
-from torchtitan_like.resilience.requests import agreed, stop_among
+from torchtitan_like.resilience.requests import decode_requests, first_stop
 
 
 class BrokenOff(Exception):
@@ -61,7 +61,7 @@ def losses_of_texts(
 def _until_stop(batches: Iterable[Batch], ask: Callable[[], PendingSum]) -> Iterator[Batch]:
     agreement = None
     for batch in batches:
-        if agreement is not None and stop_among(agreed(agreement.wait())) is not None:
+        if agreement is not None and first_stop(decode_requests(agreement.wait())) is not None:
             raise BrokenOff
         agreement = ask()
         yield batch

@@ -16,9 +16,10 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 
+from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
-from torchtitan_like.launch import build_checkpointer, join, read_config
+from torchtitan_like.launch import join, read_config
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
 
@@ -97,12 +98,12 @@ def of_all_stages(trainer: Trainer, tensors: dict[str, np.ndarray]) -> dict[str,
 
 
 def build(argv: list[str]) -> Trainer:
-    """The trainer of this rank of a pool, as `train.run` builds it."""
+    """The trainer of this rank of a pool, as `launch.run` builds it."""
     torch._dynamo.reset()  # a process of its own has compiled nothing yet
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = read_config(argv, world_size)
     world = join(config, LaunchedAs(rank, rank, world_size))
-    checkpointer = build_checkpointer(config, world)
+    checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
     try:
         return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), Requests())
     except BaseException:
@@ -111,7 +112,7 @@ def build(argv: list[str]) -> Trainer:
 
 
 def release(trainer: Trainer) -> None:
-    """What `train.run` does at the end."""
+    """What `launch.run` does at the end."""
     trainer.close()
     trainer.checkpointer.close()
     trainer.world.leave()
@@ -154,9 +155,9 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     if mutation == "one micro-batch dropped":
         whole_step = trainer.train_step
 
-        def short_step(step, fetched, sums):
+        def short_step(step, fetched, agreement):
             fetched.batch = replace(fetched.batch, first_samples=fetched.batch.first_samples[:-1])
-            return whole_step(step, fetched, sums)
+            return whole_step(step, fetched, agreement)
 
         trainer.train_step = short_step
     if mutation == "rank 0's tokens uncounted":

@@ -13,7 +13,7 @@ from torchtitan_like.train import Trainer
 
 def make_step(trainer: Trainer) -> None:
     step = trainer.progress.step + 1
-    fetched = trainer._fetch(step)
+    fetched = trainer.fetch(step)
     trainer.train_step(step, fetched, fetched.agreement.wait())
 
 
@@ -23,7 +23,7 @@ def log_of_a_step(argv):
     """
     trainer = build(argv)
     make_step(trainer)
-    fetched = trainer._fetch(2)
+    fetched = trainer.fetch(2)
     sums = fetched.agreement.wait()
     with Traffic() as traffic:
         trainer.train_step(2, fetched, sums)

@@ -66,9 +66,9 @@ def train(argv):
     trainer = build(argv)
     fed, given = [], trainer.train_step
 
-    def train_step(step, fetched, sums):
+    def train_step(step, fetched, agreement):
         fed.append(fetched.batch.tokens.flatten(0, 1).tolist())
-        return given(step, fetched, sums)
+        return given(step, fetched, agreement)
 
     trainer.train_step = train_step
     trainer.train()

@@ -49,7 +49,7 @@ def draws_of_two_steps(argv):
     try:
         for step in (1, 2):
             torch.rand(step + trainer.world.rank)
-            fetched = trainer._fetch(step)
+            fetched = trainer.fetch(step)
             trainer.train_step(step, fetched, fetched.agreement.wait())
     finally:
         train_module.derive_seed = derive

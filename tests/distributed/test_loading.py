@@ -15,8 +15,8 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
 from torchtitan_like.launch import read_config
+from torchtitan_like.launch import run as run_trainer
 from torchtitan_like.resilience.requests import Requests
-from torchtitan_like.train import run as run_trainer
 from torchtitan_like.util.exit_codes import ExitCode
 
 SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
@@ -35,7 +35,7 @@ def state_at_start(argv):
     trainer = build(argv)
     shares = trainer.world.step_group.gather_objects(weight_hash(trainer.parts[0]))
     saved = json.loads(trainer.states["dataloader"].state_dict()["json"])
-    fetched = trainer._fetch(trainer.progress.step + 1)
+    fetched = trainer.fetch(trainer.progress.step + 1)
     first = min(trainer.world.step_group.gather_objects(fetched.batch.first_samples[0]))
     adam_step = trainer.optimizer.state_dict()["state.norm.weight.step"].item()
     fetched.agreement.wait()

@@ -26,7 +26,7 @@ def types_in_a_step(argv):
 
     for block in trainer.parts[0].layers.values():
         block.attention_norm.register_forward_pre_hook(lambda norm, args, block=block: note(block, args))
-    fetched = trainer._fetch(1)
+    fetched = trainer.fetch(1)
     trainer.train_step(1, fetched, fetched.agreement.wait())
     stored = {p.dtype for p in trainer.optimizer.parameters}
     states = {value.dtype for value in trainer.optimizer.state_dict().values()}
@@ -71,7 +71,7 @@ def accumulated_and_apart(argv):
             (trainer.parts[0](batch.tokens[micro], batch.labels[micro]) / 100).backward()
         return {name: full(p.grad) for name, p in trainer.optimizer.named}
 
-    everything = list(range(trainer.num_micro_batches))
+    everything = list(range(trainer.geometry.num_micro_batches))
     together = gradients(everything)
     alone = [gradients([micro]) for micro in everything]
     release(trainer)

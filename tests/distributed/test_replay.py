@@ -8,9 +8,9 @@ import torch
 from scripts import replay
 from tests.distributed.parity import ROOT, build, options, release
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like import train
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import decode, read_rows
 
@@ -108,13 +108,14 @@ def large_loss_in_replay(monkeypatch):
     """A function that makes the loss of a replay large on a pair of tokens, as in the run."""
 
     def patch(pair, factor=math.inf):
-        build_model = Trainer._build_model
+        build_model = train.build_model
 
-        def build_and_patch(trainer):
-            build_model(trainer)
-            scale_loss_on(trainer.parts[0].output, pair, factor)
+        def build_and_patch(*args, **kwargs):
+            model = build_model(*args, **kwargs)
+            scale_loss_on(model.parts[0].output, pair, factor)
+            return model
 
-        monkeypatch.setattr(Trainer, "_build_model", build_and_patch)
+        monkeypatch.setattr(train, "build_model", build_and_patch)
 
     return patch
 

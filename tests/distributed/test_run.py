@@ -13,9 +13,9 @@ from tests.distributed.parity import LR, build, options, release, short_document
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import read_config
+from torchtitan_like.launch import main, read_config, run
 from torchtitan_like.resilience.requests import Requests
-from torchtitan_like.train import Trainer, main, run
+from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 

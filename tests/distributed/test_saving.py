@@ -379,7 +379,7 @@ def first_losses(argv):
     """Sum of all weights' bits and the loss of one step: what the run starts with."""
     trainer = build(argv)
     assert trainer.progress.step == 0
-    fetched = trainer._fetch(1)
+    fetched = trainer.fetch(1)
     record = trainer.train_step(1, fetched, fetched.agreement.wait())
     loss = record.loss_share.double()
     dist.all_reduce(loss)

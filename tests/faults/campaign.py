@@ -1,7 +1,7 @@
 """`./run_tests.sh --faults`: all drills, and more than 200 kills of real runs; each must go on as if nothing had been.
 
 What is killed: under *torchrun*, workers of the command that run_train.sh uses; *forked*, ranks that execute the same
-`torchtitan_like.train.main`, but are forked from a process that has done the imports (warm.py), which takes a second
+`torchtitan_like.launch.main`, but are forked from a process that has done the imports (warm.py), which takes a second
 instead of six.
 """
 

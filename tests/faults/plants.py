@@ -22,7 +22,7 @@ from torchtitan_like.data.errors import CacheWriteError
 # Where all ranks pass: what is about to be called when it happens.
 PLACES = {
     "next batch": "torchtitan_like.data.batches.training:TrainBatches.__next__",
-    "start": "torchtitan_like.train:Trainer._build_model",
+    "start": "torchtitan_like.train:build_model",
     "step": "torchtitan_like.optim.optimizer:Optimizer.clip_gradients",  # between backward and update
     "save": "torchtitan_like.checkpoint.dcp_storage:ExtentWriter.write_data",  # on the checkpoint thread
     "validation": "torchtitan_like.validation:count_bytes",  # after a batch's loss
@@ -103,8 +103,8 @@ def happen(plant: Plant, args: tuple[Any, ...]) -> None:
 
 def main() -> None:
     """The trainer's command, planted."""
+    from torchtitan_like.launch import main as train
     from torchtitan_like.resilience.end import end_process
-    from torchtitan_like.train import main as train
 
     wanted = json.loads(os.environ["FAULT_PLANTS"])
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # each comes once

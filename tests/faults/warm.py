@@ -1,6 +1,6 @@
 """A process that has torch imported and forks the trainer's ranks: a start costs a second instead of six.
 
-What runs is `torchtitan_like.train.main` in real processes with a real rendezvous; only the interpreter's start and the
+What runs is `torchtitan_like.launch.main` in real processes with a real rendezvous; only the interpreter's start and the
 imports are shared. Like torchrun, the parent stops the other ranks when one has died.
 
 Protocol, one JSON object a line: {"argv", "num_ranks", "log", "plants", "settings"} in, {"pids"} out at once, {"codes"}
@@ -67,8 +67,8 @@ def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
     os.dup2(log, 2)
     try:
         from tests.faults.plants import Plant, grow
+        from torchtitan_like.launch import main
         from torchtitan_like.resilience.end import end_process
-        from torchtitan_like.train import main
 
         grow([Plant(*fields) for fields in request["plants"]], request["settings"])
         end_process(main(request["argv"]))

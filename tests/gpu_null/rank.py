@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.gpu_null.recording import Recording, rank_from_environment, recording_path
-from torchtitan_like import train
-from torchtitan_like.launch import launch, run_as
+from torchtitan_like import launch, train
+from torchtitan_like.resilience.end import end_process
 
 recording = Recording(os.environ["NULL_CUDA_LIBRARY"], int(os.environ["NULL_CUDA_DETAILED_STEP"]))
 
@@ -23,9 +22,9 @@ class RecordedTrainer(train.Trainer):
     """The trainer, with its steps counted. Each turn of the loop begins by fetching the next step's
     batch."""
 
-    def _fetch(self, step: int) -> Any:
+    def fetch(self, step: int) -> Any:
         recording.start_step(step - 1)
-        return super()._fetch(step)
+        return super().fetch(step)
 
     def _finish(self, *args: Any) -> Any:
         recording.end_step()
@@ -36,9 +35,10 @@ class RecordedTrainer(train.Trainer):
 train.nonfinite_names = lambda named: []
 
 if __name__ == "__main__":
-    code = launch(sys.argv[1:], partial(run_as, RecordedTrainer))
+    launch.Trainer = RecordedTrainer
+    code = launch.main(sys.argv[1:])
     if code == 0:
         recording.write(
             recording_path(Path(os.environ["NULL_CUDA_FOLDER"]), rank_from_environment())
         )
-    train.end_process(code)
+    end_process(code)

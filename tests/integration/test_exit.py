@@ -15,7 +15,7 @@ REASONS = {75: "requeue", 130: "interrupted"}
 # Threads are counted by the name that torch gives those which run a gloo group's work: two for each group.
 PROGRAM = """
 import pathlib, sys
-from torchtitan_like.train import main
+from torchtitan_like.launch import main
 
 main(sys.argv[1:])
 names = [task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")]

@@ -1,13 +1,13 @@
-"""What one rank can ask of all: each request is a count in the step's one bookkeeping all-reduce.
+"""Requests: what one rank wants all ranks to do, such as stop or save a checkpoint.
 
-A rank only *notes* a request; it is acted on when the all-reduce that carried it is waited for, so every rank acts at
-the same step, at most two steps after the note.
+A rank only *notes* a request. The step's all-reduce carries it as a count (see `agreement`), and
+all ranks act on it at the same step, at most two steps after the note.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
@@ -16,7 +16,7 @@ from torchtitan_like.util.exit_codes import ExitCode
 
 
 class Request(IntEnum):
-    """The order of this table is the order of the counts on the wire; the first stop asked for wins."""
+    """The numbers are the order of the counts on the wire. Of several stops the first one wins."""
 
     BAD_NUMBERS = 0
     SAVE_FAILED = 1
@@ -32,7 +32,7 @@ class Request(IntEnum):
     EXPORT = 11
 
 
-# The requests that end the run, and with which code; the others ask for something in passing.
+# The requests that end the run, with its exit code. The run continues after the others.
 EXIT_CODES = {
     Request.BAD_NUMBERS: ExitCode.BAD_NUMBERS,
     Request.SAVE_FAILED: ExitCode.STORAGE,
@@ -48,12 +48,12 @@ EXIT_CODES = {
 SIGNALS = {
     signal.SIGINT: Request.INTERRUPT,
     signal.SIGTERM: Request.TERMINATE,
-    signal.SIGUSR1: Request.TERMINATE,  # Slurm's notice, where no launcher stands between (torchrun dies of it)
+    signal.SIGUSR1: Request.TERMINATE,  # Slurm's notice, without a launcher (torchrun dies of it)
 }
 
 
 class Stopped(BaseException):
-    """A signal before the first step: nothing is lost, and no peer waits for an agreement."""
+    """A signal before the first step: nothing is lost, and no other rank waits for an agreement."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(f"stopped before the first step ({request.name})")
@@ -61,36 +61,41 @@ class Stopped(BaseException):
 
 
 class Requests:
-    """The requests this rank has noted since the last time they were put on the wire."""
+    """The requests that this rank has noted since the last time they were sent."""
 
     def __init__(self) -> None:
         self._noted: set[Request] = set()
-        self.only_note = False  # signals; from the first step on, and while the process ends
+        # True from the first step on, and while the process ends: signals are noted, not raised.
+        self.defer_signals = False
 
     def note(self, request: Request) -> None:
+        """Send `request` with the next step."""
         self._noted.add(request)
 
     def take(self) -> list[int]:
-        """Counts for the wire, one per `Request`. A request is sent once; noting it again sends it again."""
-        taken, self._noted = self._noted, set()  # counted behind that: a signal may come between any two operations
+        """Return the counts to send, one per `Request`, and forget them. A request is sent once per note."""
+        # Swap before counting: a signal may arrive between any two operations.
+        taken, self._noted = self._noted, set()
         return [int(request in taken) for request in Request]
 
     def noted(self) -> list[int]:
-        """As `take`, and they will be sent all the same."""
+        """Return the counts like `take`, but keep them for the next `take`."""
         return [int(request in self._noted) for request in Request]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn the signals of `SIGNALS` into requests in here. As long as none would reach the wire, the first one raises
-        `Stopped`; another must not disturb what that leads to. Afterwards the former handlers are back.
+        """Turn the signals of `SIGNALS` into requests inside the block; restore the handlers after it.
+
+        Before the first step no request would be sent, so the first signal raises `Stopped`. Later
+        signals are noted and do not interrupt its handling.
         """
 
         def handler(signum: int, _frame: FrameType | None) -> None:
             request = SIGNALS[signal.Signals(signum)]
-            if self.only_note:
+            if self.defer_signals:
                 self.note(request)
             else:
-                self.only_note = True
+                self.defer_signals = True
                 raise Stopped(request)
 
         former = {signum: signal.signal(signum, handler) for signum in SIGNALS}
@@ -101,11 +106,11 @@ class Requests:
                 signal.signal(signum, old)
 
 
-def agreed(counts: list[int]) -> list[Request]:
-    """What any rank has asked for, in the order of the table, from the summed counts."""
+def decode_requests(counts: Sequence[int]) -> list[Request]:
+    """Return the requests with a non-zero count, in the order of `Request`."""
     return [request for request, count in zip(Request, counts, strict=True) if count]
 
 
-def stop_among(requests: list[Request]) -> Request | None:
-    """The first of `requests` that ends the run."""
+def first_stop(requests: Sequence[Request]) -> Request | None:
+    """Return the first of `requests` that ends the run, or None."""
     return next((request for request in requests if request in EXIT_CODES), None)

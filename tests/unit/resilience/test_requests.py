@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, Stopped, agreed, stop_among
+from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, Stopped, decode_requests, first_stop
 from torchtitan_like.util.exit_codes import ExitCode
 
 
@@ -72,7 +72,7 @@ def test_what_a_signal_notes_while_requests_are_taken_is_sent_once():
     ],
 )
 def test_the_first_stop_of_the_table_wins(counts, expected):
-    assert stop_among(agreed([counts.get(request, 0) for request in Request])) is expected
+    assert first_stop(decode_requests([counts.get(request, 0) for request in Request])) is expected
 
 
 @pytest.mark.parametrize(

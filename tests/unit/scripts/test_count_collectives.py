@@ -27,7 +27,7 @@ KEYS = 8 * 32 * 2 * 16 * 4
 def counted_step(argv: list[str]) -> list[Row]:
     trainer: Any = build(argv)
     for step in (1, 2):
-        fetched = trainer._fetch(step)
+        fetched = trainer.fetch(step)
         sums = fetched.agreement.wait()
         _, rows = count(
             trainer.world, lambda step=step, fetched=fetched, sums=sums: trainer.train_step(step, fetched, sums)

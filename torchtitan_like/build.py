@@ -1,0 +1,296 @@
+"""Build the parts of a run from sections of its configuration. `Trainer.__init__` calls these in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.config import JobConfig, dump_toml
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.validation import ValidationBatches
+from torchtitan_like.data.build import build_train_batches, build_validation_sets
+from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
+from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.world import World
+from torchtitan_like.models.spec import fit_positions, get_spec, has_documents, resolve_args
+from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.monitor.log import add_file
+from torchtitan_like.monitor.memory import build_memory_monitor
+from torchtitan_like.monitor.metrics import Metrics, announce_hardware
+from torchtitan_like.optim import optimizer as optimizers
+from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
+from torchtitan_like.optim.optimizer import Optimizer
+from torchtitan_like.optim.schedule import Schedule, build_schedule
+from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.files import WriteFailures, storage_error, write_atomically
+from torchtitan_like.util.run_directory import log_file
+
+if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.hf.folder import SpecialToken
+    from torchtitan_like.config.sections_run import Job
+    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_training import (
+        Data,
+        Loss,
+        LRScheduler,
+        Model,
+        Training,
+        Validation,
+    )
+    from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
+    from torchtitan_like.distributed.dims import ParallelDims
+    from torchtitan_like.models.spec import ModelSpec
+
+
+# ---- the run directory and the checkpointer
+
+
+def open_attempt(config: JobConfig, world: World, failures: WriteFailures) -> Attempt:
+    """Make the folder of this attempt, write its configuration, and log to it. A collective.
+
+    Raises StorageError on every rank if rank 0 cannot write.
+    """
+    run = config.job.dump_folder
+
+    def make() -> int:
+        with storage_error(run):
+            attempt = Attempt(run)
+            attempt.write_config(dump_toml(config))
+            if name := config.job.save_config_file:
+                text = json.dumps(mask_values(config.model_dump()), indent=2)
+                (attempt.run / name).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(attempt.run / name, text)
+            attempt.remove_exit()
+            return attempt.number
+
+    number = world.step_group.leader_does(make)
+    attempt = Attempt(run, number, failures=failures)
+    if world.rank == 0:
+        attempt.capture_environment()
+    add_file(log_file(attempt.folder, world.rank), failures)
+    return attempt
+
+
+def build_checkpointer(
+    checkpoint: Checkpoint, job: Job, model: Model, world: World
+) -> Checkpointer:
+    """Build the checkpointer of a run."""
+    return Checkpointer(
+        checkpoint,
+        dump_folder=job.dump_folder,
+        group=world.checkpoint_group,
+        device=world.device,
+        identity=identify(model),
+    )
+
+
+def identify(model: Model) -> Identity:
+    """Return the model's name and sizes, which checkpoints in other formats do not hold."""
+    spec = get_spec(model.name)
+
+    def special_tokens() -> tuple[SpecialToken | None, SpecialToken | None]:
+        from torchtitan_like.checkpoint.hf.folder import SpecialToken
+
+        tokenizer = load_tokenizer(model.tokenizer_folder)
+        ids = (tokenizer.bos_id, tokenizer.eos_id)
+        bos, eos = (None if i is None else SpecialToken(tokenizer.decode([i]), i) for i in ids)
+        return bos, eos
+
+    args = resolve_args(spec, model.flavor, model.args)
+    folders = Path(model.hf_assets_path), Path(model.tokenizer_folder)
+    return Identity(spec, args, *folders, special_tokens)
+
+
+# ---- data
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches."""
+
+    local_batch_size: int
+    num_data_ranks: int
+    num_micro_batches: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.local_batch_size * self.num_micro_batches
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.samples_per_rank * self.num_data_ranks
+
+
+def batch_geometry(training: Training, dims: ParallelDims) -> BatchGeometry:
+    """Compute the micro-batches of a step. Preflight has checked that the sizes divide."""
+    per_micro_batch = training.local_batch_size * dims.dp
+    wanted = training.global_batch_size
+    num_micro_batches = wanted // per_micro_batch if wanted > 0 else 1
+    return BatchGeometry(training.local_batch_size, dims.dp, num_micro_batches)
+
+
+@dataclass(frozen=True)
+class DataParts:
+    """This data rank's share of all batches.
+
+    validation_sets: by name of the dataset. bytes_of_token: (vocab_size,) UTF-8 bytes per token.
+    """
+
+    batches: TrainBatches
+    validation_sets: dict[str, ValidationBatches]
+    bytes_of_token: torch.Tensor
+
+
+def build_data(
+    training: Training,
+    validation: Validation,
+    data: Data,
+    *,
+    tokenizer_folder: str,
+    dump_folder: str,
+    model_args: Any,
+    world: World,
+    geometry: BatchGeometry,
+    seed: int,
+) -> DataParts:
+    """Build tokenizer, training batches at position 0 and validation batches. A collective.
+
+    Raises DataError on every rank if the ranks would read different datasets.
+    """
+    tokenizer = load_tokenizer(tokenizer_folder)
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "dump_folder": dump_folder,
+        "dp_rank": world.dims.dp_coordinate(world.rank),
+        "dp_size": world.dims.dp,
+        "with_positions": has_documents(model_args),
+        "group": world.step_group,
+        "is_recorder": world.dims.counts_tokens(world.rank),
+    }
+    batches = build_train_batches(
+        training, data, seed=seed, num_accumulation=geometry.num_micro_batches, **shared
+    )
+    validation_sets = build_validation_sets(validation, data, **shared)
+    batches.check_ranks(world.step_group.gather_objects, validation_sets)
+    return DataParts(batches, validation_sets, torch.tensor(tokenizer.num_bytes()))
+
+
+# ---- model and optimizer
+
+
+def model_sections(config: JobConfig) -> Sections:
+    """Collect the sections that decide how a model is laid out."""
+    return Sections(
+        config.training,
+        config.parallelism,
+        config.activation_checkpoint,
+        config.compile,
+        config.model.converters,
+        config.quantize.linear.float8,
+        config.model.print_after_conversion,
+    )
+
+
+def build_model(
+    sections: Sections,
+    loss: Loss,
+    world: World,
+    spec: ModelSpec,
+    args: Any,
+    *,
+    max_seq_len: int,
+    num_samples: int,
+    with_tokens: bool,
+) -> Built:
+    """Build this rank's parts of the model, sharded over the mesh, with memory but without values.
+
+    max_seq_len: of training and validation. num_samples: see `build_parts`. with_tokens: see
+    `chunked_cross_entropy`.
+    """
+    shards = None
+    if world.dims.tp > 1:
+        shards = VocabShards(world.group("tp"), spec.constraints(args)["vocab_size"])
+    head_loss = chunked_cross_entropy(
+        loss.chunk_mib,
+        compile_backend=sections.loss_backend,
+        shards=shards,
+        gathers_logits=sections.parallelism.disable_loss_parallel,
+        with_tokens=with_tokens,
+    )
+    args = fit_positions(args, max_seq_len)
+    return build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """The optimizer, its learning-rate schedule, and what float8 computes after each update (or None)."""
+
+    optimizer: Optimizer
+    schedule: Schedule
+    after_update: Callable[[], None] | None
+
+
+def build_optimizer(
+    section: OptimizerSection,
+    lr_scheduler: LRScheduler,
+    parts: nn.ModuleList,
+    world: World,
+    *,
+    total_steps: int,
+    sections: Sections,
+) -> OptimizerParts:
+    """Build the optimizer over all parameters of this rank's parts, and its schedule."""
+    schedule = build_schedule(lr_scheduler, total_steps)
+    named = [named for part in parts for named in part.named_parameters()]
+    optimizer = optimizers.build_optimizer(named, section, world.all_ranks)
+    after_update = None
+    if FLOAT8 in sections.converters:
+        after_update = after_optimizer_step(parts, sections.float8)
+    return OptimizerParts(optimizer, schedule, after_update)
+
+
+# ---- metrics
+
+
+def build_metrics(
+    config: JobConfig,
+    world: World,
+    attempt: Attempt,
+    flops_per_token: float,
+    sources: Sequence[str],
+    failures: WriteFailures,
+) -> Metrics:
+    """Build the metrics of a run, and log what the hardware can do."""
+    memory = build_memory_monitor(world.device)
+    peak = announce_hardware(
+        memory, world.device.type, config.metrics.peak_flops, flops_per_token
+    )
+    run_config: Mapping[str, object] | None = None
+    if config.metrics.enable_wandb:
+        run_config = mask_values(config.model_dump())
+    return Metrics(
+        config.metrics,
+        folder=attempt.run,
+        attempt=attempt.number,
+        writer=world.rank == 0,
+        rank=world.rank,
+        world_size=world.size,
+        gather=world.gather_losses,
+        flops_per_token=flops_per_token,
+        peak_flops=peak,
+        memory_monitor=memory,
+        total_steps=config.training.steps,
+        sources=sources,
+        num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
+        run_config=run_config,
+        failures=failures,
+    )
