@@ -106,7 +106,7 @@ def identify(model: Model) -> Identity:
         return bos, eos
 
     args = resolve_args(spec, model.flavor, model.args)
-    folders = Path(model.hf_assets_path), Path(model.tokenizer_folder)
+    folders = Path(model.assets_folder), Path(model.tokenizer_folder)
     return Identity(spec, args, *folders, special_tokens)
 
 

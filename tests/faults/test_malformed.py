@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts import replay, run_folder
+from scripts import replay
 from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.load import config_differences
@@ -23,6 +23,7 @@ from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.launcher.outcome import CRASH, Start, report_end
 from torchtitan_like.util.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed")]
@@ -183,9 +184,8 @@ def test_an_exit_json(
 ) -> None:
     (tmp_path / "exit.json").write_text(NESTED)
     config: dict[str, Any] = {"job": {"dump_folder": str(tmp_path)}}
-    typed = run_folder.Typed("command", tmp_path)
-    assert run_folder.end(config, 0, "", 0.0, 1, typed) == run_folder.CRASH
-    assert "does not say how the run has ended: it is nested too deeply" in capsys.readouterr().err
+    assert report_end(config, 0, None, Start(0.0, 1, "command", ["titan"])) == CRASH
+    assert "does not state how the run has ended: it is nested too deeply" in capsys.readouterr().err
 
 
 CONFIGS: dict[str, Callable[[Path], Any]] = {

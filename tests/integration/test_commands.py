@@ -18,8 +18,6 @@ from scripts import (
     exposed_comm,
     logbook_add,
     notify,
-    run_folder,
-    trace_ranks,
 )
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
@@ -27,6 +25,8 @@ from torchtitan_like.cli import executable_commands, parse
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError
 from torchtitan_like.config.fields import find
+from torchtitan_like.launcher.options import OPTIONS
+from torchtitan_like.launcher.outcome import Start, how_to_resume, summary
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.exit_codes import ExitCode
 
@@ -162,16 +162,16 @@ FULL, WEIGHTS = {"kind": "full"}, {"kind": "weights"}
 )
 def test_what_is_said_about_resuming_is_what_resuming_does(saved: dict, last_step: int, expected: str) -> None:
     steps = [StepFolder(step, Path(f"step-{step}"), manifest) for step, manifest in saved.items()]
-    assert expected in run_folder.how_to_resume(steps, "./run", wanted=100, last_step=last_step)
+    assert expected in how_to_resume(steps, "./run", planned=100, last_step=last_step)
 
 
 def test_a_folder_with_a_blank_can_be_pasted() -> None:
     only = [StepFolder(100, Path("my run/step-100"), WEIGHTS)]
-    assert "path 'my run/step-100' and" in run_folder.how_to_resume(only, "./run", wanted=100, last_step=100)
+    assert "path 'my run/step-100' and" in how_to_resume(only, "./run", planned=100, last_step=100)
     metrics = {"enable_tensorboard": True, "save_tb_folder": "tb"}
     config = {"metrics": metrics, "checkpoint": {"enable": False, "folder": "c"}, "training": {"steps": 1}}
-    typed = run_folder.Typed("./run", Path.cwd())
-    assert "--logdir 'my run/tb'" in run_folder.last_words(config, Path("my run"), typed, 1)[0]
+    start = Start(since=0.0, num_nodes=1, command="./run", titan=["titan"])
+    assert "--logdir 'my run/tb'" in summary(config, Path("my run"), start, 1)[0]
 
 
 # ---- what the guides say
@@ -203,12 +203,10 @@ SHOWN = {
     "python scripts/watch.py ": lambda words: check_job(words),
     "python scripts/import_bench.py": lambda words: check_job(words),
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
-    "python scripts/trace_ranks.py ": lambda words: trace_ranks.parse(words[2:]),
     "python scripts/logbook_add.py ": lambda words: logbook_add.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
     "python scripts/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
-    "TRACE_TO=": lambda words: check(words[3:]),
     "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
     "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),
     "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
@@ -281,13 +279,12 @@ def test_exit_codes_are_those_of_the_table() -> None:
     assert table == {1, *map(int, ExitCode)}  # 1: a crash, for which nobody can leave a word
 
 
-def test_variables_are_those_of_the_script() -> None:
-    script = (ROOT / "run_train.sh").read_text()
+def test_variables_are_those_of_the_launcher() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     rows = re.findall(r"^\| (`[A-Z][^|]*) \|", text, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"[A-Z_]+", row)}
     assert {"NGPU", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "NNODES", "MASTER_ADDR"} <= names
-    assert [name for name in names if f"${{{name}" not in script] == []
+    assert names <= {"CONFIG_FILE", *(option.variable for option in OPTIONS)}
 
 
 PLANNED = (

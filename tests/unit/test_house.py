@@ -28,6 +28,8 @@ BROUGHT_ALONG = {"annotated_types": "pydantic", "pydantic_core": "pydantic", "hu
 NOT_IMPORTED = {"datasets", "safetensors"}
 # Checking a config, on a login node, must not take the seconds that torch's import takes.
 WITHOUT_TORCH = [
+    "torchtitan_like.launcher.run",
+    "torchtitan_like.launcher.outcome",
     "torchtitan_like.config",
     "torchtitan_like.preflight",
     "torchtitan_like.data.text.documents",

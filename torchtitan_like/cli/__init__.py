@@ -26,7 +26,7 @@ class Command(NamedTuple):
     group: str
     summary: str
     module: str = ""
-    takes_settings: bool = False  # accepts --section.key value, in `arguments.settings`
+    takes_settings: bool = False  # accepts --section.key value; see `_parse_with_settings`
     verbs: tuple[Command, ...] = ()
 
 
@@ -45,6 +45,7 @@ CKPT = (
 
 # In the order of `titan --help`.
 COMMANDS = (
+    Command("train", "Train", "train a model", "train", takes_settings=True),
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
     Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
     Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
@@ -132,7 +133,8 @@ def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
 def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Parse a sub-command's own options. All other options become `arguments.settings`, in their order.
 
-    A word with a dot in its name starts a setting, and the words up to the next option are its values.
+    `arguments.words` holds all words as they were typed. A word with a dot in its name starts a
+    setting, and the words up to the next option are its values.
     """
     own: list[str] = []
     settings: list[str] = []
@@ -149,4 +151,5 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
         target.append(word)
     arguments, unknown = parser.parse_known_args(own)
     arguments.settings = [*settings, *unknown]
+    arguments.words = words
     return arguments

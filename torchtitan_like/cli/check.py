@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 
-from torchtitan_like.cli.settings import HelpWithSettings
+from torchtitan_like.cli.settings import HelpWithSettings, with_config
 
 EXAMPLE = "titan check debug_model.toml --world-size 2 --training.steps 100"
 
@@ -43,9 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device_type not in (None, "cpu", "cuda"):
         expected = '"cpu" or "cuda"'
         problems.append(Problem("--device-type", arguments.device_type, expected, origin="command line"))
-    settings = list(arguments.settings)
-    if arguments.config is not None:
-        settings[:0] = ["--job.config_file", arguments.config]
+    settings = with_config(arguments.config, arguments.settings, sys.stderr)
     try:
         if problems:
             raise ConfigError(problems)

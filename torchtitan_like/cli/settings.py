@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from torchtitan_like.util.bundle import find_config
 
 
 class HelpWithSettings(argparse.Action):
@@ -18,3 +22,28 @@ class HelpWithSettings(argparse.Action):
 
         sys.stdout.write(f"{parser.format_help()}\n{help_text()}")
         parser.exit()
+
+
+def with_config(config: str | None, settings: Sequence[str], log: TextIO) -> list[str]:
+    """Return the settings with --job.config_file in front. The name of a bundled config becomes its path.
+
+    ``log`` receives a line that says so.
+    """
+    words = list(settings)
+    if config is not None:
+        words[:0] = ["--job.config_file", config]
+    for index, word in enumerate(words):
+        name, has_value, value = word.partition("=")
+        if name.replace("-", "_") != "__job.config_file":
+            continue
+        if not has_value:
+            value = words[index + 1] if index + 1 < len(words) else ""
+        path = find_config(value)
+        if path == Path(value).expanduser():
+            continue
+        print(f"Using the bundled configuration {path}", file=log)
+        if has_value:
+            words[index] = f"{name}={path}"
+        else:
+            words[index + 1] = str(path)
+    return words

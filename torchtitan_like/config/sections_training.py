@@ -15,6 +15,7 @@ from torchtitan_like.config.base import (
     StepWeights,
 )
 from torchtitan_like.config.rules import Rule
+from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 
 
 class Model(Section):
@@ -26,10 +27,10 @@ class Model(Section):
         description="Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. docs/guides/models.md lists all.",
     )
     hf_assets_path: HomePath = Field(
-        "./tests/assets/tokenizer",
+        TOKENIZER_IN_REPOSITORY,
         min_length=1,
         description="Folder with the tokenizer and, for weights in Hugging Face's format, config.json and the index. "
-        "Relative to the current directory.",
+        "Relative to the current directory. If the default does not exist, the tokenizer of the package is used.",
     )
     tokenizer_path: HomePath | None = Field(
         None, description="Deprecated: folder or file of the tokenizer, if it does not lie in model.hf_assets_path."
@@ -43,9 +44,14 @@ class Model(Section):
     )
 
     @property
+    def assets_folder(self) -> str:
+        """Folder of tokenizer and assets: `hf_assets_path`, or the one in the package."""
+        return find_assets(self.hf_assets_path)
+
+    @property
     def tokenizer_folder(self) -> str:
-        """Where the tokenizer lies: a folder, or a tiktoken file."""
-        return self.tokenizer_path or self.hf_assets_path
+        """Folder of the tokenizer, or a tiktoken file."""
+        return self.tokenizer_path or self.assets_folder
 
 
 class Optimizer(Section):

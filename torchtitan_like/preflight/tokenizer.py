@@ -10,8 +10,6 @@ from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.folders import describe_missing
 from torchtitan_like.preflight.rules.keys import MODEL_KEYS
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 def check_tokenizer(run: RunContext) -> Iterator[Problem]:
     """Check that the tokenizer exists, can be read, and that all its ids are in the model's vocabulary."""
@@ -22,10 +20,7 @@ def check_tokenizer(run: RunContext) -> Iterator[Problem]:
         remedy = "put the tokenizer into the folder model.hf_assets_path"
         yield Problem(key, None, "is deprecated", remedy, severity="warning")
     if not path.exists():
-        shipped = _REPOSITORY / config.model.tokenizer_folder
         remedy = "download one from the Hub with `titan download`"
-        if not path.is_absolute() and shipped.exists():
-            remedy = f"start in {_REPOSITORY}, or set it to {shipped.resolve()}"
         expected = f"a folder with tokenizer.json or a tiktoken .model file; {describe_missing(path)}"
         yield Problem(key, None, expected, remedy, severity="training_error")
         return

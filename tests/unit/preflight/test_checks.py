@@ -318,12 +318,22 @@ def test_compiling_on_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     assert check(line, device_type="cuda") == check(f"{line} --compile.backend eager", device_type="cpu") == []
 
 
-def test_tokenizer_elsewhere_is_found_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_tokenizer_is_found_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (problem,) = check("--training.steps 1000")
+    assert check("--training.steps 1000") == []
+
+
+def test_a_missing_tokenizer_is_an_error_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = "--training.steps 1000 --model.hf_assets_path ./nowhere"
+    (problem,) = check(line)
     assert problem.key == "model.hf_assets_path" and problem.severity == "error"
-    assert str(tmp_path) in problem.expected and "/tests/assets/tokenizer" in problem.remedy
-    (warning,) = check("--training.steps 1000", training=False)
+    assert str(tmp_path) in problem.expected and "titan download" in problem.remedy
+    (warning,) = check(line, training=False)
     assert warning.severity == "warning"
 
 

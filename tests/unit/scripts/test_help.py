@@ -29,10 +29,7 @@ def test_it_explains_itself_and_does_nothing_else(
         runpy.run_path(str(script), run_name="__main__")
     told = capsys.readouterr()
     assert ended.value.code in (None, 0), told.err
-    is_typed = script.name not in (
-        "run_folder.py",
-        "job.py",
-    )  # those are started by scripts that name the package's place
+    is_typed = script.name not in STARTED_BY_SCRIPTS
     if is_typed and re.search(r"^from (torchtitan_like|scripts)\b", script.read_text(), re.MULTILINE):
         assert str(ROOT) in sys.path, "the package need not be installed"
     assert len(told.out.splitlines()) > 5 and not list(tmp_path.iterdir())
@@ -43,7 +40,7 @@ PATH_LINE = (
     "  # the package need not be installed\n"
 )
 OF_REPOSITORY = re.compile(r"^from (torchtitan_like|scripts|benchmarks)\b", re.MULTILINE)
-STARTED_BY_SCRIPTS = ("run_folder.py", "job.py")  # with PYTHONPATH set
+STARTED_BY_SCRIPTS = ("job.py",)  # with PYTHONPATH set
 
 
 def test_all_scripts_find_the_package_in_the_same_way() -> None:

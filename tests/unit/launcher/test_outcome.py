@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import run_folder
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.launcher.outcome import report_crash
 from torchtitan_like.monitor.errors import record_error
 
 
@@ -24,7 +24,7 @@ def test_damaged_data_on_one_rank_ends_the_run_with_its_code(
             raise error
         except Exception as raised:
             record_error(attempt, rank, phase, 7, raised)
-    assert run_folder.report_crash(tmp_path, 1, 0.0) == 65
+    assert report_crash(tmp_path, 1, 0.0) == 65
     assert json.loads((tmp_path / "exit.json").read_text()) == {
         "reason": "bad_data",
         "code": 65,

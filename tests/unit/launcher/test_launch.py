@@ -1,4 +1,4 @@
-"""run_train.sh with a fake interpreter: what it starts, what it refuses to start, which code it returns."""
+"""`titan train` with a fake interpreter: what it starts, what it refuses to start, which code it returns."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.harness.runner import ROOT, listen_to_signals
+from torchtitan_like import cli
 from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.launcher.machine import Machine
+from torchtitan_like.launcher.options import LaunchError, read_options
+from torchtitan_like.launcher.run import SIGNALS, child_environment
+from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
-# Stands in for PYTHON: logs its arguments and some variables; answers for the config check and for the run itself.
+# Stands in for PYTHON. It logs its arguments and environment, and answers for the check and for the ranks.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here={here}
-case "$1 $2" in
-  "-m torchtitan_like.config")
+case "$1 $2 $3" in
+  "-m torchtitan_like check")
     printf '%q ' "$@" >>"$here/checks"; echo >>"$here/checks"
     cat "$here/resolved.toml"
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
-  "-m torchtitan_like.torchrun" | "-m torchtitan_like.train" | */trace_lines.py*)
+  "-m torchtitan_like.torchrun "* | "-m torchtitan_like.train "*)
     env -0 >"$here/environment"
     printf '%q ' "$@" >"$here/run"
     cd "$here" && eval "${{RUN:-true}}" ;;
@@ -38,14 +45,18 @@ ENDS = 'echo \'{"reason": "%s", "code": %s, "step": 7}\' >outputs/exit.json'
 
 @dataclass
 class Shell:
-    """One run of the script and the traces of what it has started."""
+    """Calls `titan train` in this process, or run_train.sh, and reads the traces of what it has started."""
 
     folder: Path
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str]
+    capfd: pytest.CaptureFixture[str]
+    is_script: bool = False
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a process of its own."""
+        titan = [self.env["PYTHON"], "-m", "torchtitan_like", "train"]
         return subprocess.Popen(
-            [str(ROOT / "run_train.sh"), *arguments],
+            [*([str(ROOT / "run_train.sh")] if self.is_script else titan), *arguments],
             env={**self.env, **variables},
             cwd=self.folder,
             text=True,
@@ -55,9 +66,22 @@ class Shell:
         )
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **variables)
-        stdout, stderr = process.communicate(timeout=200)
-        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+        if self.is_script:
+            process = self.start(*arguments, **variables)
+            stdout, stderr = process.communicate(timeout=200)
+            return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+        self.capfd.readouterr()
+        with pytest.MonkeyPatch.context() as patch, signals_restored():
+            for name in {*os.environ} - self.env.keys():
+                patch.delenv(name)
+            for name, value in {**self.env, **variables}.items():
+                patch.setenv(name, value)
+            patch.chdir(self.folder)
+            try:
+                code = cli.main(["train", *arguments])
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return subprocess.CompletedProcess(arguments, code, *self.capfd.readouterr())
 
     def read(self, name: str) -> list[str]:
         return shlex.split((self.folder / name).read_text())
@@ -71,8 +95,18 @@ class Shell:
         return (self.folder / "run").exists()
 
 
+@contextmanager
+def signals_restored() -> Iterator[None]:
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
+def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
     """As on a machine without GPUs; tests that want some put an nvidia-smi into `bin`."""
     python = tmp_path / "bin" / "python"
     (tmp_path / "outputs").mkdir()
@@ -92,7 +126,8 @@ def shell(tmp_path: Path) -> Shell:
     dropped = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return Shell(tmp_path, env | {"PYTHON": str(python), "PATH": path, "RUN": ENDS % ("done", 0)})
+    env |= {"PYTHON": str(python), "TITAN_PYTHON": str(python), "PATH": path, "RUN": ENDS % ("done", 0)}
+    return Shell(tmp_path, env, capfd)
 
 
 def executable(path: Path, text: str) -> None:
@@ -118,7 +153,7 @@ def test_a_config_that_cannot_work_returns_78_and_starts_nothing(shell: Shell) -
 def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> None:
     shell("--training.steps", "3", "--job.description", "two words", NGPU="4", CONFIG_FILE="my.toml")
     arguments = ["--job.config_file", "my.toml", "--training.steps", "3", "--job.description", "two words"]
-    assert shell.read("checks")[2:] == ["--training", "--device-type", "cpu", "--world-size", "4", *arguments]
+    assert shell.read("checks")[3:] == ["--training", "--device-type", "cpu", "--world-size", "4", *arguments]
     assert shell.read("run")[-len(arguments) :] == arguments
 
 
@@ -143,10 +178,14 @@ def test_what_another_launcher_has_left_launches_nothing(shell: Shell) -> None:
     assert not [line for line in shell.environment if line.partition("=")[0] in left]
 
 
-def test_with_nothing_set_the_debug_model_trains_on_two_cpu_ranks_and_one_rank_is_shown(shell: Shell) -> None:
+@pytest.mark.parametrize("is_script", [True, False])
+def test_with_nothing_set_the_debug_model_trains_on_two_cpu_ranks_and_one_rank_is_shown(
+    shell: Shell, is_script: bool
+) -> None:
+    shell.is_script = is_script
     shell()
     run = shell.read("run")
-    assert run[-2:] == ["--job.config_file", "train_configs/debug_model.toml"]
+    assert run[-2:] == ["--job.config_file", str(TRAIN_CONFIGS / "debug_model.toml")]
     assert "--nproc_per_node=2" in run
     assert run[run.index("--local-ranks-filter") + 1] == "0"
 
@@ -206,28 +245,34 @@ def test_what_nccl_tells_goes_to_a_file_for_each_process(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
-def test_every_line_of_a_rank_can_be_written_down(shell: Shell, ranks: str) -> None:
-    shell(NGPU=ranks, TRACE_TO="traces", CONFIG_FILE="my.toml")
-    traced = [str(ROOT / "scripts/trace_lines.py"), "-m", "torchtitan_like.train", "--job.config_file", "my.toml"]
-    assert shell.read("run")[-5:] == traced
-
-
-@pytest.mark.parametrize("ranks", ["1", "3"])
 def test_ranks_stay_near_their_gpus(shell: Shell, ranks: str) -> None:
     executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
     shell(NGPU=ranks, NUMA_BINDING="node")
     assert "--numa-binding=node" in shell.read("run") and f"--nproc_per_node={ranks}" in shell.read("run")
 
 
+MACHINE = Machine(host="node-1", num_cores=6, gpu_list=[], num_gpus=0, has_amd_gpus=False)
+
+
 @pytest.mark.parametrize(
     ("variables", "threads"),
     [({"NGPU": "7"}, "1"), ({"NGPU": "2"}, "3"), ({"NGPU": "1"}, "6"), ({"NGPU": "1", "OMP_NUM_THREADS": "7"}, "7")],
 )
-def test_ranks_share_the_cores(shell: Shell, variables: dict[str, str], threads: str) -> None:
-    executable(shell.folder / "bin/nproc", "#!/bin/sh\necho 6\n")
-    shell(**variables)
-    assert f"OMP_NUM_THREADS={threads}" in shell.environment
-    assert "PYTHONUNBUFFERED=1" in shell.environment
+def test_ranks_share_the_cores(variables: dict[str, str], threads: str) -> None:
+    environ = child_environment(variables, read_options({}, variables, MACHINE), MACHINE)
+    assert environ["OMP_NUM_THREADS"] == threads
+    assert environ["PYTHONUNBUFFERED"] == "1"
+
+
+def test_an_option_wins_over_its_variable() -> None:
+    environ = {"NGPU": "3", "MAX_RESTARTS": "5"}
+    launch = read_options({"nproc": "7", "log_rank": None}, environ, MACHINE)
+    assert (launch.num_ranks, launch.max_restarts) == (7, 5)
+
+
+@pytest.mark.parametrize(("prefix", "role"), [("rank", "rank"), ("host", "node-1:"), ("digits", "1:")])
+def test_lines_start_with_what_was_asked_for(prefix: str, role: str) -> None:
+    assert read_options({"log_prefix": prefix}, {}, MACHINE).role == role
 
 
 @pytest.mark.parametrize(
@@ -287,14 +332,25 @@ def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
         ({"LOG_RANK": "0,5"}, "0 to 1, with commas between them, got '0,5'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
         ({"KNOWN_BAD_GPUS": "nowhere"}, "there is no file nowhere"),
-        ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and here are none"),
+        ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and this machine has none"),
     ],
 )
-def test_variables_that_cannot_work_start_nothing(shell: Shell, variables: dict[str, str], text: str) -> None:
-    result = shell(**variables)
+def test_variables_that_cannot_work_are_refused(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_options({}, variables, MACHINE)
+    assert text in str(caught.value) and caught.value.code == 78
+
+
+def test_an_option_that_cannot_work_starts_nothing(shell: Shell) -> None:
+    result = shell("--nnodes", "2")
     assert result.returncode == 78
-    assert text in result.stderr
-    assert not shell.was_started
+    assert result.stderr == "NNODES=2 needs the address of one machine. Set MASTER_ADDR (--master-addr).\n"
+    assert not shell.was_started and not (shell.folder / "checks").exists()
+
+
+def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
+    result = shell("--job.description", "https://me:hunter2@host/path")
+    assert "hunter2" not in result.stdout.partition("Logs: ")[0] and "hunter2" in (shell.folder / "run").read_text()
 
 
 @pytest.mark.parametrize(
@@ -303,7 +359,7 @@ def test_variables_that_cannot_work_start_nothing(shell: Shell, variables: dict[
         (ENDS % ("done", 0), 0, "--prompt"),
         (ENDS % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
         ("true", 1, "The run has ended with code 0, but has left no"),
-        ("echo [] >outputs/exit.json", 1, "exit.json does not say how the run has ended"),
+        ("echo [] >outputs/exit.json", 1, "exit.json does not state how the run has ended"),
         ("exit 1", 1, ""),
         (ENDS % ("done", 0) + "; exit 1", 1, ""),
     ],
@@ -334,7 +390,7 @@ def test_an_error_that_could_not_be_recorded_is_not_taken_for_a_kill(shell: Shel
     result = shell(NGPU="1", RUN="echo ValueError: the cause >&2; exit 1")
     cause, words = result.stderr.splitlines()
     assert result.returncode == 1 and cause == "ValueError: the cause"
-    assert words.endswith("outputs/attempts: it was killed, or its error stands above and could not be written")
+    assert words.endswith("outputs/attempts: it was killed, or its error is above and could not be written")
 
 
 @pytest.mark.parametrize(
@@ -387,6 +443,7 @@ def test_a_stale_exit_json_is_gone_when_the_run_starts(shell: Shell) -> None:
 
 
 def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
+    shell.is_script = True
     publish_step(shell, 100)
     newest = publish_step(shell, 300)
     (newest.parent / "step-400").mkdir()  # without a manifest it is no checkpoint
@@ -396,10 +453,11 @@ def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
     assert f"tensorboard --logdir {shlex.quote(str(outputs / 'tb'))}" in where
     typed = ["NGPU=1", str(ROOT / "run_train.sh"), "--job.description", "two words", "--training.steps", "600"]
     assert shlex.split(resume)[-6:] == typed
-    assert f"generate.py {shlex.quote(str(newest))} --prompt" in sample
+    assert f"generate {shlex.quote(str(newest))} --prompt" in sample
 
 
 def test_the_line_that_resumes_says_where_machines_meet_and_who_has_started_them(shell: Shell) -> None:
+    shell.is_script = True
     publish_step(shell, 300)
     several = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "node-1", "MASTER_PORT": "29511", "RDZV_ID": "run 1"}
     resume = shell(**several).stdout.splitlines()[-2]
@@ -422,6 +480,7 @@ def test_a_run_that_went_back_is_not_told_to_go_back_once_more(shell: Shell) -> 
     "given", [["--training.steps", "300"], ["--training.steps=300"], ["--training.steps", "9", "--training.steps=300"]]
 )
 def test_the_resume_line_replaces_options_instead_of_repeating_them(shell: Shell, given: list[str]) -> None:
+    shell.is_script = True
     publish_step(shell, 300)
     description = ["--job.description", "two words"]
     result = shell(*given, *description, NGPU="2", CONFIG_FILE="my config.toml")
@@ -435,7 +494,7 @@ def test_the_resume_line_replaces_options_instead_of_repeating_them(shell: Shell
 def test_without_a_checkpoint_the_last_lines_say_how_to_get_one(shell: Shell) -> None:
     lines = shell().stdout.splitlines()[-3:]
     assert "--checkpoint.enable" in lines[1]
-    assert "generate.py" not in lines[2]
+    assert lines[2] == "Sample: needs a checkpoint"
 
 
 def test_a_run_that_saves_nothing_offers_no_older_runs_step(shell: Shell) -> None:
@@ -446,9 +505,10 @@ def test_a_run_that_saves_nothing_offers_no_older_runs_step(shell: Shell) -> Non
     assert "Checkpoint: none (checkpoint.enable is off)" in where and "step-7" not in where + resume + sample
 
 
-def test_help_is_the_configs(shell: Shell) -> None:
-    assert shell("--help").returncode == 0
-    assert "--help" in shell.read("checks")
+def test_help_lists_variables_and_settings(shell: Shell) -> None:
+    result = shell("--help")
+    assert result.returncode == 0
+    assert "[NGPU]" in result.stdout and "--training.steps" in result.stdout
     assert not shell.was_started
 
 

@@ -1,0 +1,46 @@
+"""The config file of `titan train` and `titan check`: a path, or the name of a bundled config."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like.cli.settings import with_config
+from torchtitan_like.util.bundle import TRAIN_CONFIGS
+
+BUNDLED = str(TRAIN_CONFIGS / "debug_model.toml")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "expected"),
+    [
+        ("debug_model.toml", ["--a.b", "1"], ["--job.config_file", BUNDLED, "--a.b", "1"]),
+        (None, ["--job.config_file", "debug_model.toml"], ["--job.config_file", BUNDLED]),
+        (None, ["--job.config-file=debug_model.toml"], [f"--job.config-file={BUNDLED}"]),
+    ],
+)
+def test_the_name_of_a_bundled_config_becomes_its_path(
+    config: str | None, settings: list[str], expected: list[str]
+) -> None:
+    log = io.StringIO()
+    assert with_config(config, settings, log) == expected
+    assert log.getvalue() == f"Using the bundled configuration {BUNDLED}\n"
+
+
+@pytest.mark.parametrize("config", ["nowhere.toml", "folder/debug_model.toml", "./mine.toml"])
+def test_any_other_path_stays(config: str) -> None:
+    log = io.StringIO()
+    assert with_config(config, [], log) == ["--job.config_file", config]
+    assert log.getvalue() == ""
+
+
+def test_a_file_of_the_user_wins(tmp_path: Path) -> None:
+    (tmp_path / "debug_model.toml").write_text("")
+    assert with_config("debug_model.toml", [], io.StringIO())[1] == "debug_model.toml"

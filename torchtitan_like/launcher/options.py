@@ -1,0 +1,198 @@
+"""Options of a launch: one table for the command line and the environment, and their checks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_like.launcher.machine import Machine
+from torchtitan_like.util.exit_codes import ExitCode
+
+DEFAULT_PORT = "29500"
+NUM_CPU_RANKS = 2  # on a machine without GPUs
+
+
+class Option(NamedTuple):
+    """`--name` on the command line; ``variable`` in the environment counts where the option is not given."""
+
+    name: str
+    variable: str
+    metavar: str
+    help: str
+
+    @property
+    def key(self) -> str:
+        """Name of the value: `log_rank` for `--log-rank`."""
+        return self.name.replace("-", "_")
+
+
+OPTIONS = (
+    Option("nproc", "NGPU", "N", "ranks on this machine; default: number of GPUs, or 2 without GPUs"),
+    Option("nnodes", "NNODES", "N", "machines, or MIN:MAX for a run that continues with fewer or more"),
+    Option("node-rank", "NODE_RANK", "N", "number of this machine; default: in order of arrival"),
+    Option("master-addr", "MASTER_ADDR", "HOST", "address of one machine; the same on all of them"),
+    Option("master-port", "MASTER_PORT", "PORT", f"port on that machine; default: {DEFAULT_PORT}"),
+    Option("rdzv-id", "RDZV_ID", "NAME", "name of the run at that port; default: torchtitan_like"),
+    Option("max-restarts", "MAX_RESTARTS", "N", "restarts of all ranks after a rank died; default: 0"),
+    Option("log-rank", "LOG_RANK", "RANKS", "local ranks whose output is shown, as 0,1; default: 0"),
+    Option(
+        "log-prefix",
+        "LOG_PREFIX",
+        "WHAT",
+        "start of each line: rank, host or digits (of the host name); default: rank on one machine, else host",
+    ),
+    Option(
+        "numa-binding",
+        "NUMA_BINDING",
+        "WHAT",
+        "keep each rank on cores near its GPU: node, socket, exclusive or core-complex",
+    ),
+    Option("nccl-debug-to", "NCCL_DEBUG_TO", "DIR", "folder for NCCL's log, one file per process"),
+    Option("known-bad-gpus", "KNOWN_BAD_GPUS", "FILE", "file of GPU UUIDs, one per line, that must not be used"),
+)
+
+
+class LaunchError(Exception):
+    """Nothing can be started. ``code`` is the exit code."""
+
+    def __init__(self, message: str, code: ExitCode | int = ExitCode.BAD_CONFIG) -> None:
+        super().__init__(message)
+        self.code = int(code)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What this machine starts. Built by `read_options`, which checks it."""
+
+    num_ranks: int  # on this machine
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    log_rank: str
+    role: str  # torchrun's name of the ranks, in front of each line
+    rendezvous: tuple[str, ...]  # arguments of torchrun
+    numa_binding: str
+    nccl_debug_to: str
+
+    @property
+    def uses_torchrun(self) -> bool:
+        """Return True if one process alone is not enough."""
+        return self.num_ranks * self.max_nodes > 1 or self.max_restarts > 0 or self.numa_binding != ""
+
+
+def read_options(arguments: Mapping[str, str | None], environ: Mapping[str, str], machine: Machine) -> Launch:
+    """Check the options. ``arguments``: those of the command line by `Option.key`. Raises LaunchError."""
+    given = {option.key: arguments.get(option.key) or environ.get(option.variable, "") for option in OPTIONS}
+    num_ranks = _positive(given["nproc"] or str(machine.num_gpus or NUM_CPU_RANKS))
+    nnodes = given["nnodes"] or "1"
+    min_nodes, _, most = nnodes.partition(":")
+    max_nodes = most if ":" in nnodes else min_nodes
+    bounds = _positive(min_nodes), _positive(max_nodes)
+    if bounds[0] > bounds[1]:
+        raise LaunchError(f"NNODES=MIN:MAX (--nnodes) needs MIN <= MAX, got {nnodes}. Swap them.")
+    max_restarts = given["max_restarts"] or "0"
+    if not max_restarts.isdecimal():
+        raise LaunchError(
+            f"MAX_RESTARTS must be 0 or more, got {max_restarts!r}. Set it (--max-restarts) to an integer."
+        )
+    if given["numa_binding"] and not machine.has_gpus:
+        raise LaunchError(
+            f"NUMA_BINDING={given['numa_binding']} keeps ranks near their GPUs, and this machine has none. Unset it."
+        )
+    refuse_known_bad(machine, given["known_bad_gpus"])
+    return Launch(
+        num_ranks=num_ranks,
+        min_nodes=bounds[0],
+        max_nodes=bounds[1],
+        max_restarts=int(max_restarts),
+        log_rank=_log_rank(given["log_rank"] or "0", num_ranks),
+        role=_role(given["log_prefix"] or ("rank" if bounds[1] == 1 else "host"), machine.host),
+        rendezvous=_rendezvous(given, nnodes, *bounds),
+        numa_binding=given["numa_binding"],
+        nccl_debug_to=given["nccl_debug_to"],
+    )
+
+
+def refuse_known_bad(machine: Machine, path: str) -> None:
+    """Raise LaunchError if the file lists a GPU of this machine. An empty path lists none."""
+    if not path:
+        return
+    try:
+        listed = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise LaunchError(
+            f"KNOWN_BAD_GPUS: there is no file {path} that can be read ({error.strerror}). "
+            "Expected one GPU UUID per line. Correct the path, or unset it."
+        ) from error
+    bad = [gpu for gpu in machine.gpu_list if any(uuid in gpu for uuid in listed)]
+    if bad:
+        raise LaunchError(
+            f"{machine.host} has GPUs that {path} lists, so nothing is started: {', '.join(bad)}", code=1
+        )
+
+
+def torchrun_arguments(launch: Launch, log_folder: Path) -> list[str]:
+    """Return torchrun's arguments, without the program."""
+    return [
+        f"--nproc_per_node={launch.num_ranks}",
+        *launch.rendezvous,
+        f"--max-restarts={launch.max_restarts}",
+        *([f"--numa-binding={launch.numa_binding}"] if launch.numa_binding else []),
+        "--local-ranks-filter",
+        launch.log_rank,
+        "--role",
+        launch.role,
+        "--tee",
+        "3",
+        "--log-dir",
+        str(log_folder),
+    ]
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]*", text):
+        raise LaunchError(
+            f"NGPU and NNODES (--nproc, --nnodes) must be positive integers, got {text!r}. Correct the number."
+        )
+    return int(text)
+
+
+def _log_rank(text: str, num_ranks: int) -> str:
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text) or any(int(rank) >= num_ranks for rank in text.split(",")):
+        raise LaunchError(
+            f"LOG_RANK (--log-rank) must be ranks of this machine, 0 to {num_ranks - 1}, "
+            f"with commas between them, got {text!r}. Correct the list."
+        )
+    return text
+
+
+def _role(prefix: str, host: str) -> str:
+    roles = {"rank": "rank", "host": f"{host}:", "digits": re.sub(r"[^0-9]", "", host) + ":"}
+    if prefix not in roles:
+        raise LaunchError(f"LOG_PREFIX (--log-prefix) must be rank, host or digits, got {prefix!r}. Choose one.")
+    return roles[prefix]
+
+
+def _rendezvous(given: Mapping[str, str], nnodes: str, min_nodes: int, max_nodes: int) -> tuple[str, ...]:
+    if max_nodes == 1:
+        return ("--nnodes=1",)
+    address, port = given["master_addr"], given["master_port"] or DEFAULT_PORT
+    if not address:
+        raise LaunchError(f"NNODES={nnodes} needs the address of one machine. Set MASTER_ADDR (--master-addr).")
+    if not given["node_rank"]:
+        name = given["rdzv_id"] or "torchtitan_like"
+        endpoint = f"--rdzv_endpoint={address}:{port}"
+        return (f"--nnodes={nnodes}", "--rdzv_backend", "c10d", endpoint, f"--rdzv_id={name}")
+    if min_nodes != max_nodes:
+        raise LaunchError(
+            f"NODE_RANK needs one number of machines, got NNODES={nnodes}. Unset NODE_RANK, or fix NNODES."
+        )
+    return (
+        f"--nnodes={nnodes}",
+        f"--node_rank={given['node_rank']}",
+        f"--master_addr={address}",
+        f"--master_port={port}",
+    )

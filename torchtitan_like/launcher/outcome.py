@@ -1,0 +1,276 @@
+"""The run folder before and after a run: remove an old exit.json, report how the run ended."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
+from torchtitan_like.launcher.options import LaunchError
+from torchtitan_like.process_start import CODES
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.run_directory import (
+    ATTEMPTS,
+    EXIT,
+    RunEnd,
+    attempt_folder,
+    describe_error,
+    newest_attempt,
+    numbered_attempts,
+    rank_of,
+    ranks_with_errors,
+    read_errors,
+    read_exit,
+    read_first_error,
+    write_exit,
+)
+
+CRASH = 1
+MAX_SHOWN_RANKS = 32
+PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
+
+
+class FirstError(NamedTuple):
+    """The earliest error record of an attempt, and the ranks that left one."""
+
+    attempt: Path
+    record: dict[str, Any]
+    ranks: set[int]
+
+
+class Start(NamedTuple):
+    """How a run was started."""
+
+    since: float  # seconds since 1970
+    num_nodes: int
+    command: str  # what a person types to start it again
+    titan: list[str]  # words that start the `titan` command
+
+
+def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
+    """Remove the exit.json of an earlier attempt. Returns the run folder.
+
+    Raises LaunchError if the folder cannot be written, or if a run on this machine is using it.
+    With several machines this one may be about to join that run: then nothing is removed.
+    """
+    folder = Path(config["job"]["dump_folder"])
+    refusal = RunLock(folder / config["checkpoint"]["folder"]).holder_here()
+    if refusal is not None and num_nodes == 1:
+        raise LaunchError(str(refusal), ExitCode.STORAGE)
+    try:
+        if refusal is None:
+            (folder / EXIT).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise LaunchError(
+            f"Nothing was started: the run folder {folder} cannot be written: {error}. "
+            "Free space, repair the disk or choose another job.dump_folder",
+            ExitCode.STORAGE,
+        ) from error
+    return folder
+
+
+def report_end(
+    config: dict[str, Any],
+    code: int,
+    passed_on: signal.Signals | None,
+    start: Start,
+    launcher_folder: Path | None = None,
+) -> int:
+    """Print how a run ended that returned ``code``. Returns the exit code of the launcher.
+
+    torchrun returns 0 for every end that all ranks agree on, and 1 after a signal. The code is then in
+    the exit.json of this attempt. One rank without torchrun returns the code itself.
+    """
+    folder = Path(config["job"]["dump_folder"])
+    exit_folder = folder
+    # A run whose folder cannot be written leaves exit.json in the folder of its launcher.
+    if launcher_folder is not None and (launcher_folder / EXIT).exists():
+        exit_folder = launcher_folder
+    stop = None if passed_on is None else CODES[passed_on]
+    end = None
+    try:
+        end = read_exit(exit_folder)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        print(f"{exit_folder / EXIT} does not state how the run has ended: {error}", file=sys.stderr)
+        return CRASH
+    if end is not None and (code == 0 or stop is not None or code == end.code):
+        return _report_agreed(config, end, start)
+    if code == 0:
+        if start.num_nodes > 1:  # rank 0 wrote the file into a folder that this machine does not see
+            return 0
+        print(f"The run has ended with code 0, but has left no {exit_folder / EXIT}", file=sys.stderr)
+        return CRASH
+    early = ExitCode(code) if code in CODES.values() else stop
+    if early is not None and not _has_started(folder, start.since):
+        end = RunEnd(early.reason, int(early), None)
+        _write_exit(folder, end)
+        return _report_agreed(config, end, start)
+    if code == ExitCode.BAD_CONFIG:
+        return _report_refusal(folder, _first_error(folder, start.since))
+    if code == ExitCode.STORAGE:  # another run is using the folder, as a rank has printed
+        return code
+    return report_crash(folder, code, start.since)
+
+
+def _write_exit(folder: Path, end: RunEnd) -> None:
+    """Write exit.json. A full disk does not change what the launcher prints and returns."""
+    try:
+        write_exit(folder, end)
+    except OSError as error:
+        print(f"Cannot write {folder / EXIT}: {error}", file=sys.stderr)
+
+
+def _has_started(folder: Path, since: float) -> bool:
+    """Return True if ranks have made an attempt's folder or left an error since then."""
+    newest = newest_attempt(folder)
+    is_new = newest is not None and newest.stat().st_mtime >= since
+    return is_new or _first_error(folder, since) is not None
+
+
+def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
+    folder = Path(config["job"]["dump_folder"])
+    if end.code == ExitCode.DONE:
+        print("\n".join(summary(config, folder, start, int(end.step or 0))))
+    else:
+        where = "before the first step" if end.step is None else f"at step {end.step}"
+        print(f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}", file=sys.stderr)
+    return end.code
+
+
+def _report_refusal(folder: Path, first: FirstError | None) -> int:
+    _write_exit(folder, RunEnd(ExitCode.BAD_CONFIG.reason, int(ExitCode.BAD_CONFIG), None))
+    reason = "its message is above" if first is None else describe_error(first.record)
+    print(f"Nothing was started: a rank has refused the configuration (code 78): {reason}", file=sys.stderr)
+    return int(ExitCode.BAD_CONFIG)
+
+
+def report_crash(folder: Path, code: int, since: float) -> int:
+    """Print the first error since then, and which ranks left none. Returns the exit code.
+
+    It is BAD_CONFIG if a rank refused the configuration, and BAD_DATA if one read damaged data.
+    It is LOST_PEER if ranks left only the errors of others that were lost. exit.json then has that code.
+    """
+    attempts = folder / ATTEMPTS
+    with suppress(OSError, ValueError):  # of a rank that was asked to stop because another had crashed
+        if read_exit(folder).step is None:
+            (folder / EXIT).unlink()
+    first = _first_error(folder, since)
+    if first is None:
+        where = f"in {attempts}: it was killed, or its error is above and could not be written"
+        print(f"The run has crashed, and no rank has left an error {where}", file=sys.stderr)
+        return code
+    attempt, record, ranks = first
+    if record["phase"] == "config":
+        return _report_refusal(folder, first)
+    lines = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {describe_error(record)}"]
+    silent = {rank_of(path) for path in attempt.glob("heartbeat/rank-*.json")} - ranks
+    if silent:
+        shown = ", ".join(map(str, sorted(silent)[:MAX_SHOWN_RANKS]))
+        if len(silent) > MAX_SHOWN_RANKS:
+            shown += f" and {len(silent) - MAX_SHOWN_RANKS} more"
+        silence = f"NO ERROR of rank {shown}: killed (out of memory? see dmesg), or it hung and was killed at the end"
+        is_consequence = re.search(PEER_LOST, record["traceback"]) is not None
+        lines.insert(len(lines) if is_consequence else 0, silence)
+        if is_consequence:
+            code = ExitCode.LOST_PEER
+            _write_exit(folder, RunEnd(ExitCode.LOST_PEER.reason, int(code), record["step"]))
+    if record["phase"] == "data":  # one rank read damaged data, and the others lost it
+        code = ExitCode.BAD_DATA
+        _write_exit(folder, RunEnd(ExitCode.BAD_DATA.reason, int(code), record["step"]))
+    print("\n".join(lines), file=sys.stderr)
+    return int(code)
+
+
+def _first_error(folder: Path, since: float) -> FirstError | None:
+    """Return the first error of the newest attempt that left any since then.
+
+    Every node calls this, and thousands of ranks leave thousands of records. Of an attempt that came far
+    enough to have a number, only the first record is read.
+    """
+    candidates = []
+    for attempt in reversed(numbered_attempts(folder)):
+        record = read_first_error(attempt) or min(read_errors(attempt), key=itemgetter("time"), default=None)
+        if record is not None:
+            if record["time"] >= since:
+                candidates.append(FirstError(attempt, record, ranks_with_errors(attempt)))
+            break
+    unnumbered = attempt_folder(folder, 0)
+    early = [record for record in read_errors(unnumbered) if record["time"] >= since]
+    if early:
+        ranks = {record["rank"] for record in early}
+        candidates.append(FirstError(unnumbered, min(early, key=itemgetter("time")), ranks))
+    return max(candidates, key=lambda first: first.record["time"], default=None)
+
+
+def summary(config: dict[str, Any], folder: Path, start: Start, last_step: int) -> list[str]:
+    """Return three lines: where everything is, how to resume, how to generate a sample."""
+    metrics = config["metrics"]
+    checkpoint = config["checkpoint"]
+    command = start.command
+    if checkpoint.get("load_step", -1) >= 0:  # with more steps it would go back once more
+        command = with_option(command, "checkpoint.load_step", -1)
+    # With checkpointing disabled, steps in the folder are those of an older run.
+    steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
+    newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
+    board = f"tensorboard --logdir {shlex.quote(str(folder / metrics['save_tb_folder']))}"
+    if not metrics["enable_tensorboard"]:
+        board = "off (metrics.enable_tensorboard)"
+    sample = " ".join(map(quoted, [*start.titan, "generate", newest, "--prompt", "ROMEO:"]))
+    return [
+        f"Logs: {folder}/{ATTEMPTS}, {folder}/metrics.jsonl | Checkpoint: {newest} | TensorBoard: {board}",
+        how_to_resume(steps, command, int(config["training"]["steps"]), last_step),
+        f"Sample: {sample if steps else 'needs a checkpoint'}",
+    ]
+
+
+def how_to_resume(steps: list[StepFolder], command: str, planned: int, last_step: int) -> str:
+    """Return the line for a run of ``planned`` steps that ended at ``last_step``."""
+    full = [step for step in steps if step.is_full]
+    if not steps:
+        return "Resume: needs a checkpoint: --checkpoint.enable"
+    if not full:
+        return (
+            "Resume: not from weights alone; a new run can begin with them: --checkpoint.initial_load_path "
+            f"{shlex.quote(str(steps[-1].path))} and a new --job.dump_folder. "
+            "Next time: --checkpoint.last_save_model_only=false"
+        )
+    if steps[-1].step == last_step < planned:
+        return f"Resume (all data is read; allow more epochs: max_epochs of the source): {command}"
+    change = "the same command, more steps"
+    if full[-1].step < last_step:
+        change += f"; from step {full[-1].step}, as the last save holds the weights alone"
+    return f"Resume ({change}): {with_option(command, 'training.steps', 2 * planned)}"
+
+
+def with_option(command: str, key: str, value: int) -> str:
+    """Return the command with the setting ``key`` set to ``value``, in place of all its earlier values."""
+    words: list[str] = []
+    is_value = False
+    for word in shlex.split(command):
+        name, has_value, _ = word.partition("=")
+        if name.replace("-", "_") == f"__{key}":
+            is_value = not has_value
+        elif is_value:
+            is_value = False
+        else:
+            words.append(word)
+    return " ".join([*map(quoted, words), f"--{key}", str(value)])
+
+
+def quoted(word: str) -> str:
+    """Quote a word for a shell. An assignment before a command (NAME=value) is not quoted as a whole."""
+    name, is_assignment, value = word.partition("=")
+    return f"{name}={shlex.quote(value)}" if is_assignment and name.isidentifier() else shlex.quote(word)

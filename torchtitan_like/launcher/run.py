@@ -1,0 +1,255 @@
+"""Start the ranks of a run on this machine, pass signals on to them, and report how they ended."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torchtitan_like.launcher.machine import Machine, inspect_machine
+from torchtitan_like.launcher.options import (
+    OPTIONS,
+    Launch,
+    LaunchError,
+    read_options,
+    torchrun_arguments,
+)
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.run_directory import LAUNCHER_FOLDER
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PACKAGE = "torchtitan_like"
+ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
+TYPED = "TYPED"  # environment variable: the whole command that a script above this one shows to the user
+PROGRAM = "TITAN_PROGRAM"  # environment variable, set by run_train.sh: the first word of what was typed
+PYTHON = "TITAN_PYTHON"  # environment variable, set by run_train.sh: the Python of the ranks, which may be a wrapper
+# Variables of another launcher: this run has its own, or none.
+OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+SHUTDOWN_SECONDS = "1800"  # torchrun kills ranks 30 s after a signal; a last checkpoint may take longer
+# How each signal is passed on, and the exit code if nothing is started yet.
+SIGNALS = {
+    signal.SIGINT: (signal.SIGINT, ExitCode.INTERRUPTED),
+    signal.SIGTERM: (signal.SIGTERM, ExitCode.REQUEUE),
+    signal.SIGHUP: (signal.SIGTERM, ExitCode.REQUEUE),
+}
+
+
+class SignalRelay:
+    """Passes signals on to the run, which saves and ends. Before the run starts, a signal raises LaunchError.
+
+    The run has a process group of its own, so that a Ctrl-C reaches it once, from here.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.passed_on: signal.Signals | None = None
+        self.is_starting = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals, except those that are ignored already. At the end, ignore them all."""
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._handle)
+        try:
+            yield
+        finally:
+            self.ignore()
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run the command to its end. Returns its exit code."""
+        self.is_starting = True
+        # The kernel ends the run with the thread that starts it: this one is the main thread.
+        self.process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp
+        )
+        if self.passed_on is not None:  # the signal came while the process was being started
+            self._send(self.passed_on)
+        code = self.process.wait()
+        self.ignore()
+        return shell_code(code)
+
+    def ignore(self) -> None:
+        """Ignore further signals."""
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        passed_on, code = SIGNALS[signal.Signals(signum)]
+        if not self.is_starting:
+            raise LaunchError("Stopped: nothing was started.", code)
+        self.passed_on = passed_on
+        print(f"Passing {passed_on.name} on to the run, which saves and ends.", file=sys.stderr)
+        self._send(passed_on)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signum)
+
+
+def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Sequence[str]) -> int:
+    """Check the configuration, start the ranks, wait for their end. Returns the exit code.
+
+    ``options``: those of the command line by `Option.key`. ``settings``: --section.key value, as the ranks
+    receive them. ``words``: the arguments as they were typed.
+    """
+    relay = SignalRelay()
+    with relay.listening():
+        try:
+            return _launch(relay, options, settings, words)
+        except LaunchError as error:
+            if message := str(error):  # a failed check has printed its own
+                print(message, file=sys.stderr)
+            return error.code
+
+
+def _launch(
+    relay: SignalRelay, options: Mapping[str, str | None], settings: Sequence[str], words: Sequence[str]
+) -> int:
+    from torchtitan_like.launcher.outcome import Start, prepare_run_folder, report_end
+
+    since = float(int(time.time()))
+    environ = dict(os.environ)
+    python = environ.get(PYTHON, sys.executable)
+    command_typed = typed_command(environ, words)
+    machine = inspect_machine(environ)
+    if machine.gpu_list:
+        print(f"{machine.host}: {', '.join(machine.gpu_list)}", flush=True)
+    plan = read_options(options, environ, machine)
+    environ = child_environment(environ, plan, machine)
+    config = check_config(python, plan, machine, settings, environ)
+    folder = prepare_run_folder(config, plan.max_nodes)
+    if plan.nccl_debug_to:
+        Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
+    start = Start(since, plan.max_nodes, command_typed, titan_words())
+    command = run_command(python, plan, folder)
+    print(f"+ {shown_command(command, settings, environ['OMP_NUM_THREADS'])}", flush=True)
+    with _launcher_folder() as launcher_folder:
+        if launcher_folder is not None:
+            environ[LAUNCHER_FOLDER] = str(launcher_folder)
+        code = relay.run([*command, *settings], environ)
+        return report_end(config, code, relay.passed_on, start, launcher_folder)
+
+
+@contextmanager
+def _launcher_folder() -> Iterator[Path | None]:
+    """Make a temporary folder for the exit.json of a run whose own folder cannot be written.
+
+    None if there is no room for it either.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="titan-"))
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_config(
+    python: str, plan: Launch, machine: Machine, settings: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Check the configuration for each number of machines in a process of its own.
+
+    Every mistake that needs no ranks to be seen is reported here, before any rank starts. Returns the
+    resolved configuration. Raises LaunchError with the code of the check.
+    """
+    device = [] if machine.has_gpus else ["--device-type", "cpu"]
+    resolved = ""
+    for nodes in range(plan.min_nodes, plan.max_nodes + 1):
+        command = [python, "-m", PACKAGE, "check", "--training", *device]
+        command += ["--world-size", str(plan.num_ranks * nodes), *settings]
+        # A Ctrl-C must reach the launcher alone: the check gets a process group of its own.
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+        if done.returncode != 0:
+            raise LaunchError("", shell_code(done.returncode))
+        resolved = done.stdout
+    config: dict[str, Any] = tomllib.loads(resolved)
+    return config
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell reports it: 128 + N after signal N."""
+    return code if code >= 0 else 128 - code
+
+
+def run_command(python: str, plan: Launch, folder: Path) -> list[str]:
+    """Return the command of the run, without settings. ``folder``: the run folder."""
+    program = ["-m", f"{PACKAGE}.train"]
+    if not plan.uses_torchrun:
+        return [python, *program]
+    arguments = torchrun_arguments(plan, folder / "torchrun")
+    return [python, "-m", f"{PACKAGE}.torchrun", *arguments, *program]
+
+
+def shown_command(command: Sequence[str], settings: Sequence[str], num_threads: str) -> str:
+    """Return the command for the terminal: values of settings that may hold a secret are masked."""
+    from torchtitan_like.config.cli import mask_arguments
+
+    return f"OMP_NUM_THREADS={num_threads} {shlex.join([*command, *mask_arguments(settings)])}"
+
+
+def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine) -> dict[str, str]:
+    """Return the environment of the ranks."""
+    dropped = (*OTHER_LAUNCHERS, TYPED, PROGRAM, PYTHON)
+    child = {name: value for name, value in environ.items() if name not in dropped}
+    # This package, even if the current folder holds another copy. (Python 3.10 looks there first.)
+    paths = dict.fromkeys([str(ROOT), os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)])
+    child |= {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHTITAN_LIKE_LAUNCHER": str(os.getpid()),  # the run saves and ends when this process is killed
+    }
+    child.setdefault("OMP_NUM_THREADS", str(max(machine.num_cores // plan.num_ranks, 1)))
+    child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    if machine.num_gpus > 0:
+        child.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if plan.nccl_debug_to:
+        child.setdefault("NCCL_DEBUG", "INFO")
+        child["NCCL_DEBUG_FILE"] = f"{plan.nccl_debug_to}/nccl-%h-%p.log"  # %h: host, %p: process
+    return child
+
+
+def typed_command(environ: Mapping[str, str], words: Sequence[str]) -> str:
+    """Return what a person types to start this run again, with the variables that matter."""
+    if typed := environ.get(TYPED):
+        return typed
+    of_several = {"NNODES", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "NODE_RANK"}
+    names = [option.variable for option in OPTIONS if option.variable in of_several] if environ.get("NNODES") else []
+    names = ["NGPU", *names, "MAX_RESTARTS", "CONFIG_FILE"]
+    variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
+    program = environ.get(PROGRAM)
+    start = [program] if program else [*titan_words(), "train"]
+    return " ".join([*variables, shlex.join([*start, *words])])
+
+
+def titan_words() -> list[str]:
+    """Return the words that start the `titan` command of this installation."""
+    try:
+        importlib.metadata.distribution(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        path = [] if ROOT == Path.cwd() else [f"PYTHONPATH={os.path.relpath(ROOT)}"]
+        inside = sys.executable.startswith(f"{ROOT}{os.sep}")
+        return [*path, os.path.relpath(sys.executable) if inside else sys.executable, "-m", PACKAGE]
+    beside = Path(sys.executable).with_name("titan")
+    if shutil.which("titan") == str(beside):
+        return ["titan"]
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", PACKAGE]

@@ -1,0 +1,25 @@
+"""Files that the package carries, so that it works without its repository: train configs and a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+TRAIN_CONFIGS = PACKAGE / "train_configs"
+TOKENIZER = PACKAGE / "assets" / "tokenizer"
+TOKENIZER_IN_REPOSITORY = "./tests/assets/tokenizer"  # TorchTitan's name of its debug tokenizer
+
+
+def find_config(path: str) -> Path:
+    """Return the path of a config: the file itself, or the bundled config of that name if no such file exists."""
+    file = Path(path).expanduser()
+    bundled = TRAIN_CONFIGS / file.name
+    is_name = file.parent == Path(".")
+    return bundled if is_name and not file.exists() and bundled.exists() else file
+
+
+def find_assets(path: str) -> str:
+    """Return the folder of tokenizer and assets: the bundled one for the default, if that does not exist here."""
+    if path == TOKENIZER_IN_REPOSITORY and not Path(path).exists():
+        return str(TOKENIZER)
+    return path
