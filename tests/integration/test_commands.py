@@ -14,7 +14,6 @@ import pytest
 
 from scripts import (
     comm_compute,
-    download_assets,
     exposed_comm,
     logbook_add,
     notify,
@@ -211,7 +210,7 @@ SHOWN = {
     "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),
     "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
     "NNODES=2:4 MAX_RESTARTS=": lambda words: check([words[5].partition("=")[2], "--world-size", "24", *words[7:]]),
-    "python scripts/download_assets.py ": lambda words: download_assets.parse(words[2:]),
+    "titan download ": lambda words: parse_titan(words[1:]),
     "python -m torchtitan_like.config ": lambda words: check(words[3:]),
     "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),
     "python scripts/find_batch_size.py ": lambda words: check_job(words),

@@ -47,6 +47,7 @@ CKPT = (
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
+    Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
     Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
     Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
 )

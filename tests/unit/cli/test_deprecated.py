@@ -16,6 +16,7 @@ from tests.unit.checkpoint.folders import make_steps
     ("script", "arguments", "command"),
     [
         ("checkpoint", ["verify", "."], "titan ckpt"),
+        ("download_assets", ["--help"], "titan download"),
         ("export", ["--help"], "titan ckpt export"),
         ("generate", ["--help"], "titan generate"),
     ],

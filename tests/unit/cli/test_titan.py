@@ -74,11 +74,19 @@ def test_options_and_settings_may_stand_in_any_order() -> None:
     assert parsed.settings == expected
 
 
-@pytest.mark.parametrize("words", ["--help", "check --help", "check train_configs/debug_model.toml --world-size 2"])
-@pytest.mark.parametrize("program", ["torchtitan_like", "torchtitan_like.config"])
+CHECK = "train_configs/debug_model.toml --world-size 2"
+WITHOUT_TORCH = [
+    ("torchtitan_like.config", "--help"),
+    ("torchtitan_like.config", CHECK),
+    ("torchtitan_like", "--help"),
+    ("torchtitan_like", "check --help"),
+    ("torchtitan_like", f"check {CHECK}"),
+    ("torchtitan_like", "download --help"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), WITHOUT_TORCH)
 def test_these_import_no_torch(program: str, words: str) -> None:
-    if program == "torchtitan_like.config":
-        words = words.removeprefix("check ")
     code = (
         f"import sys, runpy; sys.argv[1:] = {shlex.split(words)}\n"
         f"try: runpy.run_module({program!r}, run_name='__main__')\n"

@@ -156,7 +156,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise TokenizerError(
             f"no tokenizer at {str(path)!r}: expected tokenizer.json or a tiktoken .model file, or a folder with one; "
-            "set model.hf_assets_path to where it lies (scripts/download_assets.py fetches one)"
+            "set model.hf_assets_path to where it lies (`titan download` fetches one)"
         )
     if file.suffix == ".json":
         return _HuggingFaceTokenizer(file)

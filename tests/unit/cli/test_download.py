@@ -1,4 +1,4 @@
-"""The download script against a hub in memory: what it picks, where it goes, what it says when it cannot."""
+"""`titan download`: which files it selects, where it writes them, what it reports if it fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from scripts import download_assets
+from torchtitan_like.checkpoint.hf import download
+from torchtitan_like.cli import main
 
 FILES = {
     "README.md": 10,
@@ -22,7 +23,7 @@ FILES = {
 
 
 class Hub:
-    """Stands in for the Hub: one model, what was asked for, and the error it answers with, if any."""
+    """Replaces the Hub: one model. Records the downloads; raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.downloads: list[dict[str, object]] = []
@@ -54,22 +55,29 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     [
         ([], ["config.json", "original/tokenizer.model", "tokenizer.json"]),
         (["--assets", "index"], ["model.safetensors.index.json"]),
-        (["--assets", "config", "--additional_patterns", "*.md"], ["README.md", "config.json"]),
+        (
+            ["--assets", "config", "--additional_patterns", "*.md"],
+            ["README.md", "config.json"],
+        ),
         (["--all"], sorted(set(FILES) - {"README.md", "original/consolidated.00.pth"})),
     ],
 )
-def test_what_is_asked_for_is_fetched_by_commit_into_the_models_folder(hub, tmp_path, capsys, arguments, files) -> None:
-    assert download_assets.main(["--repo_id", "owner/Model-1B", "--local_dir", str(tmp_path), *arguments]) == 0
-    [download] = hub.downloads
-    assert download["allow_patterns"] == files
-    assert download["revision"] == "c0ffee"
-    assert download["local_dir"] == tmp_path / "Model-1B"
+def test_selected_files_are_downloaded_by_commit_into_the_models_folder(
+    hub, tmp_path, capsys, arguments, files
+) -> None:
+    command = ["download", "--repo-id", "owner/Model-1B", "--local-dir", str(tmp_path)]
+    assert main([*command, *arguments]) == 0
+    [call] = hub.downloads
+    assert call["allow_patterns"] == files
+    assert call["revision"] == "c0ffee"
+    assert call["local_dir"] == tmp_path / "Model-1B"
     assert f"--model.hf_assets_path {tmp_path / 'Model-1B'}" in capsys.readouterr().out
 
 
-def test_a_dry_run_lists_and_fetches_nothing(hub, tmp_path, capsys) -> None:
-    arguments = ["--repo_id", "owner/m", "--local_dir", str(tmp_path), "--assets", "safetensors", "--dry_run"]
-    assert download_assets.main(arguments) == 0
+def test_a_dry_run_lists_files_and_downloads_none(hub, tmp_path, capsys) -> None:
+    """Options may be spelled as TorchTitan spells them."""
+    command = ["download", "--repo_id", "owner/m", "--local_dir", str(tmp_path)]
+    assert main([*command, "--assets", "safetensors", "--dry_run"]) == 0
     assert hub.downloads == []
     assert "model-00001-of-00001.safetensors (1.0 MiB)" in capsys.readouterr().out
 
@@ -81,21 +89,21 @@ def response(status: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (errors.GatedRepoError("no", response=response(403)), "Accept its licence"),
+        (errors.GatedRepoError("no", response=response(403)), "Accept its license"),
         (errors.RepositoryNotFoundError("no", response=response(404)), "no such model"),
         (errors.RevisionNotFoundError("no", response=response(404)), "no revision 'main'"),
         (errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
         (ConnectionError("refused"), "Without access to the Hub"),
     ],
 )
-def test_each_failure_says_what_to_do_and_is_a_failure(hub, capsys, error, text) -> None:
+def test_each_failure_reports_a_remedy_and_returns_1(hub, capsys, error, text) -> None:
     hub.error = error
-    assert download_assets.main(["--repo_id", "owner/m"]) == 1
+    assert main(["download", "--repo-id", "owner/m"]) == 1
     assert text in capsys.readouterr().err
     assert hub.downloads == []
 
 
-def test_nothing_that_matches_is_a_failure(hub, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(download_assets.ASSETS, "config", ("nothing.json",))
-    assert download_assets.main(["--repo_id", "owner/m", "--assets", "config"]) == 1
+def test_no_matching_file_is_a_failure(hub, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(download.ASSETS, "config", ("nothing.json",))
+    assert main(["download", "--repo-id", "owner/m", "--assets", "config"]) == 1
     assert "none of its 7 files matches" in capsys.readouterr().err

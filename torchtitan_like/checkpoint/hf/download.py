@@ -1,0 +1,105 @@
+"""Download the tokenizer, config and weights of a model from the Hugging Face Hub. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+# What can be downloaded: names of files, with * and ?.
+ASSETS = {
+    "tokenizer": (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "*tokenizer.model",
+        "*.tiktoken",
+    ),
+    "config": ("config.json", "generation_config.json"),
+    "safetensors": ("*.safetensors", "*.safetensors.index.json"),
+    "index": ("*.safetensors.index.json",),
+}
+
+
+class DownloadError(Exception):
+    """The files could not be downloaded. The message says why and what to do."""
+
+
+def model_folder(local_dir: Path, repo_id: str) -> Path:
+    """Return the folder of a model: its name on the Hub without the owner, below `local_dir`."""
+    return local_dir / repo_id.split("/")[-1]
+
+
+def file_patterns(assets: Sequence[str], additional: Sequence[str] = ()) -> list[str]:
+    """Return the name patterns of some `ASSETS`, and of additional files."""
+    return [pattern for asset in assets for pattern in ASSETS[asset]] + list(additional)
+
+
+def download(
+    repo_id: str,
+    revision: str,
+    patterns: Sequence[str],
+    folder: Path,
+    *,
+    token: str | None = None,
+    dry_run: bool = False,
+) -> list[tuple[str, int]]:
+    """Download the files of a model that match one of `patterns` into `folder`.
+
+    Files that exist and are unchanged are not downloaded again. dry_run: download nothing.
+    Returns names and sizes in bytes. Raises DownloadError without a network, for an unknown or
+    gated model, if no file matches, and if the disk is full.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise DownloadError(
+            "huggingface_hub is not installed. Run: pip install huggingface_hub"
+        ) from error
+    try:
+        api = huggingface_hub.HfApi(token=token)
+        info = api.model_info(repo_id, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        names = sorted(name for name in sizes if _matches(name, patterns))
+        if not names:
+            raise DownloadError(
+                f"none of its {len(sizes)} files matches {', '.join(patterns)}. Expected other "
+                "--assets or --additional-patterns"
+            )
+        if not dry_run:
+            # By commit: a push during the download cannot mix two versions.
+            huggingface_hub.snapshot_download(
+                repo_id, revision=info.sha, local_dir=folder, allow_patterns=names, token=token
+            )
+    except errors.GatedRepoError as error:
+        raise DownloadError(
+            f"it is gated. Accept its license at https://huggingface.co/{repo_id}, then give an "
+            "access token (--hf-token, HF_TOKEN or 'hf auth login')"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise DownloadError(
+            "there is no such model, or your token has no access to it. Expected owner/name"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise DownloadError(
+            f"it has no revision {revision!r}. Expected a branch, tag or commit"
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise DownloadError("HF_HUB_OFFLINE is set. Unset it to download") from error
+    except DownloadError:
+        raise
+    except Exception as error:  # network, time-out, full disk: classes differ between releases
+        raise DownloadError(
+            f"{type(error).__name__}: {error}. Without access to the Hub, download on a machine "
+            f"that has it and copy {folder} to this one. Behind a mirror, set HF_ENDPOINT"
+        ) from error
+    return [(name, sizes[name]) for name in names]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
