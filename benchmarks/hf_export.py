@@ -30,8 +30,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
-from torchtitan_like.checkpoint.hf.direct import write_export
-from torchtitan_like.checkpoint.hf.plan import natural
+from torchtitan_like.checkpoint.hf.export import write_export
+from torchtitan_like.checkpoint.hf.plan import natural_key
 from torchtitan_like.distributed.world import HostGroup
 
 DIM, KV_DIM, FFN_DIM, VOCAB = 1536, 512, 4096, 32000
@@ -56,7 +56,7 @@ def ways(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -> dict[str
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
-    names, total = sorted(tensors, key=natural), sum(t.numel() * 4 for t in tensors.values())
+    names, total = sorted(tensors, key=natural_key), sum(t.numel() * 4 for t in tensors.values())
 
     def floor(folder: Path) -> None:
         path = folder / f"{rank}.safetensors"
@@ -64,10 +64,10 @@ def ways(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -> dict[str
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
 
-    def ours(executor: str, files: int) -> Write:
+    def ours(files: int) -> Write:
         limit = {"rows": tuple((name, name) for name in names), "tied": (), "dtype": None, "group": group}
         size = 10**12 if files == 1 else total // files + 10**8 // files
-        return lambda folder: write_export(folder, tensors, executor=executor, shard_bytes=size, **limit)
+        return lambda folder: write_export(folder, tensors, shard_bytes=size, **limit)
 
     def torchs(files: int) -> Write:
         numbers, written = {}, 0
@@ -85,8 +85,7 @@ def ways(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -> dict[str
 
     found: dict[str, Write] = {"floor": floor}
     for files in (1, 4):
-        found[f"direct, {files}"] = ours("direct", files)
-        found[f"consolidate, {files}"] = ours("consolidate", files)
+        found[f"direct, {files}"] = ours(files)
         found[f"torch, {files}"] = torchs(files)
     return found
 
@@ -164,7 +163,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks among them")
     parser.add_argument("--folder", help="on the disk to measure; default: the system's temporary folder")
-    every = ";".join(f"{way}, {files}" for files in (1, 4) for way in ("direct", "consolidate", "torch"))
+    every = ";".join(f"{way}, {files}" for files in (1, 4) for way in ("direct", "torch"))
     parser.add_argument("--cases", default=every, help=f"separated by semicolons: {every}")
     arguments = parser.parse_args()
     print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python "

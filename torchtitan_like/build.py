@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.identity import Identity, SpecialToken
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
@@ -35,7 +35,6 @@ from torchtitan_like.util.files import WriteFailures, storage_error, write_atomi
 from torchtitan_like.util.run_directory import log_file
 
 if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.hf.folder import SpecialToken
     from torchtitan_like.config.sections_run import Job
     from torchtitan_like.config.sections_scale import Checkpoint
     from torchtitan_like.config.sections_training import (
@@ -98,8 +97,6 @@ def identify(model: Model) -> Identity:
     spec = get_spec(model.name)
 
     def special_tokens() -> tuple[SpecialToken | None, SpecialToken | None]:
-        from torchtitan_like.checkpoint.hf.folder import SpecialToken
-
         tokenizer = load_tokenizer(model.tokenizer_folder)
         ids = (tokenizer.bos_id, tokenizer.eos_id)
         bos, eos = (None if i is None else SpecialToken(tokenizer.decode([i]), i) for i in ids)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.config import (
     ConfigError,
     JobConfig,

@@ -18,7 +18,7 @@ from tests.distributed.test_hf_export import ROWS, bytes_of, load, whole, write_
 from tests.harness.extents import verify_file
 from tests.harness.rank_pool import run_ranks
 from tests.unit.checkpoint.steps import write_step
-from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.tools.export import export_step
 from torchtitan_like.checkpoint.votes import Votes
@@ -53,13 +53,12 @@ def my_group():
     return HostGroup(list(range(dist.get_world_size())), timedelta(seconds=20))
 
 
-def export_together(step, out, executor):
+def export_together(step, out):
     export_step(
         Path(step),
         Path(out),
         Votes(my_group()),
         identify=lambda path: identify_step(path, ""),
-        executor=executor,
         shard_gb=0.0001,
     )
 
@@ -91,9 +90,9 @@ def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, caps
 def test_any_number_of_ranks_exports_the_same_directory(tmp_path, step):
     path, state = step
     assert titan(["ckpt", "export", str(path), str(tmp_path / "one"), "--shard-gb", "0.0001"]) == 0
-    for ranks, executor in ((2, "direct"), (4, "consolidate")):
-        out = tmp_path / f"{executor}-{ranks}"
-        run_ranks(export_together, ranks, str(path), str(out), executor)
+    for ranks in (2, 4):
+        out = tmp_path / f"ranks-{ranks}"
+        run_ranks(export_together, ranks, str(path), str(out))
         assert bytes_of(out) == bytes_of(tmp_path / "one")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > 1
     assert load(tmp_path / "one").keys() >= {"lm_head.weight"} and len(load(tmp_path / "one")) == len(state)

@@ -1,4 +1,4 @@
-"""Exports to Hugging Face safetensors: one set of bytes from any number of ranks, any layout and either executor."""
+"""Exports to Hugging Face safetensors: the same bytes from any number of ranks and any layout."""
 
 import hashlib
 import json
@@ -20,13 +20,14 @@ from tests.harness.hf_weights import to_theirs
 from tests.harness.rank_pool import GROUP_TIMEOUT, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT
-from torchtitan_like.checkpoint.hf import direct
-from torchtitan_like.checkpoint.hf.consolidate import SHAPES, consolidate, write_shards
-from torchtitan_like.checkpoint.hf.direct import write_export
-from torchtitan_like.checkpoint.hf.folder import SpecialToken, write_folder
-from torchtitan_like.checkpoint.hf.output import Output, in_rounds
-from torchtitan_like.checkpoint.hf.plan import hold, merge, targets
+from torchtitan_like.checkpoint.hf import consolidate as consolidate_module
+from torchtitan_like.checkpoint.hf import export as export_module
+from torchtitan_like.checkpoint.hf.consolidate import FULL_SHAPES, consolidate
+from torchtitan_like.checkpoint.hf.export import write_export
+from torchtitan_like.checkpoint.hf.folder import write_folder
+from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
+from torchtitan_like.checkpoint.identity import SpecialToken
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
@@ -100,8 +101,8 @@ def export(folder, layout="rows", dtype=None, index=None, **options):
     )
 
 
-def export_counted(folder):
-    """Export by way of shards: the extents that this rank writes, and its log lines."""
+def consolidate_counted(source, folder):
+    """Merge shards; return the extents that this rank writes, and its log lines."""
     extents, lines, write = [], [], Output.write
     handler, root = logging.Handler(logging.INFO), logging.getLogger()
     level = root.level
@@ -115,7 +116,7 @@ def export_counted(folder):
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     try:
-        export(folder, executor="consolidate")
+        consolidate(source, folder)
     finally:
         Output.write = write
         root.removeHandler(handler)
@@ -123,8 +124,8 @@ def export_counted(folder):
     return extents, lines
 
 
-def export_all(folder, layout, executors, options):
-    return {executor: export(f"{folder}/{executor}", layout, executor=executor, **options) for executor in executors}
+def export_with(folder, layout, options):
+    return export(folder, layout, **options)
 
 
 def failing(function, *args, **options):
@@ -154,13 +155,13 @@ def reference(tmp_path_factory):
     """Bytes of the export from one rank."""
     folder = tmp_path_factory.mktemp("reference")
     for name, options in OPTIONS.items():
-        run_ranks(export_all, 1, str(folder / name), "replicated", ["direct"], options)
+        run_ranks(export_with, 1, str(folder / name), "replicated", options)
     return folder
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_export_holds_the_tensors(reference, dtype):
-    found = load(reference / ("files-bf16" if dtype else "one-file") / "direct")
+    found = load(reference / ("files-bf16" if dtype else "one-file"))
     for name, tensor in whole().items():
         expected = tensor.to(DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor
         stored = found.pop(f"model.{name}")
@@ -169,7 +170,7 @@ def test_the_export_holds_the_tensors(reference, dtype):
 
 
 def test_the_files_are_cut_by_bytes_and_indexed(reference):
-    folder = reference / "files-bf16" / "direct"
+    folder = reference / "files-bf16"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert files == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -186,25 +187,24 @@ def test_the_files_are_cut_by_bytes_and_indexed(reference):
 )  # fmt: skip
 def test_all_write_the_same_bytes(tmp_path, reference, world_size, layout):
     for name, options in OPTIONS.items():
-        results = run_ranks(export_all, world_size, str(tmp_path / name), layout, ["direct", "consolidate"], options)
-        for executor, records in results[0].items():
-            folder = tmp_path / name / executor
-            assert bytes_of(folder) == bytes_of(reference / name / "direct"), (name, executor)
-            assert set(records) == {path.name for path in folder.iterdir()}
-            for file, record in records.items():
-                verify_file(folder / file, record)
+        folder = tmp_path / name
+        results = run_ranks(export_with, world_size, str(folder), layout, options)
+        assert bytes_of(folder) == bytes_of(reference / name), name
+        assert set(results[0]) == {path.name for path in folder.iterdir()}
+        for file, record in results[0].items():
+            verify_file(folder / file, record)
         assert all(result == results[0] for result in results)
 
 
-def test_all_ranks_share_the_consolidation_and_log_both_of_its_parts(tmp_path):
-    results = run_ranks(export_counted, 4, str(tmp_path / "out"))
+def test_all_ranks_share_the_consolidation_and_log_it(tmp_path):
+    run_ranks(write_torch_shards, 4, str(tmp_path / "shards"), "rows", None)
+    results = run_ranks(consolidate_counted, 4, str(tmp_path / "shards"), str(tmp_path / "out"))
     written = [extent for extents, _ in results for extent in extents]
     assert all(extents for extents, _ in results), "every rank writes"
     assert len(written) == len(set(written)), "no extent twice"
     for _, lines in results:
-        shards, consolidated = (line for line in lines if re.search(r"in \d+\.\d\d seconds$", line))
-        assert re.match(r"Wrote the shards of the export to .*/sharded in", shards)
-        assert re.match(r"Consolidated \d+ files of shards into 1 .* on 4 ranks with", consolidated)
+        (line,) = (line for line in lines if re.search(r"in \d+\.\d\d seconds$", line))
+        assert re.match(r"Consolidated \d+ files of shards into 1 .* on 4 ranks with", line)
 
 
 def test_the_index_of_the_source_decides_which_tensors_share_a_file(tmp_path):
@@ -403,7 +403,7 @@ def consolidate_on(ranks, source, folder, mapping, num_threads):
     return None
 
 
-@pytest.mark.parametrize("layout", ["rows", "grid", "replicated"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "grid", "hybrid", "replicated"])
 def test_shards_that_torch_has_written(tmp_path, reference, layout):
     """Also by two ranks of four, and alone; with scalars, integers and bools, which torch's own merger gets wrong."""
     run_ranks(write_torch_shards, 4, str(tmp_path / "shards"), layout, None)
@@ -411,9 +411,9 @@ def test_shards_that_torch_has_written(tmp_path, reference, layout):
         args = (ranks, str(tmp_path / "shards"), str(tmp_path / name), None, num_threads)
         results = run_ranks(consolidate_on, 4, *args)
         assert [result is not None for result in results] == [rank in ranks for rank in range(4)]
-        assert bytes_of(tmp_path / name) == bytes_of(reference / "one-file/direct")
+        assert bytes_of(tmp_path / name) == bytes_of(reference / "one-file")
     records = consolidate(tmp_path / "shards", tmp_path / "alone")
-    assert bytes_of(tmp_path / "alone") == bytes_of(reference / "one-file/direct")
+    assert bytes_of(tmp_path / "alone") == bytes_of(reference / "one-file")
     assert all(records == result for result in results)
 
 
@@ -431,7 +431,7 @@ def shard(folder, number, name, start, values, full=None, metadata=None):
     """A file of shards with one tensor of one dimension."""
     metadata = metadata or {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [start]}})}
     if full is not None:
-        metadata[SHAPES] = json.dumps({name: [full]})
+        metadata[FULL_SHAPES] = json.dumps({name: [full]})
     layout = lay_out(f"shard-{number:05d}-model-00001-of-00001.safetensors", [(name, "F32", (len(values),))], metadata)
     (folder / layout.name).write_bytes(layout.header + torch.tensor(values, dtype=torch.float32).numpy().tobytes())
 
@@ -458,20 +458,12 @@ def test_shards_that_do_not_fit_together(tmp_path):
         assert not (tmp_path / f"{case}-out").exists()
 
 
-def write_our_shards(folder):
-    told, views = hold(laid_out("rows"))
-    votes = Votes(my_group())
-    found = targets(merge(votes.all_do(lambda: told), ["0", "1", "2", "3"]), ROWS, (), None)
-    write_shards(Path(folder), found, views, votes)
-
-
-def test_that_the_last_of_our_shards_is_missing_is_noticed_too(tmp_path, reference):
-    run_ranks(write_our_shards, 4, str(tmp_path / "shards"))
-    consolidate(tmp_path / "shards", tmp_path / "out")
-    assert bytes_of(tmp_path / "out") == bytes_of(reference / "one-file/direct")
-    next((tmp_path / "shards").glob("shard-00004-*")).unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        consolidate(tmp_path / "shards", tmp_path / "again")
+def test_shards_with_full_shapes_are_merged(tmp_path):
+    """The full shapes that exports of earlier versions wrote into their shards are accepted."""
+    for number, start in ((1, 0), (2, 2)):
+        shard(tmp_path, number, "w", start, [1.0 + start, 2.0 + start], full=4)
+    consolidate(tmp_path, tmp_path / "out")
+    assert load(tmp_path / "out")["w"].tolist() == [1, 2, 3, 4]
 
 
 def test_a_shard_that_was_cut_short(tmp_path):
@@ -494,28 +486,37 @@ def test_files_that_are_no_shards(tmp_path):
 # ---- failures
 
 
-def export_with_a_full_disk(folder, executor, limit):
-    """Rank 1 may write no file beyond `limit` bytes; the other ranks may."""
+def on_a_full_disk(function, *args):
+    """Rank 1 may write no file beyond two extents; the other ranks may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    turns, direct.ROUND = direct.ROUND, 1  # many turns: the others must not finish theirs
+    modules = (export_module, consolidate_module)
+    rounds = [module.EXTENTS_PER_ROUND for module in modules]
+    for module in modules:
+        module.EXTENTS_PER_ROUND = 1  # many rounds: the other ranks must not finish theirs
     try:
         if dist.get_rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        return failing(export, folder, executor=executor)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITS[function], hard))
+        return failing(function, *args)
     finally:
-        direct.ROUND = turns
+        for module, number in zip(modules, rounds, strict=True):
+            module.EXTENTS_PER_ROUND = number
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("executor", "limit"), [("direct", EXTENT), ("consolidate", EXTENT), ("consolidate", 8 * 2**20)]
-)
-def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, executor, limit):
-    for error, seconds in run_ranks(export_with_a_full_disk, 2, str(tmp_path / "out"), executor, limit):
+LIMITS = {export: EXTENT, consolidate: 8 * 2**20}
+
+
+@pytest.mark.parametrize("function", LIMITS, ids=["export", "consolidate"])
+def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, function):
+    args = [str(tmp_path / "out")]
+    if function is consolidate:
+        run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
+        args = [str(tmp_path / "shards"), *args]
+    for error, seconds in run_ranks(on_a_full_disk, 2, function, *args):
         assert "rank 1" in error and "rank 0" not in error and "File too large" in error and "out" in error, error
         assert seconds < GROUP_TIMEOUT.total_seconds()
     left = list((tmp_path / "out").glob("*.safetensors"))
-    assert len(left) == (1 if executor == "direct" else 0)
+    assert len(left) == (0 if function is consolidate else 1)
     for path in left:
         assert path.read_bytes()[:8] == bytes(8), "without a header no program takes it for a model"
 
@@ -533,7 +534,7 @@ def rounds_until_it_fails(failing_rank):
         calls["exchange"] += 1
         my_group().barrier()  # fails the test by its timeout if a rank stays away
 
-    error, _ = failing(in_rounds, Votes(my_group()), 50, work, exchange)
+    error, _ = failing(run_in_rounds, Votes(my_group()), 50, work, exchange)
     return calls, error
 
 

@@ -16,9 +16,9 @@ from tests.harness.hf_weights import unpermuted
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf import safetensors_source
+from torchtitan_like.checkpoint.hf.boxes import local_boxes
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
-from torchtitan_like.checkpoint.hf.pieces import owned
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
@@ -203,7 +203,7 @@ def load_columns_and_strides(folder):
     differing = [
         name
         for name, parameter in model.items()
-        for box, view in owned(parameter)
+        for box, view in local_boxes(parameter)
         if not torch.equal(view, expected[name][slices(box)])
     ]
     if not torch.equal(rows, torch.cat([expected[name][first : first + n] for first, n in runs])):
@@ -275,7 +275,7 @@ def owned_of_three_rows():
     from torch.distributed.tensor import Shard, distribute_tensor
 
     rows = distribute_tensor(torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (4,)), [Shard(0)])
-    return [(box, held.flatten().tolist()) for box, held in owned(rows)]
+    return [(box, held.flatten().tolist()) for box, held in local_boxes(rows)]
 
 
 def test_a_rank_without_a_share_of_a_tensor_owns_nothing_of_it():
@@ -301,7 +301,7 @@ def test_a_dcp_index_that_leaves_a_hole_is_damage(tmp_path):
     metadata.state_dict_metadata["w"].size = torch.Size([8, 2])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     votes = Votes(HostGroup.alone())
-    with pytest.raises(DamagedError, match=r"does not say where all of w \[8, 2\] is"):
+    with pytest.raises(DamagedError, match=r"lacks chunks of w \[8, 2\]"):
         load_torchtitan(tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), votes=votes)
 
 
@@ -309,7 +309,7 @@ def test_metas_files_agree_on_what_each_holds_as_a_whole(tmp_path):
     for i in range(2):
         torch.save({"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth")
     votes, rows = Votes(HostGroup.alone()), (("norm.weight", "norm.weight"),)
-    with pytest.raises(DamagedError, match="norm.weight stands in each file as a whole, with other numbers"):
+    with pytest.raises(DamagedError, match="norm.weight is whole in each file, but its values differ"):
         load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
 
 

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from tests.harness.rank_pool import run_in_process_of_its_own
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, load_planned
 from torchtitan_like.checkpoint.extents import EXTENT
-from torchtitan_like.checkpoint.hf import direct
-from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf import export as export_module
+from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.load import load_hf
-from torchtitan_like.checkpoint.hf.pieces import MOST
+from torchtitan_like.checkpoint.hf.reads import MAX_ELEMENTS
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
@@ -42,7 +42,7 @@ BOUNDS = {
     # The extent being written; messages of two rounds of one extent a rank, sent and received.
     "export": EXTENT + 4 * EXTENT + SLACK,
     # The shard; the piece being read and the one before it.
-    "build and load the export": SHARD + 2 * min(4 * MOST, LOCAL) + SLACK,
+    "build and load the export": SHARD + 2 * min(4 * MAX_ELEMENTS, LOCAL) + SLACK,
 }
 
 
@@ -123,7 +123,7 @@ def measure(folder: Path, shape: tuple[int, int], group: HostGroup) -> dict[str,
 def growths(folder: str) -> dict[str, int]:
     """What `measure` finds for large tensors; tiny ones come first, so that imports do not count."""
     map_large_blocks()
-    direct.ROUND = 1  # in a process of its own
+    export_module.EXTENTS_PER_ROUND = 1  # in a process of its own
     group = HostGroup(list(range(RANKS)), timedelta(seconds=25))
     measure(Path(folder) / "tiny", (1, 2), group)
     return measure(Path(folder) / "large", LARGE, group)

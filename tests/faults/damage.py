@@ -21,7 +21,7 @@ from tests.faults.trainer import arguments
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.config.sections_scale import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import read_config

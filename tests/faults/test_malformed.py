@@ -115,7 +115,7 @@ def test_a_safetensors_header(tmp_path: Path, case: str) -> None:
 
 def test_a_pipe_instead_of_weights(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(DamagedError, match="it is no file at all"):
+    with pytest.raises(DamagedError, match="it is no regular file"):
         open_safetensors(tmp_path, quantized=False)
 
 

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from torchtitan_like.models.hf_table import Link, slices, their_shapes
+from torchtitan_like.models.hf_table import Link, external_shapes, slices
 
 
 def to_theirs(found: Iterable[Link], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` (our names) as their tensors."""
     found = list(found)
-    dtypes = {link.theirs: state[link.ours].dtype for link in found}
-    theirs = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in their_shapes(found).items()}
+    dtypes = {link.external: state[link.native].dtype for link in found}
+    theirs = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in external_shapes(found).items()}
     for link in found:
-        ours, there = state[link.ours][slices(link.our_box)], theirs[link.theirs][slices(link.their_box)]
+        ours, there = state[link.native][slices(link.native_box)], theirs[link.external][slices(link.external_box)]
         there.copy_((ours.mT if link.transposed else ours).reshape(there.shape))
     return theirs
 
@@ -25,7 +25,7 @@ def to_ours(found: Iterable[Link], state: Mapping[str, Tensor], like: Mapping[st
     """`state` (their names) as our tensors, in the shapes and dtypes of `like`."""
     ours = {name: torch.empty_like(tensor) for name, tensor in like.items()}
     for link in found:
-        here, theirs = ours[link.ours][slices(link.our_box)], state[link.theirs][slices(link.their_box)]
+        here, theirs = ours[link.native][slices(link.native_box)], state[link.external][slices(link.external_box)]
         here.copy_((theirs.mT if link.transposed else theirs).reshape(here.shape))
     return ours
 

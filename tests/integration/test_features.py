@@ -335,9 +335,8 @@ def test_no_warning_of_python_is_in_the_log(default: RunResult) -> None:
 INFO_LINE = re.compile(r"\[rank\d\]:\[titan\] [\d-]+ [\d:,]+ - root - INFO - ")
 
 
-@pytest.mark.parametrize("executor", ["direct", pytest.param("consolidate", marks=pytest.mark.nightly)])
 def test_loading_and_exporting_hugging_face_weights_logs_nothing_but_facts(
-    files: Path, reference: RunResult, tmp_path: Path, executor: str
+    files: Path, reference: RunResult, tmp_path: Path
 ) -> None:
     """No warning of torch's or of ours, and nothing printed, on either rank."""
     weights = tmp_path / "weights"
@@ -345,7 +344,7 @@ def test_loading_and_exporting_hugging_face_weights_logs_nothing_but_facts(
     row = OverrideDefinitions(
         [options("--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf",
                  "--checkpoint.last_save_model_only", "true", checkpoint__initial_load_path=weights,
-                 checkpoint__hf_interval=1, checkpoint__hf_executor=executor, training__steps=2,
+                 checkpoint__hf_interval=1, training__steps=2,
                  lr_scheduler__warmup_steps=0, lr_scheduler__total_steps=2)],
         "Starts from Hugging Face weights and exports them", "clean_log",
     )  # fmt: skip

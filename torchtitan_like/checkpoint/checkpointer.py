@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
-from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.lock import LockedError, RunLock
 from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import Save, StepWriter

@@ -47,7 +47,7 @@ from torchtitan_like.checkpoint.extents import (
     naming,
     record_of,
 )
-from torchtitan_like.checkpoint.hf.plan import contiguous, rectangles
+from torchtitan_like.checkpoint.hf.boxes import contiguous_strides, rectangles
 from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path, write_atomically
@@ -267,7 +267,7 @@ class _Box:
         target: torch.Tensor,
     ) -> None:
         self.stored, self.starts, self.lengths, self.target, self.dtype = stored, starts, lengths, target, dtype
-        strides = contiguous(stored)
+        strides = contiguous_strides(stored)
         # The stretch of stored elements, in C order, from the box's first to its last; and of bytes in the file.
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))

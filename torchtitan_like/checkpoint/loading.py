@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import check_sizes
+from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.probes import see
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
 
 if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.hf.folder import SpecialToken
     from torchtitan_like.checkpoint.start import Start
-    from torchtitan_like.models.spec import ModelSpec
 
 logger = logging.getLogger()
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What turns our tensors into a directory that others can read, and theirs into ours.
-
-    spec, args: the model and its sizes. hf_assets: a folder that may hold weights of the model and their index.
-    tokenizer: its folder or file. special_tokens: finds the tokens that begin and end a text, when an export needs them.
-    """
-
-    spec: ModelSpec
-    args: Any
-    hf_assets: Path
-    tokenizer: Path
-    special_tokens: Callable[[], tuple[SpecialToken | None, SpecialToken | None]]
 
 
 def load_states(

@@ -19,7 +19,7 @@ import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, check_sizes, write_file
-from torchtitan_like.checkpoint.loading import Identity
+from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
@@ -113,8 +113,6 @@ class StepWriter:
             raise CheckpointError(f"{final} exists already: a published checkpoint is never overwritten")
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
-        if save.kind == "hf" and self._section.hf_executor == "consolidate":
-            needed *= 2  # the shards stay until the files are whole
         check_space(staged, needed, 2 * self._votes.group.size + 8)
         check_writable(staged)
 
@@ -157,7 +155,6 @@ class StepWriter:
             self._identity,
             self._votes,
             dtype=dtype,
-            executor=self._section.hf_executor,
             shard_bytes=round(self._section.hf_shard_gb * 1e9),
         )
 

@@ -180,8 +180,8 @@ class Checkpoint(Section):
     )
     hf_executor: Literal["direct", "consolidate"] = Field(
         "direct",
-        description="Writing Hugging Face safetensors. direct: ranks write the final files together. consolidate: each "
-        "writes its shards, which are then merged; measured 3 to 8 times as slow as direct.",
+        description="Has no effect: all ranks write the final Hugging Face safetensors together. "
+        "Accepted so that older TOML files load.",
     )
     hf_shard_gb: float = Field(
         5.0, gt=0, description="Size of each file of Hugging Face safetensors in GB (10^9 bytes), at most."

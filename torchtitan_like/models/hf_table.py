@@ -1,6 +1,8 @@
-"""A model's tensors beside another format's: pairs of rectangles that hold the same numbers, read in either direction.
+"""Map a model's tensors to those of another format, as pairs of rectangles with equal values.
 
-Whoever copies needs no more than these pairs, so that loading, exporting and checking treat every format alike.
+Loading, exporting, and checking all use these pairs, so that every format is read and written by
+the same code. *Native* names and shapes are this framework's; *external* ones are the other
+format's (Hugging Face's, Meta's).
 """
 
 from __future__ import annotations
@@ -14,145 +16,170 @@ from typing import NamedTuple
 Table = tuple[tuple[str, str], ...]
 Shape = tuple[int, ...]
 Span = tuple[int, int, int]  # (start, count, step) along one dimension
-Box = tuple[Span, ...]  # for every dimension
+Box = tuple[Span, ...]  # a span for every dimension
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one of our tensors is stored there. `{}` in a name stands for a number, such as a layer's.
+    """One row of a model's table. `{}` in a name stands for a number, such as a layer's.
 
-    ours                our name, or several: one behind the other along `axis` they are one tensor of theirs
-    theirs              their name, or several: one behind the other along `axis` they are one tensor of ours, each as
-                        long as `sizes` says. With `{e}` in it, a tensor for each index of our first dimension
-    transposed          the last two dimensions are swapped
-    interleaved_heads   this many heads lie along `axis`, and their rotary pairs stand side by side: row 2i + j of a head
-                        is our row j head_dim/2 + i (Su et al. 2021, arXiv:2104.09864, against GPT-NeoX's halves)
-    axis                a dimension of OUR tensor
+    native: a native name. Several: concatenated along `axis` they are one external tensor.
+    external: an external name. Several: concatenated along `axis` they are one native tensor, with
+        lengths `sizes`. With `{e}` in it: one external tensor for each index of native dimension 0.
+    transposed: the last two dimensions are swapped.
+    interleaved_heads: number of heads along `axis` whose rotary pairs are adjacent in the external
+        tensor. External row 2i + j of a head is native row j head_dim/2 + i (pairs as in
+        arXiv:2104.09864, halves as in GPT-NeoX).
+    axis: a dimension of the native tensor.
 
-    A plain pair (ours, theirs) is a row that only renames.
+    A pair (native, external) is a row that only renames.
     """
 
-    ours: str | tuple[str, ...]
-    theirs: str | tuple[str, ...]
+    native: str | tuple[str, ...]
+    external: str | tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
     interleaved_heads: int = 0
     axis: int = 0
 
     def __post_init__(self) -> None:
-        parts = len(self.theirs) if isinstance(self.theirs, tuple) else 0
-        if len(self.sizes) != parts:
-            raise ValueError(f"{self} joins {parts} of their tensors: give as many sizes")
-        if parts and (isinstance(self.ours, tuple) or self.interleaved_heads):
-            raise ValueError(f"{self} splits one tensor of ours: it can be neither several of ours nor interleaved")
-        if self.is_stacked and self.axis == 0 and (parts or isinstance(self.ours, tuple) or self.interleaved_heads):
-            raise ValueError(f"{self} has a tensor for each index of our dimension 0: set axis to another one")
+        num_external = len(self.external) if isinstance(self.external, tuple) else 0
+        if len(self.sizes) != num_external:
+            raise ValueError(f"{self} joins {num_external} external tensors: give as many sizes")
+        is_joined = isinstance(self.native, tuple)
+        if num_external and (is_joined or self.interleaved_heads):
+            raise ValueError(
+                f"{self} splits one native tensor: it can neither join several nor be interleaved"
+            )
+        is_divided = num_external or is_joined or self.interleaved_heads
+        if self.is_stacked and self.axis == 0 and is_divided:
+            raise ValueError(
+                f"{self} has an external tensor for each index of native dimension 0: set axis to "
+                "another dimension"
+            )
 
     @property
     def is_stacked(self) -> bool:
-        return any("{e}" in name for name in _several(self.theirs))
+        return any("{e}" in name for name in _as_tuple(self.external))
 
 
 Rows = tuple[Row | tuple[str, str], ...]
 
 
 class Link(NamedTuple):
-    """One rectangle. Its counts are equal on both sides, but for our first dimension where theirs has one less.
+    """Two rectangles with the same values: one of a native tensor, one of an external tensor.
 
-    Ours is always without gaps (steps of 1). transposed: the last two dimensions are swapped between the two boxes.
+    The counts of both boxes are equal, except that a stacked native tensor has one more leading
+    dimension. The native box always has steps of 1. transposed: the last two dimensions are
+    swapped between the boxes.
     """
 
-    ours: str
-    our_box: Box
-    theirs: str
-    their_box: Box
+    native: str
+    native_box: Box
+    external: str
+    external_box: Box
     transposed: bool
 
 
 def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Link]:
-    """Every element of our tensors, and of theirs, exactly once; the second name of a tied parameter is left out.
+    """Return links that cover every element of all native and external tensors exactly once.
 
-    shapes: the full shapes of our tensors by name; several of ours that are one of theirs are there together. Raises
-    KeyError naming the tensors that no row knows, or whose row has others that lack; ValueError where it does not fit.
+    shapes: full shapes by native name. Tensors that a row joins must all be present.
+    tied: pairs (alias, name); aliases are left out.
+
+    Raises KeyError naming the tensors that match no row, or whose row joins absent tensors.
+    Raises ValueError if a shape does not fit its row.
     """
     aliases = {alias for alias, _ in tied}
     patterns = list(_patterns(rows))
-    found: list[Link] = []
+    result: list[Link] = []
     unknown = []
     for name, shape in shapes.items():
         if name in aliases:
             continue
-        for pattern, row, place in patterns:
+        for pattern, row, index in patterns:
             if match := pattern.fullmatch(name):
                 numbers = match.groups()
-                joined = [part.format(*numbers) for part in _several(row.ours)]
-                if lacking := [part for part in joined if part not in shapes]:
-                    raise KeyError(f"{name} is one tensor of theirs together with {lacking}, which lack")
-                offset = sum(shapes[part][row.axis] for part in joined[:place])
-                found += _links_of(row, name, shape, numbers, offset)
+                joined = [part.format(*numbers) for part in _as_tuple(row.native)]
+                if absent := [part for part in joined if part not in shapes]:
+                    raise KeyError(f"{name} and {absent} together are one external tensor; {absent} "
+                                   "are absent")  # fmt: skip
+                offset = sum(shapes[part][row.axis] for part in joined[:index])
+                result += _links_of(row, name, shape, numbers, offset)
                 break
         else:
             unknown.append(name)
     if unknown:
-        raise KeyError(f"no row of the table knows {len(unknown)} of {len(shapes)} tensors: {unknown[:5]}")
-    return found
+        raise KeyError(
+            f"no row of the table knows {len(unknown)} of {len(shapes)} tensors: {unknown[:5]}"
+        )
+    return result
 
 
-def their_shapes(found: Iterable[Link]) -> dict[str, Shape]:
-    """The full shapes of their tensors, by name."""
+def external_shapes(links: Iterable[Link]) -> dict[str, Shape]:
+    """Return the full shapes of the external tensors, by name."""
     shapes: dict[str, Shape] = {}
-    for link in found:
-        ends = tuple(start + (count - 1) * step + 1 for start, count, step in link.their_box)
-        known = shapes.get(link.theirs, ends)
-        shapes[link.theirs] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    for link in links:
+        ends = tuple(start + (count - 1) * step + 1 for start, count, step in link.external_box)
+        shape = shapes.get(link.external, ends)
+        shapes[link.external] = tuple(max(pair) for pair in zip(shape, ends, strict=True))
     return shapes
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The box as the index of an array."""
+    """Return the box as the index of an array."""
     return tuple(slice(start, start + count * step, step) for start, count, step in box)
 
 
-def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
 def _patterns(rows: Rows) -> Iterator[tuple[re.Pattern[str], Row, int]]:
-    """For each of our names: its pattern, its row, and how many stand before it in their tensor."""
-    for given in rows:
-        row = given if isinstance(given, Row) else Row(*given)
-        for i, name in enumerate(_several(row.ours)):
+    """Yield for each native name its pattern, its row, and its index among the joined tensors."""
+    for entry in rows:
+        row = entry if isinstance(entry, Row) else Row(*entry)
+        for i, name in enumerate(_as_tuple(row.native)):
             yield re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")), row, i
 
 
-def _links_of(row: Row, name: str, shape: Shape, numbers: tuple[str, ...], offset: int) -> Iterator[Link]:
-    names = _several(row.theirs)
-    for part, ours, (start, count, step) in _cuts(row, name, shape):
+def _links_of(
+    row: Row, name: str, shape: Shape, numbers: tuple[str, ...], offset: int
+) -> Iterator[Link]:
+    names = _as_tuple(row.external)
+    for index, native, (start, count, step) in _spans(row, name, shape):
         for e in range(shape[0]) if row.is_stacked else (0,):
-            our_box, their_box = [(0, n, 1) for n in shape], [(0, n, 1) for n in shape]
+            native_box, external_box = [(0, n, 1) for n in shape], [(0, n, 1) for n in shape]
             if shape:
-                our_box[row.axis], their_box[row.axis] = ours, (start + offset, count, step)
+                native_box[row.axis] = native
+                external_box[row.axis] = (start + offset, count, step)
             if row.is_stacked:
-                our_box[0] = (e, 1, 1)
-                del their_box[0]
+                native_box[0] = (e, 1, 1)
+                del external_box[0]
             if row.transposed:
-                their_box[-2:] = reversed(their_box[-2:])
-            yield Link(name, tuple(our_box), names[part].format(*numbers, e=e), tuple(their_box), row.transposed)
+                external_box[-2:] = reversed(external_box[-2:])
+            external = names[index].format(*numbers, e=e)
+            yield Link(name, tuple(native_box), external, tuple(external_box), row.transposed)
 
 
-def _cuts(row: Row, name: str, shape: Shape) -> Iterator[tuple[int, Span, Span]]:
-    """(which of their tensors, our span, their span) along the row's axis."""
+def _spans(row: Row, name: str, shape: Shape) -> Iterator[tuple[int, Span, Span]]:
+    """Yield (index of the external tensor, native span, external span) along the row's axis."""
     length = shape[row.axis] if shape else 1
     if row.interleaved_heads:
-        half, rest = divmod(length, 2 * row.interleaved_heads)
-        if rest:
-            raise ValueError(f"{name} {shape} does not hold {row.interleaved_heads} heads of rotary pairs")
+        half, remainder = divmod(length, 2 * row.interleaved_heads)
+        if remainder:
+            raise ValueError(
+                f"{name} {shape} does not hold {row.interleaved_heads} heads of rotary pairs"
+            )
         for head in range(row.interleaved_heads):
             for j in range(2):
-                yield 0, ((2 * head + j) * half, half, 1), (2 * head * half + j, half, 2)
+                native = ((2 * head + j) * half, half, 1)
+                yield 0, native, (2 * head * half + j, half, 2)
         return
     sizes = row.sizes or (length,)
     if sum(sizes) != length:
-        raise ValueError(f"{name} {shape} is not as long as its parts together: {row.theirs} with sizes {sizes}")
-    for part, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
-        yield part, (end - size, size, 1), (0, size, 1)
+        raise ValueError(
+            f"{name} {shape} is not as long as its parts together: {row.external} with sizes {sizes}"
+        )
+    for index, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
+        yield index, (end - size, size, 1), (0, size, 1)

@@ -86,7 +86,7 @@ def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
     if spec is None or not section.weight_decay:
         return
     tied = dict(spec.tied(run.args))
-    rows = [row if isinstance(row, tuple) else (row.ours,) for row in spec.hf_names(run.args)]
+    rows = [row if isinstance(row, tuple) else (row.native,) for row in spec.hf_names(run.args)]
     templates = [
         name
         for ours, *_ in rows

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from tests.harness.hf_weights import to_theirs, unpermuted
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.hf import pieces as pieces_module
+from torchtitan_like.checkpoint.hf import reads
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import load_hf
-from torchtitan_like.checkpoint.hf.safetensors_source import Stored, read_box
+from torchtitan_like.checkpoint.hf.safetensors_source import StoredTensor, read_box
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
@@ -96,7 +96,7 @@ def test_a_directory_fills_the_tensors_in_place(tmp_path, state, files, index):
 
 
 def test_large_tensors_pass_in_parts(tmp_path, state, monkeypatch):
-    monkeypatch.setattr(pieces_module, "MOST", 3)
+    monkeypatch.setattr(reads, "MAX_ELEMENTS", 3)
     ours = empty(state)
     load(write(tmp_path / "hf", state), ours)
     assert_equal(ours, state)
@@ -189,7 +189,7 @@ def test_any_rectangle_is_read_as_it_is_stored(tmp_path_factory, shape_and_box):
     path = tmp_path_factory.getbasetemp() / "numbers"
     path.write_bytes(b"\xff" * 5 + whole.numpy().tobytes())
     with open(path, "rb", buffering=0) as file:
-        found = read_box(file, Stored(shape, torch.int16, "numbers", 5), box)
+        found = read_box(file, StoredTensor(shape, torch.int16, "numbers", 5), box)
     assert torch.equal(found, whole[slices(box)])
 
 
@@ -229,7 +229,7 @@ FP8_ROWS = (("w", "q.weight"), ("norm", "norm.weight"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("most", [1, 10_000])
 def test_float8_blocks_are_multiplied_out_in_float32(quantized, monkeypatch, dtype, most):
-    monkeypatch.setattr(pieces_module, "MOST", most)
+    monkeypatch.setattr(reads, "MAX_ELEMENTS", most)
     folder, _, reference = quantized
     ours = {"w": torch.empty(10, 7, dtype=dtype), "norm": torch.empty(7)}
     report = load(folder, ours, quantized=True, rows=FP8_ROWS)
@@ -256,7 +256,7 @@ def test_float8_is_read_where_it_is_asked_for_and_nowhere_else(quantized, tmp_pa
         load(folder, ours, rows=FP8_ROWS)
     write_files(folder, theirs)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="does not tell the size of the blocks"):
+    with pytest.raises(CheckpointError, match="lacks the size of the blocks"):
         load(folder, ours, quantized=True, rows=FP8_ROWS)
     (folder / "config.json").write_text('{"quantization_config": {"weight_block_size": [128, 128]}}')
     with pytest.raises(CheckpointError, match=r"q.weight \(10, 7\) has factors \(3, 3\).*would need \(1, 1\)"):
@@ -308,7 +308,7 @@ def test_damaged_files_are_named(tmp_path, state, damage):
 def test_a_file_of_a_set_without_index_is_missed(tmp_path, state):
     folder = write(tmp_path / "hf", state, files=3, index=False)
     (folder / "model-00003-of-00003.safetensors").unlink()
-    with pytest.raises(DamagedError, match="model-00003-of-00003.safetensors is not there"):
+    with pytest.raises(DamagedError, match="missing model-00003-of-00003.safetensors"):
         load(folder, empty(state))
 
 
@@ -317,7 +317,7 @@ def test_a_file_of_a_set_without_index_is_missed(tmp_path, state):
     [
         ("{", "is not an index"),
         ('{"weight_map": {"lm_head.weight": "../model.safetensors"}}', "is not an index"),
-        ('{"weight_map": {"lm_head.weight": "none.safetensors"}}', "none.safetensors is not there"),
+        ('{"weight_map": {"lm_head.weight": "none.safetensors"}}', "missing none.safetensors"),
         ('{"weight_map": {"lm_heads.weight": "model.safetensors"}}', "does not hold lm_heads.weight"),
     ],
 )
@@ -338,7 +338,7 @@ def test_files_beside_those_that_are_read_are_named(tmp_path, state, caplog):
     ours = empty(state)
     load(folder, ours)
     assert_equal(ours, state)
-    assert "not adapter_model.safetensors, model.safetensors, which stand beside them" in caplog.text
+    assert "ignoring adapter_model.safetensors, model.safetensors" in caplog.text
 
 
 def test_a_tensor_that_stands_in_two_files_is_damage(tmp_path, state):
@@ -352,7 +352,7 @@ def test_a_tensor_that_stands_in_two_files_is_damage(tmp_path, state):
 def test_a_file_that_ends_while_it_is_read_is_damage(tmp_path):
     (tmp_path / "numbers").write_bytes(bytes(10))
     with open(tmp_path / "numbers", "rb", buffering=0) as file, pytest.raises(DamagedError, match="ends at byte 10"):
-        read_box(file, Stored((2, 4), torch.int16, "numbers", 0), ((0, 2, 1), (0, 4, 1)))
+        read_box(file, StoredTensor((2, 4), torch.int16, "numbers", 0), ((0, 2, 1), (0, 4, 1)))
 
 
 def test_an_empty_folder_is_no_checkpoint(tmp_path):
@@ -473,7 +473,7 @@ def test_damaged_files_of_metas(tmp_path):
     second = tmp_path / "consolidated.01.pth"
     whole = second.read_bytes()
     second.write_bytes(whole[:-100])
-    with pytest.raises(DamagedError, match="consolidated.01.pth is cut short"):
+    with pytest.raises(DamagedError, match="consolidated.01.pth is truncated"):
         load_llama(load_meta, tmp_path, args, empty(state))
     torch.save({name: t for name, t in parts[1].items() if name != "norm.weight"}, second)
     with pytest.raises(DamagedError, match=re.escape("do not hold parts of the same tensors: ['norm.weight']")):
@@ -483,7 +483,7 @@ def test_damaged_files_of_metas(tmp_path):
         load_llama(load_meta, tmp_path, args, empty(state))
     second.write_bytes(whole)
     (tmp_path / "consolidated.00.pth").unlink()
-    with pytest.raises(DamagedError, match="some are not there"):
+    with pytest.raises(DamagedError, match="copy the missing ones"):
         load_llama(load_meta, tmp_path, args, empty(state))
     second.unlink()
     with pytest.raises(CheckpointError, match="holds no consolidated"):

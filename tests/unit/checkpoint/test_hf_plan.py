@@ -1,4 +1,4 @@
-"""Which bytes of an export come from where: the format, the rectangles, and who writes what."""
+"""The plan of an export: file format, rectangles, and who writes what."""
 
 import json
 import math
@@ -16,8 +16,18 @@ from tests.harness.hf_weights import to_theirs
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import plan
-from torchtitan_like.checkpoint.hf.direct import write_export
-from torchtitan_like.checkpoint.hf.plan import Held, assign, check_cover, divide, group_by, lay_out_all, merge, moves
+from torchtitan_like.checkpoint.hf.boxes import rectangles
+from torchtitan_like.checkpoint.hf.export import write_export
+from torchtitan_like.checkpoint.hf.plan import (
+    ShardInfo,
+    assign_extents,
+    check_coverage,
+    group_by_file,
+    group_by_size,
+    lay_out_files,
+    merge_shards,
+    plan_copies,
+)
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, PAGE, lay_out, read_header, render_index
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, links
@@ -121,7 +131,7 @@ def test_a_stretch_of_elements_is_a_few_rectangles(shape, data):
     low = data.draw(st.integers(0, total))
     high = data.draw(st.integers(low, total))
     numbers = torch.arange(total).view(shape)
-    found = plan.rectangles(tuple(shape), low, high)
+    found = rectangles(tuple(shape), low, high)
     in_order = [n for bounds in found for n in numbers[tuple(slice(a, b) for a, b in bounds)].flatten().tolist()]
     assert in_order == list(range(low, high))
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -142,10 +152,10 @@ def test_a_stretch_of_elements_is_a_few_rectangles(shape, data):
 )
 def test_shards_must_cover_a_tensor_exactly_once(boxes, words):
     if words is None:
-        check_cover("t", (4, 6), boxes)
+        check_coverage("t", (4, 6), boxes)
     else:
         with pytest.raises(CheckpointError, match=words):
-            check_cover("t", (4, 6), boxes)
+            check_coverage("t", (4, 6), boxes)
 
 
 # ---- the plan as a whole, carried out in memory: whatever the table and the shards, the reference's tensors come out
@@ -170,12 +180,12 @@ def cut(shape, ways):
     return spans[0]
 
 
-def carry_out(files, found, held, holder_of):
-    """The files' bytes, by moving every rectangle."""
+def execute(files, found, held, holder_of):
+    """The files' bytes, by copying every rectangle."""
     content = [torch.full((file.size,), 0xFF, dtype=torch.uint8) for file in files]
-    for move in moves(files, found, holder_of):
-        f, k = move.extent
-        move.put(content[f][k * plan.EXTENT : (k + 1) * plan.EXTENT], move.read(held[move.key]))
+    for copy in plan_copies(files, found, holder_of):
+        f, k = copy.extent
+        copy.write(content[f][k * plan.EXTENT : (k + 1) * plan.EXTENT], copy.read(held[copy.shard]))
     return content
 
 
@@ -192,17 +202,17 @@ def test_any_table_over_any_shards(kind, data):
         at = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=2)) for _ in boxes]  # some twice
         for rank in range(ranks):
             told[rank].append(
-                Held(name, "F32", shape, tuple(b for b, where in zip(boxes, at, strict=True) if rank in where))
+                ShardInfo(name, "F32", shape, tuple(b for b, where in zip(boxes, at, strict=True) if rank in where))
             )
         held |= {(name, box): state[name][tuple(slice(a, a + n) for a, n, _ in box)].clone() for box in boxes}
     dtype = data.draw(st.sampled_from([None, torch.bfloat16]))
-    found = plan.targets(merge(told, [str(r) for r in range(ranks)]), ROWS[kind], (), dtype)
-    files = lay_out_all(found, divide(found, data.draw(st.sampled_from([100, 10**9]))))
+    found = plan.plan_tensors(merge_shards(told, [str(r) for r in range(ranks)]), ROWS[kind], (), dtype)
+    files = lay_out_files(found, group_by_size(found, data.draw(st.sampled_from([100, 10**9]))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "EXTENT", data.draw(st.sampled_from([64, 128, 1024, EXTENT])))  # so that many are cut
-        owners = assign(files, found)
+        owners = assign_extents(files, found)
         assert set(owners) == set(plan.extents_of(files)) and set(owners.values()) <= set(range(ranks))
-        content = carry_out(files, found, held, lambda extent, part: part.holders[-1])
+        content = execute(files, found, held, lambda extent, part: part.holders[-1])
     expected = to_theirs(links(ROWS[kind], dict.fromkeys(names, shape)), state)
     for file, raw in zip(files, content, strict=True):
         for entry in file.entries:
@@ -212,10 +222,10 @@ def test_any_table_over_any_shards(kind, data):
 
 
 def one_tensor(shape, boxes, dtype="F32"):
-    """Targets of one tensor; boxes: box -> ranks."""
+    """The output tensor of one tensor; boxes: box -> ranks."""
     ranks = 1 + max(r for holders in boxes.values() for r in holders)
-    told = [[Held("t", dtype, shape, tuple(b for b, h in boxes.items() if r in h))] for r in range(ranks)]
-    return plan.targets(merge(told, [str(r) for r in range(ranks)]), (("t", "t"),), (), None)
+    told = [[ShardInfo("t", dtype, shape, tuple(b for b, h in boxes.items() if r in h))] for r in range(ranks)]
+    return plan.plan_tensors(merge_shards(told, [str(r) for r in range(ranks)]), (("t", "t"),), (), None)
 
 
 MIB = 2**18  # elements
@@ -234,7 +244,7 @@ STRIPES = {((m * MIB, n * MIB, 1),): (rank,) for k in range(8) for m, n, rank in
 )
 def test_who_holds_most_of_an_extent_writes_it_and_replicas_share(boxes, extents_of_each):
     found = one_tensor((sum(n for ((_, n, _),) in boxes),), boxes)
-    counts = Counter(assign(lay_out_all(found, [["t"]]), found).values())
+    counts = Counter(assign_extents(lay_out_files(found, [["t"]]), found).values())
     assert [counts[rank] for rank in range(len(extents_of_each))] == extents_of_each
 
 
@@ -242,36 +252,36 @@ def test_columns_are_written_in_turns():
     """No rank holds more of an extent than the others, and none writes more."""
     boxes = {((0, 256, 1), (1024 * 64 * rank, 1024 * 64, 1)): (rank,) for rank in range(4)}
     found = one_tensor((256, 4 * 64 * 1024), boxes)
-    counts = Counter(assign(lay_out_all(found, [["t"]]), found).values())
+    counts = Counter(assign_extents(lay_out_files(found, [["t"]]), found).values())
     assert sorted(counts.values()) == [16, 16, 16, 17]
 
 
 def test_names_are_ordered_by_their_numbers_and_files_are_cut_by_bytes():
     names = ["layers.10.w", "layers.2.w", "norm.w", "layers.1.w"]
-    told = [[Held(name, "F32", (10,), (((0, 10, 1),),)) for name in names]]
-    found = plan.targets(merge(told, ["0"]), tuple((name, name) for name in names), (), None)
+    told = [[ShardInfo(name, "F32", (10,), (((0, 10, 1),),)) for name in names]]
+    found = plan.plan_tensors(merge_shards(told, ["0"]), tuple((name, name) for name in names), (), None)
     assert list(found) == ["layers.1.w", "layers.2.w", "layers.10.w", "norm.w"]
-    assert divide(found, 80) == [["layers.1.w", "layers.2.w"], ["layers.10.w", "norm.w"]]
-    assert divide(found, 79) == divide(found, 1) == [[name] for name in found]
-    assert group_by(found, {"layers.1.w": 7, "layers.2.w": 3, "layers.10.w": 7, "norm.w": 3, "gone": 1}) == [
+    assert group_by_size(found, 80) == [["layers.1.w", "layers.2.w"], ["layers.10.w", "norm.w"]]
+    assert group_by_size(found, 79) == group_by_size(found, 1) == [[name] for name in found]
+    assert group_by_file(found, {"layers.1.w": 7, "layers.2.w": 3, "layers.10.w": 7, "norm.w": 3, "gone": 1}) == [
         ["layers.2.w", "norm.w"], ["layers.1.w", "layers.10.w"],
     ]  # fmt: skip
-    assert [file.name for file in lay_out_all(found, [list(found)])] == ["model.safetensors"]
-    assert [file.name for file in lay_out_all(found, divide(found, 80))][1] == "model-00002-of-00002.safetensors"
+    assert [file.name for file in lay_out_files(found, [list(found)])] == ["model.safetensors"]
+    assert [file.name for file in lay_out_files(found, group_by_size(found, 80))][1] == "model-00002-of-00002.safetensors"
 
 
 def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
     told = [
         [
-            Held("w", "F32", (2,), (((0, 2, 1),),)),
-            Held("n", "I32", (2,), (((0, 2, 1),),)),
-            Held("again", "F32", (2,), (((0, 2, 1),),)),
-            Held("empty", "F32", (0, 3), ()),
-            Held("scalar", "F64", (), ((),)),
+            ShardInfo("w", "F32", (2,), (((0, 2, 1),),)),
+            ShardInfo("n", "I32", (2,), (((0, 2, 1),),)),
+            ShardInfo("again", "F32", (2,), (((0, 2, 1),),)),
+            ShardInfo("empty", "F32", (0, 3), ()),
+            ShardInfo("scalar", "F64", (), ((),)),
         ]
     ]
     rows = tuple((name, name) for name in ("w", "n", "again", "empty", "scalar"))
-    found = plan.targets(merge(told, ["0"]), rows, (("again", "w"),), torch.float16)
+    found = plan.plan_tensors(merge_shards(told, ["0"]), rows, (("again", "w"),), torch.float16)
     assert {name: target.dtype for name, target in found.items()} == {
         "w": "F16", "n": "I32", "empty": "F16", "scalar": "F16",
     }  # fmt: skip
@@ -280,24 +290,24 @@ def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ([[Held("w", "F32", (2,), (((0, 1, 1),),))]], r"w\[1:2\] is missing"),
-        ([[Held("w", "F32", (2,), ())], [Held("w", "F32", (3,), ())]], "do not belong to one model"),
-        ([[Held("w", "F32", (2,), ())], [Held("w", "BF16", (2,), ())]], "do not belong to one model"),
-        ([[Held("x", "F32", (2,), (((0, 2, 1),),))]], "no row of the table knows"),
+        ([[ShardInfo("w", "F32", (2,), (((0, 1, 1),),))]], r"w\[1:2\] is missing"),
+        ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "F32", (3,), ())]], "do not belong to one model"),
+        ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "BF16", (2,), ())]], "do not belong to one model"),
+        ([[ShardInfo("x", "F32", (2,), (((0, 2, 1),),))]], "no row of the table knows"),
         (
-            [[Held("w", "F32", (2,), (((0, 2, 1),),)), Held("v", "BF16", (2,), (((0, 2, 1),),))]],
+            [[ShardInfo("w", "F32", (2,), (((0, 2, 1),),)), ShardInfo("v", "BF16", (2,), (((0, 2, 1),),))]],
             "made of tensors of two dtypes",
         ),
     ],
 )
 def test_what_cannot_be_exported(told, words):
     with pytest.raises(CheckpointError, match=words):
-        plan.targets(merge(told, ["rank 0", "rank 1"]), (Row(("w", "v"), "both"),), (), None)
+        plan.plan_tensors(merge_shards(told, ["rank 0", "rank 1"]), (Row(("w", "v"), "both"),), (), None)
 
 
 def test_a_dtype_that_the_format_lacks():
     with pytest.raises(CheckpointError, match="hold no torch.complex128"):
-        plan.hold({"w": torch.zeros(1, dtype=torch.complex128)})
+        plan.describe_shards({"w": torch.zeros(1, dtype=torch.complex128)})
 
 
 def test_a_system_that_takes_no_advice_exports_all_the_same(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.harness.hf_weights import permuted, to_ours, to_theirs
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.hf_table import Link, Row, links, slices, their_shapes
+from torchtitan_like.models.hf_table import Link, Row, external_shapes, links, slices
 
 LLAMA = get_spec("llama3")
 SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "multiple_of": 16}
@@ -33,10 +33,10 @@ def assert_there_and_back(rows, shapes, tied=()):
     stored = torch.cat([tensor.flatten() for tensor in theirs.values()]) if theirs else torch.empty(0)
     known = [state[name].flatten() for name in state if name not in dict(tied)]
     assert torch.equal(stored.sort().values, torch.cat(known).sort().values), "every element once, on both sides"
-    assert sum(torch.Size([n for _, n, _ in link.our_box]).numel() for link in found) == len(stored)
+    assert sum(torch.Size([n for _, n, _ in link.native_box]).numel() for link in found) == len(stored)
     back = to_ours(found, theirs, state)
     assert all(torch.equal(back[name], state[name]) for name in state if name not in dict(tied))
-    assert all(step == 1 for link in found for _, _, step in link.our_box), "ours has no gaps"
+    assert all(step == 1 for link in found for _, _, step in link.native_box), "the native box has no gaps"
     return theirs
 
 
@@ -124,7 +124,7 @@ def test_any_row_covers_every_element_once(table):
     [
         (("a", ("b", "c")), "give as many sizes"),
         (("a", "b", (3,)), "give as many sizes"),
-        ((("a", "d"), ("b", "c"), (1, 1)), "neither several of ours"),
+        ((("a", "d"), ("b", "c"), (1, 1)), "neither join several"),
         (("a", ("b.{e}", "c.{e}"), (1, 1)), "set axis"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_shape_that_does_not_fit_its_row_is_named(row, words):
 
 @pytest.mark.parametrize("present", ["0.a", "0.b"])
 def test_a_part_of_their_tensor_alone_is_refused(present):
-    with pytest.raises(KeyError, match=f"{present} is one tensor of theirs together with .'0.[ab]'., which lack"):
+    with pytest.raises(KeyError, match=f"{present} and .'0.[ab]'. together are one external tensor"):
         links((Row(("{}.a", "{}.b"), "{}.ab"),), {present: (2, 3), "1.a": (1, 1), "1.b": (1, 1)})
 
 
@@ -174,9 +174,9 @@ def test_llamas_tables_know_every_parameter(format, tied):
         assert torch.equal(theirs[name], numbered(shapes)[name])
 
 
-def test_their_shapes_and_slices():
+def test_external_shapes_and_slices():
     found = links((Row("a", "b", transposed=True),), {"a": (2, 3)})
-    assert their_shapes(found) == {"b": (3, 2)}
+    assert external_shapes(found) == {"b": (3, 2)}
     assert slices(((1, 2, 2), (0, 3, 1))) == (slice(1, 5, 2), slice(0, 3, 1))
 
 

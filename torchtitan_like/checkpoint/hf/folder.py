@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds beside the weights: the model's config, generation settings, the tokenizer."""
+"""Write a complete Hugging Face directory: weights, model config, generation config, tokenizer."""
 
 from __future__ import annotations
 
@@ -6,35 +6,26 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, write_file
-from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
+from torchtitan_like.checkpoint.identity import Identity, SpecialToken
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.util.files import sync_path
 from torchtitan_like.util.reading import read_json
 
-if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.loading import Identity
-
-# Taken over from the folder of the tokenizer where they are.
+# Copied from the tokenizer's folder if they exist.
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "*.model", "original/tokenizer.model", "*.tiktoken", "chat_template.*", "generation_config.json",
 )  # fmt: skip
 ORIGINAL = "original"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a token in base64 and its rank
-
-
-class SpecialToken(NamedTuple):
-    """A token that begins or ends a text."""
-
-    text: str
-    id: int
 
 
 def write_model(
@@ -44,14 +35,17 @@ def write_model(
     votes: Votes,
     *,
     dtype: torch.dtype | None,
-    executor: Literal["direct", "consolidate"] = "direct",
     shard_bytes: int = 5 * 10**9,
     by_index: bool = True,
 ) -> dict[str, FileRecord]:
-    """A complete directory for `transformers`: weights as `write_export` does, and all that `write_folder` adds.
+    """Write a complete directory for `transformers`; all ranks call it together.
 
-    All ranks call it together; the records of every file, on every rank. by_index: cut files as the index of the model's
-    assets does, where there is one. config.json names `dtype`, or else the commonest of the weights.
+    The weights are written by `write_export`, the other files by `write_folder`. config.json names
+    `dtype`, or if that is None the most common dtype of the weights.
+
+    by_index: divide the weights into files as the index of the model's assets does, if it exists.
+
+    Returns the records of all files on every rank.
     """
     spec, args = identity.spec, identity.args
     records = write_export(
@@ -61,20 +55,21 @@ def write_model(
         tied=spec.tied(args),
         dtype=dtype,
         group=votes.group,
-        executor=executor,
         shard_bytes=shard_bytes,
         index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    of_all_ranks = [found for part in votes.all_do(lambda: floating) for found in part]
-    named = dtype or max(
-        sorted(set(of_all_ranks), key=str), key=of_all_ranks.count, default=torch.float32
-    )
+    dtypes = [each for of_rank in votes.all_do(lambda: floating) for each in of_rank]
+    by_name = sorted(set(dtypes), key=str)
+    config_dtype = dtype or max(by_name, key=dtypes.count, default=torch.float32)
 
     def complete() -> dict[str, FileRecord]:
         bos, eos = identity.special_tokens()
         config = spec.hf_config(args)
-        return write_folder(folder, config=config, dtype=named, assets=identity.tokenizer, bos=bos, eos=eos)
+        assets = identity.tokenizer
+        return write_folder(
+            folder, config=config, dtype=config_dtype, assets=assets, bos=bos, eos=eos
+        )
 
     return records | votes.leader_does(complete)
 
@@ -88,34 +83,41 @@ def write_folder(
     bos: SpecialToken | None,
     eos: SpecialToken | None,
 ) -> dict[str, FileRecord]:
-    """Make an export complete for `transformers`; called on rank 0 alone. Returns what was written.
+    """Add what `transformers` needs in addition to the weights; rank 0 only. Returns the records.
 
-    config: the model's sizes (`ModelSpec.hf_config`). dtype: that of the exported weights. assets: the tokenizer's folder,
-    or its file. bos, eos: None where the tokenizer has none. Raises OSError.
+    config: the model's sizes (`ModelSpec.hf_config`).
+    dtype: dtype of the exported weights.
+    assets: the tokenizer's folder or file.
+    bos, eos: None if the tokenizer has none.
     """
     source = assets if assets.is_dir() else assets.parent
     files = [path for pattern in _COPIED for path in sorted(source.glob(pattern))]
     contents = {_name_in_export(path, source): path.read_bytes() for path in files}
-    ids = {f"{name}_token_id": token.id if token else None for name, token in (("bos", bos), ("eos", eos))}
-    texts = {f"{name}_token": token.text for name, token in (("bos", bos), ("eos", eos)) if token}
-    name = str(dtype).removeprefix("torch.")  # older releases of transformers look for torch_dtype, newer for dtype
-    contents["config.json"] = _as_json({**config, **ids, "torch_dtype": name, "dtype": name})
+    special = {"bos": bos, "eos": eos}
+    ids = {f"{name}_token_id": token.id if token else None for name, token in special.items()}
+    texts = {f"{name}_token": token.text for name, token in special.items() if token}
+    # Older releases of transformers read torch_dtype, newer ones dtype.
+    dtype_name = str(dtype).removeprefix("torch.")
+    dtypes = {"torch_dtype": dtype_name, "dtype": dtype_name}
+    contents["config.json"] = _as_json({**config, **ids, **dtypes})
     contents.setdefault("generation_config.json", _as_json({"_from_model_config": True, **ids}))
-    # Without it the class is guessed from the model's type, and the tokens that begin and end a text are unknown.
-    contents.setdefault("tokenizer_config.json", _as_json({"tokenizer_class": "PreTrainedTokenizerFast", **texts}))
+    # Without it transformers guesses the class from the model's type and lacks the special tokens.
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **texts}
+    contents.setdefault("tokenizer_config.json", _as_json(tokenizer_config))
     records = {}
     for file, content in contents.items():
         (folder / file).parent.mkdir(exist_ok=True)
         records[file] = write_file(folder / file, content)
-    for written in sorted({(folder / file).parent for file in contents}, reverse=True):
-        sync_path(written)
+    for parent in sorted({(folder / file).parent for file in contents}, reverse=True):
+        sync_path(parent)
     return records
 
 
 def _name_in_export(path: Path, source: Path) -> str:
-    """Where a copied file belongs: Meta's tiktoken table lies in `original/`, as in Meta's own releases.
+    """Return the path of a copied file: Meta's tiktoken table goes to `original/`, as Meta does.
 
-    Readers of Hugging Face folders, llama.cpp among them, take a `tokenizer.model` beside the weights for SentencePiece.
+    Readers of Hugging Face folders, such as llama.cpp, expect `tokenizer.model` in the folder itself
+    to be a SentencePiece model.
     """
     if path.suffix == ".model" and _TIKTOKEN_LINE.match(path.read_bytes()[:4096]):
         return f"{ORIGINAL}/{path.name}"
@@ -123,16 +125,21 @@ def _name_in_export(path: Path, source: Path) -> str:
 
 
 def read_index(assets: Path) -> dict[str, str] | None:
-    """The index of a model's folder, its weight_map; None when it has none."""
+    """Return the weight_map of a model folder's index; None if it has no index."""
     return read_weight_map(assets / INDEX) if (assets / INDEX).is_file() else None
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """The weight_map of a `model.safetensors.index.json`: tensor -> file. Raises CheckpointError."""
+    """Return the weight_map of a `model.safetensors.index.json`: tensor -> file.
+
+    Raises CheckpointError if it cannot be read.
+    """
     try:
         return {str(name): str(file) for name, file in read_json(path)["weight_map"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as an index: {type(error).__name__} {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as an index: {type(error).__name__} {error}"
+        ) from error
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:

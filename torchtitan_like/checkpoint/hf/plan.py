@@ -1,7 +1,21 @@
-"""The one plan of an export: which bytes of which file are which rectangle of whose tensor. Equal on every rank.
+"""Plan an export: which rank writes which bytes of which file, and where they come from.
 
-A *holder* is whoever has the numbers: a rank that has a shard, or the number of a file of shards. Files are divided
-into extents of 4 MiB; a *move* is one rectangle on its way from a holder into an extent.
+Every rank computes the same plan from the descriptions of all shards::
+
+    shards of the ranks        links (hf_table)         output tensors            files
+    ShardInfo ---------------> Link ------------------> OutputTensor -----------> FileLayout
+    name, boxes per holder     native -> external box   dtype, shape, overlaps    header, entries, extents
+             |                     |                                                |
+             +------ Overlap ------+                                                |
+               rectangle of an output tensor, its holders,                          |
+               and its place in their shard                                         |
+                        |                                                           |
+                        +-------------------- ExtentCopy ---------------------------+
+                          rectangle of one overlap in one extent: the unit that
+                          a rank reads from its shard, sends, and writes
+
+A *holder* has the values of a shard: a rank of an export, or the number of a shard file when shards
+are consolidated. Files are divided into extents of 4 MiB; each extent is written once, by one rank.
 """
 
 from __future__ import annotations
@@ -11,7 +25,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +33,31 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import EXTENT
-from torchtitan_like.checkpoint.hf.pieces import common, meet, narrow, owned
-from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, Entry, FileLayout, dtype_code, file_names, lay_out
-from torchtitan_like.models.hf_table import Box, Link, Rows, Shape, Table, links, slices, their_shapes
+from torchtitan_like.checkpoint.hf.boxes import (
+    Range,
+    contiguous_strides,
+    crop,
+    intersect,
+    local_boxes,
+    overlap,
+    rectangles,
+)
+from torchtitan_like.checkpoint.hf.safetensors_file import (
+    DTYPES,
+    Entry,
+    FileLayout,
+    dtype_code,
+    file_names,
+    lay_out,
+)
+from torchtitan_like.models.hf_table import Box, Rows, Shape, Table, external_shapes, links, slices
 
 ExtentId = tuple[int, int]  # (number of the file, number of the extent in it)
-Key = tuple[str, Box]  # a tensor's name, and the rectangle of it that a holder has
+ShardKey = tuple[str, Box]  # name of a native tensor, and the box of it that a holder has
 
 
-class Held(NamedTuple):
-    """What one holder has of one tensor; a box is a rectangle of the full tensor, with steps of 1."""
+class ShardInfo(NamedTuple):
+    """What one holder has of one native tensor: boxes of the full tensor, with steps of 1."""
 
     name: str
     dtype: str
@@ -37,35 +65,43 @@ class Held(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class Part(NamedTuple):
-    """One rectangle of a tensor that is written. `local` lies within the held rectangle `key`."""
-
-    box: Box
-    holders: tuple[int, ...]
-    key: Key
-    local: Box
-    transposed: bool  # the last two dimensions are swapped between `box` and `local`
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tensor that is written, with all its parts."""
+class TensorShards(NamedTuple):
+    """All shards of one native tensor: box -> the holders that have it."""
 
     dtype: str
     shape: Shape
-    parts: list[Part]
+    holders: dict[Box, tuple[int, ...]]
+
+
+class Overlap(NamedTuple):
+    """A rectangle that an output tensor and a shard share. `local_box` lies within the shard."""
+
+    box: Box
+    holders: tuple[int, ...]
+    shard: ShardKey
+    local_box: Box
+    transposed: bool  # the last two dimensions are swapped between `box` and `local_box`
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor of the output, and the overlaps that together fill it."""
+
+    dtype: str
+    shape: Shape
+    overlaps: list[Overlap]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Move(NamedTuple):
-    """One rectangle of an extent: `box` of the held rectangle `key` goes to `offset` (bytes), in steps of `strides`."""
+class ExtentCopy(NamedTuple):
+    """A rectangle of one extent: `box` of `shard` goes to `offset` (bytes), in steps of `strides`."""
 
     extent: ExtentId
     holder: int
-    key: Key
+    shard: ShardKey
     box: Box
     transposed: bool
     dtype: str
@@ -77,181 +113,231 @@ class Move(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def read(self, held: Tensor) -> Tensor:
-        """The rectangle as a view of what the holder has."""
-        view = held[slices(self.box)]
+    def read(self, shard: Tensor) -> Tensor:
+        """Return the rectangle as a view of the holder's memory."""
+        view = shard[slices(self.box)]
         return (view.mT if self.transposed else view).reshape(self.shape)
 
-    def put(self, extent: Tensor, values: Tensor) -> None:
-        """Copy `values` into the extent, uint8 (bytes,), converted to its dtype."""
+    def write(self, extent: Tensor, values: Tensor) -> None:
+        """Copy `values` into the extent, uint8 (bytes,), converted to the output's dtype."""
         dtype = DTYPES[self.dtype]
         length = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         elements = extent[self.offset : self.offset + length * dtype.itemsize].view(dtype)
         elements.as_strided(self.shape, self.strides).copy_(values)
 
 
-def hold(tensors: Mapping[str, Tensor]) -> tuple[list[Held], dict[Key, Tensor]]:
-    """What this rank has, to be told to the others, and where it is. Raises CheckpointError for what cannot be stored."""
-    told: list[Held] = []
-    views: dict[Key, Tensor] = {}
+# ---- shards -> output tensors
+
+
+def describe_shards(
+    tensors: Mapping[str, Tensor],
+) -> tuple[list[ShardInfo], dict[ShardKey, Tensor]]:
+    """Describe this rank's shards for the other ranks, and return a view of the memory of each.
+
+    Raises CheckpointError for partial sums, and for dtypes that safetensors files cannot store.
+    """
+    infos: list[ShardInfo] = []
+    views: dict[ShardKey, Tensor] = {}
     for name, tensor in tensors.items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-            raise CheckpointError(f"{name} is a DTensor of partial sums: reduce it before it is exported")
+            raise CheckpointError(
+                f"{name} is a DTensor of partial sums. An export needs full values: reduce it first"
+            )
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        here = owned(tensor) if local.numel() else []  # a rank may be left without rows, or without a place in the mesh
-        told.append(Held(name, dtype_code(tensor.dtype), tuple(tensor.shape), tuple(box for box, _ in here)))
-        views |= {(name, box): view for box, view in here}
-    return told, views
+        # A rank may hold no rows, or may not be part of the mesh.
+        boxes = local_boxes(tensor) if local.numel() else []
+        code = dtype_code(tensor.dtype)
+        infos.append(ShardInfo(name, code, tuple(tensor.shape), tuple(box for box, _ in boxes)))
+        views |= {(name, box): view for box, view in boxes}
+    return infos, views
 
 
-def merge(told: Sequence[Sequence[Held]], names: Sequence[str]) -> dict[str, tuple[Held, dict[Box, tuple[int, ...]]]]:
-    """What all holders (called `names` in errors) have, by name: for each rectangle its holders.
+def merge_shards(
+    infos: Sequence[Sequence[ShardInfo]], holder_names: Sequence[str]
+) -> dict[str, TensorShards]:
+    """Combine the shards of all holders by tensor name. Errors use `holder_names`.
 
-    Raises CheckpointError unless they agree and the rectangles cover each tensor exactly once.
+    Raises CheckpointError unless the holders agree on dtype and shape, and the boxes cover each
+    tensor exactly once.
     """
-    found: dict[str, tuple[Held, dict[Box, list[int]]]] = {}
-    for holder, part in enumerate(told):
-        for held in part:
-            first, boxes = found.setdefault(held.name, (held, {}))
-            if (first.dtype, first.shape) != (held.dtype, held.shape):
+    merged: dict[str, tuple[ShardInfo, dict[Box, list[int]]]] = {}
+    for holder, held in enumerate(infos):
+        for info in held:
+            first, boxes = merged.setdefault(info.name, (info, {}))
+            if (first.dtype, first.shape) != (info.dtype, info.shape):
                 raise CheckpointError(
-                    f"{held.name} is {held.dtype} {list(held.shape)} in {names[holder]}, but {first.dtype} "
-                    f"{list(first.shape)} in another one: they do not belong to one model"
+                    f"{info.name} is {info.dtype} {list(info.shape)} in {holder_names[holder]}, "
+                    f"but {first.dtype} {list(first.shape)} in another one: they do not belong to "
+                    "one model"
                 )
-            for box in held.boxes:
+            for box in info.boxes:
                 boxes.setdefault(box, []).append(holder)
-    for name, (held, boxes) in found.items():
-        check_cover(name, held.shape, boxes)
-    return {name: (held, {b: tuple(h) for b, h in boxes.items()}) for name, (held, boxes) in found.items()}
+    for name, (info, boxes) in merged.items():
+        check_coverage(name, info.shape, boxes)
+    return {
+        name: TensorShards(info.dtype, info.shape, {box: tuple(h) for box, h in boxes.items()})
+        for name, (info, boxes) in merged.items()
+    }
 
 
-def check_cover(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
-    """Raises CheckpointError unless `boxes` (steps of 1) hold every element of `shape` exactly once."""
+def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
+    """Raise CheckpointError unless `boxes` (steps of 1) cover every element exactly once."""
     if 0 in shape:
         return
     boxes = list(boxes)
-    ends = [sorted({0, n} | {e for b in boxes for e in (b[d][0], b[d][0] + b[d][1])}) for d, n in enumerate(shape)]
-    place = [{end: i for i, end in enumerate(dim)} for dim in ends]
-    times = np.zeros([len(dim) - 1 for dim in ends], dtype=np.int32)  # how often each cell between the ends is held
+    # The edges of all boxes divide the tensor into a grid of cells; count the boxes over each.
+    edges = [
+        sorted({0, n} | {edge for b in boxes for edge in (b[d][0], b[d][0] + b[d][1])})
+        for d, n in enumerate(shape)
+    ]
+    cell_of = [{edge: i for i, edge in enumerate(dim)} for dim in edges]
+    counts = np.zeros([len(dim) - 1 for dim in edges], dtype=np.int32)
     for box in boxes:
-        times[tuple(slice(at[start], at[start + n]) for at, (start, n, _) in zip(place, box, strict=True))] += 1
-    wrong = np.argwhere(times != 1)
+        cells = zip(cell_of, box, strict=True)
+        counts[tuple(slice(index[start], index[start + n]) for index, (start, n, _) in cells)] += 1
+    wrong = np.argwhere(counts != 1)
     if len(wrong):
-        cell = [(dim[i], dim[i + 1]) for dim, i in zip(ends, wrong[0], strict=True)]
-        what = "is missing" if times[tuple(wrong[0])] == 0 else "is there more than once"
-        where = ", ".join(f"{low}:{high}" for low, high in cell)
-        raise CheckpointError(f"{name}[{where}] {what}: the shards do not cover {name} {list(shape)} exactly once")
+        bounds = [(dim[i], dim[i + 1]) for dim, i in zip(edges, wrong[0], strict=True)]
+        region = ", ".join(f"{low}:{high}" for low, high in bounds)
+        problem = "is missing" if counts[tuple(wrong[0])] == 0 else "is there more than once"
+        raise CheckpointError(
+            f"{name}[{region}] {problem}: the shards do not cover {name} {list(shape)} exactly once"
+        )
 
 
-def targets(
-    held: Mapping[str, tuple[Held, Mapping[Box, tuple[int, ...]]]], rows: Rows, tied: Table, dtype: torch.dtype | None
-) -> dict[str, Target]:
-    """Their tensors, in the order in which they are written: by name, its numbers as numbers.
+def plan_tensors(
+    shards: Mapping[str, TensorShards], rows: Rows, tied: Table, dtype: torch.dtype | None
+) -> dict[str, OutputTensor]:
+    """Return the output tensors in the order of their files: by name, numbers compared as numbers.
 
-    Floating-point tensors are converted to `dtype`, None leaves them. Raises CheckpointError for tensors no row knows.
+    Floating-point tensors are converted to `dtype`; None keeps each one's own. Raises
+    CheckpointError for tensors that match no row.
     """
     try:
-        found = links(rows, {name: first.shape for name, (first, _) in held.items()}, tied)
+        all_links = links(rows, {name: tensor.shape for name, tensor in shards.items()}, tied)
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"the tensors do not fit the model's table of names: {error.args[0]}") from error
-    shapes = their_shapes(found)
-    made: dict[str, Target] = {}
-    for link in found:
-        first, boxes = held[link.ours]
-        code = first.dtype if dtype is None or not DTYPES[first.dtype].is_floating_point else dtype_code(dtype)
-        target = made.setdefault(link.theirs, Target(code, shapes[link.theirs], []))
-        if target.dtype != code:
-            raise CheckpointError(f"{link.theirs} is made of tensors of two dtypes, {target.dtype} and {code}")
-        for box, holders in boxes.items():
-            if part := _part(link, box, holders):
-                target.parts.append(part)
-    return {name: made[name] for name in sorted(made, key=natural)}
+        raise CheckpointError(
+            f"the tensors do not fit the model's table of names: {error.args[0]}"
+        ) from error
+    shapes = external_shapes(all_links)
+    outputs: dict[str, OutputTensor] = {}
+    for link in all_links:
+        source = shards[link.native]
+        is_converted = dtype is not None and DTYPES[source.dtype].is_floating_point
+        code = dtype_code(dtype) if dtype is not None and is_converted else source.dtype
+        output = outputs.setdefault(link.external, OutputTensor(code, shapes[link.external], []))
+        if output.dtype != code:
+            raise CheckpointError(
+                f"{link.external} is made of tensors of two dtypes, {output.dtype} and {code}"
+            )
+        for shard_box, holders in source.holders.items():
+            if boxes := overlap(link, shard_box):
+                local, external = boxes
+                shard = (link.native, shard_box)
+                output.overlaps.append(Overlap(external, holders, shard, local, link.transposed))
+    return {name: outputs[name] for name in sorted(outputs, key=natural_key)}
 
 
-def natural(name: str) -> list[tuple[bool, int, str]]:
-    """The sort key by which layer 2 comes before layer 10."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+def natural_key(name: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    return [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        for part in re.split(r"(\d+)", name)
+    ]
 
 
-def _part(link: Link, box: Box, holders: tuple[int, ...]) -> Part | None:
-    """What a link and a held rectangle have in common."""
-    met = meet(link, box)
-    return None if met is None else Part(met[1], holders, (link.ours, box), met[0], link.transposed)
+# ---- output tensors -> files
 
 
-def _swapped(dims: Sequence[tuple[int, int]], transposed: bool) -> Sequence[tuple[int, int]]:
-    return (*dims[:-2], dims[-1], dims[-2]) if transposed else dims
-
-
-def divide(found: Mapping[str, Target], shard_bytes: int) -> list[list[str]]:
-    """The names of each file: as many in order as fit into `shard_bytes`, at least one."""
+def group_by_size(outputs: Mapping[str, OutputTensor], file_bytes: int) -> list[list[str]]:
+    """Fill files in order with as many tensors as fit into `file_bytes`, at least one each."""
     groups: list[list[str]] = []
-    room = 0
-    for name, target in found.items():
-        if not groups or target.nbytes > room:
+    free = 0
+    for name, output in outputs.items():
+        if not groups or output.nbytes > free:
             groups.append([])
-            room = shard_bytes
+            free = file_bytes
         groups[-1].append(name)
-        room -= target.nbytes
+        free -= output.nbytes
     return groups
 
 
-def group_by(names: Iterable[str], numbers: Mapping[str, Hashable]) -> list[list[str]]:
-    """The names of each file, in the order of the files' numbers. Every name has one."""
+def group_by_file(names: Iterable[str], files: Mapping[str, Hashable]) -> list[list[str]]:
+    """Group the names by the file that each belongs to, in the order of the files."""
     groups = defaultdict(list)
     for name in names:
-        groups[numbers[name]].append(name)
-    return [groups[number] for number in sorted(groups)]  # type: ignore[type-var] # all of one kind
+        groups[files[name]].append(name)
+    return [groups[file] for file in sorted(groups)]  # type: ignore[type-var] # all of one kind
 
 
-def lay_out_all(found: Mapping[str, Target], groups: Sequence[Sequence[str]]) -> list[FileLayout]:
-    """The files of these groups of names."""
+def lay_out_files(
+    outputs: Mapping[str, OutputTensor], groups: Sequence[Sequence[str]]
+) -> list[FileLayout]:
+    """Return the layout of one file for each group of names."""
     return [
-        lay_out(file, [(name, found[name].dtype, found[name].shape) for name in names])
+        lay_out(file, [(name, outputs[name].dtype, outputs[name].shape) for name in names])
         for file, names in zip(file_names(len(groups)), groups, strict=True)
     ]
 
 
 def extents_of(files: Sequence[FileLayout]) -> list[ExtentId]:
-    """Every extent of the files, in order."""
+    """Return every extent of the files, in order."""
     return [(f, k) for f, file in enumerate(files) for k in range(-(-file.size // EXTENT))]
 
 
-def assign(files: Sequence[FileLayout], found: Mapping[str, Target]) -> dict[ExtentId, int]:
-    """The rank that writes each extent: one that holds most of it, or nearly, so that all have about as much to write."""
-    held: dict[ExtentId, Counter[tuple[int, ...]]] = {extent: Counter() for extent in extents_of(files)}
-    for extent, entry, part, cuts in _overlaps(files, found, lambda extent, part: True):
-        size = math.prod(last - first for first, last in cuts) * DTYPES[entry.dtype].itemsize
+# ---- files -> who writes and sends what
+
+
+def assign_extents(
+    files: Sequence[FileLayout], outputs: Mapping[str, OutputTensor]
+) -> dict[ExtentId, int]:
+    """Choose the rank that writes each extent: one that holds (almost) the largest share of it.
+
+    Among ranks within 10 % of the largest share, the one with the fewest extents is chosen.
+    """
+    held: dict[ExtentId, Counter[tuple[int, ...]]] = {e: Counter() for e in extents_of(files)}
+    for extent, entry, part, ranges in _overlaps_by_extent(files, outputs, lambda e, part: True):
+        size = math.prod(end - first for first, end in ranges) * DTYPES[entry.dtype].itemsize
         held[extent][part.holders] += size
     shares: dict[tuple[int, ...], list[ExtentId]] = defaultdict(list)
-    for extent, counts in held.items():
-        most = max(counts.values(), default=0)
-        near = [holders for holders, size in counts.items() if 10 * size >= 9 * most] or [(0,)]
-        shares[min(near, key=lambda holders: (len(shares[holders]) / len(holders), holders))].append(extent)
+    for extent, sizes in held.items():
+        most = max(sizes.values(), default=0)
+        near = [holders for holders, size in sizes.items() if 10 * size >= 9 * most] or [(0,)]
+        least = min(near, key=lambda holders: (len(shares[holders]) / len(holders), holders))
+        shares[least].append(extent)
+    # Replicas of a shard each write a contiguous run of its extents.
     return {
-        extent: holders[i * len(holders) // len(extents)]  # replicas: each a stretch of its own
+        extent: holders[i * len(holders) // len(extents)]
         for holders, extents in shares.items()
         for i, extent in enumerate(extents)
     }
 
 
-def moves(
+def plan_copies(
     files: Sequence[FileLayout],
-    found: Mapping[str, Target],
-    holder_of: Callable[[ExtentId, Part], int | None],
-) -> Iterator[Move]:
-    """The moves into all extents, in one order. `holder_of`: who gives that part of an extent; None leaves it out."""
-    for extent, entry, part, cuts in _overlaps(files, found, lambda extent, part: holder_of(extent, part) is not None):
+    outputs: Mapping[str, OutputTensor],
+    holder_of: Callable[[ExtentId, Overlap], int | None],
+) -> Iterator[ExtentCopy]:
+    """Yield the copies into all extents, in the same order on every rank.
+
+    holder_of: chooses the holder that provides an overlap for an extent; None skips the copy.
+    """
+
+    def is_needed(extent: ExtentId, part: Overlap) -> bool:
+        return holder_of(extent, part) is not None
+
+    for extent, entry, part, ranges in _overlaps_by_extent(files, outputs, is_needed):
         holder = holder_of(extent, part)
         assert holder is not None
-        box, strides = narrow(part.box, cuts), contiguous(entry.shape)
+        box, strides = crop(part.box, ranges), contiguous_strides(entry.shape)
         first = sum(span[0] * stride for span, stride in zip(box, strides, strict=True))
-        ours = [(0, 1)] * (len(part.local) - len(box)) + list(_swapped(cuts, part.transposed))
-        yield Move(
+        # A stacked native tensor has one more leading dimension than the output tensor.
+        leading = [(0, 1)] * (len(part.local_box) - len(box))
+        yield ExtentCopy(
             extent,
             holder,
-            part.key,
-            narrow(part.local, ours),
+            part.shard,
+            crop(part.local_box, [*leading, *_swapped(ranges, part.transposed)]),
             part.transposed,
             entry.dtype,
             tuple(count for _, count, _ in box),
@@ -260,47 +346,32 @@ def moves(
         )
 
 
-def _overlaps(
-    files: Sequence[FileLayout], found: Mapping[str, Target], keep: Callable[[ExtentId, Part], bool]
-) -> Iterator[tuple[ExtentId, Entry, Part, list[tuple[int, int]]]]:
-    """Every rectangle that an extent and a part have in common, as positions of the part's spans."""
+def _swapped(ranges: Sequence[Range], transposed: bool) -> Sequence[Range]:
+    return (*ranges[:-2], ranges[-1], ranges[-2]) if transposed else ranges
+
+
+def _overlaps_by_extent(
+    files: Sequence[FileLayout],
+    outputs: Mapping[str, OutputTensor],
+    is_needed: Callable[[ExtentId, Overlap], bool],
+) -> Iterator[tuple[ExtentId, Entry, Overlap, list[Range]]]:
+    """Yield every rectangle that an extent and an overlap share, as ranges of the overlap's box."""
     for f, file in enumerate(files):
         for entry in file.entries:
-            width, strides = DTYPES[entry.dtype].itemsize, contiguous(entry.shape)
-            for part in found[entry.name].parts:
-                first = sum(start * stride for (start, _, _), stride in zip(part.box, strides, strict=True))
-                last = first + sum((n - 1) * step * s for (_, n, step), s in zip(part.box, strides, strict=True))
-                for k in range((entry.begin + first * width) // EXTENT, (entry.begin + last * width) // EXTENT + 1):
-                    if not keep((f, k), part):
+            width, strides = DTYPES[entry.dtype].itemsize, contiguous_strides(entry.shape)
+            for part in outputs[entry.name].overlaps:
+                spans = list(zip(part.box, strides, strict=True))
+                first = sum(start * stride for (start, _, _), stride in spans)
+                last = first + sum((n - 1) * step * stride for (_, n, step), stride in spans)
+                first_extent = (entry.begin + first * width) // EXTENT
+                last_extent = (entry.begin + last * width) // EXTENT
+                for k in range(first_extent, last_extent + 1):
+                    if not is_needed((f, k), part):
                         continue
                     low = max(0, (k * EXTENT - entry.begin) // width)
-                    high = min((entry.end - entry.begin) // width, ((k + 1) * EXTENT - entry.begin) // width)
+                    end = min(entry.end, (k + 1) * EXTENT)
+                    high = (end - entry.begin) // width
                     for bounds in rectangles(entry.shape, low, high):
-                        cuts = common(part.box, bounds)
-                        if cuts is not None:
-                            yield (f, k), entry, part, cuts
-
-
-def contiguous(shape: Shape) -> tuple[int, ...]:
-    """The strides of a tensor in C order, in elements."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-@lru_cache(maxsize=1024)
-def rectangles(shape: Shape, low: int, high: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Elements `low` to `high` of a tensor in C order as rectangles, each (first, last) for every dimension."""
-    if low >= high:
-        return ()
-    if not shape:
-        return ((),)
-    inner, full = math.prod(shape[1:]), tuple((0, n) for n in shape[1:])
-    (first, head), (last, tail) = divmod(low, inner), divmod(high, inner)
-    if first == last:
-        return tuple(((first, first + 1), *rest) for rest in rectangles(shape[1:], head, tail))
-    found = []
-    if head:
-        found += [((first, first + 1), *rest) for rest in rectangles(shape[1:], head, inner)]
-        first += 1
-    if first < last:
-        found.append(((first, last), *full))
-    return (*found, *(((last, last + 1), *rest) for rest in rectangles(shape[1:], 0, tail)))
+                        ranges = intersect(part.box, bounds)
+                        if ranges is not None:
+                            yield (f, k), entry, part, ranges

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_map_only
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
-from torchtitan_like.checkpoint.hf.direct import write_export
+from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
-from torchtitan_like.checkpoint.loading import Identity, load_states
+from torchtitan_like.checkpoint.identity import Identity
+from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.publishing import StagedOutput
 from torchtitan_like.checkpoint.start import Start
@@ -44,7 +45,7 @@ from torchtitan_like.checkpoint.tools.contents import (
 from torchtitan_like.checkpoint.unpickle import load_saved
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.models.hf_table import links, slices, their_shapes
+from torchtitan_like.models.hf_table import external_shapes, links, slices
 from torchtitan_like.util.reading import parse_json
 
 # Returns the model of the checkpoint at a path, and its configuration as TOML.
@@ -179,13 +180,13 @@ def _meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str
         raise CheckpointError(f"of {spec.name} no checkpoints of TorchTitan or Meta are known")
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     table = links(spec.meta_names(args), shapes, spec.tied(args))
-    dtypes = {link.theirs: weights[link.ours].dtype for link in table}
+    dtypes = {link.external: weights[link.native].dtype for link in table}
     renamed = {
-        name: torch.empty(shape, dtype=dtypes[name]) for name, shape in their_shapes(table).items()
+        name: torch.empty(shape, dtype=dtypes[name]) for name, shape in external_shapes(table).items()
     }
     for link in table:
-        block = weights[link.ours][slices(link.our_box)]
-        target = renamed[link.theirs][slices(link.their_box)]
+        block = weights[link.native][slices(link.native_box)]
+        target = renamed[link.external][slices(link.external_box)]
         target.copy_((block.mT if link.transposed else block).reshape(target.shape))
     return renamed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -32,7 +32,6 @@ def export_step(
     *,
     identify: Identify,
     dtype: torch.dtype | None = None,
-    executor: Literal["direct", "consolidate"] = "direct",
     shard_gb: float | None = None,
 ) -> None:
     """Write `out`: weights, config, tokenizer. All ranks call it together.
@@ -71,7 +70,6 @@ def export_step(
             identity,
             votes,
             dtype=dtype,
-            executor=executor,
             shard_bytes=round((shard_gb or SHARD_GB) * 1e9),
             by_index=not shard_gb,
         )

@@ -18,12 +18,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights (default: keep)")
     parser.add_argument(
-        "--executor",
-        choices=["direct", "consolidate"],
-        default="direct",
-        help="both write the same files",
-    )
-    parser.add_argument(
         "--shard-gb",
         type=float,
         metavar="GB",
@@ -62,7 +56,6 @@ def _export(arguments: argparse.Namespace) -> int:
                 Votes(group),
                 identify=lambda path: identify_step(path, arguments.custom_import),
                 dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-                executor=arguments.executor,
                 shard_gb=arguments.shard_gb,
             )
         except (CheckpointError, ConfigError, TokenizerError) as error:

@@ -1,0 +1,245 @@
+"""Write a Hugging Face export: each rank writes its own parts of the final files.
+
+No tensor is ever whole on one rank. `plan.py` describes the plan; here it is carried out: a rank
+fills each extent that it owns from its own shards and from what other ranks send, in the dtype of
+the file, and writes it once. This needs a few extents of memory in addition to the weights. The
+bytes are the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.extents import EXTENT, FileRecord
+from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
+from torchtitan_like.checkpoint.hf.plan import (
+    ExtentCopy,
+    ExtentId,
+    OutputTensor,
+    Overlap,
+    ShardInfo,
+    ShardKey,
+    assign_extents,
+    describe_shards,
+    extents_of,
+    group_by_file,
+    group_by_size,
+    lay_out_files,
+    merge_shards,
+    plan_copies,
+    plan_tensors,
+)
+from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, FileLayout
+from torchtitan_like.checkpoint.overflow import warn_of_overflow
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models.hf_table import Rows, Table
+
+logger = logging.getLogger()
+
+EXTENTS_PER_ROUND = 8  # that a rank writes between two exchanges
+_ALIGNMENT = 16  # bytes; no element is wider
+
+
+def write_export(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rows: Rows,
+    tied: Table,
+    dtype: torch.dtype | None,
+    group: HostGroup,
+    shard_bytes: int = 5 * 10**9,
+    index: Mapping[str, str] | None = None,
+) -> dict[str, FileRecord]:
+    """Write `tensors` as `model*.safetensors`. All ranks of the group call it together.
+
+    tensors: native names -> detached DTensor, or a tensor that is equal on all ranks; may be empty.
+    dtype: floating-point tensors are converted to it; None keeps each one's own.
+    shard_bytes: the most bytes of tensors in one file.
+    index: weight_map of a model.safetensors.index.json. If it has all names, it decides which
+        tensors share a file, instead of `shard_bytes`.
+
+    Returns the records of all files, index included, on every rank. Raises CheckpointError on all
+    ranks if any of them fails, with rank, file, and reason; the caller then removes the folder.
+    """
+    rank, votes = group.rank, Votes(group)
+    views: dict[ShardKey, Tensor] = {}
+
+    def describe() -> list[ShardInfo]:
+        warn_of_overflow(tensors, dtype)
+        infos, own_views = describe_shards(tensors)
+        views.update(own_views)
+        return infos
+
+    infos = votes.all_do(describe)
+    shards = merge_shards(infos, [f"rank {r}" for r in range(group.size)])
+    outputs = plan_tensors(shards, rows, tied, dtype)
+    groups = _group_tensors(outputs, shard_bytes, index)
+    begin = time.monotonic()
+    files = lay_out_files(outputs, groups)
+    owners = assign_extents(files, outputs)
+    with Output(folder, files, votes) as output:
+        output.create(extent for extent, owner in owners.items() if owner == rank)
+        _Exchange(files, outputs, owners, views, votes).run(output)
+        records = output.finish()
+    seconds = time.monotonic() - begin
+    total = sum(file.size for file in files)
+    logger.info(
+        f"Exported {total:,} bytes in {len(files)} files in {seconds:.2f} seconds "
+        f"({total / seconds / 1e9:.2f} GB/s)"
+    )
+    return records
+
+
+def _group_tensors(
+    outputs: Mapping[str, OutputTensor], shard_bytes: int, index: Mapping[str, str] | None
+) -> list[list[str]]:
+    if not outputs:
+        raise CheckpointError("there is nothing to export: no rank holds a tensor")
+    if index is None:
+        return group_by_size(outputs, shard_bytes)
+    missing = [name for name in outputs if name not in index]
+    if not missing:
+        return group_by_file(outputs, index)
+    logger.warning(
+        f"The index of the assets lacks {len(missing)} of {len(outputs)} tensors (such as "
+        f"{missing[0]}): the index is ignored, and the files of the export hold at most "
+        f"{shard_bytes:,} bytes each"
+    )
+    return group_by_size(outputs, shard_bytes)
+
+
+class _Exchange:
+    """Send, receive, and write this rank's copies in rounds of EXTENTS_PER_ROUND extents a rank."""
+
+    def __init__(
+        self,
+        files: Sequence[FileLayout],
+        outputs: Mapping[str, OutputTensor],
+        owners: Mapping[ExtentId, int],
+        views: Mapping[ShardKey, Tensor],
+        votes: Votes,
+    ) -> None:
+        self._views = views
+        self._votes = votes
+        self._rank = rank = votes.group.rank
+        counts: dict[int, int] = defaultdict(int)
+        round_of: dict[ExtentId, int] = {}
+        self._own_extents: dict[int, list[ExtentId]] = defaultdict(list)
+        for extent in extents_of(files):
+            owner = owners[extent]
+            round_of[extent] = counts[owner] // EXTENTS_PER_ROUND
+            counts[owner] += 1
+            if owner == rank:
+                self._own_extents[round_of[extent]].append(extent)
+        self._num_rounds = max(round_of.values()) + 1
+        self._copies: dict[ExtentId, list[ExtentCopy]] = defaultdict(list)
+        # Round -> peer -> copies.
+        self._outgoing: dict[int, dict[int, list[ExtentCopy]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self._incoming: dict[int, dict[int, list[ExtentCopy]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+
+        def sender_of(extent: ExtentId, part: Overlap) -> int | None:
+            owner = owners[extent]
+            if owner in part.holders:
+                sender = owner
+            else:
+                sender = part.holders[extent[1] % len(part.holders)]
+            return sender if rank in (owner, sender) else None
+
+        for copy in plan_copies(files, outputs, sender_of):
+            owner, turn = owners[copy.extent], round_of[copy.extent]
+            if owner != rank:
+                self._outgoing[turn][owner].append(copy)
+                continue
+            self._copies[copy.extent].append(copy)
+            if copy.holder != rank:
+                self._incoming[turn][copy.holder].append(copy)
+        self._posted: dict[int, list[Any]] = {}
+        self._messages: dict[tuple[int, int], Tensor] = {}  # (round, peer) -> what it sends
+        self._received: dict[ExtentCopy, Tensor] = {}
+        self._failure: Exception | None = None
+
+    def run(self, output: Output) -> None:
+        """Fill and write all extents of this rank. Raises CheckpointError on all ranks if any fails."""
+        buffer = torch.empty(EXTENT, dtype=torch.uint8)
+
+        def write(turn: int) -> None:
+            if self._failure is not None:
+                raise self._failure
+            for extent in self._own_extents[turn]:
+                data = output.begin(extent, buffer)
+                for copy in self._copies.get(extent, ()):
+                    copy.write(data, self._values(copy))
+                output.write(extent, data)
+
+        self._post(0)
+        try:
+            run_in_rounds(self._votes, self._num_rounds, write, self._exchange)
+        except CheckpointError:
+            # All ranks stopped in the same round; the next one's messages are already posted.
+            for turn in list(self._posted):
+                self._complete(turn)
+            raise
+
+    def _values(self, copy: ExtentCopy) -> Tensor:
+        if copy.holder != self._rank:
+            return self._received[copy]
+        return copy.read(self._views[copy.shard])
+
+    def _exchange(self, turn: int) -> None:
+        """Receive this round's messages; post the next round's, so that they overlap with writing."""
+        self._post(turn + 1)
+        self._complete(turn)
+        self._received = {}
+        for peer, copies in self._incoming.pop(turn, {}).items():
+            message = self._messages.pop((turn, peer))
+            self._received.update(zip(copies, _unpack(message, copies), strict=True))
+
+    def _post(self, turn: int) -> None:
+        group = self._votes.group.group
+        works = self._posted[turn] = []
+        for peer, copies in self._outgoing.pop(turn, {}).items():
+            message = torch.empty(_message_bytes(copies), dtype=torch.uint8)
+            try:
+                for copy, values in zip(copies, _unpack(message, copies), strict=True):
+                    values.copy_(copy.read(self._views[copy.shard]))
+            except RuntimeError as error:  # the peer waits for a message nevertheless
+                self._failure = error
+            works.append((dist.isend(message, group=group, group_dst=peer, tag=turn), message))
+        for peer, copies in self._incoming.get(turn, {}).items():
+            message = torch.empty(_message_bytes(copies), dtype=torch.uint8)
+            self._messages[turn, peer] = message
+            works.append((dist.irecv(message, group=group, group_src=peer, tag=turn), message))
+
+    def _complete(self, turn: int) -> None:
+        for work, _ in self._posted.pop(turn):
+            work.wait()
+
+
+def _message_bytes(copies: Sequence[ExtentCopy]) -> int:
+    return sum(-(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT for copy in copies)
+
+
+def _unpack(message: Tensor, copies: Sequence[ExtentCopy]) -> list[Tensor]:
+    """Return a view of each copy's values in a message, in the file's dtype and shape."""
+    values, begin = [], 0
+    for copy in copies:
+        data = message[begin : begin + copy.nbytes]
+        values.append(data.view(DTYPES[copy.dtype]).view(copy.shape))
+        begin += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return values
