@@ -191,7 +191,7 @@ def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
     if rule.kind == "trunc_normal":
         # Between the CDF's values at the cuts: every draw is used. 40 bits of it, inwards, so that no libm's last digit
         # shows and no value lies outside.
-        below = math.ceil(0.5 * math.erfc(rule.cut / math.sqrt(2.0)) * 2**40) * 2.0**-40
+        below = math.ceil(0.5 * math.erfc(rule.bound / math.sqrt(2.0)) * 2**40) * 2.0**-40
         uniform = uniform * (1.0 - 2.0 * below) + below
     values = normal_quantile(uniform)
     values *= rule.std

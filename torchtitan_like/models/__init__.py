@@ -1,4 +1,4 @@
-"""Models: single-device modules that know nothing of ranks, and what each hands to the framework."""
+"""Models: single-device modules, and a `ModelSpec` for each that the framework reads."""
 
 from torchtitan_like.models.spec import (
     InitRule,

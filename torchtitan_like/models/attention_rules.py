@@ -1,4 +1,4 @@
-"""What may be asked of attention, and which device can do it: known before torch is loaded."""
+"""Check attention settings against model and device, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ MASK_TYPES = ("causal", "block_causal")
 
 
 def check_attention(attn_type: str, attn_mask_type: str) -> list[str]:
-    """What is wrong with a model's attention arguments, one sentence each."""
-    known = {"attn_type": (attn_type, ATTENTION_TYPES), "attn_mask_type": (attn_mask_type, MASK_TYPES)}
+    """Return one sentence for each problem of a model's attention arguments."""
+    settings = {
+        "attn_type": (attn_type, ATTENTION_TYPES),
+        "attn_mask_type": (attn_mask_type, MASK_TYPES),
+    }
     problems = [
         f"{key} = {value!r}: expected one of {', '.join(values)}"
-        for key, (value, values) in known.items()
+        for key, (value, values) in settings.items()
         if value not in values
     ]
     if not problems and attn_type != "sdpa" and attn_mask_type == "causal":
         problems.append(
-            f'attn_type = {attn_type!r}: expected "sdpa" with attn_mask_type = "causal", which has a kernel of its own; '
-            'set attn_mask_type = "block_causal" to end attention at document borders'
+            f'attn_type = {attn_type!r}: expected "sdpa" with attn_mask_type = "causal", which has its '
+            'own kernel; set attn_mask_type = "block_causal" to end attention at document borders'
         )
     return problems
 
 
 def unsupported_attention(attn_type: str, *, device_type: str, dtype: str, head_dim: int) -> str:
-    """Why a device cannot compute an attention type in `dtype`, as one sentence; empty when it can.
+    """Return why a device cannot compute an attention type in `dtype`; empty if it can.
 
-    dtype: that of the computation (training.mixed_precision_param).
+    dtype: the compute dtype (training.mixed_precision_param).
     """
-    if attn_type == "sdpa" or device_type == "cpu":  # on CPU the reference replaces all others
+    if attn_type == "sdpa" or device_type == "cpu":  # on CPU the reference kernel replaces the others
         return ""
     if attn_type == "varlen" and dtype not in ("float16", "bfloat16"):
         return (
@@ -35,7 +38,10 @@ def unsupported_attention(attn_type: str, *, device_type: str, dtype: str, head_
             'set training.mixed_precision_param = "bfloat16", or attn_type = "flex"'
         )
     if attn_type == "varlen" and (head_dim % 8 or head_dim > 256):
-        return f'attn_type = "varlen" needs heads of 8, 16, ... 256 dimensions, not {head_dim}: set attn_type = "flex"'
+        return (
+            f'attn_type = "varlen" needs heads of 8, 16, ... 256 dimensions, not {head_dim}: '
+            'set attn_type = "flex"'
+        )
     if attn_type == "flex" and dtype == "float64":
         return 'attn_type = "flex" has no kernel for float64: set attn_type = "sdpa"'
     return ""

@@ -1,6 +1,6 @@
-"""`ModelSpec`: all that a model hands to the framework, and the table of models that are known.
+"""`ModelSpec`: everything that a model gives to the framework, and the registry of models.
 
-Nothing here imports torch: the configuration is checked against a model before torch is loaded.
+This module never imports torch: a config is checked against a model before torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,43 +20,51 @@ from torchtitan_like.models.hf_table import Rows, Table
 if TYPE_CHECKING:
     from torch import nn
 
-# What a model's sharding.py may say of a parameter. Each word fixes how the weight is placed, how the module's input and
-# output are laid out, and how the weight's gradient is reduced; what that means in collectives is known to `distributed`.
-SHARDING_WORDS = {
-    "vocab_embedding": "rows are entries of the vocabulary, split; output summed",
-    "column": "output features split, the input whole",
-    "row": "input features split, the output summed",
-    "output": "the head: rows are entries of the vocabulary, split; logits stay split for the loss",
-    "norm": "the weight whole, its input split along the sequence, so that its gradient is partial",
-    "head_norm": "a norm inside each attention head: the weight whole, its heads split, so that its gradient is partial",
-    "latent": "whole, computed alike on every rank",
-    "router": "whole, its input split along the sequence, so that its gradient is partial",
-    "experts": "stacked expert weights, split by expert",
-    "shared_expert": "an expert that sees every token, split like column and row",
-    "buffer_state": "a statistic kept beside the weights, without a gradient",
+# The sharding roles that a model's sharding.py may give to a parameter. A role fixes the weight's
+# placement, the layout of the module's input and output, and the reduction of the weight's gradient.
+# `distributed/tensor.py` implements them.
+SHARDING_ROLES = {
+    "vocab_embedding": "weight sharded over the vocabulary; output reduced",
+    "column": "weight sharded over output features; input replicated",
+    "row": "weight sharded over input features; output reduced",
+    "output": "head: weight and logits sharded over the vocabulary, for the loss",
+    "norm": "weight replicated, input sharded over the sequence, gradient partial",
+    "head_norm": "norm of each attention head: weight replicated, heads sharded, gradient partial",
+    "latent": "replicated, with the same computation on every rank",
+    "router": "weight replicated, input sharded over the sequence, gradient partial",
+    "experts": "stacked expert weights, sharded over experts",
+    "shared_expert": "expert for every token, sharded like column and row",
+    "buffer_state": "statistic without a gradient, stored with the weights",
 }
 
 
 @dataclass(frozen=True)
 class InitRule:
-    """How one parameter is drawn: mean 0, `std`, and for trunc_normal nothing beyond `cut` standard deviations."""
+    """Initial distribution of a parameter, with mean 0.
+
+    std: standard deviation of normal and trunc_normal.
+    bound: trunc_normal draws nothing beyond this many standard deviations.
+    """
 
     kind: Literal["zeros", "ones", "normal", "trunc_normal"]
     std: float = 0.0
-    cut: float = 0.0
+    bound: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind in ("normal", "trunc_normal") and not self.std > 0:
-            raise ValueError(f"InitRule({self.kind!r}) has std {self.std}: give a standard deviation above 0")
-        if (self.kind == "trunc_normal") != (self.cut > 0):
             raise ValueError(
-                f"InitRule({self.kind!r}) has cut {self.cut}: only trunc_normal has one, and it is above 0"
+                f"InitRule({self.kind!r}) has std {self.std}: give a standard deviation above 0"
+            )
+        if (self.kind == "trunc_normal") != (self.bound > 0):
+            raise ValueError(
+                f"InitRule({self.kind!r}) has bound {self.bound}: expected a bound above 0 for "
+                "trunc_normal, and none for the other kinds"
             )
 
 
-def almost_normal(std: float) -> InitRule:
-    """What `torch.nn.init.trunc_normal_` means by its defaults: cut at -2 and 2, however small `std` is."""
-    return InitRule("trunc_normal", std=std, cut=2.0 / std)
+def trunc_normal(std: float) -> InitRule:
+    """Return the rule of `torch.nn.init.trunc_normal_`: bounds at -2 and 2, whatever `std` is."""
+    return InitRule("trunc_normal", std=std, bound=2.0 / std)
 
 
 @dataclass(frozen=True)
@@ -96,21 +104,24 @@ _STAGE_SIZES = ("batch", "seq", "hidden_seq")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One family of models. `A` below is its `args_type`, a frozen dataclass of ints, floats, bools and strings.
+    """One family of models. `A` is its `args_type`, a frozen dataclass of ints, floats, bools, strings.
 
-    build(A) -> nn.Module       the plain single-device module on the current default device (torch.device("meta"))
-    block_pattern               fnmatch pattern of the fqns of the repeated blocks
-    init_table(A)               (fnmatch pattern of canonical parameter names, InitRule); the first match wins
-    num_params(A)               parameters, a tied one once, computed without building
-    flops_per_token(A, seq)     forward and backward FLOPs per trained token at a sequence length in tokens
-    constraints(A)              what a layout must divide or respect: n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len
-    check(A)                    sentences on what is wrong with the sizes themselves; empty when nothing is
-    sharding                    (fnmatch pattern of parameter names, word of SHARDING_WORDS); exactly one matches
-    tied(A)                     pairs (parameter name, name of the one it is the same tensor as)
-    hf_names(A)                 (our parameter name, Hugging Face's), or `hf_table.Row` where more than the name differs
-    hf_config(A)                content of Hugging Face's config.json
-    meta_names(A)               the same for Meta's and TorchTitan's checkpoints; None where there are none of them
-    stage_tensors(A)            what pipeline stages pass on in addition to the hidden states
+    build(A) -> nn.Module    build the single-device module on the default device (meta)
+    block_pattern            fnmatch pattern of the fqns of the repeated blocks
+    first_modules            fqns of the modules before the blocks
+    last_modules             fqns of the modules after the blocks; the head is last
+    init_table(A)            (fnmatch pattern of parameter names, InitRule); the first match applies
+    num_params(A)            number of parameters, a tied one once, computed without building
+    flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
+    constraints(A)           sizes that a layout must divide or respect: n_layers, n_heads,
+                             n_kv_heads, vocab_size, max_seq_len
+    check(A)                 one sentence for each problem of the sizes; empty if there is none
+    sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
+    tied(A)                  pairs (alias, name of the parameter that it is)
+    hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
+    hf_config(A)             content of Hugging Face's config.json
+    meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
+    stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
     """
 
     name: str
@@ -133,14 +144,15 @@ class ModelSpec:
     stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
 
     def __post_init__(self) -> None:
-        unknown = sorted({word for _, word in self.sharding} - SHARDING_WORDS.keys())
+        unknown = sorted({role for _, role in self.sharding} - SHARDING_ROLES.keys())
         if unknown:
             raise ValueError(
-                f"model {self.name!r} uses unknown sharding words {unknown}; known: {list(SHARDING_WORDS)}"
+                f"model {self.name!r} uses unknown sharding roles {unknown}; expected some of "
+                f"{list(SHARDING_ROLES)}"
             )
 
 
-# A family is a folder beside this file.
+# A family is a folder next to this file.
 _BUILT_IN = [
     name for _, name, is_folder in iter_modules([str(Path(__file__).parent)]) if is_folder and name != "layers"
 ]
@@ -148,37 +160,50 @@ _registered: dict[str, ModelSpec] = {}
 
 
 def register(spec: ModelSpec) -> None:
-    """Make `spec` known by its name. Raises ValueError when another spec holds that name."""
+    """Register `spec` by its name. Raises ValueError if another spec has that name."""
     if _registered.setdefault(spec.name, spec) is not spec:
-        raise ValueError(f"a model named {spec.name!r} is already registered; give yours another name")
+        raise ValueError(
+            f"a model named {spec.name!r} is already registered; give yours another name"
+        )
 
 
 def get_spec(name: str) -> ModelSpec:
-    """The registered model of that name; a built-in family is imported when first asked for. Raises KeyError."""
+    """Return the model of that name, importing a built-in family on first use.
+
+    Raises KeyError if no model has the name.
+    """
     if name not in _registered and name in _BUILT_IN:
         importlib.import_module(f"{__package__}.{name}")
     if name not in _registered:
-        known = sorted({*_registered, *_BUILT_IN})
-        raise KeyError(f"model {name!r} is not known{_nearest(name, known)}; known: {', '.join(known)}")
+        names = sorted({*_registered, *_BUILT_IN})
+        raise KeyError(
+            f"model {name!r} does not exist{_suggestion(name, names)}; expected one of "
+            f"{', '.join(names)}"
+        )
     return _registered[name]
 
 
 def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:
-    """The sizes of `flavor` with `overrides` put over them.
+    """Return the sizes of `flavor` with `overrides` applied.
 
-    Raises ValueError with one line for each problem: an unknown flavor or key, a value of the wrong type, sizes that do
-    not fit each other.
+    Raises ValueError with one line for each problem: an unknown flavor or key, a value of the wrong
+    type, sizes that do not fit each other.
     """
     problems = []
     if flavor not in spec.flavors:
-        known = list(spec.flavors)
-        problems.append(f"{spec.name} has no flavor {flavor!r}{_nearest(flavor, known)}; flavors: {', '.join(known)}")
+        names = list(spec.flavors)
+        problems.append(
+            f"{spec.name} has no flavor {flavor!r}{_suggestion(flavor, names)}; expected one of "
+            f"{', '.join(names)}"
+        )
     hints = get_type_hints(spec.args_type)
     for key, value in overrides.items():
         if key not in hints:
-            problems.append(f"{key} = {value!r}: {spec.name} has no such argument{_nearest(key, list(hints))}")
+            suggestion = _suggestion(key, list(hints))
+            problems.append(f"{key} = {value!r}: {spec.name} has no such argument{suggestion}")
         elif not _has_type(value, hints[key]):
-            problems.append(f"{key} = {value!r}: expected {_spell(hints[key])}, found {type(value).__name__}")
+            expected = _type_name(hints[key])
+            problems.append(f"{key} = {value!r}: expected {expected}, found {type(value).__name__}")
     if not problems:
         args = dataclasses.replace(spec.flavors[flavor], **overrides)
         problems = spec.check(args)
@@ -187,8 +212,8 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
     return args
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
+def _suggestion(name: str, candidates: list[str]) -> str:
+    near = get_close_matches(name, candidates, n=1, cutoff=0.5)
     return f" (perhaps {near[0]!r})" if near else ""
 
 
@@ -200,21 +225,22 @@ def _has_type(value: object, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _spell(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_spell(option) for option in get_args(hint))
+        return " or ".join(_type_name(option) for option in get_args(hint))
     return "nothing" if hint is type(None) else str(hint.__name__)
 
 
-def fit_positions(args: Any, longest: int) -> Any:
-    """The same sizes with tables for `longest` positions only, where the model has a `max_seq_len`: less memory, and no
-    number changes.
+def fit_positions(args: Any, num_positions: int) -> Any:
+    """Return the sizes with max_seq_len = num_positions, to save memory; no result changes.
+
+    A model without `max_seq_len` keeps its sizes.
     """
     if not any(field.name == "max_seq_len" for field in dataclasses.fields(args)):
         return args
-    return dataclasses.replace(args, max_seq_len=longest)
+    return dataclasses.replace(args, max_seq_len=num_positions)
 
 
 def has_documents(args: Any) -> bool:
-    """True when attention ends at document borders, so that a model needs each token's position in its document."""
+    """Return True if attention ends at document borders: the model then needs positions."""
     return getattr(args, "attn_mask_type", "causal") == "block_causal"

@@ -83,4 +83,4 @@ def test_initial_weights(name, depth_init, rule):
     """Depth l (from 0) scales what writes into the residual stream by 1 / sqrt(2 (l + 1)), or by 1 / sqrt(2 L)."""
     found = rule_of(resolve_args(LLAMA, "debugmodel", {"depth_init": depth_init}), name)
     assert found.kind == rule.kind
-    assert (found.std, found.cut) == pytest.approx((rule.std, rule.cut))
+    assert (found.std, found.bound) == pytest.approx((rule.std, rule.bound))

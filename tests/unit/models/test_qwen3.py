@@ -172,7 +172,7 @@ def test_initial_weights(name, overrides, rule):
     table = QWEN.init_table(resolve_args(QWEN, "debugmodel", overrides))
     found = next(rule for pattern, rule in table if fnmatchcase(name, pattern))
     assert found.kind == rule.kind
-    assert (found.std, found.cut) == pytest.approx((rule.std, rule.cut))
+    assert (found.std, found.bound) == pytest.approx((rule.std, rule.bound))
 
 
 @pytest.mark.parametrize("tied", [True, False])

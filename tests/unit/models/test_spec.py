@@ -26,7 +26,7 @@ def test_sizes_are_known_without_torch():
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_name():
-    with pytest.raises(KeyError, match="'lama3' is not known.*perhaps 'llama3'"):
+    with pytest.raises(KeyError, match="'lama3' does not exist.*perhaps 'llama3'"):
         get_spec("lama3")
 
 
@@ -85,13 +85,13 @@ def test_an_init_rule_that_means_nothing_is_refused(wrong):
         InitRule(*wrong)
 
 
-def test_a_sharding_word_must_be_known():
-    with pytest.raises(ValueError, match="unknown sharding words \\['colum'\\]"):
+def test_a_sharding_role_must_exist():
+    with pytest.raises(ValueError, match="unknown sharding roles \\['colum'\\]"):
         dataclasses.replace(LLAMA, sharding=(("output.weight", "colum"),))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"enable_weight_tying": True}, {"n_kv_heads": 4}])
-def test_every_parameter_has_one_word_and_one_rule(overrides):
+def test_every_parameter_has_one_role_and_one_rule(overrides):
     import torch
 
     args = resolve_args(LLAMA, "debugmodel", overrides)

@@ -1,4 +1,4 @@
-"""The last module: from hidden states to logits, or straight to the loss."""
+"""Output head: hidden states to logits, or to the sum of token losses."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ def total_of(loss: Tensor | LossWithTokens) -> Tensor:
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum of token losses in nats over labels other than -100: a 0-dim tensor of fp32, or float64 for a float64 model.
+    """Return the 0-dim sum of token losses in nats over labels other than -100.
 
-    hidden (tokens, dim), weight (vocab, dim), labels (tokens,).
+    hidden (tokens, dim), weight (vocab, dim), labels (tokens,). The result is fp32, or float64 for a
+    float64 model.
     """
     logits = F.linear(hidden, weight)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 class OutputHead(nn.Linear):
-    """Logits (batch, seq, vocab) of hidden states (batch, seq, dim); with labels (batch, seq) the sum of token losses.
+    """Map hidden states (batch, seq, dim) to logits (batch, seq, vocab), or to the loss.
 
-    `loss` is a seam with the arguments of `cross_entropy_sum`. Head and loss are one module, so that a loss that never
-    holds all logits can replace it. It returns the sum, or a `LossWithTokens` if the trainer asks for token losses.
+    With labels (batch, seq) it returns the sum of token losses. `loss` is a seam with the signature
+    of `cross_entropy_sum`: a replacement need not hold all logits at a time. It returns the sum, or a
+    `LossWithTokens` if the trainer needs token losses.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]

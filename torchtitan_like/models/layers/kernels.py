@@ -1,11 +1,12 @@
-"""Attention on one device: the kernels behind the seam `Attention.core`, and masks that end at document borders.
+"""Attention kernels of one device, for the seam `Attention.core`, and masks at document borders.
 
-A kernel is two functions. `mask` says, in a form of its own, which keys each query sees; the model calls it once per
-forward pass, for all layers. `core` computes softmax(q k^T / sqrt(head_dim)) v under that mask, in every layer.
+A kernel is two functions. `mask` builds the kernel's own representation of which keys each query
+attends to; the model calls it once per forward pass. `core` computes
+softmax(q k^T / sqrt(head_dim)) v under that mask, in every layer.
 
-The queries are the last tokens of the keys' sequence: query i of n stands at place g = keys - n + i. It sees the keys up to
-its own place, from the start of its document on, g - position (without a mask: from the first key on). So a query always
-sees itself, and no row is empty.
+The queries are the last tokens of the keys' sequence: query i of n has index g = keys - n + i. It
+attends to keys from the start of its document (g - position; without a mask: key 0) up to g. A query
+always attends to itself, so no row is empty.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# (q, k, v, mask) -> q's shape; (batch, heads, seq, head_dim) each. k and v may have fewer heads, each of which then serves a
-# group of neighbouring query heads.
+# (q, k, v, mask) -> shape of q; (batch, heads, seq, head_dim) each. k and v may have fewer heads, each
+# shared by a group of adjacent query heads.
 Core = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-# (positions in their documents (batch, queries), dtype of activations, keys) -> what the kernel's core takes.
+# (positions in their documents (batch, queries), dtype of activations, number of keys) -> mask for core
 Mask = Callable[[Tensor, torch.dtype, int], Any]
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(NamedTuple):
-    """What computes attention; a device or dtype that cannot do it is refused before a run (`attention_rules`)."""
+    """A kernel's functions. `attention_rules` checks before a run that the device supports it."""
 
     core: Core
     mask: Mask
@@ -38,56 +39,61 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     """`torch.nn.functional.scaled_dot_product_attention`; mask: see `additive_mask`."""
     square = q.shape[2] == k.shape[2]
     if q.is_cuda and (mask is not None or q.dtype not in _HALF):
-        # CUDA's flash kernel takes groups but only half precision and no mask; the others want equal heads.
+        # CUDA's flash kernel supports groups, but only in half precision without a mask. The other
+        # kernels need equal numbers of heads.
         k, v = equal_heads(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     if mask is None and square:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if mask is None and _is_flash_possible(q, k, v):
-        # This operator's triangle ends at the last query and key, unlike that of `is_causal`.
+        # This operator aligns the causal triangle with the last query and key, unlike `is_causal`.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return out
     if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask = mask.tril(k.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 def additive_mask(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Tensor:
-    """0 where a query sees a key, else -inf: (batch, 1, queries, keys) in the activations' dtype.
+    """Return 0 where a query attends to a key, else -inf: (batch, 1, queries, keys) in `dtype`.
 
-    From a boolean mask every layer would make such a one for itself, and keep it for its backward.
+    From a boolean mask every layer would build such a mask, and save it for its backward.
     """
-    place, start = _place_and_start(positions, num_keys)
+    index, start = _index_and_start(positions, num_keys)
     key = torch.arange(num_keys, device=positions.device)
-    sees = (key <= place[:, None]) & (key >= start[:, :, None])
-    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, -torch.inf).unsqueeze(1)
+    attends = (key <= index[:, None]) & (key >= start[:, :, None])
+    mask = torch.zeros(attends.shape, dtype=dtype, device=attends.device)
+    return mask.masked_fill_(~attends, -torch.inf).unsqueeze(1)
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-    """FlexAttention (arXiv:2412.05496), which leaves out blocks of keys that no query sees; mask: see `block_mask`."""
+    """FlexAttention (arXiv:2412.05496): skips blocks of masked keys; mask: see `block_mask`."""
     from torch.nn.attention import flex_attention as flex
 
     if mask is None:
         return causal_attention(q, k, v)
-    out: Tensor = _compiled(flex.flex_attention, q)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    attend = _compiled(flex.flex_attention, q)
+    out: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out
 
 
 def block_mask(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Any:
-    """A `torch.nn.attention.flex_attention.BlockMask`."""
+    """Return a `torch.nn.attention.flex_attention.BlockMask`."""
     from torch.nn.attention import flex_attention as flex
 
-    place, start = _place_and_start(positions, num_keys)
+    index, start = _index_and_start(positions, num_keys)
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= place[query]) & (key >= start[batch, query])
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= index[query]) & (key >= start[batch, query])
 
     build = _compiled(flex.create_block_mask, positions)
-    return build(sees, positions.shape[0], None, positions.shape[1], num_keys, device=positions.device)
+    batch, seq = positions.shape
+    return build(attends, batch, None, seq, num_keys, device=positions.device)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The flash kernel over all documents of all samples as sequences of their own; mask: see `document_borders`."""
+    """Flash attention over all documents of all samples, each a sequence; mask: `document_borders`."""
     from torch.nn.attention import varlen
 
     if mask is None:
@@ -100,15 +106,15 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def document_borders(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Tensor:
-    """Where documents begin in the samples laid end to end, and the end: int32 (documents + 1,).
+    """Return the offsets of documents in the concatenated samples, and the end: int32 (documents + 1,).
 
-    Waits for the device: how many documents there are decides the size. Raises ValueError when there are more keys than
-    queries, as the documents of both are then not the same.
+    Waits for the device, since the size depends on the number of documents. Raises ValueError if
+    there are more keys than queries, because their documents then differ.
     """
     if positions.shape[1] != num_keys:
         raise ValueError(
-            f'attn_type = "varlen" got {positions.shape[1]} queries for {num_keys} keys: expected whole sequences; '
-            'use attn_type = "flex" or "sdpa"'
+            f'attn_type = "varlen" got {positions.shape[1]} queries for {num_keys} keys: expected whole '
+            'sequences; use attn_type = "flex" or "sdpa"'
         )
     starts = (positions.flatten() == 0).nonzero().flatten()
     return F.pad(starts, (0, 1), value=positions.numel()).int()
@@ -122,9 +128,9 @@ KERNELS = {
 
 
 def attention_kernel(attn_type: str) -> Kernel:
-    """The kernel of an attention type, with the reference kernel ("sdpa") in its place on CPU.
+    """Return the kernel of an attention type; on CPU tensors it runs the reference ("sdpa") instead.
 
-    The other kernels cannot train on CPU. Under the same mask all of them compute the same.
+    The other kernels cannot train on CPU. All kernels compute the same function.
     """
     kernel, reference = KERNELS[attn_type], KERNELS["sdpa"]
     if kernel is reference:
@@ -141,21 +147,21 @@ def attention_kernel(attn_type: str) -> Kernel:
 
 
 def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with as many heads as q, each head repeated for its group."""
+    """Return k and v with as many heads as q: each head is repeated for its group."""
     group_size = q.shape[1] // k.shape[1]
     if group_size == 1:
         return k, v
     return k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
 
 
-def _place_and_start(positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Of each query the place among the keys, (queries,), and that of its document's first token, (batch, queries)."""
-    place = torch.arange(num_keys - positions.shape[1], num_keys, device=positions.device)
-    return place, place - positions
+def _index_and_start(positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Return each query's index among the keys (queries,), and its document's start (batch, queries)."""
+    index = torch.arange(num_keys - positions.shape[1], num_keys, device=positions.device)
+    return index, index - positions
 
 
 def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True for what CUDA's flash kernel computes."""
+    """Return True if CUDA's flash kernel supports these inputs."""
     if not q.is_cuda or q.shape[-1] % 8:
         return False
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
@@ -163,9 +169,9 @@ def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _compiled(function: Any, example: Tensor) -> Any:
-    """FlexAttention's functions are made to be compiled; a compiled caller does it itself.
+    """Compile a FlexAttention function, unless the caller is compiled or runs on CPU.
 
-    On CPU, where it has no backward, they run as they are: enough to compare numbers.
+    On CPU, where it has no backward, it runs uncompiled: enough to compare results.
     """
     if torch.compiler.is_compiling() or not example.is_cuda:
         return function

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+"""Root-mean-square normalization (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.RMSNorm):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in fp32 or wider and rounded once.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    Input and output (..., dim), in the input's dtype. Its arguments are dim and eps.
+    Input and output (..., dim) have the same dtype. The computation is in fp32 or wider, rounded
+    once. Arguments: dim, eps.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight  # one look: it may have to be gathered
+        weight = self.weight  # read once: reading may gather a sharded weight
         if x.is_cpu and not torch.compiler.is_compiling():
             y: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
             return y
@@ -25,18 +26,18 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """What a fused kernel does elsewhere: on CPU `F.rms_norm` is a chain of operations.
+    """RMSNorm with a hand-written backward, since CPU has no fused kernel for `F.rms_norm`.
 
-    Forward and backward take a third to a half less time, and of the activations only x itself is kept.
+    Forward and backward take a third to a half less time, and save only x of the activations.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        compute_dtype = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=compute_dtype)
         inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
-        y: Tensor = (x.to(wide) * inverse_rms).mul_(weight).to(x.dtype)
+        y: Tensor = (x.to(compute_dtype) * inverse_rms).mul_(weight).to(x.dtype)
         return y
 
     @staticmethod
@@ -45,9 +46,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
         """With n = x / rms: d_weight = sum(grad n), d_x = (g - n mean(g n)) / rms where g = grad weight."""
         x, weight, inverse_rms = ctx.saved_tensors
         normed = x.to(inverse_rms.dtype) * inverse_rms
-        wide_grad = grad.to(normed.dtype)
-        d_weight = (wide_grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        d_normed = wide_grad * weight
+        fp32_grad = grad.to(normed.dtype)
+        d_weight = (fp32_grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        d_normed = fp32_grad * weight
         mean = torch.linalg.vecdot(d_normed, normed).unsqueeze(-1).div_(x.shape[-1])
         d_x = d_normed.sub_(normed.mul_(mean)).mul_(inverse_rms).to(x.dtype)
         return d_x, d_weight, None

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's stretched frequencies."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's frequency scaling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.autograd.function import once_differentiable
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates each pair (i, i + head_dim / 2) of a head by `position * frequency_i`: Hugging Face's order of rows.
+    """Rotates each pair (i, i + head_dim / 2) of a head by `position * frequency_i`.
 
-    The tables are buffers of fp32 that no checkpoint holds, (max_seq_len, 1, head_dim). They are reached through the
-    module and never passed as an argument, because FSDP casts a module's floating arguments to the compute dtype.
+    This is Hugging Face's order of rows. The tables are non-persistent fp32 buffers
+    (max_seq_len, 1, head_dim). Attention reads them from this module instead of receiving them as
+    arguments, because FSDP casts floating-point arguments to the compute dtype.
 
-    factor: how much longer than `original_max_seq_len` the context is made; 1 leaves the frequencies as they are.
+    factor: length of the context relative to `original_max_seq_len`; 1 keeps the frequencies.
     """
 
     cos: Tensor
@@ -34,8 +35,12 @@ class RotaryEmbedding(nn.Module):
         original_max_seq_len: int = 8192,
     ) -> None:
         super().__init__()
-        self.head_dim, self.max_seq_len, self.theta = head_dim, max_seq_len, theta
-        self.factor, self.low_freq_factor, self.high_freq_factor = factor, low_freq_factor, high_freq_factor
+        self.head_dim = head_dim
+        self.max_seq_len = max_seq_len
+        self.theta = theta
+        self.factor = factor
+        self.low_freq_factor = low_freq_factor
+        self.high_freq_factor = high_freq_factor
         self.original_max_seq_len = original_max_seq_len
         shape = (max_seq_len, 1, head_dim)
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
@@ -44,21 +49,23 @@ class RotaryEmbedding(nn.Module):
             self.init_buffers(self.cos.device)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the tables, always on CPU and in the same way, and put them on `device` as fp32."""
+        """Compute the tables on CPU, so that every device has equal ones, and copy them to `device`."""
         position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
-        # Frequencies and angles are rounded to fp32 at the same places as in other implementations of Llama: at position
-        # 8192 a last digit of the frequency turns a head by 5e-4. Powers, cosines and sines are exact to the last digit.
+        # Frequencies and angles are rounded to fp32 where other implementations of Llama round them:
+        # at position 8192 the last bit of a frequency changes an angle by 5e-4. Powers, cosines, and
+        # sines are exact to the last bit.
         angle = torch.outer(position, self.frequencies()).double()
         cos, sin = angle.cos().float(), angle.sin().float()
         self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device)
-        # The sine carries the sign of the rotated half: (a, b) -> (a cos - b sin, b cos + a sin).
+        # The sine has the sign of the rotated half: (a, b) -> (a cos - b sin, b cos + a sin).
         self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device)
 
     def frequencies(self) -> Tensor:
-        """Radians per position of each pair, (head_dim / 2,) in fp32: `theta^(-2i / head_dim)`, stretched if asked for.
+        """Return radians per position of each pair, (head_dim / 2,) in fp32: `theta^(-2i / head_dim)`.
 
-        Llama 3.1 stretches wavelengths (in tokens) beyond original_max_seq_len / low_freq_factor by `factor`, keeps those
-        below original_max_seq_len / high_freq_factor, and interpolates between the two (arXiv:2407.21783 and its code).
+        Llama 3.1 multiplies wavelengths (in tokens) above original_max_seq_len / low_freq_factor by
+        `factor`, keeps those below original_max_seq_len / high_freq_factor, and interpolates in
+        between (arXiv:2407.21783 and its code).
         """
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
         frequency = 1.0 / torch.pow(self.theta, exponent).float()
@@ -72,7 +79,10 @@ class RotaryEmbedding(nn.Module):
         return (1 - kept) * frequency / self.factor + kept * frequency
 
     def tables(self, seq_len: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines for (seq, 1, head_dim), or (batch, seq, 1, head_dim) for `positions` (batch, seq)."""
+        """Return cosines and signed sines (seq, 1, head_dim).
+
+        With `positions` (batch, seq) their shape is (batch, seq, 1, head_dim).
+        """
         if positions is not None:
             return self.cos[positions], self.sin[positions]
         if seq_len > self.max_seq_len:
@@ -84,19 +94,22 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads (batch, seq, heads, head_dim) by `RotaryEmbedding.tables`, in fp32 or wider, rounded once to x's dtype."""
+    """Rotate heads (batch, seq, heads, head_dim) by `RotaryEmbedding.tables`.
+
+    The computation is in fp32 or wider, rounded once to x's dtype.
+    """
     if x.is_cuda and not torch.compiler.is_compiling():
         rotated: Tensor = FusedRotation.apply(x, cos, sin)
         return rotated
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+    fp32_x = x.to(torch.promote_types(x.dtype, torch.float32))
+    halves_swapped = fp32_x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(fp32_x * cos, halves_swapped, sin).to(x.dtype)
 
 
 class FusedRotation(torch.autograd.Function):
-    """The same rotation in three kernels forward and three backward, as eager CUDA wants it
-    (autograd needs 5 and 7).
+    """The same rotation in three CUDA kernels forward and three backward (autograd: 5 and 7).
 
-    CUDA kernels convert their inputs and outputs as they go; CPU kernels would make copies instead.
+    CUDA kernels convert dtypes as they compute; CPU kernels would make copies instead.
     """
 
     @staticmethod

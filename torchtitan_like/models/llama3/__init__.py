@@ -1,4 +1,4 @@
-"""The Llama 3 family, put together from its four files."""
+"""The Llama 3 family: registers its `ModelSpec`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 3, 3.1 and 3.2 as data: their sizes, initial weights and cost (arXiv:2407.21783)."""
+"""Sizes, initial weights, and cost of Llama 3, 3.1, and 3.2 (arXiv:2407.21783)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from torchtitan_like.models.attention_rules import check_attention
-from torchtitan_like.models.spec import InitRule, almost_normal
+from torchtitan_like.models.spec import InitRule, trunc_normal
 
 # The standard deviation of a linear layer's weights as a function of the model's width h.
 INIT_STD = {
@@ -18,14 +18,18 @@ INIT_STD = {
 
 @dataclass(frozen=True)
 class LlamaArgs:
-    """Sizes of one Llama; each can be set in `[model.args]`.
+    """Sizes of a Llama model; each can be set in `[model.args]`.
 
-    n_kv_heads: heads of keys and values (None: n_heads). The feed-forward width is 8/3 dim, times ffn_dim_multiplier,
-    rounded up to a multiple of multiple_of. max_seq_len (tokens) sizes the rotary tables.
-    init_std: a number, or a name in INIT_STD. depth_init: weights that write into the residual stream shrink with the
-    layer's depth (True) or with the model's (False).
-    attn_mask_type: "causal", each token sees all before it in the sample; "block_causal", those of its document.
-    attn_type: what computes attention that ends at document borders ("sdpa", "flex" or "varlen").
+    n_kv_heads: heads of keys and values (None: n_heads).
+    multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times ffn_dim_multiplier,
+        rounded up to a multiple of multiple_of.
+    max_seq_len: rows of the rotary tables, in tokens.
+    depth_init: weights that write to the residual stream shrink with their layer's depth (True) or
+        with the number of layers (False).
+    init_std: a number, or a name in INIT_STD.
+    attn_type: kernel of attention that ends at document borders ("sdpa", "flex", "varlen").
+    attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
+        to those of its document.
     """
 
     dim: int = 4096
@@ -65,7 +69,7 @@ class LlamaArgs:
 
     @property
     def linear_std(self) -> float:
-        """The number that `init_std` stands for."""
+        """Return `init_std` as a number."""
         return INIT_STD[self.init_std](self.dim) if isinstance(self.init_std, str) else float(self.init_std)
 
 
@@ -79,7 +83,7 @@ FLAVORS = {
     "70B": LlamaArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
     "405B": LlamaArgs(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096),
 }  # fmt: skip
-# TorchTitan's flavors for other attention kernels: the same sizes, attention within each document.
+# TorchTitan's flavors for other attention kernels: equal sizes, attention within each document.
 FLAVORS |= {
     name: replace(FLAVORS[base], attn_type=attn_type, attn_mask_type="block_causal")
     for name, base, attn_type in (
@@ -92,7 +96,7 @@ FLAVORS |= {
 
 
 def check(args: LlamaArgs) -> list[str]:
-    """What is wrong with the sizes, one sentence each."""
+    """Return one sentence for each problem of the sizes."""
     problems = check_attention(args.attn_type, args.attn_mask_type)
     for key in ("dim", "n_layers", "n_heads", "num_kv_heads", "vocab_size", "multiple_of", "max_seq_len",
                 "norm_eps", "rope_theta", "rope_scaling_factor", "rope_original_max_seq_len"):  # fmt: skip
@@ -118,7 +122,7 @@ def check(args: LlamaArgs) -> list[str]:
 
 
 def num_params(args: LlamaArgs) -> int:
-    """Parameters of the model, those of a tied output once."""
+    """Return the number of parameters; a tied output counts once."""
     kv_dim = args.num_kv_heads * args.head_dim
     attention = 2 * args.dim * args.dim + 2 * args.dim * kv_dim
     block = attention + 3 * args.dim * args.ffn_dim + 2 * args.dim
@@ -127,10 +131,10 @@ def num_params(args: LlamaArgs) -> int:
 
 
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
-    """6 (P - P_embedding) + 6 L H (2 head_dim) seq: forward and backward (PaLM, arXiv:2204.02311, appendix B).
+    """Return 6 (P - P_embedding) + 6 L H (2 head_dim) seq: forward and backward.
 
-    The look-up in the embedding costs nothing; the output's matrix product counts, tied or not. Attention counts in
-    full: that half of it is masked is not deducted.
+    PaLM, arXiv:2204.02311, appendix B. The embedding lookup costs nothing; the output's matrix
+    product counts, tied or not. Attention counts in full, including its masked half.
     """
     weights = num_params(args)
     if not args.enable_weight_tying:
@@ -139,19 +143,20 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
 
 
 def init_table(args: LlamaArgs) -> tuple[tuple[str, InitRule], ...]:
-    """TorchTitan's initial weights, for each parameter name the rule that matches first.
+    """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
 
-    A tied embedding starts as an output does: at a standard deviation of 1 the first logits would be of order sqrt(dim).
+    A tied embedding starts like an output: with a standard deviation of 1 the first logits would be
+    of order sqrt(dim).
     """
-    output = InitRule("trunc_normal", std=args.dim**-0.5, cut=3.0)
+    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
     embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
     rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
     for layer in range(args.n_layers):
         depth = layer + 1 if args.depth_init else args.n_layers
-        into_residual = almost_normal(args.linear_std / math.sqrt(2 * depth))
-        rows += [(f"layers.{layer}.{name}.weight", into_residual)
+        residual = trunc_normal(args.linear_std / math.sqrt(2 * depth))
+        rows += [(f"layers.{layer}.{name}.weight", residual)
                  for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
-    plain = almost_normal(args.linear_std)
+    plain = trunc_normal(args.linear_std)
     rows += [("layers.*.attention.w[qkv].weight", plain), ("layers.*.feed_forward.w1.weight", plain)]
     rows += [("output.weight", output)]
     return tuple(rows)

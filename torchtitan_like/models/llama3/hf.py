@@ -1,6 +1,6 @@
-"""A Llama's weights and sizes in other formats: Hugging Face's, and that of Meta and TorchTitan.
+"""Names and sizes of Llama in the formats of Hugging Face, Meta, and TorchTitan.
 
-Our rows stand in Hugging Face's order, so its table only renames; Meta keeps a head's rotary pairs side by side.
+Rows are in Hugging Face's order, so its table only renames. Meta interleaves a head's rotary pairs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ _NAMES = (
 
 
 def hf_names(args: LlamaArgs) -> Rows:
-    """(our name, theirs)."""
+    """Return pairs (native name, Hugging Face name)."""
     return _NAMES
 
 
 def meta_names(args: LlamaArgs) -> Rows:
-    """(our name, that of Meta's `consolidated.*.pth` and of TorchTitan's checkpoints): the names are the same."""
+    """Return rows for Meta's `consolidated.*.pth` and TorchTitan's checkpoints: the names are equal."""
     heads = {"wq": args.n_heads, "wk": args.num_kv_heads}
-    return tuple(Row(name, name, interleaved_heads=heads.get(name.split(".")[-2], 0)) for name, _ in _NAMES)
+    return tuple(
+        Row(name, name, interleaved_heads=heads.get(name.split(".")[-2], 0)) for name, _ in _NAMES
+    )
 
 
 def hf_config(args: LlamaArgs) -> dict[str, Any]:
-    """The sizes as `config.json` of a `LlamaForCausalLM`; special tokens and dtype are the exporter's to add."""
+    """Return `config.json` of a `LlamaForCausalLM`; the exporter adds special tokens and dtype."""
     scaling = {
         "rope_type": "llama3",
         "factor": args.rope_scaling_factor,

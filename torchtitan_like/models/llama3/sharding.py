@@ -1,4 +1,4 @@
-"""What each parameter of a Llama is, in the framework's words, and what a layout has to respect."""
+"""Sharding roles of Llama's parameters, and the sizes that a layout must divide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARDING = (
 
 
 def constraints(args: LlamaArgs) -> dict[str, int]:
-    """Tensor parallelism splits the heads of both kinds; pipeline stages share the layers; a sequence fits max_seq_len."""
+    """Return the sizes that a layout must divide (heads, layers, vocabulary) or fit (max_seq_len)."""
     return {
         "n_layers": args.n_layers,
         "n_heads": args.n_heads,
@@ -29,5 +29,5 @@ def constraints(args: LlamaArgs) -> dict[str, int]:
 
 
 def tied(args: LlamaArgs) -> tuple[tuple[str, str], ...]:
-    """(parameter, the one whose tensor it is)."""
+    """Return pairs (alias, parameter that it is)."""
     return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()

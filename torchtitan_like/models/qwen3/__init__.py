@@ -1,4 +1,4 @@
-"""The dense Qwen3 family, put together from its four files."""
+"""The dense Qwen3 family: registers its `ModelSpec`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense Qwen3 as data: their sizes, initial weights and cost (arXiv:2505.09388, section 2)."""
+"""Sizes, initial weights, and cost of the dense Qwen3 models (arXiv:2505.09388, section 2)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_like.models.attention_rules import check_attention
-from torchtitan_like.models.spec import InitRule, almost_normal
+from torchtitan_like.models.spec import InitRule, trunc_normal
 
 
 @dataclass(frozen=True)
 class Qwen3Args:
-    """Sizes of one Qwen3; each can be set in `[model.args]`.
+    """Sizes of a Qwen3 model; each can be set in `[model.args]`.
 
-    head_dim does not follow from dim. hidden_dim: width of the feed-forward network. max_seq_len (tokens) sizes the rotary
-    tables. depth_init: weights that write into the residual stream shrink with the layer's depth (True) or with the
-    model's (False). attn_mask_type: "causal", each token sees all before it in the sample; "block_causal", those of its
-    document. attn_type: what computes attention that ends at document borders ("sdpa", "flex" or "varlen").
+    head_dim: independent of dim.
+    hidden_dim: width of the feed-forward network.
+    max_seq_len: rows of the rotary tables, in tokens.
+    depth_init: weights that write to the residual stream shrink with their layer's depth (True) or
+        with the number of layers (False).
+    attn_type: kernel of attention that ends at document borders ("sdpa", "flex", "varlen").
+    attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
+        to those of its document.
     """
 
     dim: int = 1024
@@ -49,7 +53,7 @@ FLAVORS = {
 
 
 def check(args: Qwen3Args) -> list[str]:
-    """What is wrong with the sizes, one sentence each."""
+    """Return one sentence for each problem of the sizes."""
     positive = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps",
                 "max_seq_len", "rope_theta", "init_std")  # fmt: skip
     problems = check_attention(args.attn_type, args.attn_mask_type)
@@ -66,8 +70,8 @@ def check(args: Qwen3Args) -> list[str]:
 
 
 def num_params(args: Qwen3Args) -> int:
-    """Parameters of the model, those of a tied output once."""
-    heads = 2 * (args.n_heads + args.n_kv_heads)  # of queries and output, of keys and values
+    """Return the number of parameters; a tied output counts once."""
+    heads = 2 * (args.n_heads + args.n_kv_heads)  # queries and output, keys and values
     attention = heads * args.head_dim * args.dim + 2 * args.head_dim
     block = attention + 3 * args.dim * args.hidden_dim + 2 * args.dim
     embeddings = 1 if args.enable_weight_tying else 2
@@ -75,10 +79,10 @@ def num_params(args: Qwen3Args) -> int:
 
 
 def flops_per_token(args: Qwen3Args, seq_len: int) -> int:
-    """6 (P - P_embedding) + 6 L H (2 head_dim) seq: forward and backward (PaLM, arXiv:2204.02311, appendix B).
+    """Return 6 (P - P_embedding) + 6 L H (2 head_dim) seq: forward and backward.
 
-    The look-up in the embedding costs nothing; the output's matrix product counts, tied or not. Attention counts in
-    full: that half of it is masked is not deducted.
+    PaLM, arXiv:2204.02311, appendix B. The embedding lookup costs nothing; the output's matrix
+    product counts, tied or not. Attention counts in full, including its masked half.
     """
     weights = num_params(args)
     if not args.enable_weight_tying:
@@ -87,19 +91,20 @@ def flops_per_token(args: Qwen3Args, seq_len: int) -> int:
 
 
 def init_table(args: Qwen3Args) -> tuple[tuple[str, InitRule], ...]:
-    """TorchTitan's initial weights, for each parameter name the rule that matches first.
+    """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
 
-    A tied embedding starts as an output does: at a standard deviation of 1 the first logits would be of order sqrt(dim).
+    A tied embedding starts like an output: with a standard deviation of 1 the first logits would be
+    of order sqrt(dim).
     """
-    output = InitRule("trunc_normal", std=args.dim**-0.5, cut=3.0)
+    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
     embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
     rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
     for layer in range(args.n_layers):
         depth = layer + 1 if args.depth_init else args.n_layers
-        into_residual = almost_normal(args.init_std / math.sqrt(2 * depth))
-        rows += [(f"layers.{layer}.{name}.weight", into_residual)
+        residual = trunc_normal(args.init_std / math.sqrt(2 * depth))
+        rows += [(f"layers.{layer}.{name}.weight", residual)
                  for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
-    plain = almost_normal(args.init_std)
+    plain = trunc_normal(args.init_std)
     rows += [("layers.*.attention.w[qkv].weight", plain), ("layers.*.feed_forward.w1.weight", plain)]
     rows += [("output.weight", output)]
     return tuple(rows)

@@ -1,6 +1,6 @@
-"""A Qwen3's weights and sizes in other formats: Hugging Face's, and that of TorchTitan.
+"""Names and sizes of Qwen3 in the formats of Hugging Face and TorchTitan.
 
-All three keep the rows of queries and keys in the same order (rotary halves), so both tables only rename.
+All keep the rows of queries and keys in the same order (rotary halves), so the tables only rename.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _NAMES = (
 
 
 def hf_names(args: Qwen3Args) -> Rows:
-    """(our name, theirs)."""
+    """Return pairs (native name, Hugging Face name)."""
     return _NAMES
 
 
 def meta_names(args: Qwen3Args) -> Rows:
-    """(our name, that of TorchTitan's checkpoints): they are the same."""
+    """Return pairs (native name, TorchTitan's name): the names are equal."""
     return tuple((name, name) for name, _ in _NAMES)
 
 
 def hf_config(args: Qwen3Args) -> dict[str, Any]:
-    """The sizes as `config.json` of a `Qwen3ForCausalLM`; special tokens and dtype are the exporter's to add."""
+    """Return `config.json` of a `Qwen3ForCausalLM`; the exporter adds special tokens and dtype."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

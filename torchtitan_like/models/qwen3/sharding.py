@@ -1,4 +1,4 @@
-"""What each parameter of a Qwen3 is, in the framework's words, and what a layout has to respect."""
+"""Sharding roles of Qwen3's parameters, and the sizes that a layout must divide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARDING = (
 
 
 def constraints(args: Qwen3Args) -> dict[str, int]:
-    """Tensor parallelism splits the heads of both kinds; pipeline stages share the layers; a sequence fits max_seq_len."""
+    """Return the sizes that a layout must divide (heads, layers, vocabulary) or fit (max_seq_len)."""
     return {
         "n_layers": args.n_layers,
         "n_heads": args.n_heads,
@@ -30,5 +30,5 @@ def constraints(args: Qwen3Args) -> dict[str, int]:
 
 
 def tied(args: Qwen3Args) -> tuple[tuple[str, str], ...]:
-    """(parameter, the one whose tensor it is)."""
+    """Return pairs (alias, parameter that it is)."""
     return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()
