@@ -453,7 +453,7 @@ def test_every_token_goes_to_one_rank_with_its_label_and_place(method, balancer,
 
 def test_what_cannot_be_cut_is_refused():
     cp = ContextParallel(None, 0, 2)
-    with pytest.raises(ValueError, match="18 tokens cannot be cut into the 4 equal chunks .* multiple of 4"):
+    with pytest.raises(ValueError, match="18 tokens cannot be divided into the 4 equal chunks .* multiple of 4"):
         cp.shard(torch.zeros(1, 18), torch.zeros(1, 18), None)
 
 

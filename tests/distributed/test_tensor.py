@@ -110,8 +110,8 @@ def of_one_rank(layout, dtype=torch.float64):
         return loss.item(), gradients, model(tokens, None, positions), weight_hash(model)
 
 
-def cut(layout, mesh):
-    """The model, cut as parallelize.py cuts it."""
+def sharded(layout, mesh):
+    """The model, sharded as parallelize.py shards it."""
     spec, dtype = spec_of(layout), getattr(torch, layout.dtype)
     model = on_meta(layout, torch.float32 if dtype == torch.bfloat16 else dtype)
     shards = VocabShards(mesh["tp"].get_group(), layout.vocab_size)
@@ -169,7 +169,7 @@ def relative(a, b):
 def compare(layout):
     """On each rank: the largest relative error of loss, logits and norm, and that of each gradient."""
     mesh = build_mesh(layout)
-    model = cut(layout, mesh)
+    model = sharded(layout, mesh)
     hashes = [None] * layout.size
     dist.all_gather_object(hashes, weight_hash(model))
     expected_loss, expected, expected_logits, expected_hash = of_one_rank(layout)
@@ -253,7 +253,7 @@ def bf16_errors(layout):
     """Relative errors of loss and gradients in bf16: cut, and on one rank; both against float64."""
     loss, gradients, _, _ = of_one_rank(layout)
     plain_loss, plain, _, _ = of_one_rank(layout, torch.bfloat16)
-    model = cut(layout, build_mesh(layout))
+    model = sharded(layout, build_mesh(layout))
     errors = {"loss": (abs(backward(model, layout) / loss - 1), abs(plain_loss / loss - 1))}
     for name, p in model.named_parameters():
         errors[name] = relative(p.grad.full_tensor(), gradients[name]), relative(plain[name], gradients[name])
@@ -276,19 +276,21 @@ def test_bf16_is_as_close_as_on_one_rank(sequence_parallel):
 
 # What each word's rule is for: without it the gradient of this parameter, at least, is wrong.
 MUTATIONS = {
-    "norms are partial": ("norm", {"partial": "never"}, Layout(), "layers.0.attention_norm.weight"),
-    "the last norm too": ("norm", {"partial": "never"}, Layout(), "norm.weight"),
-    "but only with a split sequence": ("norm", {"partial": "always"}, Layout(sequence_parallel=False), "norm.weight"),
+    "norms are partial": ("norm", {"partial_gradient": "never"}, Layout(), "layers.0.attention_norm.weight"),
+    "the last norm too": ("norm", {"partial_gradient": "never"}, Layout(), "norm.weight"),
+    "but only with sequence parallelism": (
+        "norm", {"partial_gradient": "always"}, Layout(sequence_parallel=False), "norm.weight",
+    ),
     "norms in heads are partial": (
-        "head_norm", {"partial": "never"}, Layout(model="qwen3", sequence_parallel=False),
+        "head_norm", {"partial_gradient": "never"}, Layout(model="qwen3", sequence_parallel=False),
         "layers.1.attention.q_norm.weight",
     ),
-    "with a split sequence too": ("head_norm", {"partial": "never"}, Layout(model="qwen3"),
+    "with sequence parallelism too": ("head_norm", {"partial_gradient": "never"}, Layout(model="qwen3"),
                                   "layers.1.attention.k_norm.weight"),
-    "what enters columns": ("column", {"enters": None}, Layout(sequence_parallel=False),
+    "input of columns": ("column", {"gather_input": None}, Layout(sequence_parallel=False),
                             "layers.0.attention_norm.weight"),
-    "what enters the head": ("output", {"enters": None}, Layout(sequence_parallel=False), "norm.weight"),
-    "what leaves rows": ("row", {"leaves": None}, Layout(sequence_parallel=False), "layers.0.feed_forward.w2.weight"),
+    "input of the head": ("output", {"gather_input": None}, Layout(sequence_parallel=False), "norm.weight"),
+    "output of rows": ("row", {"output": None}, Layout(sequence_parallel=False), "layers.0.feed_forward.w2.weight"),
 }  # fmt: skip
 
 
@@ -309,7 +311,7 @@ def test_without_a_rule_a_gradient_is_wrong(name):
 
 
 def traffic(layout):
-    model = cut(layout, build_mesh(layout))
+    model = sharded(layout, build_mesh(layout))
     tokens, labels, _ = batch(layout)
     with Traffic() as forward:
         loss = model(tokens, labels)
@@ -355,7 +357,7 @@ def num_graphs():
     layout = Layout(backend="aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    backward(cut(layout, build_mesh(layout)), layout)
+    backward(sharded(layout, build_mesh(layout)), layout)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -397,7 +399,7 @@ def test_what_cannot_be_cut_is_named(layout, sharding, expected):
 
 def misuses():
     layout = Layout()
-    model = cut(layout, build_mesh(layout))
+    model = sharded(layout, build_mesh(layout))
     tokens, labels, _ = batch(layout)
     messages = []
     for call in (lambda: model(tokens + 72, labels), lambda: model.output(hidden=torch.zeros(1, 2, 32))):
@@ -412,4 +414,4 @@ def test_errors_are_those_of_one_rank_on_every_rank():
     """A token beyond the vocabulary is not simply missed by all; hooks find hidden states by position only."""
     for foreign_token, by_keyword in run_ranks(misuses, 2):
         assert "out of range" in foreign_token
-        assert "OutputHead gets its hidden states by position" in by_keyword
+        assert "OutputHead was called without positional arguments" in by_keyword

@@ -1,7 +1,7 @@
-"""Differentiable collectives between local tensors: what changes an activation's layout in forward, and back in backward.
+"""Differentiable collectives on local tensors, each with a matching backward.
 
-Each is a forward and the backward that belongs to it. They return plain tensors that have arrived, run eagerly on any
-backend, and are traced by torch.compile into one graph (which puts the waiting where it is due).
+They wait for the result and return plain tensors. They run eagerly on any backend, and
+torch.compile traces them into one graph, in which it moves the waits to where results are needed.
 """
 
 from __future__ import annotations
@@ -17,75 +17,92 @@ if TYPE_CHECKING:
 
     Local = Callable[[Tensor, ProcessGroup, int], Tensor]
 
-# The operators that a compiled graph holds too, by the names they have in all supported versions of torch. Their Python
-# wrappers change names between versions and return tensors that wait at first use, of a type that must not leak.
+# These operators have the same names in all supported versions of torch. Their Python wrappers change
+# names between versions, and return tensors of a type that waits at first use.
 _ops = torch.ops._c10d_functional
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """`x`, equal on every rank, as input of what each rank does alone: its gradients are summed over the ranks."""
-    return _apply(x, _same, _sum, group)
+    """Identity in forward, all-reduce in backward (Megatron's *f*, arXiv:1909.08053 section 3)."""
+    return _apply(x, _identity, _sum, group)
 
 
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' `x`, equal on every rank; so is its gradient, which is passed on as it is."""
-    return _apply(x, _sum, _same, group)
+    """All-reduce in forward, identity in backward (Megatron's *g*, arXiv:1909.08053 section 3)."""
+    return _apply(x, _sum, _identity, group)
 
 
 def gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The ranks' `x`, one behind the other along `dim`, as input of what each rank does alone.
+    """All-gather along `dim` in forward, reduce-scatter (sum) in backward.
 
-    In backward the ranks' gradients are summed, and each gets its own slice back.
+    For a result that each rank uses differently.
     """
-    return _apply(x, _gather, _scatter_sum, group, dim)
+    return _apply(x, _gather, _reduce_scatter, group, dim)
 
 
 def scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's slice along `dim` of the sum of the ranks' `x`; in backward the slices' gradients are gathered.
+    """Reduce-scatter (sum) along `dim` in forward, all-gather in backward.
 
-    Raises ValueError when the ranks do not divide that dimension, as do the others that cut.
+    Raises ValueError if the number of ranks does not divide that dimension, like all functions here
+    that split one.
     """
-    return _apply(x, _scatter_sum, _gather, group, dim)
+    return _apply(x, _reduce_scatter, _gather, group, dim)
 
 
 def gather_whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """As `gather_along` for what every rank then does alike: the gradients are equal, each takes its slice, no sum."""
+    """All-gather along `dim` in forward, this rank's slice in backward.
+
+    For a result that every rank uses equally, so that their gradients are equal.
+    """
     return _apply(x, _gather, _slice, group, dim)
 
 
 def all_to_all_heads_seq(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All heads of some tokens -> some heads of all tokens: (batch, heads, seq / n, d) -> (batch, heads / n, seq, d)."""
-    return _apply(x, _cut_heads, _join_heads, group)
+    """All-to-all from sequence shards to head shards.
+
+    (batch, heads, seq / n, d) -> (batch, heads / n, seq, d).
+    """
+    return _apply(x, _scatter_heads, _gather_heads, group)
 
 
 def all_to_all_seq_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The way back: (batch, heads / n, seq, d) -> (batch, heads, seq / n, d)."""
-    return _apply(x, _join_heads, _cut_heads, group)
+    """All-to-all from head shards to sequence shards.
+
+    (batch, heads / n, seq, d) -> (batch, heads, seq / n, d).
+    """
+    return _apply(x, _gather_heads, _scatter_heads, group)
 
 
-def _apply(x: Tensor, there: Local, back: Local, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """`there(x, group, dim)`, whose gradient is `back(gradient, group, dim)`."""
-    y: Tensor = _ThereAndBack.apply(x, there, back, group, dim)
+def _apply(
+    x: Tensor, collective: Local, adjoint: Local, group: ProcessGroup, dim: int = 0
+) -> Tensor:
+    """Return `collective(x, group, dim)`, whose gradient is `adjoint(gradient, group, dim)`."""
+    y: Tensor = _Collective.apply(x, collective, adjoint, group, dim)
     return y
 
 
-class _ThereAndBack(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Local, back: Local, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.back, ctx.group, ctx.dim = back, group, dim
-        return there(x, group, dim)
+    def forward(
+        ctx: Any, x: Tensor, collective: Local, adjoint: Local, group: ProcessGroup, dim: int
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        ctx.group = group
+        ctx.dim = dim
+        return collective(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
+        return ctx.adjoint(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-# ---- the same without gradients, all called alike. A `chunk` and a `cat` around a collective is the form in which Inductor
-# recognises one that is next to a matrix product, for asynchronous tensor parallelism; any other form of these copies it
-# leaves alone.
+# ---- the collectives without gradients
+#
+# For asynchronous tensor parallelism, Inductor recognizes a collective next to a matrix product only
+# if a `chunk` and a `cat` surround it. Do not write these copies in another form.
 
 
-def _same(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _identity(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return x.view_as(x)
 
 
@@ -98,43 +115,44 @@ def _gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return torch.cat(stacked.chunk(group.size()), dim) if dim else stacked
 
 
-def _scatter_sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    stacked = torch.cat(x.split(_share(x, dim, group), dim)) if dim else x.contiguous()
+def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    stacked = torch.cat(x.split(_slice_size(x, dim, group), dim)) if dim else x.contiguous()
     return arrived(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
-def _cut_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _scatter_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _exchange(x, 1, 2, group)
 
 
-def _join_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _gather_heads(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return _exchange(x, 2, 1, group)
 
 
-def _exchange(x: Tensor, cut: int, joined: int, group: ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
     one_each = [1] * group.size()
-    # (ranks, *piece), contiguous: what goes to one rank lies together.
-    pieces = x.unflatten(cut, (group.size(), _share(x, cut, group))).movedim(cut, 0)
-    exchanged = _ops.all_to_all_single(pieces.contiguous(), one_each, one_each, group.group_name)
-    return arrived(exchanged).movedim(0, joined).flatten(joined, joined + 1)
+    # (ranks, *slice), contiguous: the values for one rank are adjacent.
+    shape = (group.size(), _slice_size(x, scatter_dim, group))
+    by_rank = x.unflatten(scatter_dim, shape).movedim(scatter_dim, 0)
+    exchanged = _ops.all_to_all_single(by_rank.contiguous(), one_each, one_each, group.group_name)
+    return arrived(exchanged).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
 def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    length = _share(x, dim, group)
+    length = _slice_size(x, dim, group)
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
 def arrived(x: Tensor) -> Tensor:
-    """What a functional collective has returned, when it is there."""
+    """Wait for the result of a functional collective and return it."""
     y: Tensor = _ops.wait_tensor(x)
     return y
 
 
-def _share(x: Tensor, dim: int, group: ProcessGroup) -> int:
+def _slice_size(x: Tensor, dim: int, group: ProcessGroup) -> int:
     num_ranks: int = group.size()
     if x.shape[dim] % num_ranks:
         raise ValueError(
             f"{num_ranks} ranks cannot share dimension {dim} of a tensor {tuple(x.shape)} equally: "
-            "choose sizes that they divide"
+            "expected a multiple of the number of ranks; change that size or the degree"
         )
     return x.shape[dim] // num_ranks

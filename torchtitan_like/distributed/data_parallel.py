@@ -1,9 +1,9 @@
-"""Data parallelism through one mechanism: FSDP2's `fully_shard` (FSDP, HSDP) and its `replicate` (DDP).
+"""Data parallelism with FSDP2: `fully_shard` (FSDP, HSDP) and `replicate` (DDP).
 
-Gradients are *summed* over data-parallel ranks: the loss is already divided by the global number of valid tokens, so
-a mean here would make the update depend on the topology. One mechanism for all of them also means one rule for mixed
-precision: parameters cast once per gather, gradients reduced in `mixed_precision_reduce`. One rank alone has nothing to gather;
-its casts are those of `simple_fsdp`, with the same numbers and without the imports of DTensor.
+Gradients are *summed* over data-parallel ranks. The loss is already divided by the global number of
+valid tokens, so a mean would make the update depend on the topology. Parameters are cast once per
+gather, and gradients are reduced in `mixed_precision_reduce`. A single rank gathers nothing: it
+uses the casts of `simple_fsdp`, with the same numbers and without importing DTensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def needs_wrapping(dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool) -> bool:
-    """A model that one data-parallel rank holds whole, in the compute dtype, is left as a plain module."""
+    """Return False if one data-parallel rank holds the whole model in the compute dtype."""
     return dims.dp * dims.cp > 1 or dtype != mixed_precision_param or cpu_offload
 
 
@@ -44,16 +44,19 @@ def apply_data_parallel(
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
-    Few, well-placed collectives: the head (norm and output) is needed last and first again in backward, and backward begins
-    with the outermost group, whatever that one holds: they are resharded between the two only under "always". With pipelines
-    "default" reshards nothing: each micro-batch would gather everything again. Returns the name of what was applied, for the
-    log. prefetch_depth: blocks that are gathered ahead of the one that computes; FSDP2's own default is 1.
+    reshard: "always" frees gathered weights after every forward. "default" keeps those of the head
+        and of the outermost group, which backward needs first; with pipelines it keeps all, since
+        each micro-batch would gather them again. "never" keeps all.
+    prefetch_depth: number of blocks gathered ahead of the one that computes; FSDP2's default is 1.
+
+    Returns the name of the method ("FSDP", "HSDP", "DDP"), for the log.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    stored, computed, reduced = next(model.parameters()).dtype, DTYPES[param_dtype], DTYPES[reduce_dtype]
+    stored = next(model.parameters()).dtype
+    computed, reduced = DTYPES[param_dtype], DTYPES[reduce_dtype]
     policy: dict[str, Any] = {
-        # Activations keep the dtype that the model gives them, as they do where nothing is wrapped.
+        # Activations keep the dtype that the model gives them, as in an unwrapped model.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if computed == stored else computed,
             reduce_dtype=None if reduced == computed else reduced,
@@ -95,36 +98,36 @@ def apply_data_parallel(
 
 
 def prefetch_blocks(blocks: Sequence[Any], depth: int) -> None:
-    """Gather the weights of the next `depth` blocks while one computes, in forward and backward."""
+    """Gather the weights of the next `depth` blocks while one block computes."""
     for i, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
         block.set_modules_to_backward_prefetch(blocks[max(i - depth, 0) : i][::-1])
 
 
 def _present(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules of these names, without those that another pipeline stage has."""
+    """Return the modules of these names that this pipeline stage has."""
     modules = dict(model.named_modules())
     return [modules[name] for name in names if name in modules]
 
 
 def _share_parameters(some: list[nn.Module], others: list[nn.Module]) -> bool:
-    """True when a weight is tied between the two: its ends must then live in one group."""
+    """Return True if a weight is tied between the two: it must then be in one FSDP group."""
     seen = {id(p) for module in others for p in module.parameters()}
     return any(id(p) in seen for module in some for p in module.parameters())
 
 
 class GradientSync:
-    """Says before each micro-batch which gradient collectives its backward runs.
+    """Selects the gradient collectives of each micro-batch's backward.
 
-    Sharded gradients are reduce-scattered every micro-batch, so that the accumulator is the fp32 shard and never a
-    full gradient; the all-reduce over replicas (DDP, HSDP) waits for the last one: with n micro-batches its traffic
-    is 1/n.
+    Sharded gradients are reduce-scattered in every micro-batch, so that only fp32 shards are
+    accumulated. The all-reduce over replicas (DDP, HSDP) runs in the last one only: with n
+    micro-batches its traffic is 1/n.
     """
 
     def __init__(self, model: nn.Module, dims: ParallelDims) -> None:
         self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
         self._replicated = dims.dp_shard * dims.cp == 1
-        self._is_last = True  # as FSDP2 begins
+        self._is_last = True  # the initial state of FSDP2
 
     def prepare(self, is_last: bool) -> None:
         """Call before the forward of each micro-batch."""

@@ -1,4 +1,4 @@
-"""Seeds and determinism. Randomness is a function of (seed, position), never carried state, so a resume needs none."""
+"""Seeds and determinism. Randomness is a function of (seed, position), so a resume needs no state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def set_determinism(debug: Debug) -> list[str]:
-    """Apply `[debug]` determinism and matmul precision before anything is built; returns lines for the log.
+    """Apply `[debug]` determinism and matmul precision before anything is built; return log lines.
 
-    With `deterministic`, what depends on timing is pinned: kernels, cuBLAS workspaces, Inductor's choices, and NCCL's
-    algorithm and protocol (whose choice changes the order of a sum).
+    `deterministic` fixes everything that depends on timing: kernels, cuBLAS workspaces, Inductor's
+    choices, and NCCL's algorithm and protocol, which determine the order of a sum.
     """
     torch.set_float32_matmul_precision(debug.matmul_precision)
     lines = [f"float32 matmul precision: {debug.matmul_precision}"]
@@ -31,21 +31,22 @@ def set_determinism(debug: Debug) -> list[str]:
             pinned |= {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
         for name, value in pinned.items():
             os.environ.setdefault(name, value)
-        lines.append("Deterministic algorithms are on (slower): " + ", ".join(f"{n}={os.environ[n]}" for n in pinned))
+        settings = ", ".join(f"{name}={os.environ[name]}" for name in pinned)
+        lines.append(f"Deterministic algorithms are on (slower): {settings}")
     return lines
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts, the same on every machine."""
+    """Return a 63-bit seed derived from any values, equal on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the generators that a step on `device` draws from: torch's on the CPU and that of the device.
+    """Seed the generators that a step on `device` uses: torch's CPU generator and the device's.
 
-    `torch.manual_seed` also seeds every other kind of accelerator. For each that has not been
-    initialized it formats the Python stack: 0.1 ms and some twenty `stat` calls of source files.
+    `torch.manual_seed` also seeds every other kind of accelerator. For each that is not initialized
+    it formats the Python stack: 0.1 ms and about twenty `stat` calls of source files.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -53,7 +54,7 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (all devices) alike on every rank; whatever must differ derives its own seed."""
+    """Seed Python, NumPy, and torch (all devices) equally on every rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Degrees of parallelism -> one DeviceMesh: the only place that checks a layout against a world and builds a mesh."""
+"""Degrees of parallelism, the ranks' coordinates, and the DeviceMesh that they form."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from torchtitan_like.config.sections_scale import Parallelism
 
-# Outermost first: neighbours in the last dimension are neighbours on the node, where the traffic is heaviest.
+# Outermost first. The last dimension has the most traffic: its ranks are neighbors on a node.
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The size of every mesh dimension; their product is the world size.
+    """Size of every mesh dimension; their product is the world size.
 
-    loss_at_first: the pipeline's schedule has the last stage, as the first, on its first rank.
+    loss_at_first: the pipeline's first rank has both the first and the last stage (V schedules).
     """
 
     world_size: int
@@ -34,53 +34,62 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     def mesh_shape(self) -> dict[str, int]:
-        """Dimensions larger than one, outermost first. One rank alone has a `dp_shard` of one."""
+        """Return the dimensions larger than one, outermost first; {"dp_shard": 1} for one rank."""
         shape = {name: getattr(self, name) for name in MESH_ORDER if getattr(self, name) > 1}
         return shape or {"dp_shard": 1}
 
     def weights_shape(self) -> dict[str, int]:
-        """The mesh on which weights are placed. Ranks of one `cp` hold other tokens and the same weights, so those are cut
-        over `dp_shard` x `cp`, under the first one's name; it is there, if only with one rank, unless weights are replicated.
+        """Return the mesh on which weights are placed.
+
+        Ranks of one `cp` group have the same weights, which are sharded over `dp_shard` x `cp` under
+        the name `dp_shard`. That dimension exists, perhaps with size 1, unless weights are
+        replicated.
         """
         sizes = {name: getattr(self, name) for name in MESH_ORDER if name != "cp"}
         sizes["dp_shard"] *= self.cp
         return {
-            name: size for name, size in sizes.items() if size > 1 or (name == "dp_shard" and self.dp_replicate == 1)
+            name: size
+            for name, size in sizes.items()
+            if size > 1 or (name == "dp_shard" and self.dp_replicate == 1)
         }
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Where `rank` stands along one dimension."""
+        """Return the index of `rank` along one dimension."""
         inner = MESH_ORDER[MESH_ORDER.index(name) + 1 :]
         stride, size = math.prod(getattr(self, other) for other in inner), getattr(self, name)
         return int(rank // stride % size)
 
     def dp_coordinate(self, rank: int) -> int:
-        """Index of `rank` among the data-parallel ranks, in the order in which they read samples."""
+        """Return the index of `rank` among data-parallel ranks, in the order of their samples."""
         return rank // (self.cp * self.tp) % self.dp
 
     def counts_tokens(self, rank: int) -> bool:
-        """True on the one rank per data shard that reports the shard's tokens, so that no token counts twice."""
+        """Return True on one rank per data shard, which counts the shard's tokens for all of them."""
         return rank == self.dp_coordinate(rank) * self.cp * self.tp
 
     def counts_loss(self, rank: int) -> bool:
-        """True on the ranks whose losses together are those of all tokens once: the last stage's, one for each `tp`."""
+        """Return True if the loss of `rank` is part of the total: last stage, one rank per `tp` group.
+
+        The sum over these ranks covers each token once.
+        """
         last = 0 if self.loss_at_first else self.pp - 1
         return self.coordinate("pp", rank) == last and self.coordinate("tp", rank) == 0
 
     def peers(self, name: str) -> list[list[int]]:
-        """The ranks of the world in sets that differ along one dimension only."""
+        """Return the world's ranks in groups that differ along one dimension only."""
         sets: dict[int, list[int]] = {}
-        stride = math.prod(getattr(self, other) for other in MESH_ORDER[MESH_ORDER.index(name) + 1 :])
+        inner = MESH_ORDER[MESH_ORDER.index(name) + 1 :]
+        stride = math.prod(getattr(self, other) for other in inner)
         for rank in range(self.world_size):
             sets.setdefault(rank - self.coordinate(name, rank) * stride, []).append(rank)
         return list(sets.values())
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the weights' mesh over the initialised default group. Its dimensions are the keys of `weights_shape`."""
+        """Build the weights' mesh over the default group; its dimensions are `weights_shape`'s keys."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = self.weights_shape()
@@ -88,9 +97,9 @@ class ParallelDims:
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> tuple[ParallelDims | None, list[str]]:
-    """Fill in `data_parallel_shard_degree = -1` and check the product of all degrees.
+    """Resolve `data_parallel_shard_degree = -1` and check the product of all degrees.
 
-    Returns the dims, or None with the reasons as one sentence each.
+    Returns the dims and no problems, or None and one sentence per problem.
     """
     degrees = {
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -104,6 +113,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> tuple[Parallel
         degrees["dp_shard"] = max(1, world_size // fixed)
     formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
     if fixed * degrees["dp_shard"] != world_size:
-        return None, [f"{formula} = {fixed * degrees['dp_shard']}, but the world has {world_size} ranks"]
+        product = fixed * degrees["dp_shard"]
+        return None, [f"{formula} = {product}, but the world has {world_size} ranks"]
     at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
     return ParallelDims(world_size=world_size, loss_at_first=at_first, **degrees), []

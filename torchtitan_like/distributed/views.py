@@ -1,7 +1,7 @@
-"""What a module's own code sees in place of its parameter.
+"""Parameter views: the tensors that a module's own code reads instead of its parameters.
 
-Parameters are DTensors for all that looks at a model from outside: initial weights, optimizers, checkpoints, FSDP2.
-Module code computes with plain local tensors, which it finds under the same name.
+For initial weights, optimizers, checkpoints, and FSDP2, parameters are DTensors. Module code
+computes with plain local tensors, which it reads under the same name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from torch.autograd.function import once_differentiable
 
 View = Callable[[Any], Tensor]
 
-# One class for all modules of a class, as their compiled code checks it.
+# One class for all modules of a class: their compiled code checks the class.
 _classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
 def view_parameter(module: nn.Module, name: str, view: View) -> None:
-    """Make `module.<name>` read `view(parameter)`, whatever tensor stands in the parameter's place at that time.
+    """Make `module.<name>` return `view(parameter)` of the parameter's current tensor.
 
-    `named_parameters()`, `state_dict()` and `_parameters` go on to hold the parameter itself. A second view of the same
-    name sees the parameter, and the first one sees what the second returns: so a view begins with `to_local`, which takes
-    both. Modules that are to share one compilation share their views too. Raises ValueError when there is no such parameter.
+    `named_parameters()`, `state_dict()`, and `_parameters` still hold the parameter itself. Views are
+    applied in the reverse order of their registration. So a view starts with `to_local`, which
+    accepts parameters and local tensors. Modules that share one compilation must share their views.
+
+    Raises ValueError if the module has no such parameter.
     """
     if module._parameters.get(name) is None:
         raise ValueError(f"{type(module).__name__} has no parameter {name!r} to view")
@@ -39,16 +41,17 @@ def view_parameter(module: nn.Module, name: str, view: View) -> None:
 
 
 def to_local(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor, whose gradient is placed as the DTensor is; a plain tensor as it is."""
+    """Return the local tensor of a DTensor (its gradient has the same placement), or a plain tensor."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return local
 
 
 def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, compiled code of `module`, with local tensors in the place of viewed parameters as long as it runs.
+    """Wrap `forward`, compiled code of `module`: while it runs, viewed parameters are local tensors.
 
-    Its graph then knows nothing of DTensors, which is faster, and without which a checkpointed block with a DTensor's mesh
-    among what it saves does not run (torch 2.13). Views stay in the graph; all must be there at the first call.
+    Its graph then contains no DTensors, which is faster. It is also required: a checkpointed block
+    that saves a DTensor's mesh does not run (torch 2.13). Views remain in the graph; all must be
+    registered before the first call.
     """
 
     @cache
@@ -60,27 +63,27 @@ def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Calla
         ]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        places = [(parameters, name, parameters[name]) for parameters, name in viewed()]
-        if not places:
+        entries = [(parameters, name, parameters[name]) for parameters, name in viewed()]
+        if not entries:
             return forward(*args, **kwargs)
-        locals_ = _WithOwnGradients.apply(*(to_local(parameter) for _, _, parameter in places))
+        local_tensors = _SeparateGradients.apply(*(to_local(p) for _, _, p in entries))
         try:
-            for (parameters, name, _), local in zip(places, locals_, strict=True):
+            for (parameters, name, _), local in zip(entries, local_tensors, strict=True):
                 parameters[name] = local
             return forward(*args, **kwargs)
         finally:
-            for parameters, name, parameter in places:
+            for parameters, name, parameter in entries:
                 parameters[name] = parameter
 
     return run
 
 
-class _WithOwnGradients(torch.autograd.Function):
-    """Tensors as they are, whose gradients are never one tensor.
+class _SeparateGradients(torch.autograd.Function):
+    """Identity on tensors whose gradients never share memory.
 
-    A compiled backward computes equal gradients once and returns the result for each of them. Autograd takes care that what
-    it hands to two parameters is not changed for both when it is changed for one, but does not look into DTensors (torch
-    2.13): clipped or accumulated into, such a gradient would be so twice.
+    A compiled backward computes equal gradients once and returns one tensor for all of them. Autograd
+    copies a gradient shared by two parameters, but does not look into DTensors (torch 2.13).
+    Clipping or accumulation in place would then apply twice.
     """
 
     @staticmethod
@@ -91,26 +94,26 @@ class _WithOwnGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        taken: set[int] = set()
-        own: list[Tensor | None] = []
+        addresses: set[int] = set()
+        separate: list[Tensor | None] = []
         for grad in grads:
-            is_taken = grad is not None and grad.untyped_storage().data_ptr() in taken
-            own.append(grad.clone() if grad is not None and is_taken else grad)
+            is_shared = grad is not None and grad.untyped_storage().data_ptr() in addresses
+            separate.append(grad.clone() if grad is not None and is_shared else grad)
             if grad is not None:
-                taken.add(grad.untyped_storage().data_ptr())
-        return tuple(own)
+                addresses.add(grad.untyped_storage().data_ptr())
+        return tuple(separate)
 
 
 def _with_property(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """A class like `cls` with a property for its parameter `name`."""
+    """Return a subclass of `cls` with a property for its parameter `name`."""
 
-    def look(module: nn.Module) -> Any:
+    def read(module: nn.Module) -> Any:
         value: Any = module._parameters[name]
         try:
             for view in module.__dict__["_parameter_views"][name]:
                 value = view(value)
-        except AttributeError as error:  # else nn.Module would look elsewhere and hand out the parameter itself
+        except AttributeError as error:  # otherwise nn.Module returns the parameter itself
             raise RuntimeError(f"cannot view parameter {name!r} of {cls.__name__}: {error}") from error
         return value
 
-    return type(cls.__name__, (cls,), {name: property(look), "__module__": cls.__module__})
+    return type(cls.__name__, (cls,), {name: property(read), "__module__": cls.__module__})
