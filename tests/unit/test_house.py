@@ -88,6 +88,15 @@ def test_one_rank_starts_as_light_as_a_plain_script(tmp_path: Path, computed: st
     assert int(number) <= 1_600 and found == "[]"
 
 
+def test_no_import_circle_spans_two_rooms() -> None:
+    """Imports in functions and under TYPE_CHECKING count: lint-imports does not report those circles."""
+    assert [circle for circle in circles(import_graph()) if len(set(map(room, circle))) > 1] == []
+
+
+def test_an_import_circle_is_detected() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
 def test_config_never_imports_torch() -> None:
     offenders = [
         f"{name_of(path)}:{node.lineno}"
@@ -172,6 +181,44 @@ def imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [f"{node.module}.{alias.name}" for alias in node.names]
     return []
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Each module of the package, and the modules of the package that any of its statements import."""
+    trees = {module_name(path): ast.parse(path.read_text()) for path in CORE}
+    graph: dict[str, set[str]] = {module: set() for module in trees}
+    for module, tree in trees.items():
+        for name in (name for node in ast.walk(tree) for name in imported(node)):
+            while name and name not in trees:
+                name = name.rpartition(".")[0]
+            if name not in ("", PACKAGE.name, module):
+                graph[module].add(name)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of modules that import each other, directly or through others."""
+    reachable: dict[str, set[str]] = {}
+    for start in graph:
+        reachable[start], pending = set(), [start]
+        while pending:
+            new = graph[pending.pop()] - reachable[start]
+            reachable[start] |= new
+            pending += new
+    sets = {
+        tuple(sorted(other for other in reachable[module] if module in reachable[other]))
+        for module in graph
+        if module in reachable[module]
+    }
+    return [list(modules) for modules in sorted(sets)]
 
 
 def at_import_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
