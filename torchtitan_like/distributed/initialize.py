@@ -1,11 +1,12 @@
 """Initial weights that do not depend on the topology.
 
-An element's value is a function of the seed, its parameter's name and its place in the whole parameter, and of nothing
-else. So every rank computes exactly what it owns, without a message and without ever holding a whole parameter.
+An element's value depends only on the seed, the parameter's name, and the element's index in the
+full parameter. So each rank computes exactly its own elements, without communication.
 
-The draw is a counter-based generator (splitmix64's mixing function) and the inverse of the normal distribution's CDF,
-written in operations that IEEE 754 fixes to the last bit (+ - * / sqrt, and integers): the weights are equal on any
-number of threads, vector level, machine and torch version. (`normal_` and `torch.special.ndtri` are not.)
+The generator is counter-based (splitmix64), followed by the inverse CDF of the normal distribution.
+Both use only operations that IEEE 754 defines to the last bit (+ - * / sqrt, and integers). So the
+weights are equal for any number of threads, CPU capability, machine, and torch version. (Those of
+`normal_` and `torch.special.ndtri` are not.)
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.uint64]
 InitTable = tuple[tuple[str, "InitRule"], ...]
 
-# Elements drawn at a time: the temporaries stay in a core's cache, and memory does not grow with the model.
+# Elements drawn at a time: temporaries fit into a core's cache.
 BLOCK = 32_768
 
 
 def materialize(model: Any, device: torch.device) -> None:
-    """Give a model built on meta real, uninitialised memory on `device`, its ties and its buffers, in place."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Allocate uninitialized memory on `device` for a model built on meta, in place.
+
+    Tied parameters stay tied, and buffers are computed.
+    """
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
+                owners.setdefault(id(parameter), []).append((module, name))
     model._apply(lambda tensor: _empty(tensor, device))
-    for (first, name), *others in places.values():  # which makes one of each place's, also of what was one before
+    # `_apply` has made separate tensors of tied parameters.
+    for (first, name), *others in owners.values():
         for module, alias in others:
             module._parameters[alias] = first._parameters[name]
     model.init_buffers(device)
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """As `torch.empty_like` on `device`, which for a plain meta tensor would import 500 modules of torch's compiler."""
+    """As `torch.empty_like`, which for a plain meta tensor imports 500 modules of torch's compiler."""
     if _is_dtensor(tensor):
         return torch.empty_like(tensor, device=device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -57,15 +62,17 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
-    """Fill the parameters by the first matching rule of `init_table` (fnmatch pattern of the name, rule).
+    """Fill each parameter by the first row of `init_table` (fnmatch pattern, rule) that matches.
 
-    Parameters may be plain or DTensors, on any device and of any floating dtype. A tied one is filled once, under the
-    name that comes first. Raises ValueError naming the parameters that no rule matches.
+    Parameters may be tensors or DTensors, on any device, of any floating dtype. A tied parameter is
+    filled once, under its first name. Raises ValueError naming the parameters that match no row.
     """
     rules = {name: _find_rule(init_table, name) for name, _ in model.named_parameters()}
     unmatched = [name for name, rule in rules.items() if rule is None]
     if unmatched:
-        raise ValueError(f"no rule of the init table matches {unmatched}: add a (pattern, InitRule) row for them")
+        raise ValueError(
+            f"no rule of the init table matches {unmatched}: add a (pattern, InitRule) row for them"
+        )
     for name, parameter in model.named_parameters():
         rule = rules[name]
         assert rule is not None
@@ -73,18 +80,19 @@ def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
         if rule.kind in ("zeros", "ones"):
             local.fill_(float(rule.kind == "ones"))
             continue
-        # Rounded to fp32 before anything narrower: a bf16 model starts from its fp32 twin's weights, rounded.
-        key, wide = _key(seed, name), torch.promote_types(local.dtype, torch.float32)
+        # Round to fp32 first: a bf16 model starts from the rounded weights of the fp32 model.
+        key, dtype = _key(seed, name), torch.promote_types(local.dtype, torch.float32)
         for index, block in _blocks(local, parameter):
-            block.copy_(torch.from_numpy(_draw(key, index, rule)).to(wide))
+            block.copy_(torch.from_numpy(_draw(key, index, rule)).to(dtype))
 
 
 @torch.no_grad()
 def weight_hash(model: nn.Module) -> int:
-    """This rank's share of a 64-bit hash of all weights: the sum mod 2^64 over all ranks is equal on every topology.
+    """Return this rank's share of a 64-bit hash of all weights.
 
-    Each element's name, place and fp32 value enter the sum once: of the copies of a DTensor only the first counts. What
-    is not a DTensor is on this rank alone.
+    The sum of all shares mod 2^64 is equal on every topology. It covers each element's name, index,
+    and fp32 value once: of the replicas of a DTensor only the first counts. A plain tensor is assumed
+    to exist on this rank only.
     """
     total = 0
     for name, parameter in model.named_parameters():
@@ -103,7 +111,7 @@ def _find_rule(init_table: InitTable, name: str) -> InitRule | None:
     return next((rule for pattern, rule in init_table if fnmatchcase(name, pattern)), None)
 
 
-# ---- which elements are here
+# ---- the elements of this rank
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
@@ -111,33 +119,38 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def _owned(parameter: Any) -> tuple[Tensor, bool]:
-    """The local tensor, and whether this rank is the first of those that hold these elements."""
+    """Return the local tensor, and whether this rank is the first of its replicas."""
     local = parameter.detach()
     if not _is_dtensor(parameter):
         return _unwrapped(local), True
     coordinate, local = parameter.device_mesh.get_coordinate(), _unwrapped(local.to_local())
     if coordinate is None:
         return local, False
-    copies = [place for place, where in zip(coordinate, parameter.placements, strict=True) if where.is_replicate()]
-    return local, not any(copies)
+    replica_indices = [
+        index
+        for index, placement in zip(coordinate, parameter.placements, strict=True)
+        if placement.is_replicate()
+    ]
+    return local, not any(replica_indices)
 
 
 def _unwrapped(local: Any) -> Tensor:
-    """The tensor inside the wrapper that torchao puts around a weight gathered in float8."""
+    """Return the tensor inside torchao's wrapper of a weight that is gathered in float8."""
     inner: Tensor = getattr(local, "_tensor", local)
     return inner
 
 
 def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
-    """For each dimension, where this rank's local positions stand in the whole parameter.
+    """For each dimension, return the indices in the full parameter of this rank's local positions.
 
-    The placements are applied to the positions themselves, from left to right, by the code that shards DTensors: uneven
-    and strided shards (FSDP over TP) come out as they are. Raises ValueError where that is not the local shape.
+    Torch's own sharding code is applied to the indices, placement by placement, so that uneven and
+    strided shards (FSDP over TP) are exact. Raises ValueError if the result is not the local shape.
     """
-    # Each along its own dimension, so that a placement finds it where it looks.
+    # Each tensor of indices extends along its own dimension, which a placement then splits.
     ndim = parameter.ndim
     positions = [
-        torch.arange(n).view([-1 if d == dim else 1 for d in range(ndim)]) for dim, n in enumerate(parameter.shape)
+        torch.arange(n).view([-1 if d == dim else 1 for d in range(ndim)])
+        for dim, n in enumerate(parameter.shape)
     ]
     if _is_dtensor(parameter):
         mesh = parameter.device_mesh
@@ -145,20 +158,25 @@ def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
             if placement.is_replicate():
                 continue
             if placement.is_partial():
-                raise ValueError(f"a parameter placed as {placement} has no elements of its own: shard or replicate it")
-            shards, _ = placement._split_tensor(positions[placement.dim], mesh.size(mesh_dim), with_padding=False)
+                raise ValueError(
+                    f"a parameter placed as {placement} has no elements of its own: shard or replicate it"
+                )
+            shards, _ = placement._split_tensor(
+                positions[placement.dim], mesh.size(mesh_dim), with_padding=False
+            )
             positions[placement.dim] = shards[mesh.get_local_rank(mesh_dim)]
-    expected, found = tuple(p.numel() for p in positions), tuple(_owned(parameter)[0].shape)
-    if expected != found:
+    expected = tuple(p.numel() for p in positions)
+    actual = tuple(_owned(parameter)[0].shape)
+    if expected != actual:
         raise ValueError(
-            f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the local shape "
-            f"{expected}, but has {found}"
+            f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the "
+            f"local shape {expected}, but has {actual}"
         )
     return [p.flatten().numpy() for p in positions]
 
 
 def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor]]:
-    """(flat index in the whole parameter, view of the local tensor) of at most BLOCK elements each, covering `local`."""
+    """Yield (flat indices in the full parameter, view of `local`) of at most BLOCK elements each."""
     *leading, last = _global_index(parameter)
     starts = np.zeros(1, dtype=np.int64)
     for size, positions in zip(parameter.shape, leading, strict=False):
@@ -173,24 +191,24 @@ def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor
             yield index, rows[top : top + height, left : left + width]
 
 
-# ---- the draw
+# ---- random numbers
 
 
 def _key(seed: int, name: str) -> np.uint64:
-    """Where a parameter's sequence of random numbers starts."""
+    """Return the start of a parameter's sequence of random numbers."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     key: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
     return key
 
 
 def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
-    """The values of the elements at `index`, in float64."""
+    """Return the values of the elements at `index`, in float64."""
     bits = scramble((index + np.uint64(1)) * GOLDEN_GAMMA + key)
-    # 52 bits and a half: with 53 the half is rounded away above 0.5, and the largest number would become 1.
+    # 52 bits plus a half: with 53 bits the half is lost above 0.5, and the largest value becomes 1.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     if rule.kind == "trunc_normal":
-        # Between the CDF's values at the cuts: every draw is used. 40 bits of it, inwards, so that no libm's last digit
-        # shows and no value lies outside.
+        # Map to the CDF's range between the bounds, so that every draw is used. The range is rounded
+        # inward to 40 bits: libm's last bits have no effect, and no value exceeds a bound.
         below = math.ceil(0.5 * math.erfc(rule.bound / math.sqrt(2.0)) * 2**40) * 2.0**-40
         uniform = uniform * (1.0 - 2.0 * below) + below
     values = normal_quantile(uniform)
@@ -199,7 +217,7 @@ def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
 
 
 # Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution", PPND16: 16 digits.
-_CENTRE = (
+_CENTER = (
     (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
      1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
     (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
@@ -220,9 +238,9 @@ _FAR_TAIL = (
 
 
 def normal_quantile(p: Floats) -> Floats:
-    """z with P(standard normal < z) = p, for 0 < p < 1."""
+    """Return z with P(standard normal < z) = p, for 0 < p < 1."""
     q = p - 0.5
-    z = _ratio(_CENTRE, 0.180625 - q * q)
+    z = _ratio(_CENTER, 0.180625 - q * q)
     z *= q
     outer = np.nonzero(np.abs(q) > 0.425)
     tail = np.minimum(p[outer], 1.0 - p[outer])
@@ -241,7 +259,10 @@ def _ratio(coefficients: tuple[Iterable[float], Iterable[float]], x: Floats) -> 
 
 
 def _polynomial(coefficients: Iterable[float], x: Floats) -> Floats:
-    """Horner's rule, highest power first. Product and sum are rounded apart: a fused one differs between machines."""
+    """Horner's rule, highest power first.
+
+    Product and sum are rounded separately: a fused operation differs between machines.
+    """
     first, second, *rest = coefficients
     total = first * x
     total += second
@@ -252,7 +273,7 @@ def _polynomial(coefficients: Iterable[float], x: Floats) -> Floats:
 
 
 def _log(x: Floats) -> Floats:
-    """Natural logarithm of normal numbers above 0, to 16 digits: numpy's own differs between vector levels.
+    """Natural logarithm of normal numbers above 0, to 16 digits. Numpy's depends on CPU capability.
 
     x = m 2^e with 0.7 < m < 1.42; log m = 2 atanh(s) = 2 (s + s^3 / 3 + ...), s = (m - 1) / (m + 1), |s| < 0.18.
     """

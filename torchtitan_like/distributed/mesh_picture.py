@@ -1,4 +1,4 @@
-"""The mesh as a picture: which rank stands where. No torch is imported."""
+"""Draw the mesh as text: the coordinates of each rank. Never imports torch."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ from torchtitan_like.distributed.dims import MESH_ORDER
 if TYPE_CHECKING:
     from torchtitan_like.distributed.dims import ParallelDims
 
-MOST_LINES = 25
-_MOST_COLUMNS = 16
-# Pipeline ranks, and rows of each, that are shown; the first pair that fits is taken.
+MAX_LINES = 25
+_MAX_COLUMNS = 16
+# (pipeline ranks, rows of each) that are shown; the first pair that fits is used.
 _EXTENTS = ((10**9, 10**9), (10**9, 6), (10**9, 4), (4, 6))
 
 
 def picture(dims: ParallelDims, ranks_per_node: int | None = None) -> list[str]:
-    """Lines for the log, at most 25: for each pipeline rank a grid of rank numbers whose axes are named.
+    """Return at most 25 lines: for each pipeline rank a grid of rank numbers with named axes.
 
-    What is cut inside a sequence or a layer runs to the right, shards and copies run down (to the right, when nothing
-    else does). "|" stands where another node begins, "..." for what is left out. ranks_per_node None: not known.
+    cp and tp are columns; shards and replicas are rows (columns if there is no cp or tp). "|" marks
+    the start of a node, "..." omitted ranks. ranks_per_node None: unknown.
     """
-    cut = {name: getattr(dims, name) for name in MESH_ORDER if getattr(dims, name) > 1}
-    if not cut:
-        return ["1 rank: nothing is cut"]
-    title = f"{dims.world_size} ranks = {' x '.join(f'{name} {size}' for name, size in cut.items())}"
+    axes = {name: getattr(dims, name) for name in MESH_ORDER if getattr(dims, name) > 1}
+    if not axes:
+        return ["1 rank: nothing is sharded"]
+    title = f"{dims.world_size} ranks = {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     num_nodes = -(-dims.world_size // ranks_per_node) if ranks_per_node else 1
     if num_nodes > 1:
         title += f", on {num_nodes} nodes of {ranks_per_node}"
-    pp = cut.pop("pp", 1)
-    columns = {name: size for name, size in cut.items() if name in ("cp", "tp")} or dict(list(cut.items())[-1:])
-    rows = {name: size for name, size in cut.items() if name not in columns}
-    return [title, *_grid(pp, rows, columns, dims.world_size, ranks_per_node if num_nodes > 1 else None)]
+    pp = axes.pop("pp", 1)
+    columns = {name: size for name, size in axes.items() if name in ("cp", "tp")}
+    columns = columns or dict(list(axes.items())[-1:])
+    rows = {name: size for name, size in axes.items() if name not in columns}
+    node = ranks_per_node if num_nodes > 1 else None
+    return [title, *_grid(pp, rows, columns, dims.world_size, node)]
 
 
-def _grid(pp: int, rows: dict[str, int], columns: dict[str, int], world_size: int, node: int | None) -> list[str]:
-    """One line for each axis that runs to the right, then one for each row of each pipeline rank."""
+def _grid(
+    pp: int, rows: dict[str, int], columns: dict[str, int], world_size: int, node: int | None
+) -> list[str]:
+    """Return one line for each column axis, then one for each row of each pipeline rank."""
     height, length = math.prod(rows.values()), math.prod(columns.values())
-    right = _shorten(length, _MOST_COLUMNS)
+    right = _shorten(length, _MAX_COLUMNS)
     stages, down = next(
         (stages, down)
         for stages, down in ((_shorten(pp, a), _shorten(height, b)) for a, b in _EXTENTS)
-        if sum(1 if stage is None else len(down) for stage in stages) + len(columns) < MOST_LINES
+        if sum(1 if stage is None else len(down) for stage in stages) + len(columns) < MAX_LINES
     )
     width = len(str(world_size - 1))
     body: list[tuple[str, str]] = []
@@ -55,47 +59,54 @@ def _grid(pp: int, rows: dict[str, int], columns: dict[str, int], world_size: in
             names = "..." if row is None else "  ".join(_coordinates(rows, row))
             first = None if row is None else (stage * height + row) * length
             label = f"{at:{len(f'pp {pp - 1}')}}  {names}".rstrip() if pp > 1 else names
-            body.append(
-                (label, "" if first is None else _cells(first, right, width, node) + _nodes(first, length, node))
-            )
+            cells = ""
+            if first is not None:
+                cells = _cells(first, right, width, node) + _nodes(first, length, node)
+            body.append((label, cells))
     margin = max(len(label) for label, _ in body)
     margin = max(margin, *(len(name) for name in columns)) if columns else margin
     head = [_axis(name, columns, right, margin, width) for name in columns]
-    return [line.rstrip() for line in (*head, *(f"{label:{margin}}  {cells}" for label, cells in body))]
+    lines = (*head, *(f"{label:{margin}}  {cells}" for label, cells in body))
+    return [line.rstrip() for line in lines]
 
 
 def _shorten(size: int, most: int) -> list[int | None]:
-    """All places of an axis; or, where they are more than `most`, the first ones, None, and the last one."""
+    """Return all indices of an axis; if more than `most`, the first ones, None, and the last."""
     return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
 
 
 def _coordinates(axes: dict[str, int], index: int) -> list[str]:
-    """The place of a row on each of its axes, as words."""
-    words = []
+    """Return a row's coordinates on its axes as text."""
+    labels = []
     for name, size in reversed(axes.items()):
-        index, place = divmod(index, size)
-        words.append(f"{name} {place}")
-    return words[::-1]
+        index, coordinate = divmod(index, size)
+        labels.append(f"{name} {coordinate}")
+    return labels[::-1]
 
 
-def _axis(name: str, columns: dict[str, int], right: list[int | None], margin: int, width: int) -> str:
-    """The places of one axis above the ranks."""
+def _axis(
+    name: str, columns: dict[str, int], right: list[int | None], margin: int, width: int
+) -> str:
+    """Return the coordinates of one axis above the ranks."""
     inner = math.prod(list(columns.values())[list(columns).index(name) + 1 :])
-    places = ("..." if place is None else f"{place // inner % columns[name]:>{width}}" for place in right)
-    return f"{name:>{margin}}  {' '.join(places)}"
+    labels = (
+        "..." if index is None else f"{index // inner % columns[name]:>{width}}" for index in right
+    )
+    return f"{name:>{margin}}  {' '.join(labels)}"
 
 
 def _cells(first: int, right: list[int | None], width: int, node: int | None) -> str:
-    """The ranks of one row, whose first one is `first`."""
+    """Return the ranks of one row that starts with rank `first`."""
     text = ""
-    for place in right:
-        begins_node = place and node and (first + place) % node == 0
-        text += ("|" if begins_node else " ") + ("..." if place is None else f"{first + place:>{width}}")
+    for index in right:
+        starts_node = index and node and (first + index) % node == 0
+        text += "|" if starts_node else " "
+        text += "..." if index is None else f"{first + index:>{width}}"
     return text[1:]
 
 
 def _nodes(first: int, length: int, node: int | None) -> str:
-    """The nodes that hold the `length` ranks of a row."""
+    """Return the nodes of the `length` ranks of a row."""
     if node is None:
         return ""
     begin, end = first // node, (first + length - 1) // node

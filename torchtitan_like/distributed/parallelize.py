@@ -1,6 +1,7 @@
-"""The one place that writes the order: float8 -> TP -> CP -> activation checkpointing -> compile -> data parallel.
+"""Apply all parallelisms: float8 -> TP -> CP -> activation checkpointing -> compile -> data parallel.
 
-No model has a function of its own like this one: what differs between models is data in its `ModelSpec`.
+This order is written only here. Models have no parallelize functions: their differences are data in
+`ModelSpec`. `parallelize` calls one function for each parallelism.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sections:
-    """What of the configuration decides how a model is laid out."""
+    """The config sections that determine how a model is parallelized."""
 
     training: Training
     parallelism: Parallelism
@@ -44,7 +45,7 @@ class Sections:
 
     @property
     def needs_fsdp2(self) -> bool:
-        """True if also a single rank that casts its weights uses FSDP2."""
+        """True if a single rank must use FSDP2 instead of plain casts."""
         return self.training.enable_cpu_offload or self.activation_checkpoint.mode == "offload"
 
     @property
@@ -53,12 +54,12 @@ class Sections:
 
     @property
     def loss_backend(self) -> str | None:
-        """What compiles the loss, if anything does."""
+        """Backend that compiles the loss; None if it is not compiled."""
         return self.compile.backend if self.compile.enable and "loss" in self.compile.components else None
 
 
 def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
-    """The repeated blocks of a model by fqn, in order."""
+    """Return the repeated blocks of a model by fqn, in order."""
     depth = spec.block_pattern.count(".")
     return {
         fqn: module
@@ -68,8 +69,13 @@ def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
 
 
 class Built(NamedTuple):
-    """This rank's parts of a model; what runs them if they are stages, what cuts their sequences, what offloads their
-    activations, lines for the log.
+    """This rank's model parts and what runs them.
+
+    parts: the whole model, or this rank's pipeline stages.
+    pipeline: runs the stages; None without pipeline parallelism.
+    context: shards sequences; None without context parallelism.
+    offload: offloads activations; None if they stay on the device.
+    lines: lines for the log.
     """
 
     parts: nn.ModuleList
@@ -88,9 +94,10 @@ def build_parts(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]],
     num_samples: int,
 ) -> Built:
-    """The model (or this rank's pipeline stages) cut over the mesh, with memory but no values yet.
+    """Build the model or this rank's pipeline stages, sharded over the mesh, without values.
 
-    loss: the head's, see `OutputHead`. num_samples: what a data-parallel rank reads in a step.
+    loss: the head's loss function, see `OutputHead`.
+    num_samples: samples that a data-parallel rank reads in a step.
     """
     training, lines = sections.training, []
     context = build_context(world, sections.parallelism)
@@ -107,7 +114,7 @@ def build_parts(
         lines += parallelize(part, spec, world, sections, context, offload)
         materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
         if training.enable_cpu_offload:
-            part.init_buffers(world.device)  # parameters alone live on the host
+            part.init_buffers(world.device)  # only parameters are on the host
     if pipeline is not None:
         lines += pipeline.lines(num_samples // sections.parallelism.pipeline_parallel_microbatch_size)
     return Built(nn.ModuleList(parts), pipeline, context, offload, list(dict.fromkeys(lines)))
@@ -118,8 +125,10 @@ def _on_meta(spec: ModelSpec, args: Any, training: Training) -> Any:
         return spec.build(args).to(DTYPES[training.dtype])
 
 
-def _build_pipeline(spec: ModelSpec, args: Any, world: World, sections: Sections, whole: nn.Module) -> Pipeline:
-    """This rank's stages, on meta and still uncut: each is the model without the modules of the others."""
+def _build_pipeline(
+    spec: ModelSpec, args: Any, world: World, sections: Sections, whole: nn.Module
+) -> Pipeline:
+    """Build this rank's stages on meta: each is the model without the modules of other stages."""
     from torchtitan_like.distributed import pipeline, stages
 
     section, training = sections.parallelism, sections.training
@@ -140,7 +149,7 @@ def _build_pipeline(spec: ModelSpec, args: Any, world: World, sections: Sections
 
 
 def build_context(world: World, parallelism: Parallelism) -> ContextParallel | None:
-    """How sequences are cut; None where they are not."""
+    """Return what shards sequences; None without context parallelism."""
     if world.dims.cp == 1:
         return None
     from torchtitan_like.distributed.context import ContextParallel
@@ -163,12 +172,14 @@ def parallelize(
     context: ContextParallel | None,
     activation_offload: ActivationOffload | None = None,
 ) -> list[str]:
-    """Apply to a model on `meta` all that `World` and the config ask for, in place; returns lines for the log."""
+    """Apply every configured parallelism to a model on `meta`, in place; return lines for the log."""
     lines: list[str] = []
     dims, training, parallelism = world.dims, sections.training, sections.parallelism
     num_shards, compiled = dims.dp_shard * dims.cp, sections.compiles_model
     if FLOAT8 in sections.converters:
-        lines += convert_to_float8(model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled)
+        lines += convert_to_float8(
+            model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled
+        )
         if sections.print_after_conversion:
             lines.append(f"Model definition after conversion:\n\n{model}\n\n")
     options: dict[str, Any] = {}
@@ -181,7 +192,7 @@ def parallelize(
         )
         if parallelism.enable_async_tensor_parallel:
             options = overlap_tensor_parallel(world.group("tp"))
-            lines.append("Async Tensor Parallelism: matrix products and the collectives beside them overlap")
+            lines.append("Async Tensor Parallelism: matrix products overlap with adjacent collectives")
     if context is not None:
         from torchtitan_like.distributed.context import apply_context_parallel
 
@@ -204,22 +215,31 @@ def parallelize(
             compile_model(model, backend, world.mesh, buckets, options=options)
         else:
             compile_blocks(blocks, backend, options)
-        lines.append(f"Compiling {'the whole model' if simple else 'each block'} with torch.compile ({backend})")
+        unit = "the whole model" if simple else "each block"
+        lines.append(f"Compiling {unit} with torch.compile ({backend})")
     offload = training.enable_cpu_offload
     if not needs_wrapping(dims, training.dtype, training.mixed_precision_param, offload):
         return lines
-    how: dict[str, Any] = {
+    options_of_weights: dict[str, Any] = {
         "param_dtype": training.mixed_precision_param,
         "reduce_dtype": training.mixed_precision_reduce,
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
-    # Without data-parallel peers nothing is gathered, and a cast of each weight is left. A pipeline
-    # casts once for all its micro-batches, and both kinds of offloading need FSDP2's copies.
+    # A single data-parallel rank gathers nothing: SimpleFSDP then only casts each weight where it is
+    # read. FSDP2 is needed for pipelines, which cast once for all micro-batches, and for offloading.
     casts_only = dims.dp * dims.cp == 1 and dims.pp == 1 and not sections.needs_fsdp2
     if simple or casts_only or world.mesh is None:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
 
-        name = apply_simple_fsdp(model, spec, blocks.values(), world.mesh, dims, **how, compiled=compiled)
+        name = apply_simple_fsdp(
+            model,
+            spec,
+            blocks.values(),
+            world.mesh,
+            dims,
+            **options_of_weights,
+            compiled=compiled,
+        )
     else:
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
@@ -229,15 +249,15 @@ def parallelize(
             blocks.values(),
             world.mesh,
             dims,
-            **how,
+            **options_of_weights,
             cpu_offload=offload,
             prefetch_depth=parallelism.fsdp_prefetch_depth,
         )
     if not casts_only:
         lines.append(f"Applied {name} to the model")
-    by = "a cast of each weight" if casts_only else "simple_fsdp" if simple else "fully_shard"
+    handler = "a cast of each weight" if casts_only else "simple_fsdp" if simple else "fully_shard"
     lines.append(
-        f"Mixed precision training is handled by {by}: parameters "
+        f"Mixed precision training is handled by {handler}: parameters "
         f"{training.dtype}, compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
     )
     if offload:
@@ -246,10 +266,12 @@ def parallelize(
 
 
 def compile_blocks(blocks: dict[str, nn.Module], backend: str, options: dict[str, Any] | None = None) -> None:
-    """Compile each block's forward, whole; blocks of one shape share one compilation. Names do not change.
+    """Compile each block's forward as one graph; equal blocks share one compilation.
 
-    options: the backend's, if it takes any.
+    Parameter names do not change. options: options of the backend.
     """
     for block in blocks.values():
-        compiled = torch.compile(block.forward, backend=backend, options=options or None, fullgraph=True)
+        compiled = torch.compile(
+            block.forward, backend=backend, options=options or None, fullgraph=True
+        )
         block.forward = on_local_parameters(block, compiled)

@@ -1,6 +1,6 @@
-"""`print` for many processes at once: `from torchtitan_like.distributed.printflock import printflock as print`.
+"""`print` for several processes: `from torchtitan_like.distributed.printflock import printflock as print`.
 
-Lines of processes that share a terminal or a file come out whole and never one inside another.
+Lines of processes that share a terminal or a file are never mixed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def printflock(*values: Any, **options: Any) -> None:
-    """As `print`, under a lock that all processes share which run this file: the text is written in one piece."""
+    """As `print`, under a lock shared by all processes: the text is written as one piece."""
     stream = options.pop("file", None) or sys.stdout
     options.pop("flush", None)
     text = io.StringIO()

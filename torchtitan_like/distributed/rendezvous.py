@@ -1,7 +1,8 @@
 """Rendezvous handlers for torchrun that open one store, on one address only.
 
-torch's own handlers open two stores on every address of the machine, whatever host they are given. Whoever reaches such a
-store can write to it, and the launcher unpickles part of what it reads. docs/guides/security.md lists what may be reached.
+torch's own handlers open two stores on every address of the machine, whatever host they are given.
+Anyone who reaches such a store can write to it, and the launcher unpickles part of what it reads.
+docs/guides/security.md lists the reachable ports.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torchtitan_like.distributed.store import LOOPBACK, ROUND, bind, host_store,
 
 
 class FixedRendezvous(RendezvousHandler):
-    """A given number of launchers with given ranks. Launcher 0 hosts the one store, which the workers use as well.
+    """A fixed number of launchers with fixed ranks.
 
-    Launchers unpickle nothing that is in the store.
+    Launcher 0 hosts the only store, which the workers use too. Launchers unpickle nothing from it.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ def create_dynamic(params: RendezvousParameters) -> RendezvousHandler:
     return OneStoreRendezvous(params.backend, handler, host, port)
 
 
-# torchrun's backends and their replacements. One machine uses "loopback", whatever backend is asked for.
+# torchrun's backends and their replacements. A single machine always uses "loopback".
 BACKENDS = {"loopback": create_loopback, "static": create_fixed, "c10d": create_dynamic}
 
 

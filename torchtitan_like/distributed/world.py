@@ -1,7 +1,7 @@
-"""Process groups, backends, timeouts, and the step's one agreement.
+"""Process groups, backends, timeouts, and collectives between hosts.
 
-Every thread that communicates owns a gloo group of its own: two threads on one gloo group give wrong sums without an
-error. Groups are fields of `World`, handed to those who need them and never looked up from globals.
+Each thread that communicates owns a gloo group: two threads on one gloo group give wrong sums
+without an error. Groups are fields of `World` and arguments, never globals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LaunchedAs:
-    """What the launcher told this process; one process without a launcher is rank 0 of 1."""
+    """This process's rank as the launcher set it; without a launcher rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -46,9 +46,10 @@ def launched_as(environ: dict[str, str] | None = None) -> LaunchedAs:
 
 
 class HostGroup:
-    """A gloo group for small host-side exchanges, owned by one thread: the one that made it, until another adopts it.
+    """A gloo group for small exchanges between hosts, owned by one thread.
 
-    With one rank there is no group at all and every call returns its input.
+    The creating thread owns it until another thread calls `adopt`. With one rank there is no group,
+    and every call returns its input.
     """
 
     def __init__(self, ranks: list[int], timeout: timedelta) -> None:
@@ -58,17 +59,17 @@ class HostGroup:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group; 0 when it is alone."""
+        """This process's rank in the group; 0 if it is alone."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def adopt(self) -> None:
-        """Make the calling thread the owner, for good; the former one has no exchange under way."""
+        """Make the calling thread the owner. The former owner must have no exchange in progress."""
         self._thread = threading.get_ident()
 
     def destroy(self) -> None:
-        """End the group and its threads, now: the process must not end before them.
+        """Destroy the group and its threads. Call it before the process ends.
 
-        A gloo thread that lets go of its last tensors while Python shuts down brings the process down with it.
+        A gloo thread that releases its last tensors while Python shuts down crashes the process.
         """
         group, self.group = self.group, None
         if group is not None:
@@ -76,7 +77,7 @@ class HostGroup:
 
     @classmethod
     def alone(cls) -> HostGroup:
-        """The group of one process that has no peers."""
+        """Return the group of a single process."""
         return cls([0], timedelta(0))
 
     def _check_thread(self) -> None:
@@ -84,14 +85,14 @@ class HostGroup:
             raise RuntimeError("a HostGroup was used from a thread that does not own it; make one per thread")
 
     def sum_async(self, values: list[int]) -> PendingSum:
-        """Start an int64 all-reduce (SUM) of `values`; every rank of the group calls it with as many values."""
+        """Start an int64 all-reduce (SUM). Every rank of the group passes equally many values."""
         self._check_thread()
         vector = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(vector, group=self.group, async_op=True) if self.size > 1 else None
         return PendingSum(vector, work)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copies of every rank's CPU tensor, stacked in rank order: (ranks, *rows.shape)."""
+        """Return every rank's CPU tensor, stacked in rank order: (ranks, *rows.shape)."""
         self._check_thread()
         if self.size == 1:
             return rows.unsqueeze(0)
@@ -100,11 +101,11 @@ class HostGroup:
         return torch.stack(copies)
 
     def barrier(self) -> None:
-        """Wait for every rank of the group; the caller says what for."""
+        """Wait for every rank of the group."""
         self.gather(torch.zeros(1))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value` in rank order. Not for the hot path."""
+        """Return every rank's picklable `value` in rank order. Too slow for every step."""
         self._check_thread()
         if self.size == 1:
             return [value]
@@ -113,7 +114,7 @@ class HostGroup:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """The value of the group's first rank. Not for the hot path."""
+        """Return the value of the group's first rank. Too slow for every step."""
         self._check_thread()
         if self.size == 1:
             return value
@@ -122,9 +123,9 @@ class HostGroup:
         return box[0]
 
     def everyone_does(self, action: Callable[[], T]) -> T:
-        """Call `action` on every rank; the error of the first rank that failed is everyone's.
+        """Call `action` on every rank; if any fails, raise the first failing rank's error on all.
 
-        A collective. If `action` has collectives of its own, they fail on all ranks or on none.
+        If `action` has collectives, they must fail on all ranks or on none.
         """
         outcome: list[T] = []
         error: Exception | None = None
@@ -138,7 +139,7 @@ class HostGroup:
         return outcome[0]
 
     def leader_does(self, action: Callable[[], T]) -> T:
-        """Call `action` on the first rank alone; what it returns, or the error that it raises, is everyone's."""
+        """Call `action` on the first rank only; return its result, or raise its error, on all."""
         outcome: Any = None
         try:
             outcome = (action(), None) if self.rank == 0 else None
@@ -153,13 +154,13 @@ class HostGroup:
 
 @dataclass
 class PendingSum:
-    """An all-reduce under way."""
+    """An all-reduce in progress."""
 
     vector: torch.Tensor
     work: Any
 
     def wait(self) -> list[int]:
-        """Block until every rank has contributed; the sums, equal on every rank."""
+        """Block until every rank has contributed; return the sums, equal on every rank."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -168,19 +169,22 @@ class PendingSum:
 
 @dataclass
 class World:
-    """All that a rank knows of its peers."""
+    """A rank's device, coordinates, meshes, and process groups."""
 
     rank: int
     local_rank: int
     dims: ParallelDims
     device: torch.device
-    mesh: DeviceMesh | None  # the weights'
+    mesh: DeviceMesh | None  # of the weights
     step_group: HostGroup
     checkpoint_group: HostGroup
     owns_default_group: bool
-    all_ranks: Any = None  # the group of all ranks on their devices, for the training thread; None for one rank
-    groups: dict[str, Any] = field(default_factory=dict)  # this rank's, by dimension of the weights' mesh, and `cp`
-    neighbor_groups: dict[int, Any] = field(default_factory=dict)  # of two pipeline ranks, by the other one's number
+    # Group of all ranks on their devices, for the training thread; None for one rank.
+    all_ranks: Any = None
+    # This rank's groups, by dimension of the weights' mesh, and `cp`.
+    groups: dict[str, Any] = field(default_factory=dict)
+    # Groups of two pipeline ranks, by the other one's rank.
+    neighbor_groups: dict[int, Any] = field(default_factory=dict)
     _training_groups: list[Any] = field(default_factory=list)
 
     @property
@@ -188,45 +192,45 @@ class World:
         return self.dims.world_size
 
     def group(self, name: str) -> Any:
-        """This rank's process group along a mesh dimension; None where it is alone."""
+        """Return this rank's process group along a mesh dimension; None if it has no peers there."""
         return self.groups.get(name)
 
     def coordinate(self, name: str) -> int:
-        """Where this rank stands along a mesh dimension."""
+        """Return this rank's index along a mesh dimension."""
         return self.dims.coordinate(name, self.rank)
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of a CPU tensor on this rank's device, without waiting for it (the CPU: itself).
+        """Copy a CPU tensor to this rank's device without waiting; on CPU return it unchanged.
 
-        A copy from pageable memory would first wait for all work queued on the stream.
+        A copy from pageable memory would wait for all work queued on the stream.
         """
         if self.device.type == "cuda":
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
     def gather_losses(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copies of the CPU tensor of every rank whose loss counts (`ParallelDims.counts_loss`): (ranks, *rows.shape)."""
+        """Gather a CPU tensor from the ranks for which `counts_loss` is true: (ranks, *rows.shape)."""
         copies = self.step_group.gather(rows)
         return copies[[rank for rank in range(self.size) if self.dims.counts_loss(rank)]]
 
     def tighten_timeouts(self, timeout: timedelta) -> None:
-        """Shorten every training group's timeout once the slow first step is over.
+        """Shorten the timeout of every training group after the slow first step.
 
-        The checkpoint group keeps its own: a save may take longer than any step.
+        The checkpoint group keeps its timeout: a checkpoint may take longer than any step.
         """
         if self.size == 1:
             return
         logger.info(f"Synchronizing and adjusting timeout for all ProcessGroups to {timeout}")
-        # Barrier: no rank may shorten its clock while a peer is still compiling its first step.
+        # Barrier: no rank may shorten its timeout while a peer still compiles its first step.
         self.step_group.barrier()
         for group in self._training_groups:
             set_timeout(timeout, group)
 
     def leave(self) -> None:
-        """Destroy the groups this process made.
+        """Destroy the groups that this process created.
 
-        NOTE: inside a larger world the mesh's groups stay: DTensor's caches outlive the run and reach a group through
-        any equal mesh, so a destroyed one would fail the next run.
+        NOTE: inside a larger world the mesh's groups remain. DTensor's caches outlive the run and use
+        the groups of any equal mesh, so destroying them would break the next run.
         """
         self._training_groups.clear()
         for host_group in (self.step_group, self.checkpoint_group):
@@ -245,28 +249,29 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The GPU of this local rank, or the CPU. A process that sees one device uses it whatever its local rank.
+    """Return the GPU of this local rank, or the CPU. A single visible GPU is used by any local rank.
 
-    Raises ValueError when several are seen, but none for this rank.
+    Raises ValueError if several GPUs are visible, but fewer than the local ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if 1 < count <= local_rank:
         raise ValueError(
-            f"local rank {local_rank} has no device: {count} are visible (CUDA_VISIBLE_DEVICES). Start at most {count} "
-            "ranks on this machine (NGPU), or let each process see one device"
+            f"local rank {local_rank} has no device: {count} are visible (CUDA_VISIBLE_DEVICES). Start "
+            f"at most {count} ranks on this machine (NGPU), or let each process see one device"
         )
     index = local_rank if count > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
-    """Return the store in which the ranks find each other's addresses; a restarted run has its own part of it.
+def _rendezvous_store(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
+    """Return the store in which the ranks exchange addresses, with a prefix for each restart.
 
-    NOTE: plain torchrun (2.13) keeps one store for all its restarts. A rank would read the addresses of dead peers in it.
-    Several such launchers count restarts independently, so their count does not tell them apart (docs/guides/operations.md).
+    NOTE: plain torchrun (2.13) keeps one store for all its restarts, so that without the prefix a
+    rank would read the addresses of dead peers. Several such launchers count restarts
+    independently, so their count cannot be the prefix (docs/guides/operations.md).
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -274,30 +279,38 @@ def _meeting_place(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
     store.set_timeout(timeout)
     has_one_launcher = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_launcher else "any"
-    place = dist.PrefixStore(os.environ.get(ROUND, f"restart_{restarts}"), store)
-    _meet(place, launch, timeout.total_seconds())
-    return place
+    prefixed = dist.PrefixStore(os.environ.get(ROUND, f"restart_{restarts}"), store)
+    _wait_for_ranks(prefixed, launch, timeout.total_seconds())
+    return prefixed
 
 
 def _open_store(launch: LaunchedAs, timeout: timedelta) -> dist.Store:
-    """Connect to the launcher's store. A launcher without a store leaves it to rank 0 to host one."""
+    """Connect to the launcher's store. Without one, rank 0 hosts the store."""
     is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if is_host and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return host_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
-    store: dist.Store = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+    store: dist.Store = next(rendezvous)[0]
     return store
 
 
-def _meet(place: dist.Store, launch: LaunchedAs, timeout: float) -> None:
-    """Wait for all ranks here, where a signal ends the wait: where torch waits none is heard. Raises TimeoutError."""
-    place.set(f"here/{launch.rank}", "")
-    place.add("here", 1)
+def _wait_for_ranks(store: dist.Store, launch: LaunchedAs, timeout: float) -> None:
+    """Wait until all ranks have joined. Raises TimeoutError.
+
+    Signals interrupt this wait, but not torch's own waits.
+    """
+    store.set(f"here/{launch.rank}", "")
+    store.add("here", 1)
     deadline = time.monotonic() + timeout
-    while place.add("here", 0) < launch.world_size:
+    while store.add("here", 0) < launch.world_size:
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(launch.world_size) if not place.check([f"here/{rank}"])]
-            raise TimeoutError(f"ranks {missing} have not come within {timeout:.0f} s (comm.init_timeout_seconds)")
-        time.sleep(max(0.05, launch.world_size / 20_000))  # one store answers all
+            ranks = range(launch.world_size)
+            missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+            raise TimeoutError(
+                f"ranks {missing} did not join within {timeout:.0f} s (comm.init_timeout_seconds). "
+                f"Expected {launch.world_size} ranks: read their logs, or raise the timeout"
+            )
+        time.sleep(max(0.05, launch.world_size / 20_000))  # one store serves all ranks
 
 
 def join_world(
@@ -309,12 +322,14 @@ def join_world(
     needs_mesh: bool,
     agree: Callable[[Callable[[Any], list[Any]]], None],
 ) -> World:
-    """Join the default group (made here unless the embedding program made it) and build meshes and host groups.
+    """Join or create the default group, and build meshes and host groups.
 
-    timeout: of a collective in training; checkpoint_timeout: in a save or a load, where ranks wait for the slowest disk.
-    A single rank joins nothing unless `needs_mesh`: imports and start-up stay as light as a plain script's.
-    agree: is given `HostGroup.gather_objects` of all ranks before there is any group that settings decide about; what it
-    raises ends the default group made here.
+    timeout: of collectives in training.
+    checkpoint_timeout: of collectives while saving or loading, where ranks wait for the slowest disk.
+    needs_mesh: a single rank creates groups only if this is True, so that it starts as fast as a
+        plain script.
+    agree: is called with `HostGroup.gather_objects` of all ranks before the config determines any
+        group. If it raises, a default group created here is destroyed.
     """
     device = pick_device(launch.local_rank)
     needs_group = dims.world_size > 1 or needs_mesh
@@ -329,7 +344,7 @@ def join_world(
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout,
-                store=_meeting_place(launch, timeout),
+                store=_rendezvous_store(launch, timeout),
                 device_id=device if device.type == "cuda" else None,
             )
             undo.callback(dist.destroy_process_group)
@@ -350,7 +365,7 @@ def join_world(
     training = {step_group.group, *groups.values(), *neighbors.values(), default} - {None}
     if all_ranks not in (None, dist.group.WORLD):
         training.add(all_ranks)
-    for group in training - {dist.group.WORLD}:  # a mesh's own groups have torch's time-out, half an hour
+    for group in training - {dist.group.WORLD}:  # groups of a mesh have torch's timeout of 30 minutes
         set_timeout(timeout, group)
     return World(
         launch.rank,
@@ -369,8 +384,7 @@ def join_world(
 
 
 def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
-    """The default group where it is the whole of the run, as in every run of its own; None for one
-    rank."""
+    """Return the default group, or a new one if it has other ranks too; None for one rank."""
     if len(ranks) == 1:
         return None
     if dist.get_world_size() == len(ranks):
@@ -379,25 +393,30 @@ def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
 
 
 def neighbor_groups(group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """Groups of this rank and each of its two neighbors on the ring of `group`, by the neighbor's
-    rank in `group`.
+    """Create a group for this rank and each of its two neighbors on the ring of `group`.
 
-    With a device bound to the default group, NCCL runs all single messages of a group on one
-    stream, in the order in which they were started: a stage's output would wait for messages
-    between other ranks. Without one (gloo, or a default group that another program made) torch
-    keeps pairs of ranks apart by itself, and the result is empty. So it is for two ranks, whose
-    group is such a pair. Collective over the ranks of `group`.
+    The result is keyed by the neighbor's rank in `group`. All ranks of `group` call this together.
+
+    If the default group is bound to a device, NCCL runs all point-to-point messages of a group on
+    one stream, in the order of their start: a stage's output would wait for messages between other
+    ranks. Otherwise (gloo, or a default group of another program) torch separates pairs of ranks
+    itself, and the result is empty. It is also empty for two ranks, which already are a pair.
     """
     size, rank = group.size(), group.rank()
     if size == 2 or dist.group.WORLD is None or dist.group.WORLD.bound_device_id is None:
         return {}
     edges = [(first, (first + 1) % size) for first in range(size)]
-    last = [edges.pop()] if size % 2 else []  # an odd ring needs a third round: no rank is in two pairs of a round
-    found: dict[int, dist.ProcessGroup] = {}
+    # A rank is in at most one pair of a round, so an odd ring needs a third round.
+    last = [edges.pop()] if size % 2 else []
+    groups: dict[int, dist.ProcessGroup] = {}
     for pairs in (edges[::2], edges[1::2], last):
-        pair_group = dist.split_group(parent_pg=group, split_ranks=[list(pair) for pair in pairs]) if pairs else None
-        mine = [pair for pair in pairs if rank in pair]
-        if pair_group is not None and mine:
-            (pair,) = mine
-            found[pair[0] if pair[1] == rank else pair[1]] = pair_group
-    return found
+        if not pairs:
+            continue
+        pair_group = dist.split_group(
+            parent_pg=group, split_ranks=[list(pair) for pair in pairs]
+        )
+        own_pair = next((pair for pair in pairs if rank in pair), None)
+        if pair_group is not None and own_pair is not None:
+            first, second = own_pair
+            groups[first if second == rank else second] = pair_group
+    return groups

@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 
 from torchtitan_like.distributed.dims import MESH_ORDER, ParallelDims
-from torchtitan_like.distributed.mesh_picture import MOST_LINES, picture
+from torchtitan_like.distributed.mesh_picture import MAX_LINES, picture
 
 PICTURES = [
-    (ParallelDims(world_size=1), None, "1 rank: nothing is cut"),
+    (ParallelDims(world_size=1), None, "1 rank: nothing is sharded"),
     (ParallelDims(world_size=8, pp=2, dp_shard=2, tp=2), 4, """\
 8 ranks = pp 2 x dp_shard 2 x tp 2, on 2 nodes of 4
               tp  0 1
@@ -91,7 +91,7 @@ def layouts(world_size: int) -> list[ParallelDims]:
 def test_every_picture_fits_a_screen(world_size: int) -> None:
     for dims in layouts(world_size):
         lines = picture(dims, 8)
-        assert len(lines) <= MOST_LINES and max(map(len, lines)) <= 130, lines
+        assert len(lines) <= MAX_LINES and max(map(len, lines)) <= 130, lines
         assert all(line == line.rstrip() for line in lines)
 
 

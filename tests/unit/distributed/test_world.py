@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_like.distributed import world
-from torchtitan_like.distributed.world import LaunchedAs, _meet, launched_as, pick_device
+from torchtitan_like.distributed.world import LaunchedAs, _wait_for_ranks, launched_as, pick_device
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_who_has_not_come_is_named():
     place = dist.HashStore()
     place.set("here/2", "")
     place.add("here", 1)
-    with pytest.raises(TimeoutError, match=r"ranks \[1, 3\] have not come within 0 s \(comm.init_timeout_seconds\)"):
-        _meet(place, LaunchedAs(0, 0, 4), 0.1)
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 3\] did not join within 0 s \(comm.init_timeout_seconds\)"):
+        _wait_for_ranks(place, LaunchedAs(0, 0, 4), 0.1)
 
 
 def test_the_public_function_sets_timeouts_where_torch_has_it(monkeypatch) -> None:
