@@ -60,7 +60,7 @@ def here(method="allgather", balancer="headtail"):
 
 def own(cp, x):
     """This rank's part of (batch, heads, seq, dim), laid out as a model's attention has it."""
-    return cp._own(x.movedim(2, -1)).movedim(-1, 1).contiguous().transpose(1, 2)
+    return cp._local_chunks(x.movedim(2, -1)).movedim(-1, 1).contiguous().transpose(1, 2)
 
 
 def inputs(cell):
@@ -76,7 +76,7 @@ def seams(cell, cp):
     core = method.core(cp, kernel.core)
     if not cell.documents:
         return core, None
-    part = cp._own(some_positions())
+    part = cp._local_chunks(some_positions())
     return core, method.mask(cp, kernel.mask)(part, cell.dtype, part.shape[1])
 
 
@@ -398,11 +398,11 @@ FAULTS = {
     ),
     "unmerged": lambda: mock.patch.object(ring, "_merge", _unmerged),
     "all keys seen": lambda: mock.patch.object(
-        ring, "_piece", lambda ring, source, seq: (slice(0, seq), slice(0, seq))
+        ring, "_visible", lambda ring, source, seq: (slice(0, seq), slice(0, seq))
     ),
-    "nothing arrives": lambda: mock.patch.object(ring, "_pass_on", lambda x, ring: lambda: x.clone()),
+    "nothing arrives": lambda: mock.patch.object(ring, "_send_to_next", lambda x, ring: lambda: x.clone()),
     "heads repeated in turn": lambda: mock.patch.object(
-        context, "_enough_heads", lambda x, n: x.repeat(1, n // math.gcd(x.shape[1], n), 1, 1)
+        context, "_repeat_heads", lambda x, n: x.repeat(1, n // math.gcd(x.shape[1], n), 1, 1)
     ),
     "positions of this rank alone": lambda: mock.patch.object(
         context, "gather_whole", lambda x, dim, group: x.repeat(1, group.size())
