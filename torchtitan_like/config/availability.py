@@ -128,16 +128,10 @@ SWITCHES: tuple[Switch, ...] = (
         "checkpoint.initial_load_path",
     ),
     Switch(
-        ("checkpoint.hf_shard_gb",),
+        ("checkpoint.hf_executor", "checkpoint.hf_shard_gb"),
         "checkpoint.last_save_in_hf",
         lambda config: not (config.checkpoint.last_save_in_hf or config.checkpoint.hf_interval),
         "checkpoint.last_save_in_hf = true or checkpoint.hf_interval > 0",
-    ),
-    _off_at(
-        ("checkpoint.hf_executor",),
-        "checkpoint.hf_executor",
-        "consolidate",
-        "a merge of shards, which exports no longer make: remove this setting",
     ),
     _off_at(
         ("checkpoint.keep_every",), "checkpoint.keep_latest_k", 0, "checkpoint.keep_latest_k > 0: nothing is deleted"

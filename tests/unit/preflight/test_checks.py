@@ -87,7 +87,7 @@ WARNINGS = [
     ("--training.steps 1000 --checkpoint.enable --checkpoint.hf_shard_gb 1", "checkpoint.hf_shard_gb",
      "it needs checkpoint.last_save_in_hf = true or checkpoint.hf_interval > 0"),
     ("--training.steps 1000 --checkpoint.enable --checkpoint.hf_executor consolidate", "checkpoint.hf_executor",
-     "remove this setting"),
+     "it needs checkpoint.last_save_in_hf"),
     ("--training.steps 1000 --checkpoint.enable --checkpoint.no_enable_ft_dataloader_checkpoints",
      "checkpoint.enable_ft_dataloader_checkpoints", "fault_tolerance.enable = true"),
     ("--training.steps 1000 --checkpoint.enable --checkpoint.no_initial_load_model_only",
