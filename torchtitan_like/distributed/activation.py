@@ -1,7 +1,6 @@
 """Activation checkpointing, applied to a block by replacing its `forward`.
 
-Replacing `forward` instead of wrapping the module keeps every parameter's name what the model calls it, whatever is
-switched on.
+Wrapping the module instead would change the names of its parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import ActivationCheckpoint
 
-# Outputs worth their memory under the per-op policy: what is dearest to compute again.
+# Outputs that the per-op policy saves: the most expensive ones to recompute.
 SAVED_OPS = (
     "mm.default",
     "addmm.default",
@@ -32,10 +31,10 @@ REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
 def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: ActivationCheckpoint) -> str:
-    """Apply `[activation_checkpoint]` to the blocks (fqn -> module), in place; returns a line for the log.
+    """Apply `[activation_checkpoint]` to the blocks (fqn -> module) in place; return a log line.
 
-    Numbers do not change: a recomputed activation is computed by the same operations on the same inputs. A memory budget
-    is for the compiler to spend: without one it does nothing.
+    Results do not change: an activation is recomputed by the same operations from the same inputs.
+    A memory budget affects compiled blocks only.
     """
     if section.mode == "none":
         return ""
@@ -79,21 +78,21 @@ def _checkpoint_forward(block: nn.Module, section: ActivationCheckpoint, context
 
 
 def _per_op_contexts(saved_ops: tuple[str, ...], recomputed_shapes: set[tuple[int, ...]]) -> Any:
-    """Contexts of one pass through one block: a policy counts the matrix products of that pass alone."""
+    """Return the contexts of one pass through one block; its policy counts that pass's products."""
     return create_selective_checkpoint_contexts(_PerOpPolicy(saved_ops, recomputed_shapes))
 
 
 class _PerOpPolicy:
-    """Saves the outputs of `saved_ops`, except every second matrix product and those whose weight
-    shape is listed.
+    """Saves the outputs of `saved_ops`, except every second matrix product and listed weight shapes.
 
-    Half of the matrix products cost half of the recompute and save half of the memory; which half matters little.
+    Recomputing half of the matrix products saves half of their memory; which half matters little.
     """
 
     def __init__(self, saved_ops: tuple[str, ...], recomputed_shapes: set[tuple[int, ...]]) -> None:
         self._saved_ops = saved_ops
         self._recomputed_shapes = recomputed_shapes
-        self._num_products = {False: 0, True: 0}  # in forward, and in its recomputation, which must decide alike
+        # Counted separately in forward and recomputation, so that they decide equally.
+        self._num_products = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(op).removeprefix("aten.")
@@ -110,7 +109,7 @@ class _PerOpPolicy:
 
 
 def _mm_shapes(blocks: dict[str, nn.Module], fqns: list[str]) -> set[tuple[int, ...]]:
-    """Shapes (in, out), as `mm` sees them, of the linear weights whose name contains one of `fqns`."""
+    """Return `mm`'s shapes (in, out) of the linear weights whose name contains one of `fqns`."""
     return {
         (module.in_features, module.out_features)
         for fqn, block in blocks.items()

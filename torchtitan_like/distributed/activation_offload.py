@@ -1,9 +1,9 @@
-"""Keep what blocks save for their backward pass in host memory.
+"""Offload the activations that blocks save for backward to host memory.
 
 `torch.autograd.graph.save_on_cpu` would also copy the weights, copy a tensor once for each operation
-that saves it, and change its strides, on which the rounding of a product can depend. Here each
-storage is copied once, as it is. Copies of a GPU use pinned memory and run in order on the current
-stream, so that the host waits for none of them.
+that saves it, and change its strides, which can change the rounding of a product. Here each storage
+is copied once, unchanged. Copies from a GPU use pinned memory and the current stream, so that the
+host does not wait for them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchtitan_like.util.host_memory import GIB, available_bytes
 
-SMALLEST = 1024  # bytes; smaller storages stay where they are
+SMALLEST = 1024  # bytes; smaller storages stay on the device
 _PLAIN = (Tensor, nn.Parameter)
 
 
 class ActivationOffload:
-    """The activations of this process in host memory, and how many bytes they have.
+    """Holds this process's activations in host memory and counts their bytes.
 
     local_ranks: ranks that allocate host memory on this node at the same time.
     """
@@ -30,11 +30,11 @@ class ActivationOffload:
     def __init__(self, local_ranks: int = 1) -> None:
         self.num_bytes = 0
         self.peak_bytes = 0
-        self.checks_memory = True  # until the need has been measured
+        self.checks_memory = True  # set to False after the first step has shown the need
         self._local_ranks = local_ranks
 
     def apply(self, blocks: Iterable[nn.Module]) -> str:
-        """Offload what these blocks save, in place; returns a line for the log."""
+        """Offload what these blocks save, in place; return a line for the log."""
         for block in blocks:
             self._wrap_forward(block)
         return "Applied activation offload to the model: each block's activations wait in host memory"
@@ -46,7 +46,7 @@ class ActivationOffload:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             resident = _storages([*block.parameters(), *block.buffers()])
-            # By address and version. No address is used again while its storage is held here.
+            # Keyed by address and version. An address is not reused while its storage is held here.
             copies: dict[tuple[int, int], tuple[_HostCopy, torch.UntypedStorage]] = {}
 
             def pack(tensor: Tensor) -> Tensor | _Saved:
@@ -68,17 +68,17 @@ class ActivationOffload:
                 with saved_tensors_hooks(pack, _unpack):
                     return forward(*args, **kwargs)
             finally:
-                copies.clear()  # autograd keeps `pack`, which would keep the storages
+                copies.clear()  # autograd holds `pack`, which would hold the storages
 
         block.forward = offloaded
 
     def add(self, num_bytes: int) -> None:
-        """Count host memory that is about to be allocated. Raises MemoryError if it is not there."""
+        """Count host memory before it is allocated. Raises MemoryError if it is not available."""
         if self.checks_memory and num_bytes * self._local_ranks > (free := available_bytes()):
             raise MemoryError(
                 f"Activation offload needs {num_bytes / GIB:.2f} GiB more of host memory on each of "
-                f"{self._local_ranks} ranks. Available on this node: {free / GIB:.2f} GiB, with "
-                f"{self.num_bytes / GIB:.2f} GiB of activations of this rank there already. Use "
+                f"{self._local_ranks} ranks. Available on this node: {free / GIB:.2f} GiB; this rank "
+                f"holds {self.num_bytes / GIB:.2f} GiB of activations already. Use "
                 'activation_checkpoint.mode = "full", a smaller training.local_batch_size, or '
                 "nodes with more host memory"
             )
@@ -102,12 +102,12 @@ class _HostCopy:
         self._host.copy_(_as_bytes(storage), non_blocking=True)
 
     def read(self) -> torch.UntypedStorage:
-        """The storage on its device again: one for all saved tensors that share it."""
+        """Return the storage on its device; all saved tensors that share it get the same one."""
         restored = self._restored
         if restored is None:
             restored = torch.empty_like(self._host, device=self._device)
             restored.copy_(self._host, non_blocking=True)
-        self.num_unread -= 1  # below zero where backward reads a second time
+        self.num_unread -= 1  # below zero if backward reads a second time
         self._restored = restored if self.num_unread > 0 else None
         return restored.untyped_storage()
 
@@ -139,6 +139,6 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses of what stays on the device: weights, which FSDP2 gathers again, and buffers."""
+    """Return the addresses of storages that stay on the device: weights and buffers."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return {tensor.untyped_storage().data_ptr() for tensor in local if type(tensor) in _PLAIN}

@@ -1,8 +1,9 @@
-"""One collective for all weights of a block, in the graphs of a compiled SimpleFSDP model (arXiv:2411.00284, section 4).
+"""Merge the collectives of each block in compiled SimpleFSDP graphs (arXiv:2411.00284, section 4).
 
-`simple_fsdp.py` gathers and reduces weight by weight. Here what the weights of one block send alike (kind, ranks, dtype) is
-joined: laid side by side, sent once, taken apart. Numbers do not change, nor do bytes; what each collective costs besides its
-bytes is paid once for each block. A graph in which nothing could be joined is an error: else nobody would notice.
+`simple_fsdp.py` gathers and reduces weight by weight. Here the collectives of one block with equal
+kind, ranks, and dtype become one: concatenate, communicate, split. Results and bytes do not change;
+the latency of a collective is paid once per block. A graph in which nothing can be merged is an
+error, because it would otherwise go unnoticed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ GATHER, SCATTER, REDUCE = (
 )
 
 
-class _Sent(NamedTuple):
-    """What collectives must have in common to be sent as one."""
+class _BucketKey(NamedTuple):
+    """What collectives must have in common to be merged."""
 
     block: str
     kind: Any
@@ -34,8 +35,9 @@ class _Sent(NamedTuple):
 def bucketing_backend(
     backend: str, blocks: Collection[str], groups: Collection[str], options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """`backend` ("inductor", which takes options, or "aot_eager") of torch.compile, with `merge_collectives` on each of its
-    graphs.
+    """Return a torch.compile backend that applies `merge_collectives` to each graph.
+
+    backend: "inductor", which takes options, or "aot_eager".
     """
     if backend == "inductor":
         return _inductor(tuple(blocks), tuple(groups), options or {})
@@ -58,38 +60,42 @@ def bucketing_backend(
 
 
 def merge_collectives(graph: fx.Graph, blocks: Collection[str], groups: Collection[str]) -> int:
-    """Join, in place, the collectives over `groups` (names) within each of `blocks` (fqns); returns how many it saved.
+    """Merge the collectives over `groups` (names) within each of `blocks` (fqns), in place.
 
-    Gathers move to where the first of them stands, reductions to where the last does. Raises RuntimeError where there are some
-    and none could be joined, or where one of a block's collectives needs the result of another.
+    Gathers move to the position of the first of them, reductions to that of the last. Returns how
+    many collectives were saved. Raises RuntimeError if there are collectives but none can be merged,
+    or if one of a block's collectives needs the result of another.
     """
-    buckets: dict[_Sent, list[fx.Node]] = {}
+    buckets: dict[_BucketKey, list[fx.Node]] = {}
     num_before = num_saved = 0
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in (GATHER, SCATTER, REDUCE) and node.args[-1] in groups:
+        is_collective = node.op == "call_function" and node.target in (GATHER, SCATTER, REDUCE)
+        if is_collective and node.args[-1] in groups:
             num_before += 1
             block = _block_of(node, blocks)
             if block is not None:
-                sent = _Sent(block, node.target, _input(node).meta["val"].dtype, tuple(node.args[1:]))
-                buckets.setdefault(sent, []).append(node)
+                dtype = _input(node).meta["val"].dtype
+                key = _BucketKey(block, node.target, dtype, tuple(node.args[1:]))
+                buckets.setdefault(key, []).append(node)
     if not num_before:
         return 0
-    place = {node: (i, 0) for i, node in enumerate(graph.nodes)}
-    for sent, nodes in buckets.items():
+    order = {node: (i, 0) for i, node in enumerate(graph.nodes)}
+    for key, nodes in buckets.items():
         if len(nodes) > 1:
-            _merge(graph, sent.kind, nodes, place)
+            _merge(graph, key.kind, nodes, order)
             num_saved += len(nodes) - 1
     if not num_saved:
         raise RuntimeError(
-            f"parallelism.simple_fsdp_bucketing: of {num_before} collectives in a compiled graph none belong together by the "
-            f"names of the blocks ({', '.join(blocks)}); set it to false"
+            f"parallelism.simple_fsdp_bucketing: none of {num_before} collectives in a compiled graph "
+            f"could be merged. Expected several in one of the blocks ({', '.join(blocks)}); set it to "
+            "false"
         )
-    _sort(graph, place)
+    _sort(graph, order)
     return num_saved
 
 
 def _block_of(node: fx.Node, blocks: Collection[str]) -> str | None:
-    """The block whose weight a collective is for: in backward as in forward, by where the weight was read."""
+    """Return the block that reads the weight of a collective, in forward and backward."""
     for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
         fqn = path.removeprefix("L['self'].")
         for block in blocks:
@@ -102,9 +108,11 @@ def _input(collective: fx.Node) -> fx.Node:
     return collective.all_input_nodes[0]
 
 
-def _merge(graph: fx.Graph, kind: Any, nodes: list[fx.Node], place: dict[fx.Node, tuple[int, int]]) -> None:
-    """Put one collective in the place of several. Each is (ranks, own) in what it sends or what arrives."""
-    at = place[nodes[0] if kind is GATHER else nodes[-1]]
+def _merge(
+    graph: fx.Graph, kind: Any, nodes: list[fx.Node], order: dict[fx.Node, tuple[int, int]]
+) -> None:
+    """Replace several collectives by one. Inputs or outputs are viewed as (ranks, elements each)."""
+    position = order[nodes[0] if kind is GATHER else nodes[-1]]
     settings = nodes[0].args[1:]
     num_ranks = 1 if kind is REDUCE else next(arg for arg in settings if isinstance(arg, int))
     rows_sent, rows_arrived = {GATHER: (1, num_ranks), SCATTER: (num_ranks, 1), REDUCE: (1, 1)}[kind]
@@ -112,8 +120,9 @@ def _merge(graph: fx.Graph, kind: Any, nodes: list[fx.Node], place: dict[fx.Node
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(target, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        new.meta.update({"val": target(*values[0], **values[1]), "nn_module_stack": nodes[0].meta["nn_module_stack"]})
-        place[new] = (at[0], 1 + len(place))
+        stack = nodes[0].meta["nn_module_stack"]
+        new.meta.update({"val": target(*values[0], **values[1]), "nn_module_stack": stack})
+        order[new] = (position[0], 1 + len(order))
         return new
 
     sizes = [_input(node).meta["val"].numel() // rows_sent for node in nodes]
@@ -126,33 +135,36 @@ def _merge(graph: fx.Graph, kind: Any, nodes: list[fx.Node], place: dict[fx.Node
     for node, size in zip(nodes, sizes, strict=True):
         part = call(torch.ops.aten.slice.Tensor, side_by_side, 1, first, first + size)
         own = call(torch.ops.aten.clone.default, part, memory_format=torch.contiguous_format)
-        whole = call(torch.ops.aten.reshape.default, own, list(node.meta["val"].shape))
+        output = call(torch.ops.aten.reshape.default, own, list(node.meta["val"].shape))
         for wait in list(node.users):
-            wait.replace_all_uses_with(whole)
+            wait.replace_all_uses_with(output)
             graph.erase_node(wait)
         graph.erase_node(node)
         first += size
 
 
-def _sort(graph: fx.Graph, place: dict[fx.Node, tuple[int, int]]) -> None:
-    """Every node after what it needs, and else in the order of `place`."""
+def _sort(graph: fx.Graph, order: dict[fx.Node, tuple[int, int]]) -> None:
+    """Sort the nodes topologically, ties by `order`."""
     nodes = list(graph.nodes)
     missing = {node: len(set(node.all_input_nodes)) for node in nodes}
-    ready = [(place[node], i) for i, node in enumerate(nodes) if not missing[node]]
+    ready = [(order[node], i) for i, node in enumerate(nodes) if not missing[node]]
     heapq.heapify(ready)
     index = {node: i for i, node in enumerate(nodes)}
-    order: list[fx.Node] = []
+    result: list[fx.Node] = []
     while ready:
         node = nodes[heapq.heappop(ready)[1]]
-        order.append(node)
+        result.append(node)
         for user in node.users:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, (place[user], index[user]))
-    if len(order) < len(nodes):
-        raise RuntimeError("a collective of a block needs the result of another one that it would be joined with")
-    for node in order:
-        graph._root.prepend(node)  # to the end
+                heapq.heappush(ready, (order[user], index[user]))
+    if len(result) < len(nodes):
+        raise RuntimeError(
+            "parallelism.simple_fsdp_bucketing: a collective of a block needs the result of another one "
+            "that it would be merged with; set it to false"
+        )
+    for node in result:
+        graph._root.prepend(node)  # moves the node to the end
     graph.lint()
 
 
@@ -161,7 +173,7 @@ def _inductor(blocks: tuple[str, ...], groups: tuple[str, ...], options: dict[st
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Pass(CustomGraphPass):
-        """Inductor keeps compiled graphs between runs under a name that this one's is part of."""
+        """Graph pass whose `uuid` is part of the key of Inductor's cache of compiled graphs."""
 
         def __call__(self, graph: fx.Graph) -> None:
             merge_collectives(graph, blocks, groups)

@@ -1,8 +1,9 @@
-"""Pipeline parallelism: one schedule of torch.distributed.pipelining for all micro-batches of an optimizer step.
+"""Pipeline parallelism: one schedule of torch.distributed.pipelining runs all micro-batches of a step.
 
-Micro-batches of gradient accumulation and of the pipeline are the same thing: what is accumulated, and when gradients
-are reduced (once, after the last), is decided here and nowhere else. Stages pass on plain local tensors: hidden states
-(rows, positions, width), then the `stage_tensors` of the `ModelSpec`. All shapes are known before anything is sent.
+Micro-batches of gradient accumulation and of the pipeline are the same. Only this module decides
+what is accumulated, and that gradients are reduced once, after the last micro-batch. Stages pass on
+local tensors: hidden states (rows, positions, width), then the `stage_tensors` of the `ModelSpec`.
+All shapes are known before anything is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 from torchtitan_like.distributed.schedule_view import has_messages, timeline_lines
 from torchtitan_like.distributed.stages import SCHEDULES, StagePlan
@@ -31,7 +36,7 @@ HIDDEN = "hidden states"  # the name of the first tensor that stages pass on
 
 
 class _Shape(NamedTuple):
-    """What passes through the pipeline in one call: micro-batches of `rows` samples with `seq` local positions."""
+    """Sizes of one call of the pipeline: micro-batches of `rows` samples with `seq` positions."""
 
     num_micro_batches: int
     rows: int
@@ -40,12 +45,15 @@ class _Shape(NamedTuple):
 
 
 def hidden_width(model: nn.Module, spec: ModelSpec) -> int:
-    """The width of what passes between the stages of a whole model: that of its embedding's or head's weight."""
-    patterns = [pattern for pattern, word in spec.sharding if word in ("vocab_embedding", "output")]
+    """Return the width of hidden states: that of the embedding's or head's weight."""
+    patterns = [pattern for pattern, role in spec.sharding if role in ("vocab_embedding", "output")]
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return parameter.shape[-1]
-    raise ValueError(f'{spec.name!r} has no "vocab_embedding" or "output" weight to tell the width of hidden states')
+    raise ValueError(
+        f'{spec.name!r} has no "vocab_embedding" or "output" weight, which gives the width of hidden '
+        "states: add the role to its sharding table"
+    )
 
 
 class Pipeline:
@@ -65,39 +73,51 @@ class Pipeline:
         stage_tensors: Sequence[StageTensor] = (),
         sequence_shards: int = 1,
     ) -> None:
-        """`parts` are stages in the order of `plan.ranks[rank in group]`, parallelised and materialised before the first step.
+        """Prepare the stages `parts`, in the order of `plan.ranks[rank in group]`.
 
-        width, dtype: of the hidden states between stages. stage_tensors: what stages pass on after them.
-        sequence_shards: pieces into which a stage cuts its tokens' positions (sequence parallel).
+        They must be parallelized and materialized before the first step.
+
+        width, dtype: of the hidden states between stages.
+        stage_tensors: what stages pass on in addition to hidden states.
+        sequence_shards: number of shards of the positions of hidden states (sequence parallelism).
         """
-        self.parts, self.plan, self.group, self.device = list(parts), plan, group, device
+        self.parts = list(parts)
+        self.plan = plan
+        self.group = group
+        self.device = device
         self.neighbor_groups = neighbor_groups
-        self.microbatch_size, self.sequence_shards = microbatch_size, sequence_shards
-        self.width, self.dtype = width, dtype
+        self.microbatch_size = microbatch_size
+        self.sequence_shards = sequence_shards
+        self.width = width
+        self.dtype = dtype
         self.stage_tensors = stage_tensors
         self.stage_numbers = plan.ranks[dist.get_rank(group)]
         self.has_first = 0 in self.stage_numbers
         self.has_last = plan.num_stages - 1 in self.stage_numbers
         self._num_valid = 1
         self._schedules: dict[_Shape, _Runner] = {}
-        # NCCL makes a group's communicator at its first use, together on all ranks. A schedule's first use of it is a
-        # send and a receive between two of them, which would wait for the others for ever.
+        # NCCL creates a group's communicator at its first use, on all ranks together. A schedule's
+        # first use is a message between two ranks, which would wait forever for the others.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def lines(self, num_micro_batches: int) -> list[str]:
-        """Timeline and bubble of a step, for the log."""
+        """Return the timeline and bubble of a step, for the log."""
         name = self.plan.csv or self.plan.schedule
         return timeline_lines(name, self.plan.order(num_micro_batches))
 
     def step(
         self, tokens: Tensor, labels: Tensor, positions: Tensor | None, num_valid: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward of all micro-batches; gradients are summed, and reduced over data-parallel ranks once.
+        """Run forward and backward of all micro-batches.
 
-        tokens, labels and positions (rows, seq) are the step's, the same on every rank of the pipeline; rows is a
-        multiple of the micro-batch size. Returns this rank's share of the loss: token losses / `num_valid`, 0-dim,
-        detached; zero without the last stage. A micro-batch whose loss is not finite makes every gradient of every
-        stage NaN. Also returns the loss of each token (rows * seq,), if the last stage is here and its head returns them.
+        Gradients are accumulated, and reduced over data-parallel ranks once. tokens, labels, and
+        positions (rows, seq) cover the whole step and are equal on every rank of the pipeline; rows
+        is a multiple of the micro-batch size.
+
+        Returns this rank's share of the loss: sum of token losses / `num_valid`, 0-dim, detached;
+        zero without the last stage. A micro-batch with a non-finite loss makes every gradient of
+        every stage NaN. Also returns the loss of each token (rows * seq,), or None if this rank
+        lacks the last stage or its head does not return them.
         """
         self._num_valid = num_valid
         loss, token_losses = self._run(tokens, labels, positions, self.microbatch_size, trains=True)
@@ -105,7 +125,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Sum of the token losses, 0-dim; zero without the last stage. Rows and positions may differ from training."""
+        """Return the sum of token losses, 0-dim; zero without the last stage.
+
+        Numbers of rows and positions may differ from training.
+        """
         self._num_valid = 1
         rows = math.gcd(tokens.shape[0], self.microbatch_size)
         return self._run(tokens, labels, positions, rows, trains=False)[0]
@@ -113,7 +136,7 @@ class Pipeline:
     def _run(
         self, tokens: Tensor, labels: Tensor, positions: Tensor | None, rows: int, *, trains: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """The sum of the losses of all micro-batches, and the token losses of each (see `step`)."""
+        """Return the sum of the losses of all micro-batches, and the token losses of each."""
         shape = _Shape(tokens.shape[0] // rows, rows, tokens.shape[1], trains)
         kwargs = {"labels": labels} if self.has_last else {}
         if positions is not None:
@@ -126,25 +149,33 @@ class Pipeline:
             return_outputs=False,
             **kwargs,
         )
-        total = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=self.device)
         for loss in losses:
             total += loss.detach()
         return total, token_losses
 
     def _runner(self, shape: _Shape) -> _Runner:
-        """The schedule for this shape; one for training and one for evaluation are kept."""
+        """Return the schedule of this shape; the newest for training and for evaluation are cached."""
         if shape not in self._schedules:
-            self._schedules = {kept: runner for kept, runner in self._schedules.items() if kept.trains != shape.trains}
+            self._schedules = {
+                cached: runner
+                for cached, runner in self._schedules.items()
+                if cached.trains != shape.trains
+            }
             self._schedules[shape] = self._build(shape)
         return self._schedules[shape]
 
     def _build(self, shape: _Shape) -> _Runner:
         name = self.plan.schedule
-        if not shape.trains:  # the same stages, and any number of micro-batches
+        if not shape.trains:  # a schedule of the same stages for any number of micro-batches
             name = "ZBVZeroBubble" if SCHEDULES[name].is_v_shaped else "LoopedBFS"
         follows_file = shape.trains and self.plan.csv != ""
         kind: Any = _PipelineScheduleRuntime if follows_file else get_schedule_class(name)
-        stages = [self._stage(part, number, shape) for part, number in zip(self.parts, self.stage_numbers, strict=True)]
+        stages = [
+            self._stage(part, number, shape)
+            for part, number in zip(self.parts, self.stage_numbers, strict=True)
+        ]
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             shape.num_micro_batches,
@@ -176,7 +207,7 @@ class Pipeline:
         return stage
 
     def _passed(self, shape: _Shape) -> dict[str, Tensor]:
-        """The tensors that a stage passes to the next one, on meta, by name."""
+        """Return the tensors that a stage passes to the next one, on meta, by name."""
         hidden_seq = shape.seq // self.sequence_shards
         sizes = {"batch": shape.rows, "seq": shape.seq, "hidden_seq": hidden_seq}
         passed = {
@@ -197,7 +228,7 @@ class Pipeline:
         return passed
 
     def _share(self, loss: Tensor, _labels: Tensor) -> Tensor:
-        """A micro-batch's share of the step's loss; a non-finite one must reach every gradient, on every rank."""
+        """Return a micro-batch's share of the loss; a non-finite share makes all gradients NaN."""
         share = loss / self._num_valid
         if share.requires_grad:
             factor = share.detach() * 0 + 1  # 1, or NaN
@@ -221,28 +252,31 @@ class _Runner(NamedTuple):
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, with seven things mended.
+    """Torch's stage with seven corrections.
 
-    What it receives has memory only while its micro-batch is under way: torch allocates it for
-    every micro-batch of a step and keeps it, which grows with gradient accumulation. What it sends
-    is checked: the next stage has allocated a certain shape, and would take anything else for it.
-    It can be evaluated beside the next stage on one rank. And a backward in two parts finds its
-    weights when forward passes in between have resharded them: torch looks for gathered weights
-    among the sharded ones, and would leave gradients out without a word. Messages to and from a
-    neighbor use the group of these two ranks (`World.neighbor_groups`), so that they wait for no
-    other pair's. No vote on shapes is held. And the module receives each further tensor by keyword.
+    1. Receive buffers exist only while their micro-batch is in progress. Torch allocates them for
+       every micro-batch of a step, so that memory grows with gradient accumulation.
+    2. Outputs are checked, because the next stage has allocated memory of a fixed shape.
+    3. Evaluation works with two adjacent stages on one rank.
+    4. A backward in two parts gathers weights that forward passes in between have resharded. Torch
+       would silently omit their gradients.
+    5. Messages use the group of their two ranks (`World.neighbor_groups`), so that they do not wait
+       for other pairs.
+    6. No messages are exchanged to agree on shapes.
+    7. The module receives the tensors after the hidden states by keyword.
     """
 
     passed: dict[str, Tensor]  # what it passes to the next stage, on meta, by name
-    neighbor_groups: Mapping[int, dist.ProcessGroup]  # by rank within the pipeline's group; may be empty
-    token_losses: list[Tensor]  # of the micro-batches so far; the schedules run forwards in their order
+    # By rank within the pipeline's group; may be empty.
+    neighbor_groups: Mapping[int, dist.ProcessGroup]
+    # Of the micro-batches so far, in their order.
+    token_losses: list[Tensor]
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Skip torch's vote on whether stages must learn their shapes from each other: ours are
-        given.
+        """Skip torch's vote on whether stages exchange their shapes, which are known here.
 
-        The vote sends one number from stage to stage, each as a single NCCL message on the group of
-        all stages, and reads it on the host.
+        The vote sends one number from stage to stage, each as an NCCL message on the group of all
+        stages, and reads it on the host.
         """
         return torch.ones(1, dtype=torch.int32)
 
@@ -278,13 +312,16 @@ class _Stage(PipelineStage):
         return self._between_neighbors(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def _between_neighbors(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """The same messages, each in the group of its two ranks where there is one."""
+        """Return the messages, each in the group of its two ranks if it exists."""
         groups = [self.neighbor_groups.get(op.group_peer, op.group) for op in ops]
-        return [dist.P2POp(op.op, op.tensor, op.peer, group, op.tag) for op, group in zip(ops, groups, strict=True)]
+        return [
+            dist.P2POp(op.op, op.tensor, op.peer, group, op.tag)
+            for op, group in zip(ops, groups, strict=True)
+        ]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if not self.has_backward:  # otherwise the backward is still to read the input's gradient
+        if not self.has_backward:  # otherwise backward will read the input's gradient
             self._move(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
@@ -296,11 +333,13 @@ class _Stage(PipelineStage):
 
     @staticmethod
     def _move(infos: Sequence[Any], device: torch.device | str) -> None:
-        """Replace received tensors by empty ones."""
+        """Replace receive buffers by empty ones on another device."""
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if buffer is not None and buffer.device.type != torch.device(device).type:
-                info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+                info.buffer = torch.empty_like(
+                    buffer, device=device, requires_grad=buffer.requires_grad
+                )
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. After the hidden states, it receives what stages pass on by keyword."""
@@ -320,9 +359,9 @@ class _Stage(PipelineStage):
     def _check_outputs(self, outputs: tuple[Any, ...]) -> None:
         """Raise ValueError unless the outputs are what the next stage has allocated memory for."""
         if len(outputs) != len(self.passed) or not all(isinstance(o, Tensor) for o in outputs):
-            found = ", ".join(type(output).__name__ for output in outputs)
+            types = ", ".join(type(output).__name__ for output in outputs)
             raise ValueError(
-                f"Pipeline stage {self.stage_index} returned {len(outputs)} values ({found}). "
+                f"Pipeline stage {self.stage_index} returned {len(outputs)} values ({types}). "
                 f"Expected {len(self.passed)} tensors ({', '.join(self.passed)}): return the hidden "
                 "states, then the tensors of ModelSpec.stage_tensors in their order"
             )
@@ -352,7 +391,8 @@ class _Stage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
-            grads = self.bwd_cache[bwd_chunk_id][: len(self.passed)]  # the others are of keyword arguments
+            # The other gradients belong to keyword arguments.
+            grads = self.bwd_cache[bwd_chunk_id][: len(self.passed)]
             self.bwd_cache[bwd_chunk_id] = tuple(
                 grad if grad is None else grad.contiguous() for grad in grads
             )
@@ -364,7 +404,7 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if not self.has_backward:
             return
-        # Torch zeroes the buffer of a missing gradient in place, and ours has no memory yet.
+        # Torch zeroes the buffer of a missing gradient in place: it needs memory first.
         for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
             if grad is None:
                 self._move([info], self.device)

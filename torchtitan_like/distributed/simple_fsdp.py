@@ -1,12 +1,16 @@
-"""SimpleFSDP (arXiv:2411.00284): data parallelism that is nothing but operations in the model's own graph.
+"""SimpleFSDP (arXiv:2411.00284): data parallelism as operations in the model's own graph.
 
-Each parameter is a DTensor cut along its first dimension, as FSDP2 cuts it: initial weights, optimizers, clipping and
-checkpoints see no difference. Where module code reads a parameter it finds all of it, gathered by a differentiable
-operation whose backward reduces the gradient. There are no hooks and no streams, so torch.compile can take the whole model
-as one graph, and move, merge and overlap the collectives in it.
+Each parameter is a DTensor sharded along its first dimension, as with FSDP2: initial weights,
+optimizers, clipping, and checkpoints need no change. Module code that reads a parameter gets the
+gathered weight from a differentiable operation, whose backward reduces the gradient. There are no
+hooks and no streams. So torch.compile can capture the whole model as one graph, and move, merge, and
+overlap the collectives in it.
 
-Gradients are *summed* over ranks, as everywhere here. NOTE: every micro-batch reduces its own, also over replicas: nothing in
-a graph says which micro-batch is the last.
+A single rank gathers nothing: the operation is then only a cast to the compute dtype. `parallelize`
+uses it for every single rank that computes in another dtype than it stores.
+
+Gradients are *summed* over ranks. NOTE: every micro-batch reduces its gradients, also over replicas,
+since a graph does not contain which micro-batch is the last.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ if TYPE_CHECKING:
     from torchtitan_like.distributed.dims import ParallelDims
     from torchtitan_like.models.spec import ModelSpec
 
-# By the names they have in all supported versions of torch; their Python wrappers return tensors that wait at first use.
+# These names exist in all supported versions of torch. Their Python wrappers return tensors of a type
+# that waits at first use.
 _ops = torch.ops._c10d_functional
 
 
@@ -49,13 +54,16 @@ def apply_simple_fsdp(
     reshard: Literal["always", "default", "never"],
     compiled: bool,
 ) -> str:
-    """Cut or replicate the parameters of a model on meta, in place, where `apply_data_parallel` would.
+    """Shard or replicate the parameters of a model on meta, in place, like `apply_data_parallel`.
 
-    As with FSDP2 a gathered weight is freed when the forward of its block ends, and gathered again for backward; that of the
-    head, which backward wants first, only under "always"; with pipelines "default" frees none. compiled: the model's forward
-    is, or that of each block. mesh: None for one rank; its parameters stay plain tensors, and a cast is all that is left of a
-    gather. NOTE: what eager activation checkpointing computes again, it also gathers again.
-    Returns the name of what was applied, for the log.
+    reshard: as in `apply_data_parallel`: whether a gathered weight is freed at the end of its block's
+        forward and gathered again for backward.
+    compiled: whether the model or each block will be compiled.
+    mesh: None for one rank; its parameters stay plain tensors and are only cast.
+
+    NOTE: eager activation checkpointing gathers again what it recomputes.
+
+    Returns the name of the method, for the log.
     """
     layout = _Layout.of(mesh)
     modules = dict(model.named_modules())
@@ -63,26 +71,27 @@ def apply_simple_fsdp(
     units = [_Unit(model, between)]
     units += [_Unit(modules[fqn], reshard == "always") for fqn in spec.last_modules if fqn in modules]
     units += [_Unit(block, between) for block in blocks]
-    units_of = {module: unit for unit in units for module in unit.module.modules()}  # the innermost comes last
-    cut: dict[nn.Parameter, nn.Parameter] = {}
+    # The innermost unit comes last.
+    units_of = {module: unit for unit in units for module in unit.module.modules()}
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
     for module, unit in units_of.items():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if parameter not in cut:  # a tied weight stays one
-                cut[parameter] = layout.cut(parameter)
+            if parameter not in sharded:  # a tied weight stays one
+                sharded[parameter] = layout.shard(parameter)
             num_rows = to_local(parameter).shape[0]
-            module._parameters[name] = cut[parameter]
-            view = _gathering(num_rows, layout, DTYPES[param_dtype], DTYPES[reduce_dtype])
-            if not layout.copies_only:
-                view = _recomputed(view, unit.frees) if compiled else unit.watched(view)
+            module._parameters[name] = sharded[parameter]
+            view = _gather_view(num_rows, layout, DTYPES[param_dtype], DTYPES[reduce_dtype])
+            if not layout.is_replicated:
+                view = _recompute_view(view, unit.frees) if compiled else unit.record_view(view)
             view_parameter(module, name, view)
     for unit in units:
-        if unit.frees and not layout.copies_only and not compiled:
+        if unit.frees and not layout.is_replicated and not compiled:
             unit.wrap_forward()
     if layout.replicas is None:
         return "SimpleFSDP"
-    return "SimpleFSDP (replicated)" if layout.copies_only else "SimpleFSDP (hybrid)"
+    return "SimpleFSDP (replicated)" if layout.is_replicated else "SimpleFSDP (hybrid)"
 
 
 def compile_model(
@@ -92,29 +101,34 @@ def compile_model(
     buckets: Collection[str] = (),
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Compile the forward of a model as one graph with all its collectives. Names do not change.
+    """Compile the forward of a model as one graph with all its collectives.
 
-    buckets: the fqns of the modules that are to send what their weights need in one collective; `mesh` is then needed.
-    options: the backend's, if it takes any.
+    Parameter names do not change.
+
+    buckets: fqns of modules, each of which merges the collectives of its weights; requires `mesh`.
+    options: options of the backend.
     """
     if buckets and mesh is not None:
         layout = _Layout.of(mesh)
-        groups = [group.group_name for group in (layout.shards, layout.replicas) if group is not None]
+        process_groups = (layout.shards, layout.replicas)
+        groups = [group.group_name for group in process_groups if group is not None]
         backend, options = bucketing_backend(backend, buckets, groups, options), None
-    compiled = torch.compile(model.forward, backend=backend, options=options or None, fullgraph=True)
+    compiled = torch.compile(
+        model.forward, backend=backend, options=options or None, fullgraph=True
+    )
     model.forward = on_local_parameters(model, compiled)
 
 
 class _Layout(NamedTuple):
-    """Over which ranks weights are cut, and over which they are copied; None where there is one rank. `tp` is not asked."""
+    """The groups over which weights are sharded and replicated, except `tp`; None for one rank."""
 
     mesh: DeviceMesh | None
     shards: ProcessGroup | None
     replicas: ProcessGroup | None
 
     @property
-    def copies_only(self) -> bool:
-        """As under DDP: each rank keeps all weights, also in the type in which it computes."""
+    def is_replicated(self) -> bool:
+        """True as with DDP: each rank keeps all weights, and a copy in the compute dtype."""
         return self.shards is None and self.replicas is not None
 
     @classmethod
@@ -125,8 +139,8 @@ class _Layout(NamedTuple):
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
         return cls(mesh, groups.get("dp_shard"), groups.get("dp_replicate"))
 
-    def cut(self, parameter: nn.Parameter) -> nn.Parameter:
-        """This rank's rows, as `torch.chunk` deals them, as a DTensor placed as FSDP2 would place it."""
+    def shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return this rank's rows, as `torch.chunk` divides them, as a DTensor placed like FSDP2's."""
         if self.mesh is None:
             return parameter
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -134,7 +148,7 @@ class _Layout(NamedTuple):
 
         over_tp: tuple[Placement, ...] = getattr(parameter, "placements", ())
         placements: dict[str, Placement] = {"dp_replicate": Replicate(), "dp_shard": Shard(0)}
-        if Shard(0) in over_tp:  # the ranks of `tp` have cut the rows first, though they come last in the mesh
+        if Shard(0) in over_tp:  # `tp` shards the rows first, although it is last in the mesh
             placements["dp_shard"] = _StridedShard(0, split_factor=self.mesh["tp"].size())
         if over_tp:
             placements["tp"] = over_tp[0]
@@ -156,29 +170,34 @@ class _Layout(NamedTuple):
         return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
 
-# ---- the whole of a weight
+# ---- gathered weights
 
 
-def _gathering(num_rows: int, layout: _Layout, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> View:
-    """A view that makes the whole weight, (num_rows, ...) in `param_dtype`, of this rank's rows."""
+def _gather_view(
+    num_rows: int, layout: _Layout, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> View:
+    """Return a view that gathers the weight, (num_rows, ...) in `param_dtype`, from the rank's rows."""
     shards, replicas = layout.shards, layout.replicas
     names = ["" if group is None else group.group_name for group in (shards, replicas)]
     num_ranks = 1 if shards is None else shards.size()
 
     def view(parameter: Any) -> Tensor:
         shard = to_local(parameter)
-        whole: Tensor = _GatherWeight.apply(shard, num_rows, num_ranks, *names, param_dtype, reduce_dtype)
-        return whole
+        gathered: Tensor = _GatherWeight.apply(
+            shard, num_rows, num_ranks, *names, param_dtype, reduce_dtype
+        )
+        return gathered
 
     return view
 
 
 class _GatherWeight(torch.autograd.Function):
-    """Forward: cast to `param_dtype`, then all-gather. Backward: cast to `reduce_dtype`, reduce-scatter (sum) over the ranks
-    that share the weight, all-reduce (sum) over those that have copies of it, cast to the weight's own type.
+    """Forward: cast to `param_dtype`, all-gather.
 
-    One function, because a gradient between two functions would have to have the narrow type. On the wire the rows of all
-    ranks are padded to those of the first.
+    Backward: cast to `reduce_dtype`, reduce-scatter (sum) over shards, all-reduce (sum) over
+    replicas, cast to the weight's own dtype. It is one function because autograd would cast a
+    gradient between two functions to `param_dtype`. For communication, the rows of all ranks are
+    padded to those of the first.
     """
 
     @staticmethod
@@ -192,8 +211,13 @@ class _GatherWeight(torch.autograd.Function):
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> Tensor:
-        ctx.num_rows, ctx.num_ranks, ctx.shards, ctx.replicas = num_rows, num_ranks, shards, replicas
-        ctx.own_rows, ctx.dtype, ctx.reduce_dtype = shard.shape[0], shard.dtype, reduce_dtype
+        ctx.num_rows = num_rows
+        ctx.num_ranks = num_ranks
+        ctx.shards = shards
+        ctx.replicas = replicas
+        ctx.own_rows = shard.shape[0]
+        ctx.dtype = shard.dtype
+        ctx.reduce_dtype = reduce_dtype
         shard = shard.to(param_dtype)
         if not shards:
             return shard.view_as(shard)
@@ -204,7 +228,8 @@ class _GatherWeight(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.to(ctx.reduce_dtype)
         if ctx.shards:
-            rows = _with_rows(grad, -(-ctx.num_rows // ctx.num_ranks) * ctx.num_ranks).contiguous()
+            padded_rows = -(-ctx.num_rows // ctx.num_ranks) * ctx.num_ranks
+            rows = _with_rows(grad, padded_rows).contiguous()
             grad = arrived(_ops.reduce_scatter_tensor(rows, "sum", ctx.num_ranks, ctx.shards))
             grad = _with_rows(grad, ctx.own_rows)
         if ctx.replicas:
@@ -213,7 +238,7 @@ class _GatherWeight(torch.autograd.Function):
 
 
 def _with_rows(x: Tensor, num_rows: int) -> Tensor:
-    """The first rows of `x`, with rows of zeros where it has fewer."""
+    """Return the first rows of `x`, padded with rows of zeros if it has fewer."""
     if x.shape[0] < num_rows:
         return F.pad(x, [0, 0] * (x.ndim - 1) + [0, num_rows - x.shape[0]])
     return x if x.shape[0] == num_rows else x.narrow(0, 0, num_rows)
@@ -222,8 +247,8 @@ def _with_rows(x: Tensor, num_rows: int) -> Tensor:
 # ---- gathered again for backward
 
 
-def _recomputed(gather: View, frees: bool) -> View:
-    """In a compiled graph: whether backward gathers again or keeps is written on the operations, for the partitioner."""
+def _recompute_view(gather: View, frees: bool) -> View:
+    """For compiled graphs: mark the gather as recomputed or saved, for the graph's partitioner."""
     policy = CheckpointPolicy.MUST_RECOMPUTE if frees else CheckpointPolicy.MUST_SAVE
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -232,35 +257,41 @@ def _recomputed(gather: View, frees: bool) -> View:
     contexts = partial(create_selective_checkpoint_contexts, decide)
 
     def view(parameter: Any) -> Tensor:
-        whole: Tensor = checkpoint(
-            gather, to_local(parameter), use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        gathered: Tensor = checkpoint(
+            gather,
+            to_local(parameter),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
         )
-        return whole
+        return gathered
 
     return view
 
 
 class _Unit:
-    """Eagerly: a module at the end of whose forward gathered weights are freed, if `frees`.
+    """For eager models: a module that frees gathered weights at the end of its forward, if `frees`.
 
-    What autograd would keep of them (the weight itself or a view, a transposed one say) is replaced by how to gather it.
+    Where autograd would save a gathered weight or a view of it, it saves how to gather it again.
     """
 
     def __init__(self, module: nn.Module, frees: bool) -> None:
-        self.module, self.frees = module, frees
+        self.module = module
+        self.frees = frees
         self._is_running = False
-        # By where in memory, which nobody else can have as long as the tensor stands here too.
+        # Keyed by address, which is unique while the tensor is held here.
         self._gathered: dict[int, tuple[Tensor, View, Tensor]] = {}
 
-    def watched(self, gather: View) -> View:
-        """`gather`, with a note of what it has gathered for this module's forward."""
+    def record_view(self, gather: View) -> View:
+        """Wrap `gather` to record what it gathers during this module's forward."""
 
         def view(parameter: Any) -> Tensor:
             shard = to_local(parameter)
-            whole = gather(shard)
+            gathered = gather(shard)
             if self._is_running:
-                self._gathered[whole.untyped_storage().data_ptr()] = (whole, gather, shard.detach())
-            return whole
+                address = gathered.untyped_storage().data_ptr()
+                self._gathered[address] = (gathered, gather, shard.detach())
+            return gathered
 
         return view if self.frees else gather
 
@@ -278,16 +309,16 @@ class _Unit:
 
         self.module.forward = run
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Again:
-        found = self._gathered.get(tensor.untyped_storage().data_ptr())
-        if found is None:
+    def _pack(self, tensor: Tensor) -> Tensor | _Regather:
+        record = self._gathered.get(tensor.untyped_storage().data_ptr())
+        if record is None:
             return tensor
-        _, gather, shard = found
-        return _Again(gather, shard, tensor.size(), tensor.stride(), tensor.storage_offset())
+        _, gather, shard = record
+        return _Regather(gather, shard, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-class _Again(NamedTuple):
-    """How to make a view of a gathered weight anew."""
+class _Regather(NamedTuple):
+    """How to gather a weight again and view it."""
 
     gather: View
     shard: Tensor
@@ -297,7 +328,7 @@ class _Again(NamedTuple):
 
 
 @torch.no_grad()
-def _unpack(kept: Tensor | _Again) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    return kept.gather(kept.shard).as_strided(kept.size, kept.stride, kept.offset)
+def _unpack(saved: Tensor | _Regather) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return saved.gather(saved.shard).as_strided(saved.size, saved.stride, saved.offset)

@@ -110,8 +110,8 @@ def test_a_file_that_is_none_says_where(tmp_path, text, words):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([["0F0", "0B0"], ["1B0", "1F0"]], "rank 0 at 0B0, rank 1 at 1B0 would wait for ever"),
-        ([["0F0", "0F0"], ["1F0", "1B0"]], "0F0 is there twice"),
+        ([["0F0", "0B0"], ["1B0", "1F0"]], "rank 0 at 0B0, rank 1 at 1B0 would wait forever"),
+        ([["0F0", "0F0"], ["1F0", "1B0"]], "0F0 occurs twice"),
         ([["0F0", "0W0"], ["1F0", "1B0"]], "rank 0 at 0W0 would wait"),
     ],
 )

@@ -226,7 +226,7 @@ BROKEN = {
         section(schedule="DualPipeV", microbatch_size=4), {}, "microbatch_size", "2 are fewer than the 4 stages"),
     "rounds that do not come out even": (
         section(schedule="Interleaved1F1B"), {"local_batch_size": 7}, "microbatch_size",
-        "7 on 2 ranks are 3 rounds, which they do not fill evenly"),
+        "7 on 2 ranks are 3 rounds, which is no divisor"),
     "samples left over": (
         section(microbatch_size=3), {}, "microbatch_size", "a divisor of training.local_batch_size = 8"),
     "tied weights": (

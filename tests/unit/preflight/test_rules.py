@@ -537,7 +537,7 @@ def test_schedule_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "other ranks": ("0F0,0B0\n", "local=1", "one line per pipeline rank: 2; it has 1"),
         "other micro-batches": (good, "local=4", "a schedule of the 4 micro-batches of a step; it has 2"),
         "waits": ("0F0,0B0\n1B0,1F0\n", "local=1", "it cannot be run"),
-        "not one": ("hello\n", "local=1", "an action is written like"),
+        "not one": ("hello\n", "local=1", "expected an action such as"),
     }
     for name, (text, line, words) in files.items():
         path = tmp_path / f"{name.replace(' ', '-')}.csv"
