@@ -188,7 +188,9 @@ def module_name(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    return module.split(".")[1]
+    """The folder of the package that holds the module. The files beside `train.py` are one room."""
+    name = module.split(".")[1]
+    return name if (PACKAGE / name).is_dir() else PACKAGE.name
 
 
 def import_graph() -> dict[str, set[str]]:
