@@ -18,19 +18,18 @@ prints the command instead.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from scripts.notify import run_command
+from torchtitan_like.report.disk import Space, checkpoints_left, disk_usage, free_space, newest_checkpoint
 
 GIB = 2**30
 
@@ -41,23 +40,6 @@ class Look:
 
     said: str
     is_alert: bool
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is left on a disk. num_inodes: None where nobody counts them."""
-
-    num_bytes: int
-    num_inodes: int | None
-
-
-@dataclass(frozen=True)
-class Save:
-    """The newest checkpoint of a run. seconds: from the one before to it; None when it is the only one."""
-
-    num_bytes: int
-    num_files: int
-    seconds: float | None
 
 
 # ---- job
@@ -89,12 +71,6 @@ def look_at_log(file: Path, max_silence: float, now: float) -> Look:
 # ---- disk
 
 
-def space(path: Path) -> Space:
-    """What this user may still write at ``path``."""
-    told = os.statvfs(path)
-    return Space(told.f_bavail * told.f_frsize, told.f_favail if told.f_files else None)
-
-
 def told_by(command: str) -> Space:
     """Free bytes, and inodes if there is a second number, as ``command`` prints them. ValueError when it does not."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
@@ -104,50 +80,19 @@ def told_by(command: str) -> Space:
     return Space(int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None)
 
 
-def held(folder: Path) -> tuple[int, int]:
-    """Bytes on disk and number of files below a folder, as du counts. Files that vanish meanwhile do not count."""
-    num_bytes = num_files = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                num_bytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
-            except OSError:
-                continue
-            num_files += 1
-    return num_bytes, num_files
-
-
-def newest_save(folder: Path) -> Save | None:
-    """Of a run's folder: its newest checkpoint, whatever its folder of checkpoints is called."""
-    times = {}
-    for manifest in folder.glob("*/step-*/manifest.json"):
-        with suppress(FileNotFoundError):  # a run deletes its old ones meanwhile
-            times[manifest] = manifest.stat().st_mtime
-    if not times:
-        return None
-    newest, steps = max(times, key=times.__getitem__), sorted(times.values())
-    return Save(*held(newest.parent), seconds=steps[-1] - steps[-2] if len(steps) > 1 else None)
-
-
-def saves_left(left: Space, save: Save) -> int:
-    """Checkpoints that still fit."""
-    by_bytes = left.num_bytes // max(1, save.num_bytes)
-    return by_bytes if left.num_inodes is None else min(by_bytes, left.num_inodes // max(1, save.num_files))
-
-
 def look_at_disk(path: Path, options: argparse.Namespace) -> Look:
     """Are there bytes, inodes and room for checkpoints left at ``path``?"""
-    left = told_by(options.free_command) if options.free_command else space(path)
+    left = told_by(options.free_command) if options.free_command else free_space(path)
     if options.quota_gib is not None:
-        left = Space(min(left.num_bytes, int(options.quota_gib * GIB) - held(path)[0]), left.num_inodes)
+        left = Space(min(left.num_bytes, int(options.quota_gib * GIB) - disk_usage(path)[0]), left.num_inodes)
     said = [f"{left.num_bytes / GIB:,.1f} GiB free (at least {options.min_free_gib:g})"]
     alerts = [left.num_bytes < options.min_free_gib * GIB]
     if left.num_inodes is not None:
         said.append(f"{left.num_inodes:,} inodes free (at least {options.min_free_inodes:,})")
         alerts.append(left.num_inodes < options.min_free_inodes)
-    save = newest_save(path)
+    save = newest_checkpoint(path)
     if save is not None:
-        saves = saves_left(left, save)
+        saves = checkpoints_left(left, save)
         said.append(f"{saves:,} checkpoints left (at least {options.min_saves})")
         alerts.append(saves < options.min_saves)
         if save.seconds:

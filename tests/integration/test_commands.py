@@ -15,7 +15,6 @@ import pytest
 from scripts import (
     comm_compute,
     exposed_comm,
-    logbook_add,
     notify,
 )
 from tests.harness.runner import ROOT
@@ -182,7 +181,6 @@ def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselve
         "count_collectives",
         "tokenize_corpus",
         "show_batch",
-        "compare_runs",
         "make_tiny",
         "replay",
     )
@@ -199,10 +197,9 @@ SHOWN = {
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 scripts/": lambda words: check_job(words),
     "python scripts/node_check.py ": lambda words: check_job(words),
-    "python scripts/watch.py ": lambda words: check_job(words),
+    "titan run ": lambda words: parse_titan(words[1:]),
     "python scripts/import_bench.py": lambda words: check_job(words),
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
-    "python scripts/logbook_add.py ": lambda words: logbook_add.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
     "python scripts/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),

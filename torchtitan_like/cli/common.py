@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -53,6 +54,22 @@ def run_checked(action: Callable[[], int]) -> int:
     except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
         print(error, file=sys.stderr)
         return DAMAGED if isinstance(error, DamagedError) else FAILED
+
+
+def run_report(action: Callable[[], int]) -> int:
+    """Call `action`, which only reads files of runs, and return its code. Print an expected error: 2."""
+    try:
+        return action()
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+
+
+def print_json(value: object) -> None:
+    """Print JSON for programs. Non-finite numbers are the strings "nan", "inf" and "-inf"."""
+    from torchtitan_like.util.jsonl import to_json_value
+
+    print(json.dumps(to_json_value(value), indent=2, allow_nan=False))
 
 
 def end_rank(code: int) -> int:

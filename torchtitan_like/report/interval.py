@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_like.report.rows import newest_rows, step_seconds
+from torchtitan_like.report.files import newest_rows, step_seconds
 from torchtitan_like.util.units import format_duration
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the best interval

@@ -21,15 +21,22 @@ logger = logging.getLogger()
 
 
 def encode(row: Mapping[str, object]) -> bytes:
-    """One line of valid JSON. Floats are written by ``repr``, so they come back bit for bit; JSON has no word for a
-    number that is not finite, so these become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float()`` reads.
+    """Return a row as one line of valid JSON. ``repr`` writes floats, so they round-trip bit for bit.
+
+    Non-finite numbers become strings: see `to_json_value`.
     """
-    return json.dumps(_in_words(row), allow_nan=False).encode() + b"\n"
+    return json.dumps(to_json_value(row), allow_nan=False).encode() + b"\n"
 
 
-def _in_words(value: object) -> object:
+def to_json_value(value: object) -> object:
+    """Replace non-finite numbers, which JSON lacks, with ``"nan"``, ``"inf"`` and ``"-inf"``.
+
+    ``float()`` reads these strings.
+    """
     if isinstance(value, Mapping):
-        return {key: _in_words(v) for key, v in value.items()}
+        return {key: to_json_value(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_value(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

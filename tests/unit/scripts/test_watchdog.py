@@ -1,4 +1,4 @@
-"""scripts/watch.py and scripts/watchdog.py: what is told of a run from its folder, and when somebody is told."""
+"""scripts/watchdog.py: which observations of a run are alerts, and who receives them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import watch, watchdog
+from scripts import watchdog
+from torchtitan_like.report.disk import newest_checkpoint
 
 NOW = 1_000_000.0
 
@@ -33,53 +34,6 @@ def run(tmp_path: Path) -> Path:
             (folder / name).write_bytes(b"x" * 8192)
         os.utime(folder / "manifest.json", (NOW, NOW + 720 * step))
     return tmp_path
-
-
-def beat(run: Path, rank: int, step: int, micro_batch: int, seconds: float, attempt: int = 2) -> None:
-    file = run / f"attempts/{attempt}/heartbeat/rank-{rank}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"phase": "train", "step": step, "micro_batch": micro_batch, "time": NOW - seconds}))
-
-
-def test_where_a_run_is_and_when_it_will_be_done(run: Path) -> None:
-    text = "\n".join(watch.report(run, NOW))
-    assert "step 10 of 100 (2 s ago), 640 tokens" in text, "the torn row is not there yet"
-    assert "loss 3.5000" in text and "1,234 tokens/s on each device, 5.00 TFLOP/s, 41.2 % MFU, 7.50 GiB" in text
-    assert "2 s a step: 3:00 min left" in text
-    assert "ended" not in text and "ranks" not in text
-
-
-def test_ranks_in_other_places_are_told_apart(run: Path) -> None:
-    beat(run, 0, step=99, micro_batch=9, seconds=0, attempt=1)  # of an earlier attempt
-    for rank in (0, 1, 3):
-        beat(run, rank, step=11, micro_batch=2, seconds=1)
-    beat(run, 2, step=11, micro_batch=1, seconds=90)
-    lines = watch.heartbeat_lines(run, NOW)
-    assert lines[0] == "1 of 4 ranks in step 11 micro-batch 1 train, heard up to 1:30 min ago: 2"
-    assert lines[1] == "3 of 4 ranks in step 11 micro-batch 2 train, heard up to 1 s ago: 0, 1, 3"
-    assert lines[2:] == ["SILENT for more than 60 s: ranks 2"]
-
-
-def test_a_run_that_is_over_says_how(run: Path) -> None:
-    beat(run, 0, step=11, micro_batch=0, seconds=1e5)
-    (run / "exit.json").write_text('{"reason": "requeue", "code": 75, "step": 10}')
-    text = "\n".join(watch.report(run, NOW))
-    assert "ended at step 10: requeue (code 75)" in text and "SILENT" not in text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(7, "7 s"), (306, "5:06 min"), (14_700, "4:05 h"), (273_900, "3 d 04:05 h")]
-)
-def test_durations(seconds: float, said: str) -> None:
-    assert watch.duration(seconds) == said
-
-
-def test_no_run_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch.main([str(tmp_path), "--once"]) == 1
-    assert "is not the folder of a run" in capsys.readouterr().err
-
-
-# ---- watchdogs
 
 
 def asked(output: str, code: int = 0):
@@ -145,8 +99,8 @@ def test_an_alert_is_handed_on_and_logged(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_is_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = watchdog.newest_save(run)
+    expected = newest_checkpoint(run)
     glob = Path.glob
     gone = run / "checkpoint/step-1/manifest.json"
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, *glob(folder, pattern)])
-    assert expected is not None and watchdog.newest_save(run) == expected
+    assert expected is not None and newest_checkpoint(run) == expected

@@ -1,0 +1,305 @@
+"""`titan run ls|watch|save|stop`: reports on good and damaged run directories, and switch files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import ROOT
+from torchtitan_like.cli import main
+from torchtitan_like.config.sections_run import Resilience
+from torchtitan_like.report import status
+from torchtitan_like.report.files import newest_rows
+from torchtitan_like.report.runs import list_runs
+from torchtitan_like.resilience.requests import Request
+from torchtitan_like.resilience.switches import Switches
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Ten steps of 100, two seconds each; two checkpoints of 3 files an hour apart."""
+    return write_run(tmp_path / "runs/a", NOW)
+
+
+def write_run(folder: Path, now: float) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "step": n,
+            "n_tokens_seen": 64 * n,
+            "loss": 3.5,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "time": now - 2 * (11 - n),
+        }
+        for n in range(1, 11)
+    ]
+    rows[-2] |= {"tps": 1234.0, "tflops": 5.0, "mfu": 41.2, "memory_gib": 7.5}
+    lines = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo'
+    (folder / "metrics.jsonl").write_text(lines)
+    (folder / "config.toml").write_text(
+        "[checkpoint]\nenable = true\n[training]\nseq_len = 8\nsteps = 100 # of 64 tokens\n"
+    )
+    for step in (5, 10):
+        checkpoint = folder / f"checkpoint/step-{step}"
+        checkpoint.mkdir(parents=True)
+        for name in ("manifest.json", "shard-0.bin", "config.toml"):
+            (checkpoint / name).write_bytes(b"x" * 8192)
+        os.utime(checkpoint / "manifest.json", (now, now + 720 * step))
+    for name in ("metrics.jsonl", "config.toml"):
+        os.utime(folder / name, (now, now))
+    return folder
+
+
+def beat(
+    run: Path, rank: int, step: int, micro_batch: int, seconds: float, attempt: int = 2
+) -> None:
+    file = run / f"attempts/{attempt}/heartbeat/rank-{rank}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {"phase": "train", "step": step, "micro_batch": micro_batch, "time": NOW - seconds}
+    file.write_text(json.dumps(content))
+    os.utime(file, (NOW - seconds, NOW - seconds))
+
+
+def titan_run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Return the exit code and all output."""
+    code = main(["run", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+# ---- watch
+
+
+def test_progress_and_time_left(run: Path) -> None:
+    text = "\n".join(status.status_lines(run, NOW))
+    assert "step 10 of 100 (2 s ago), 640 tokens" in text, "the last row is half written"
+    assert "loss 3.5000" in text
+    assert "1,234 tokens/s on each device, 5.00 TFLOP/s, 41.2 % MFU, 7.50 GiB" in text
+    assert "2 s per step: 3:00 min left" in text
+    assert "ended" not in text and "ranks" not in text
+
+
+def test_ranks_are_grouped_by_position(run: Path) -> None:
+    beat(run, 0, step=99, micro_batch=9, seconds=0, attempt=1)  # of an earlier attempt
+    for rank in (0, 1, 3):
+        beat(run, rank, step=11, micro_batch=2, seconds=1)
+    beat(run, 2, step=11, micro_batch=1, seconds=90)
+    lines = status.heartbeat_lines(run, NOW)
+    start = "1 of 4 ranks in step 11 micro-batch 1 train"
+    assert lines[0] == f"{start}, last heartbeat up to 1:30 min ago: 2"
+    start = "3 of 4 ranks in step 11 micro-batch 2 train"
+    assert lines[1] == f"{start}, last heartbeat up to 1 s ago: 0, 1, 3"
+    assert lines[2:] == ["SILENT for more than 60 s: ranks 2"]
+
+
+def test_a_malformed_heartbeat_is_left_out(run: Path) -> None:
+    beat(run, 0, step=11, micro_batch=2, seconds=1)
+    for rank, content in enumerate(("{", "[]", "{}"), start=1):
+        (run / f"attempts/2/heartbeat/rank-{rank}.json").write_text(content)
+    (line,) = status.heartbeat_lines(run, NOW)
+    assert line.startswith("1 of 1 ranks in step 11")
+
+
+def test_the_reason_of_the_end_is_shown(run: Path) -> None:
+    beat(run, 0, step=11, micro_batch=0, seconds=1e5)
+    (run / "exit.json").write_text('{"reason": "requeue", "code": 75, "step": 10}')
+    text = "\n".join(status.status_lines(run, NOW))
+    assert "ended at step 10: requeue (code 75)" in text and "SILENT" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(7, "7 s"), (306, "5:06 min"), (14_700, "4:05 h"), (273_900, "3 d 04:05 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert status.format_clock(seconds) == text
+
+
+def test_only_the_newest_rows_of_a_long_file_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5000)))
+    rows = newest_rows(file)
+    assert [rows[0]["step"], rows[-1]["step"]] == [4000, 4999]
+    assert [row["step"] for row in newest_rows(file, max_bytes=40)] == [4998, 4999]
+
+
+@pytest.mark.parametrize("verb", ["watch", "save", "stop"])
+def test_a_folder_that_is_no_run(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = ["--once"] if verb == "watch" else []
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, text = titan_run(capsys, verb, folder, *once)
+        assert code == 2 and f"{folder} is not the folder of a run" in text
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "config.toml").write_text("[training\n")
+    code, text = titan_run(capsys, verb, tmp_path, *once)
+    assert code == 2 and "config.toml is damaged" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not JSON", "metrics.jsonl is damaged at the line b'not JSON'"),
+        ("[" * 10_000, "metrics.jsonl is damaged"),
+        ('{"step": 11}', "metrics.jsonl has a row without time, n_tokens_seen, loss"),
+    ],
+)
+def test_damaged_metrics_are_reported(
+    line: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "metrics.jsonl").write_text(f"{line}\n")
+    code, text = titan_run(capsys, "watch", run, "--once")
+    assert code == 2 and message in text and len(text) < 400
+    code, text = titan_run(capsys, "ls", run)
+    assert code == 0 and "unreadable" in text
+
+
+# ---- ls
+
+
+def test_states_of_runs(run: Path) -> None:
+    done = write_run(run.parent / "deeper/done", NOW - 1e6)
+    (done / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')
+    silent = write_run(run.parent / "silent", NOW - 100)
+    alive = write_run(run.parent / "zeta", NOW - 100)  # no new row, but a heartbeat
+    beat(alive, 0, step=11, micro_batch=0, seconds=5)
+    damaged = write_run(run.parent / "damaged", NOW)
+    (damaged / "exit.json").write_text("[]")
+    (run.parent / ".hidden").mkdir()
+    write_run(run.parent / ".hidden/run", NOW)
+    summaries = {Path(summary.path): summary for summary in list_runs(run.parent, NOW)}
+    states = {path: summary.state for path, summary in summaries.items()}
+    assert states == {
+        run: "running", done: "done", silent: "silent", alive: "running", damaged: "unreadable",
+    }  # fmt: skip
+    first = summaries[run]
+    assert (first.step, first.total_steps, first.loss, first.checkpoint) == (10, 100, 3.5, 10)
+    assert summaries[alive].num_attempts == 2 and summaries[alive].updated == NOW - 5
+    assert first.format_row(NOW + 7).split()[1:] == [
+        "running", "10/100", "3.5000", "7", "s", "ago", "step-10",
+    ]  # fmt: skip
+
+
+def test_a_run_without_a_step_is_listed(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+    (summary,) = list_runs(run, NOW)
+    assert (summary.step, summary.loss, summary.total_steps) == (None, None, 100)
+    assert "-/100" in summary.format_row(NOW)
+
+
+def test_ls_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[9])
+    (run / "metrics.jsonl").write_text(json.dumps(last | {"loss": "nan"}) + "\n")
+    code, text = titan_run(capsys, "ls", run.parent, "--json")
+    assert code == 0
+    (content,) = json.loads(text)
+    assert (content["path"], content["loss"], content["checkpoint"]) == (str(run), "nan", 10)
+
+
+def test_ls_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, text = titan_run(capsys, "ls", folder)
+        assert code == 2 and text.startswith(f"{folder} contains no run")
+
+
+def test_ls_needs_little_time_and_no_torch(run: Path) -> None:
+    """Seconds of CPU time of one process, with the interpreter's start."""
+    arguments = [sys.executable, "-X", "importtime", "-m", "torchtitan_like", "run", "ls", str(run)]
+    log = run / "imports"
+    with log.open("w") as file, open(os.devnull, "w") as null:
+        actions = [
+            (os.POSIX_SPAWN_DUP2, file.fileno(), 2),
+            (os.POSIX_SPAWN_DUP2, null.fileno(), 1),
+        ]
+        path = {"PYTHONPATH": str(ROOT)}
+        child = os.posix_spawn(sys.executable, arguments, os.environ | path, file_actions=actions)
+        _, code, usage = os.wait4(child, 0)
+    modules = {line.split("|")[-1].strip() for line in log.read_text().splitlines()}
+    assert code == 0, log.read_text()
+    assert not {"torch", "numpy", "pydantic"} & modules
+    assert usage.ru_utime + usage.ru_stime < 0.5
+
+
+# ---- examples
+
+
+@pytest.mark.parametrize("verb", ["ls", "watch", "compare", "save", "stop"])
+def test_the_example_of_the_help_works(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("outputs", "outputs_a", "outputs_b"):
+        write_run(tmp_path / name, NOW)
+    monkeypatch.chdir(tmp_path)
+    example = importlib.import_module(f"torchtitan_like.cli.run.{verb}").EXAMPLE
+    assert main(shlex.split(example)[1:]) == 0
+    assert len(capsys.readouterr().out) > 20
+
+
+# ---- stop, save
+
+
+def test_requests_reach_the_trainer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    switches = Switches(run, Resilience())
+    assert switches.read() == []
+    assert titan_run(capsys, "save", run)[0] == 0
+    assert titan_run(capsys, "save", run, "--export")[0] == 0
+    assert switches.read() == [Request.SAVE, Request.EXPORT]
+    assert switches.read() == []
+    code, text = titan_run(capsys, "stop", run)
+    assert code == 0 and f"titan run stop {run} --clear" in text
+    assert switches.read() == [Request.KILL] == switches.read()
+    assert titan_run(capsys, "stop", run, "--clear")[0] == 0
+    assert switches.read() == []
+    assert titan_run(capsys, "stop", run, "--clear")[0] == 0, "nothing to remove"
+
+
+def test_switch_paths_of_the_configuration_are_used(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = Resilience(kill_switch_path=str(tmp_path / "END"), save_switch_path="NOW")
+    with (run / "config.toml").open("a") as file:
+        file.write(f'[resilience]\nkill_switch_path = "{tmp_path}/END"\nsave_switch_path = "NOW"\n')
+    assert titan_run(capsys, "stop", run)[0] == 0
+    assert titan_run(capsys, "save", run)[0] == 0
+    assert (tmp_path / "END").exists() and (run / "NOW").exists()
+    assert Switches(run, section).read() == [Request.KILL, Request.SAVE]
+
+
+def test_a_save_that_the_run_would_ignore_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')
+    code, text = titan_run(capsys, "save", run)
+    assert code == 2 and f"{run} has ended: done (code 0)" in text
+    (run / "exit.json").unlink()
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("enable = true", "enable = false"))
+    code, text = titan_run(capsys, "save", run, "--export")
+    assert code == 2 and "checkpoint.enable is false" in text
+    assert not (run / "SAVE").exists() and not (run / "EXPORT").exists()
+
+
+def test_watch_repeats_until_interrupted(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    code, text = titan_run(capsys, "watch", run, "--every", 0.5)
+    assert code == 0 and pauses == [0.5] * 3 and text.count("step 10 of 100") == 3

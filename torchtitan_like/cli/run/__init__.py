@@ -1,0 +1,1 @@
+"""`titan run`: look after runs."""

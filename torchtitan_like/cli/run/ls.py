@@ -1,0 +1,45 @@
+"""`titan run ls`: list runs, their state and progress."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from torchtitan_like.cli.common import add_json_flag, print_json, run_report
+
+EXAMPLE = "titan run ls outputs"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        help="the folder of a run, or one that contains runs; default: the current folder",
+    )
+    add_json_flag(parser)
+    parser.epilog = (
+        "State is running, silent (no sign of life for a minute), the reason in exit.json, or\n"
+        "unreadable. Searches three levels of folders. Returns 2 if there is no run.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list. Returns the exit code."""
+    from torchtitan_like.report.runs import HEADER, list_runs
+
+    def action() -> int:
+        now = time.time()
+        runs = list_runs(arguments.folder, now)
+        if arguments.json:
+            print_json([asdict(summary) for summary in runs])
+        else:
+            print("\n".join([HEADER, *(summary.format_row(now) for summary in runs)]))
+        return 0
+
+    return run_report(action)

@@ -1,0 +1,69 @@
+"""Free space of a disk, and how many checkpoints of a run still fit."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Space:
+    """Free bytes and inodes; num_inodes is None on a file system without a limit."""
+
+    num_bytes: int
+    num_inodes: int | None
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """The newest checkpoint of a run. seconds: since the one before it; None if there is none."""
+
+    num_bytes: int
+    num_files: int
+    seconds: float | None
+
+
+def free_space(path: Path) -> Space:
+    """Return what this user may still write at `path`. Raises OSError."""
+    stats = os.statvfs(path)
+    return Space(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
+
+
+def disk_usage(folder: Path) -> tuple[int, int]:
+    """Return bytes on disk and number of files below a folder, as `du` counts them.
+
+    Leaves out files that vanish meanwhile.
+    """
+    num_bytes = num_files = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                num_bytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue
+            num_files += 1
+    return num_bytes, num_files
+
+
+def newest_checkpoint(run: Path) -> CheckpointSize | None:
+    """Measure a run's newest checkpoint, whatever its checkpoint folder is called."""
+    times = {}
+    for manifest in run.glob("*/step-*/manifest.json"):
+        with suppress(FileNotFoundError):  # a live run deletes old checkpoints
+            times[manifest] = manifest.stat().st_mtime
+    if not times:
+        return None
+    newest = max(times, key=times.__getitem__)
+    ordered = sorted(times.values())
+    seconds = ordered[-1] - ordered[-2] if len(ordered) > 1 else None
+    return CheckpointSize(*disk_usage(newest.parent), seconds=seconds)
+
+
+def checkpoints_left(space: Space, size: CheckpointSize) -> int:
+    """Return how many checkpoints of this size still fit."""
+    by_bytes = space.num_bytes // max(1, size.num_bytes)
+    if space.num_inodes is None:
+        return by_bytes
+    return min(by_bytes, space.num_inodes // max(1, size.num_files))
