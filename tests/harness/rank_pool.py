@@ -3,6 +3,9 @@
 The ranks of a world size are processes that are made once and kept, so a distributed test costs milliseconds. They are
 forked where no GPU is to be seen (0.2 s for 4 ranks) and spawned elsewhere (CUDA does not survive a fork).
 
+Between two calls the processes are stopped (SIGSTOP): each group of gloo has a thread that wakes up 100 times a second,
+and the groups of a used pool take half a core. The kernel kills them when the process that made them dies.
+
 Rules for `fn`
 - It stands at the top level of its module, and its arguments and result can be pickled. Tensors travel by value.
 - The default process group exists; `dist.get_rank()` tells the rank. RANK, WORLD_SIZE and LOCAL_RANK are set.
@@ -18,6 +21,7 @@ Rules for `fn`
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -52,6 +56,7 @@ MODULES = ("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", 
            "torchtitan_like.models.llama3.model")  # fmt: skip
 # A failing rank leaves its peers in a collective; those that fail by themselves do it within this time.
 GRACE_SECONDS = 0.3
+PR_SET_PDEATHSIG = 1
 
 
 class RankError(Exception):
@@ -138,14 +143,17 @@ class RankPool:
             if rank == 0:  # it hosts the store: a port that the system has chosen is never taken
                 port = self._receive_port()
         self._answers(START_TIMEOUT_SECONDS)
+        self._signal(signal.SIGSTOP)
 
     def run(self, fn: Callable[..., T], args: tuple[Any, ...], timeout: float) -> list[T]:
         """Call `fn(*args)` on every rank and wait for all. After a failure the pool is not reusable."""
         self.is_reusable = False
         task = _pickled_task(fn, args)
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send_bytes(task)
         successes = self._answers(timeout)
+        self._signal(signal.SIGSTOP)
         self.is_reusable = all(success.is_reusable for success in successes)
         return [success.value for success in successes]
 
@@ -159,6 +167,10 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for process in self._processes:
+            os.kill(process.pid or 0, signum)
 
     def _receive_port(self) -> int:
         if not self._connections[0].poll(START_TIMEOUT_SECONDS):
@@ -236,7 +248,11 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: Path, parent: int) -> None:
-    """A rank's life: join the world, then answer one task after another until the parent is gone."""
+    """A rank's life: join the world, then answer one task after another until it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
@@ -253,9 +269,6 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
         freeze()
         connection.send_bytes(pickle.dumps(_Success(None, True)))
         while True:
-            while not connection.poll(1.0):
-                if os.getppid() != parent:  # killed without a chance to end us
-                    os._exit(0)
             answer = _answer(connection.recv_bytes())
             gc.collect()
             freeze()  # what the call has imported and cached

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness import rank_pool
 from tests.harness.rank_pool import RankError, run_in_process_of_its_own, run_ranks
+from tests.harness.runner import ROOT
 
 
 def identity() -> tuple[int, int]:
@@ -79,6 +83,15 @@ def test_the_processes_are_made_once() -> None:
     assert run_ranks(identity, 2) == run_ranks(identity, 2)
 
 
+def test_idle_ranks_use_no_core() -> None:
+    pids = [pid for _, pid in run_ranks(identity, 2)]
+    deadline = time.monotonic() + 30
+    while any(psutil.Process(pid).status() != psutil.STATUS_STOPPED for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [pid for _, pid in run_ranks(identity, 2)] == pids
+
+
 def test_a_call_leaves_no_trace_in_seed_dtype_environment_and_folder() -> None:
     before = run_ranks(traces, 2)
     run_ranks(leave_traces, 2)
@@ -137,3 +150,23 @@ def test_no_rank_outlives_its_pool() -> None:
     pids = [pid for _, pid in run_ranks(identity, 2)]
     rank_pool.kill_all_pools()
     assert not any(map(is_alive, pids))
+
+
+STARTS_RANKS_AND_DIES = """
+import os, signal
+from tests.harness.rank_pool import run_ranks
+from tests.unit.harness.test_rank_pool import identity
+print(*(pid for _, pid in run_ranks(identity, 2)), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_idle_ranks_end_with_a_killed_parent() -> None:
+    result = subprocess.run([sys.executable, "-c", STARTS_RANKS_AND_DIES], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
