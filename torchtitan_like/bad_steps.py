@@ -1,4 +1,4 @@
-"""Replay bundles: what scripts/replay.py needs to meet a step with bad numbers again."""
+"""Write replay bundles: files from which `titan run replay` runs a bad step again."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ class BadSteps:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, encode({**row, **self._known, **about}))
             level = logging.WARNING if "spike" in row else logging.ERROR
-            logger.log(level, f"Replay step {row['step']}: python scripts/replay.py {path}")
+            logger.log(level, f"Replay step {row['step']}: titan run replay {path}")
         event = "spike_bundle" if "spike" in row else "bad_step"
         self._attempt.event(event, step=row["step"], bundle=str(path), checkpoint=checkpoint)

@@ -1,16 +1,19 @@
-"""A run meets an inf in its weights, leaves a bundle, and one process meets the same number again."""
+"""`titan run replay`: a run writes a bundle for a bad step, and one process reproduces its numbers."""
 
 import math
+import shlex
 
 import pytest
 import torch
 
-from scripts import replay
 from tests.distributed.parity import ROOT, build, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train
 from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.cli import main as titan
+from torchtitan_like.cli.run.replay import EXAMPLE
 from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.monitor import log
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import decode, read_rows
 
@@ -24,7 +27,7 @@ STEPS = {"training.steps": 9, "checkpoint.enable": "true", "checkpoint.keep_late
 
 
 def rare_token(trainer) -> int | None:
-    """A token that nobody reads before BAD_STEP, and in it the last data rank alone."""
+    """Return a token that only the last data rank reads, and first in BAD_STEP."""
     seen: set[int] = set()
     position = trainer.batches.position
     for _ in range(BAD_STEP):
@@ -37,7 +40,7 @@ def rare_token(trainer) -> int | None:
 
 
 def train_with_an_inf(argv):
-    """Put an inf into the embedding of a rare token, and train. How it ended."""
+    """Put an inf into the embedding of a rare token, and train. Return how it ended."""
     trainer = build(argv)
     token = rare_token(trainer)
     assert token is not None
@@ -125,7 +128,7 @@ def train_with_a_spike(argv):
 
 
 def train_with_a_bad_rank(argv, place):
-    """The last rank spoils its loss, or a gradient after the reduction, whatever it reads."""
+    """Train; the last rank spoils its loss, or a gradient after the reduction, for any data."""
     trainer = build(argv)
     head, optimizer = trainer.parts[0].output, trainer.optimizer
     plain, clip = head.loss, optimizer.clip_gradients
@@ -167,19 +170,19 @@ def bundle_of(tmp_path, step):
 
 
 @pytest.fixture(autouse=True)
-def no_log_of_its_own(monkeypatch):
+def keep_the_log_of_the_tests(monkeypatch):
     """The log belongs to the process, and so to the other tests."""
-    monkeypatch.setattr(replay, "init_logger", lambda: None)
+    monkeypatch.setattr(log, "init_logger", lambda: None)
 
 
 def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def meet_again(tmp_path, path, *settings):
-    """Replay a bundle: the exit code, and what was found. The run's folder is as it was."""
+def replay(tmp_path, path, *settings):
+    """Replay a bundle. Return exit code and result. The run's folder stays unchanged."""
     before = files_of(tmp_path / "run")
-    code = replay.main([str(path), "--out", str(tmp_path / "found.json"), *settings])
+    code = titan(["run", "replay", str(path), "--out", str(tmp_path / "found.json"), *settings])
     assert files_of(tmp_path / "run") == before
     return code, decode((tmp_path / "found.json").read_bytes())
 
@@ -191,7 +194,7 @@ def assert_the_embedding_is_found(found, bundle):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_that_stops_pins_its_last_save_and_one_process_meets_the_number_again(tmp_path, layout, capsys):
+def test_a_run_that_stops_pins_its_checkpoint_and_is_reproduced(tmp_path, layout, capsys, monkeypatch):
     endings = run(tmp_path, layout)
     assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
     path, bundle = bundle_of(tmp_path, BAD_STEP)
@@ -203,13 +206,16 @@ def test_a_run_that_stops_pins_its_last_save_and_one_process_meets_the_number_ag
     rows = {row["step"]: row for row in read_rows(tmp_path / "run/metrics.jsonl")}
     assert str({**bundle, **rows[BAD_STEP]}) == str(bundle), "it holds the step's row"
     assert [math.isfinite(loss) for loss in bundle["rank_losses"].values()] == RANKS_THAT_ARE_FINE[layout]
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     assert code == 0 and capsys.readouterr().out.endswith("\nreproduced\n")
     assert_the_embedding_is_found(found, bundle)
+    (tmp_path / "outputs").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert titan(shlex.split(EXAMPLE)[1:]) == 0
 
 
-def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path, large_loss_in_replay):
-    """The steps between are trained again; the run has gone on, and deleted none of what the bundle names."""
+def test_a_skipped_step_is_replayed_from_an_older_checkpoint(tmp_path, large_loss_in_replay):
+    """The steps between are trained again. The run continued and kept the bundle's checkpoint."""
     skip = {"resilience.on_nonfinite": "skip", "checkpoint.interval": 3, "checkpoint.last_save_model_only": "false"}
     more = {"training.steps": 12, "checkpoint.async_mode": "async"}
     endings = run(tmp_path, "fsdp", train_with_a_bad_pair, **LONG_TEXT, **skip, **more)
@@ -218,31 +224,31 @@ def test_a_step_that_is_skipped_is_met_again_behind_an_older_save(tmp_path, larg
     assert bundle["checkpoint"]["path"] == "checkpoint/step-3"
     assert [step.step for step in published_steps(tmp_path / "run/checkpoint")] == [3, 9, 12]
     large_loss_in_replay(endings[0][3])
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     assert code == 0 and found["data_digest"] == bundle["data_digest"]
     assert not math.isfinite(found["loss"]) and found["bad_values"] == []
 
 
-def test_a_run_that_can_save_nothing_at_its_end_is_met_again_behind_an_older_save(
+def test_a_run_without_a_last_checkpoint_is_replayed_from_an_older_one(
     tmp_path, large_loss_in_replay
 ):
-    """With the optimizer in backward; on one process gradients are there to be looked at all the same."""
+    """The run had its optimizer in backward. The replay shows gradients nevertheless."""
     early = {"optimizer.early_step_in_backward": "true", "checkpoint.interval": 2}
     endings = run(tmp_path, "fsdp", train_with_a_bad_pair, **LONG_TEXT, **early)
     assert endings[0][0] == ExitCode.BAD_NUMBERS
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert (bundle["checkpoint"]["path"], bundle["checkpoint"]["is_pinned"]) == ("checkpoint/step-4", True)
     large_loss_in_replay(endings[0][3])
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     assert code == 0 and len(found["bad_gradients"]) == found["num_parameters"]
 
 
-def test_a_run_without_checkpoints_is_met_again_from_its_seed(tmp_path):
-    """There the weights are whole: what is met is another number, and that is told."""
+def test_a_run_without_checkpoints_is_replayed_from_its_seed(tmp_path):
+    """The initial weights are finite, so the replay reports different numbers."""
     run(tmp_path, "fsdp", **{"checkpoint.enable": "false", "checkpoint.keep_latest_k": 10})
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert bundle["checkpoint"] == {"kind": "scratch", "path": None, "is_start": True, "is_pinned": False}
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     assert code == 1
     assert found["data_digest"] == bundle["data_digest"] and math.isfinite(found["loss"])
     assert found["bad_values"] == [] and found["first_module"] is None
@@ -264,10 +270,10 @@ def test_a_spike_leaves_a_bundle_and_is_replayed(tmp_path, large_loss_in_replay,
     assert events.count("spike_bundle") == 1 and "bad_step" not in events
     assert all("position" not in row for row in read_rows(tmp_path / "run/metrics.jsonl"))
 
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     assert code == 1 and "below the spike's limit" in capsys.readouterr().out
     large_loss_in_replay(endings[0][3], 1000.0)
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     assert code == 0 and found["loss"] > bundle["spike"]["loss"]
 
 
@@ -278,23 +284,23 @@ def test_a_spike_leaves_a_bundle_and_is_replayed(tmp_path, large_loss_in_replay,
         (train_with_a_bad_gradient, "in the run the loss of every data rank was finite"),
     ],
 )
-def test_a_replay_says_why_it_cannot_show_the_fault_of_one_rank(tmp_path, capsys, train, reason):
+def test_a_replay_prints_why_it_cannot_show_the_fault_of_one_rank(tmp_path, capsys, train, reason):
     endings = run(tmp_path, "fsdp", train)
     assert endings == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
     path, bundle = bundle_of(tmp_path, BAD_STEP)
     assert bundle["checkpoint"]["path"] == "checkpoint/step-4"
-    code, found = meet_again(tmp_path, path)
+    code, found = replay(tmp_path, path)
     out = capsys.readouterr().out
     assert code == 1 and found["bad_gradients"] == []
     assert f"why: {reason}" in out and "the replay started from checkpoint/step-4" in out
     assert out.endswith("\nNOT reproduced\n")
 
 
-def test_what_cannot_be_met_again_is_told(tmp_path, capsys):
-    assert replay.main([str(tmp_path / "step-5.json")]) == ExitCode.BAD_CONFIG
+def test_a_missing_bundle_or_checkpoint_is_reported(tmp_path, capsys):
+    assert titan(["run", "replay", str(tmp_path / "step-5.json")]) == ExitCode.BAD_CONFIG
     assert "step-5.json cannot be read" in capsys.readouterr().err
     run(tmp_path, "tp")
     path, _ = bundle_of(tmp_path, BAD_STEP)
     (tmp_path / "run/checkpoint/step-4.nonfinite").rename(tmp_path / "step-4")
-    assert replay.main([str(path)]) == ExitCode.BAD_CONFIG
+    assert titan(["run", "replay", str(path)]) == ExitCode.BAD_CONFIG
     assert "checkpoint/step-4.nonfinite, the checkpoint before the bad step, is missing" in capsys.readouterr().err

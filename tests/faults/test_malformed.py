@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from scripts import replay
 from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.load import config_differences
@@ -24,6 +23,7 @@ from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.launcher.outcome import CRASH, Start, report_end
+from torchtitan_like.monitor import log
 from torchtitan_like.util.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed")]
@@ -170,12 +170,12 @@ BUNDLES = {
 def test_a_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
-    monkeypatch.setattr(replay, "init_logger", lambda: None)
+    monkeypatch.setattr(log, "init_logger", lambda: None)
     text, words = BUNDLES[case]
     path = tmp_path / "attempts/1/bad-steps/step-4.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert replay.main([str(path)]) == ExitCode.BAD_CONFIG
+    assert titan(["run", "replay", str(path)]) == ExitCode.BAD_CONFIG
     assert words in capsys.readouterr().err
 
 

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from scripts import replay, show_batch
+from scripts import show_batch
 from tests.faults.trainer import ASSETS
 from tests.harness.extents import record_file
 from tests.harness.runner import ROOT
+from torchtitan_like import replay
 from torchtitan_like.checkpoint.errors import DamagedError
 from torchtitan_like.checkpoint.step_folders import is_inside, read_manifest, write_manifest
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_stored_config
 from torchtitan_like.models import spec
+from torchtitan_like.monitor import log
 from torchtitan_like.util.exit_codes import ExitCode
 
 pytestmark = [
@@ -126,11 +128,11 @@ def write_bundle(run: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    monkeypatch.setattr(replay, "init_logger", lambda: None)
-    monkeypatch.setattr(replay, "replay", lambda config, bundle: pytest.fail("it was replayed"))
+    monkeypatch.setattr(log, "init_logger", lambda: None)
+    monkeypatch.setattr(replay, "replay_step", lambda config, bundle: pytest.fail("replayed"))
 
     def run(bundle: Path, *settings: str) -> str:
-        assert replay.main([str(bundle), *settings]) == ExitCode.BAD_CONFIG
+        assert titan(["run", "replay", str(bundle), *settings]) == ExitCode.BAD_CONFIG
         return capsys.readouterr().err
 
     return run

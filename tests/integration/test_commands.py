@@ -182,7 +182,6 @@ def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselve
         "tokenize_corpus",
         "show_batch",
         "make_tiny",
-        "replay",
     )
     by_the_tests = tuple(f"python scripts/{name}.py " for name in scripts)
     tried = ("./run_train.sh", "./run_tests.sh", "env '|' grep ", *by_the_tests, *SHOWN)

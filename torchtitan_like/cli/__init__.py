@@ -47,6 +47,13 @@ RUN = (
     Command("run ls", "Inspect", "list runs, their state and progress", "run.ls"),
     Command("run watch", "Inspect", "show how far a run is, and where its ranks are", "run.watch"),
     Command("run compare", "Inspect", "find the first step at which two runs differ", "run.compare"),
+    Command(
+        "run replay",
+        "Inspect",
+        "run a non-finite step again, in one process",
+        "run.replay",
+        takes_settings=True,
+    ),
     Command("run save", "Control", "let a run save a checkpoint now, and continue", "run.save"),
     Command("run stop", "Control", "save and end a run", "run.stop"),
 )
@@ -56,7 +63,7 @@ COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
     Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
-    Command("run", "Runs", "list, watch, compare, save or stop runs", verbs=RUN),
+    Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
     Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
     Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
 )

@@ -17,8 +17,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--export", action="store_true", help="write a Hugging Face export, not a checkpoint"
     )
     parser.epilog = (
-        "Creates the file of resilience.save_switch_path (SAVE), or EXPORT. The run removes it and\n"
-        "saves within its next steps. Returns 2 if the run has ended or checkpoints are disabled.\n\n"
+        "Creates the file of resilience.save_switch_path (SAVE), or EXPORT. The run removes it\n"
+        "and saves within its next steps. Returns 2 if the run has ended or checkpoints are\n"
+        "disabled.\n\n"
         f"example: {EXAMPLE}"
     )
 
