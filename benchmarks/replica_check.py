@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import join, read_config
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
@@ -57,7 +58,7 @@ def main() -> None:
         world = join(config, launched)
         checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
         starts = checkpointer.find_start(config.training.steps)
-        trainer = Trainer(config, world, checkpointer, starts, Requests())
+        trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
 
         def step() -> None:
             number = trainer.progress.step + 1

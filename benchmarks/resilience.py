@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.resilience.agreement import StepAgreement, send
-from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, used_memory_percent
 from torchtitan_like.resilience.numbers import BadNumbers
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests, first_stop
 from torchtitan_like.resilience.spikes import SpikeWatch
 from torchtitan_like.resilience.switches import Switches
@@ -47,7 +47,7 @@ def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
     """What each part does once a step, by name; in windows that are full, where they cost most."""
     device = torch.device("cpu")
     requests, group = Requests(), HostGroup.alone()
-    switches, heartbeat = Switches(folder, section), Heartbeat(folder, rank=0)
+    switches, position = Switches(folder, section), RankPosition()
     limits = Limits(section, device, used_percent=lambda: 50.0)
     numbers: BadNumbers[int] = BadNumbers(section, device, 0, {"grad_norms": [1.0] * section.spike_window})
     watch = SpikeWatch(section, lambda *_, **__: None, lambda step: lambda: None, lambda *_: None)
@@ -65,8 +65,8 @@ def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
         first_stop(send(local, group).wait().requests)
 
     def beat() -> None:
-        heartbeat.beat("step", 1)
-        heartbeat.beat("step", 1, 0)
+        position.move("step", 1)
+        position.move("step", 1, 0)
 
     return {
         "switch files": switches.read,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import LaunchedAs, World
+    from torchtitan_like.resilience.position import RankPosition
     from torchtitan_like.resilience.requests import Requests
     from torchtitan_like.util.exit_codes import ExitCode
 
@@ -126,7 +127,7 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
     return result, rows_of(log)
 
 
-def work(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
+def work(config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """One rank: two steps as train.py makes them; rank 0 writes what all ranks counted in the second."""
     from torchtitan_like.build import build_checkpointer
     from torchtitan_like.launch import join
@@ -135,7 +136,7 @@ def work(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCod
     world = join(config, launched)
     found: list[Row] = []
     with closing(build_checkpointer(config.checkpoint, config.job, config.model, world)) as checkpointer:
-        trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), requests)
+        trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), requests, position)
         train_step = trainer.train_step
 
         def counted(step: int, *rest: Any) -> Any:

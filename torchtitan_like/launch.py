@@ -32,8 +32,9 @@ from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.preflight.host_memory import host_memory_need
-from torchtitan_like.resilience.heartbeat import Heartbeat
+from torchtitan_like.resilience.hung_peers import kill_hung_peers
 from torchtitan_like.resilience.numbers import NonFiniteStateError
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
@@ -70,7 +71,10 @@ def main(argv: list[str]) -> int:
     return launch(argv, run)
 
 
-def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], ExitCode]) -> int:
+def launch(
+    argv: list[str],
+    run: Callable[[JobConfig, LaunchedAs, Requests, RankPosition], ExitCode],
+) -> int:
     """Load the configuration and call `run`; return the exit code of this process.
 
     That is the code `run` returns. Under torchrun it is 0 after any agreed end, and exit.json has
@@ -88,9 +92,10 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
         print(dump_toml(config))
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     requests = Requests()
+    position = RankPosition()
     with requests.listening():
         try:
-            code = run(config, launched, requests)
+            code = run(config, launched, requests, position)
         except Stopped as stopped:
             code = EXIT_CODES[stopped.request]
             logger.info(f"Training stopped: {code.reason}, before the first step")
@@ -103,12 +108,14 @@ def launch(argv: list[str], run: Callable[[JobConfig, LaunchedAs, Requests], Exi
             return int(ExitCode.STORAGE)
         except Exception as error:
             requests.defer_signals = True
-            _report_crash(error, Path(config.job.dump_folder), launched.rank)
+            _report_crash(error, Path(config.job.dump_folder), launched, position)
             return 1
     return 0 if is_under_torchrun else int(code)
 
 
-def run(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode:
+def run(
+    config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition
+) -> ExitCode:
     """Run one training job from start to end.
 
     Maps the errors of `CODES` to exit codes. Any other exception is a crash.
@@ -131,16 +138,16 @@ def run(config: JobConfig, launched: LaunchedAs, requests: Requests) -> ExitCode
             elif is_killed(config, world):
                 code = ExitCode.INTERRUPTED
             else:
-                trainer = Trainer(config, world, checkpointer, starts, requests)
+                trainer = Trainer(config, world, checkpointer, starts, requests, position)
                 code = trainer.train()
         except LockedError:
             raise
         except tuple(CODES) as problem:
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
-            heartbeat = Heartbeat.newest
-            if isinstance(problem, DataError) and heartbeat is not None:  # perhaps on this rank alone
-                record_error(heartbeat.folder, launched.rank, "data", heartbeat.at.step, problem)
+            folder = position.attempt_folder
+            if isinstance(problem, DataError) and folder is not None:  # perhaps on this rank alone
+                record_error(folder, launched.rank, "data", position.current.step, problem)
         except Exception as problem:
             if is_out_of_memory(problem):
                 logger.error(oom_advice())
@@ -255,20 +262,22 @@ def _report_refusal(error: ConfigError, launched: LaunchedAs) -> None:
         record_error(attempt, launched.rank, "config", 0, error.with_traceback(None))
 
 
-def _report_crash(error: Exception, dump_folder: Path, rank: int) -> None:
+def _report_crash(
+    error: Exception, dump_folder: Path, launched: LaunchedAs, position: RankPosition
+) -> None:
     """Print and record the error that ends this rank: in attempts/0 if there is no attempt yet."""
-    heartbeat = Heartbeat.newest
-    folder, phase, step = attempt_folder(dump_folder, 0), "start", 0
-    if heartbeat is not None:
-        folder, phase, step = heartbeat.folder, heartbeat.at.phase, heartbeat.at.step
-    record = record_error(folder, rank, phase, step, error)
+    folder = position.attempt_folder
+    current = position.current
+    record = record_error(
+        folder or attempt_folder(dump_folder, 0), launched.rank, current.phase, current.step, error
+    )
     with suppress(OSError):  # stderr may be a file on a full disk
         print(describe_error(record), file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun prints the message of one failed rank: give each the first error of all.
-        first = (read_first_error(folder) if heartbeat is not None else None) or record
+        first = (read_first_error(folder) if folder is not None else None) or record
         message = {"py_callstack": describe_error(first), "timestamp": str(int(first["time"]))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"extraInfo": message}}), encoding="utf-8")
-    if heartbeat is not None:
-        heartbeat.kill_stuck_peers()
+    if folder is not None:
+        kill_hung_peers(folder, position.stall_seconds, launched.rank, launched.world_size)

@@ -29,6 +29,7 @@ from torchtitan_like.launch import join, read_config
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.stored_config import CUSTOM_IMPORT, custom_import_in
 from torchtitan_like.train import StepInput, Trainer
@@ -241,7 +242,7 @@ def replay_step(config: JobConfig, bundle: Bundle) -> Replay:
             build_checkpointer(config.checkpoint, config.job, config.model, world)
         ) as checkpointer:
             starts = checkpointer.find_start(config.training.steps)
-            trainer = Trainer(config, world, checkpointer, starts, Requests())
+            trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
             try:
                 return _train_to(trainer, bundle["step"])
             finally:
@@ -288,7 +289,7 @@ def _first_module(trainer: Trainer, fetched: StepInput, agreement: StepAgreement
     """Run the step again and return the first module with an inf or nan, as a sentence."""
     batch = fetched.batch
     assert batch is not None
-    position = trainer.heartbeat.place
+    position = trainer.position.step_and_micro_batch
     with closing(OverflowDetector(trainer.parts, trainer.config.debug, position)) as detector:
         try:
             trainer.train_step(trainer.progress.step, fetched, agreement)

@@ -72,6 +72,7 @@ from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits
 from torchtitan_like.resilience.numbers import BadNumbers, NonFiniteStateError, nonfinite_names
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import (
     EXIT_CODES,
@@ -107,6 +108,7 @@ class Trainer:
         checkpointer: Checkpointer,
         starts: list[Start],
         requests: Requests,
+        position: RankPosition,
     ) -> None:
         """Build in the order of the lines below, and load the first of `starts` that is undamaged.
 
@@ -116,14 +118,17 @@ class Trainer:
         self.world = world
         self.checkpointer = checkpointer
         self.requests = requests
+        self.position = position
         self.is_leader = world.rank == 0
         self.geometry: BatchGeometry = batch_geometry(config.training, world.dims)
 
         # Run directory and log file.
         self.failures = WriteFailures(goes_on=config.checkpoint.on_save_error == "continue")
         self.attempt = open_attempt(config, world, self.failures)
+        position.attempt_folder = self.attempt.folder
         self.heartbeat = Heartbeat(
             self.attempt.folder,
+            position,
             world.rank,
             num_ranks=world.size,
             trace=trace_file(config.comm, self.attempt.run, world.rank),
@@ -187,7 +192,7 @@ class Trainer:
         self.activation_offload = model.offload
         self.overflow: OverflowDetector | None = None
         if config.debug.detect_overflow:
-            self.overflow = OverflowDetector(self.parts, config.debug, self.heartbeat.place)
+            self.overflow = OverflowDetector(self.parts, config.debug, self.position.step_and_micro_batch)
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, self.spec.init_table(self.args), self.seed)
@@ -378,7 +383,8 @@ class Trainer:
             self.failures,
         )
         self.requests.defer_signals = True
-        self.heartbeat.start(0.8 * config.comm.init_timeout_seconds)
+        self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
+        self.heartbeat.start()
         with profiling as profiler:
             following = self.fetch(first_step)
             while True:
@@ -418,7 +424,7 @@ class Trainer:
         """After the first step, which compiles: shorten the time-outs. A collective."""
         seconds = self.config.comm.train_timeout_seconds
         self.world.tighten_timeouts(timedelta(seconds=seconds))
-        self.heartbeat.limit = 0.8 * seconds
+        self.position.stall_seconds = 0.8 * seconds
         if self.activation_offload is not None:
             self._log_activation_offload(self.activation_offload)
 
@@ -459,7 +465,7 @@ class Trainer:
         lr = self.optimizer.peak_lr * self.schedule.factor(step)
         self.optimizer.set_lr(lr)
         self.optimizer.zero_grad()
-        self.heartbeat.beat("step", step)
+        self.position.move("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.order_updates()
         local = self.feed.local(batch)
@@ -476,7 +482,7 @@ class Trainer:
             losses: list[torch.Tensor] = []
             for micro in range(len(batch.first_samples)):
                 self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
-                self.heartbeat.beat("step", step, micro)
+                self.position.move("step", step, micro)
                 seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
                 output = self.parts[0](*self.feed.to_device(local, micro))
                 if sources is not None:
@@ -560,14 +566,14 @@ class Trainer:
     def _exchange_requests(self, phase: str = "validate") -> PendingSum:
         """Start an all-reduce of request counts between steps. The next step sends them again."""
         self._note_requests()
-        self.heartbeat.beat(phase, self.progress.step)
+        self.position.move(phase, self.progress.step)
         return self.world.step_group.sum_async(self.requests.noted())
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
         """Compute and log the loss of each validation dataset, unless the ranks agree to stop."""
         self.metrics.flush(step)
-        self.heartbeat.beat("validate", step)
+        self.position.move("validate", step)
         with self.metrics.pause():
             self.parts.eval()
             losses = losses_of_texts(
@@ -597,7 +603,7 @@ class Trainer:
         if not saves:
             return
         step = self.progress.step
-        self.heartbeat.beat("save", step)
+        self.position.move("save", step)
         self.metrics.flush(step)
         if not self.failures.goes_on:
             self.world.step_group.leader_does(self.metrics.check_written)

@@ -20,6 +20,7 @@ from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import join, read_config
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
 
@@ -105,7 +106,7 @@ def build(argv: list[str]) -> Trainer:
     world = join(config, LaunchedAs(rank, rank, world_size))
     checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
     try:
-        return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), Requests())
+        return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), Requests(), RankPosition())
     except BaseException:
         checkpointer.close()
         raise

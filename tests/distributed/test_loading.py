@@ -16,6 +16,7 @@ from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
 from torchtitan_like.launch import read_config
 from torchtitan_like.launch import run as run_trainer
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.util.exit_codes import ExitCode
 
@@ -211,7 +212,7 @@ def start_with_a_blind_rank(argv):
 
 
 def run_one_rank(argv):
-    return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests())
+    return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests(), RankPosition())
 
 
 def run_and_look_for_exit_file(argv):

@@ -11,6 +11,7 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import read_config, run
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
@@ -35,7 +36,7 @@ def run_with_a_flipped_bit(argv, flips, stops=False):
 
     Trainer.train_step = train_step
     try:
-        return run(read_config(argv, launched.world_size), launched, requests)
+        return run(read_config(argv, launched.world_size), launched, requests, RankPosition())
     finally:
         Trainer.train_step = plain
 

@@ -14,6 +14,7 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import main, read_config, run
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
@@ -25,7 +26,7 @@ TWO = {"training.local_batch_size": 4}  # on two ranks
 def run_one_rank(argv):
     """On this rank of a pool."""
     launched = launched_as()
-    return run(read_config(argv, launched.world_size), launched, Requests())
+    return run(read_config(argv, launched.world_size), launched, Requests(), RankPosition())
 
 
 def test_validates_after_the_first_step_every_few_and_at_the_end(tmp_path):

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_like.data.errors import CacheWriteError
@@ -93,10 +94,8 @@ def happen(plant: Plant, args: tuple[Any, ...]) -> None:
         spoilt = weight.data if plant.what == "NaN in a weight" else weight.grad
         getattr(spoilt, "_local_tensor", spoilt).view(-1)[0] = float("nan")
     elif plant.what.startswith("touch "):
-        from torchtitan_like.resilience.heartbeat import Heartbeat
-
-        assert Heartbeat.newest is not None
-        (Heartbeat.newest.folder.parents[1] / plant.what.removeprefix("touch ")).touch()
+        run = Path(sys.argv[sys.argv.index("--job.dump_folder") + 1])
+        (run / plant.what.removeprefix("touch ")).touch()
     else:
         os.kill(os.getpid(), signal.Signals[plant.what])
 

@@ -71,7 +71,8 @@ def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
         from torchtitan_like.resilience.end import end_process
 
         grow([Plant(*fields) for fields in request["plants"]], request["settings"])
-        end_process(main(request["argv"]))
+        sys.argv[1:] = request["argv"]
+        end_process(main(sys.argv[1:]))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

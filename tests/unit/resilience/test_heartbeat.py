@@ -1,4 +1,4 @@
-"""A rank's place is in its file soon after it came there; one that stands still leaves its stacks, once."""
+"""A rank's file has its position; a hung rank writes its stacks once, and a failing peer kills it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.resilience import heartbeat
+from torchtitan_like.resilience import heartbeat as heartbeats
 from torchtitan_like.resilience.heartbeat import Heartbeat
+from torchtitan_like.resilience.hung_peers import kill_hung_peers
+from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.util.files import WriteFailures
 
 
@@ -26,155 +28,157 @@ class Clock:
         return self.now
 
 
-def place(folder: Path) -> dict[str, object]:
-    found = dict(json.loads((folder / "heartbeat/rank-3.json").read_text()))
-    assert (found.pop("host"), found.pop("pid")) == (socket.gethostname(), os.getpid())
-    return found
+def read_position(folder: Path) -> dict[str, object]:
+    content = dict(json.loads((folder / "heartbeat/rank-3.json").read_text()))
+    assert (content.pop("host"), content.pop("pid")) == (socket.gethostname(), os.getpid())
+    return content
 
 
-def test_the_file_tells_the_newest_place_and_when_it_was_reached(tmp_path: Path) -> None:
+def test_the_file_has_the_newest_position_and_its_time(tmp_path: Path) -> None:
     clock = Clock()
-    one = Heartbeat(tmp_path, 3, clock)
-    one.look()
-    assert place(tmp_path) == {"phase": "start", "step": 0, "micro_batch": 0, "time": 1000.0}
+    position = RankPosition(clock)
+    heartbeat = Heartbeat(tmp_path, position, 3, clock)
+    heartbeat.check()
+    assert read_position(tmp_path) == {"phase": "start", "step": 0, "micro_batch": 0, "time": 1000.0}
     clock.now = 1007.5
-    one.beat("step", 12, 3)
+    position.move("step", 12, 3)
     clock.now = 1100.0
-    one.look()
-    assert place(tmp_path) == {"phase": "step", "step": 12, "micro_batch": 3, "time": 1007.5}
+    heartbeat.check()
+    assert read_position(tmp_path) == {"phase": "step", "step": 12, "micro_batch": 3, "time": 1007.5}
     assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank-3.json"]
 
 
-def test_who_stands_still_in_a_step_leaves_the_stacks_of_all_threads_once(
+def test_a_hung_rank_writes_the_stacks_of_all_threads_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, here = Clock(), threading.Event()
+    clock = Clock()
+    position = RankPosition(clock)
+    peer_answers = threading.Event()
 
-    def waits_for_a_peer_that_is_gone() -> None:
-        here.wait()
+    def wait_for_a_dead_peer() -> None:
+        peer_answers.wait()
 
-    other = threading.Thread(target=waits_for_a_peer_that_is_gone)
-    other.start()
+    thread = threading.Thread(target=wait_for_a_dead_peer)
+    thread.start()
     trace = tmp_path / "comm_traces/rank_3"
-    one = Heartbeat(tmp_path, 3, clock, trace=(trace, lambda: b"collectives"))
+    heartbeat = Heartbeat(tmp_path, position, 3, clock, trace=(trace, lambda: b"collectives"))
     stacks = tmp_path / "heartbeat/stacks-rank-3.txt"
-    one.limit = 80.0
+    position.stall_seconds = 80.0
     for phase, age, expected in [
         ("step", 79.0, False),
         ("save", 1e4, False),
         ("step", 81.0, True),
         ("step", 200.0, False),
     ]:
-        one.beat(phase, 7, 1) if age != 200.0 else None  # the last look finds it where the one before did
+        if age != 200.0:  # the last check finds the position of the one before
+            position.move(phase, 7, 1)
         clock.now += age
         stacks.unlink(missing_ok=True)
         trace.unlink(missing_ok=True)
-        one.look()
+        heartbeat.check()
         assert stacks.exists() == trace.exists() == expected, (phase, age)
         if expected:
-            told = stacks.read_text()
-            assert "waits_for_a_peer_that_is_gone" in told and "test_who_stands_still" in told
-    here.set()
-    other.join()
+            text = stacks.read_text()
+            assert "wait_for_a_dead_peer" in text and "test_a_hung_rank" in text
+    peer_answers.set()
+    thread.join()
     assert caplog.text.count("Step 7, micro-batch 1, has taken 81 s so far") == 1
 
 
 @pytest.mark.parametrize(
-    ("age", "host", "parent", "limit", "is_killed"),
+    ("age", "host", "parent", "stall_seconds", "is_killed"),
     [
         (81.0, socket.gethostname(), os.getpid(), 80.0, True),
         (79.0, socket.gethostname(), os.getpid(), 80.0, False),
-        (1e6, "elsewhere", os.getpid(), 80.0, False),
-        (1e6, socket.gethostname(), 0, 80.0, False),  # its number is another process's by now
+        (1e6, "another-host", os.getpid(), 80.0, False),
+        (1e6, socket.gethostname(), 0, 80.0, False),  # the process id belongs to another process by now
         (1e6, socket.gethostname(), os.getpid(), float("inf"), False),  # before the first step
     ],
 )
-def test_a_rank_that_fails_kills_those_that_stand_still_beside_it(
+def test_a_failing_rank_kills_its_hung_peers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     age: float,
     host: str,
     parent: int,
-    limit: float | None,
+    stall_seconds: float,
     is_killed: bool,
 ) -> None:
     clock = Clock()
-    one = Heartbeat(tmp_path, 3, clock)
-    one.limit = limit
-    one.look()
-    clock.now += 1e4  # it has waited for longer than all of them, and ends by itself
+    Heartbeat(tmp_path, RankPosition(clock), 3, clock).check()
+    clock.now += 1e4  # the failing rank is older than all others, and is not killed
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # as torchrun says it: ranks 1 to 3 are here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # as under torchrun: ranks 1 to 3 are on this node
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as peer:
         record = {"host": host, "pid": peer.pid, "time": clock.now - age}
         (tmp_path / "heartbeat/rank-1.json").write_text(json.dumps(record))
         (tmp_path / "heartbeat/rank-2.json").write_text("torn")
-        one.kill_stuck_peers()
+        kill_hung_peers(tmp_path, stall_seconds, 3, 4, clock)
         assert (peer.wait(timeout=60) == -signal.SIGKILL) if is_killed else peer.poll() is None
         peer.kill()
 
 
-def test_thousands_of_ranks_leave_a_shared_file_system_in_peace(
+def test_thousands_of_ranks_write_seldom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of a second on 16,384 ranks: each writes where it is twice a minute, and at once when it stands still."""
+    """With steps of 1 s on 16,384 ranks, each writes its position twice a minute, and at once when it hangs."""
     clock, written = Clock(), []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *paths: (written.append(clock.now), replace(*paths)))
-    one = Heartbeat(tmp_path, 3, clock, num_ranks=16384)
-    one.limit = 20.0
+    position = RankPosition(clock)
+    heartbeat = Heartbeat(tmp_path, position, 3, clock, num_ranks=16384)
+    position.stall_seconds = 20.0
     for step in range(120):
-        one.beat("step", step)
-        one.look()
+        position.move("step", step)
+        heartbeat.check()
         clock.now += 1.0
     assert written == [1000.0, 1030.0, 1060.0, 1090.0]
     clock.now += 20.0
-    one.look()
-    assert place(tmp_path)["step"] == 119 and (tmp_path / "heartbeat/stacks-rank-3.txt").exists()
+    heartbeat.check()
+    assert read_position(tmp_path)["step"] == 119 and (tmp_path / "heartbeat/stacks-rank-3.txt").exists()
 
 
 @pytest.mark.parametrize(
-    ("told", "ranks"), [({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, range(8, 16)), ({}, range(16))]
+    ("variables", "ranks"), [({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, range(8, 16)), ({}, range(16))]
 )
-def test_peers_are_found_without_looking_at_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], ranks: range
+def test_only_heartbeats_of_this_node_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ranks: range
 ) -> None:
-    """Where the launcher tells which are here: without that, as under srun alone, any of them may be."""
-    one, looked_at, read_text = Heartbeat(tmp_path, 9, Clock(), num_ranks=16), [], Path.read_text
-    one.limit = 80.0
+    """Without torchrun's variables, as under srun alone, any rank may be on this node."""
+    files, read_text = [], Path.read_text
     (tmp_path / "heartbeat").mkdir()
     for rank in range(100):
         (tmp_path / f"heartbeat/rank-{rank}.json").write_text("torn")
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        Path, "read_text", lambda path, **kwargs: (looked_at.append(path.stem), read_text(path, **kwargs))[1]
+        Path, "read_text", lambda path, **kwargs: (files.append(path.stem), read_text(path, **kwargs))[1]
     )
-    one.kill_stuck_peers()
-    assert looked_at == [f"rank-{rank}" for rank in ranks]
+    kill_hung_peers(tmp_path, 80.0, 9, 16, Clock())
+    assert files == [f"rank-{rank}" for rank in ranks]
 
 
 def test_a_failed_write_is_noted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "heartbeat").write_text("in the way")
     failures = WriteFailures()
-    one = Heartbeat(tmp_path, 3, failures=failures)
-    one.look()
-    one.look()
+    heartbeat = Heartbeat(tmp_path, RankPosition(), 3, failures=failures)
+    heartbeat.check()
+    heartbeat.check()
     assert caplog.text.count("Cannot write") == 1 and failures.summary() == f"{tmp_path}/heartbeat: 2"
 
 
 def test_the_thread_writes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
-    one = Heartbeat(tmp_path, 3)
-    one.close()  # of a run that never began
-    one = Heartbeat(tmp_path, 3)
-    one.start(60)
-    one.beat("step", 1)
-    give_up = time.monotonic() + 60
-    while not (tmp_path / "heartbeat/rank-3.json").exists() or place(tmp_path)["step"] != 1:
-        assert time.monotonic() < give_up
+    monkeypatch.setattr(heartbeats, "INTERVAL", 0.01)
+    position = RankPosition()
+    Heartbeat(tmp_path, position, 3).close()  # of a run that never began
+    heartbeat = Heartbeat(tmp_path, position, 3)
+    heartbeat.start()
+    position.move("step", 1)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "heartbeat/rank-3.json").exists() or read_position(tmp_path)["step"] != 1:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    one.beat("save", 1)
-    one.close()
-    assert place(tmp_path)["phase"] == "save" and not one._thread.is_alive()
+    position.move("save", 1)
+    heartbeat.close()
+    assert read_position(tmp_path)["phase"] == "save" and not heartbeat._thread.is_alive()
