@@ -63,7 +63,7 @@ large="--model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
   echo "torchtitan_like $(git rev-parse --short HEAD 2>/dev/null) on $(hostname), $(date -u +%Y-%m-%dT%H:%MZ), $NGPU GPUs"
   part 10 "versions" "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version())'
   part 10 "nvidia-smi" nvidia-smi
-  part 20 "node check" "$PYTHON" scripts/node_check.py --gpus "$NGPU"
+  part 20 "node check" "$PYTHON" -m torchtitan_like node check --gpus "$NGPU"
   part 120 "tests that need a GPU" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --durations=0 tests/unit tests/distributed
   train 30 one-gpu 1 --training.local_batch_size 8 --training.seq_len 2048
   # shellcheck disable=SC2086 # several arguments
@@ -75,7 +75,7 @@ large="--model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
     --checkpoint.async_mode async_with_pinned_mem
   if [ "$NGPU" -gt 1 ]; then
     part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
-      scripts/all_reduce_bench.py --sizes 1MB,32MB,1GB
+      -m torchtitan_like node bench --sizes 1MB,32MB,1GB
     # shellcheck disable=SC2086
     train 40 fsdp-1b "$NGPU" $large
     train 30 tensor-parallel 2 --parallelism.tensor_parallel_degree 2

@@ -373,7 +373,7 @@ def possible_reasons(bundle: Bundle, replay: Replay) -> list[str]:
     limits_of_a_replay = [
         "one process has no other ranks and no reduction, so it cannot show a fault of one rank's "
         "machine, or of code that depends on the rank. Check the machines with "
-        "scripts/node_check.py, or continue the run in its own layout from the same checkpoint "
+        "`titan node check`, or continue the run in its own layout from the same checkpoint "
         "with debug.detect_overflow = true",
         f"the replay started from {start}: it lacks changes of a weight in memory after that",
     ]

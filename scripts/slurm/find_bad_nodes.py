@@ -3,7 +3,7 @@
     salloc --nodes=16 --gpus-per-node=8 --exclusive python scripts/slurm/find_bad_nodes.py --gpus 8
     python scripts/slurm/find_bad_nodes.py --hosts 'node-[1-16]'       # in an allocation that holds them
 
-First every node looks at itself (scripts/node_check.py), all at once. Then those that are well all-reduce in pairs; when a
+First every node looks at itself (titan node check), all at once. Then those that are well all-reduce in pairs; when a
 pair fails, each of the two is tried again with a node of a pair that did not. A node that has not answered in --timeout
 seconds is bad. Exit code 0: none is bad; 1: the line has been printed; 2: no answer, for example as every pair fails.
 Options that follow `--` go to srun. --dry-run prints the commands of the first round.
@@ -21,15 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK = str(ROOT / "scripts/node_check.py")
+CHECK = ("-m", "torchtitan_like", "node", "check")
 # Runs a command with variables added: has it returned 0 in time?, and what it said.
 Runner = Callable[[Sequence[str], dict[str, str]], tuple[bool, str]]
 
 
 def runner(timeout: float) -> Runner:
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
     def run(command: Sequence[str], env: dict[str, str]) -> tuple[bool, str]:
         try:
-            done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout)
+            done = subprocess.run(command, env={**os.environ, **path, **env}, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return False, f"no answer within {timeout:g} s"
         # srun adds a line to stderr that only repeats the exit code.
@@ -42,7 +44,7 @@ def srun(hosts: Sequence[str], words: Sequence[str], options: Sequence[str]) -> 
     """One task on each of ``hosts``, whatever else the allocation does."""
     count = str(len(hosts))
     command = ["srun", "--overlap", f"--nodelist={','.join(hosts)}", f"--nodes={count}", f"--ntasks={count}"]
-    return [*command, "--ntasks-per-node=1", *options, sys.executable, CHECK, *words]
+    return [*command, "--ntasks-per-node=1", *options, sys.executable, *CHECK, *words]
 
 
 def alone(hosts: Sequence[str], run: Runner, words: Sequence[str], options: Sequence[str]) -> dict[str, str]:

@@ -58,12 +58,18 @@ RUN = (
     Command("run stop", "Control", "save and end a run", "run.stop"),
 )
 
+NODE = (
+    Command("node check", "Nodes", "check this machine, or all ranks of a job", "node.check"),
+    Command("node bench", "Nodes", "measure how fast ranks all-reduce", "node.bench"),
+)
+
 # In the order of `titan --help`.
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
     Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
     Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
+    Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
     Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
     Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.all_reduce_bench import bandwidths
 from scripts.comm_compute import gigabytes, main, tflop
+from torchtitan_like.node.bench import bandwidths
 
 IDEFICS = ["--params", "80e9", "--gpus", "512", "--seq-len", "1024", "--batch", "3584", "--recompute"]
 

@@ -111,7 +111,7 @@ def test_a_config_that_cannot_work_starts_nothing(slurm: Path) -> None:
 def test_a_dry_run_of_the_check_starts_nothing(slurm: Path) -> None:
     done = bash("check_nodes.slurm", "--memory-gib", "70", DRY_RUN="1", SLURM_CPUS_PER_TASK="12")
     assert done.returncode == 0, done.stderr
-    check = [sys.executable, f"{ROOT}/scripts/node_check.py", "--ranks", "--memory-gib", "70"]
+    check = [sys.executable, "-m", "torchtitan_like", "node", "check", "--ranks", "--memory-gib", "70"]
     assert shlex.split(done.stdout) == ["srun", "--cpus-per-task=12", *check] and slurm.read_text() == ""
 
 

@@ -1,0 +1,65 @@
+"""scripts/slurm/find_bad_nodes.py: which nodes it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from scripts.slurm import find_bad_nodes
+
+
+def cluster(
+    sick: set[str] = frozenset(), cut_off: set[str] = frozenset(), calls: list | None = None
+):
+    """An srun on which some nodes find themselves unfit, and some are reached by nobody."""
+
+    def run(command: Sequence[str], env: dict[str, str]) -> tuple[bool, str]:
+        hosts = (
+            next(word for word in command if word.startswith("--nodelist="))
+            .partition("=")[2]
+            .split(",")
+        )
+        if calls is not None:
+            calls.append((hosts, list(command), env))
+        if "--ranks" in command:
+            return not cut_off & set(hosts), ""
+        return not sick & set(hosts), f"starting\n{hosts[0]} is BAD: Xid 79"
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sick", "cut_off", "expected"),
+    [
+        (set(), set(), "all 5 nodes are well"),
+        ({"n2"}, set(), "--exclude=n2"),
+        (set(), {"n3"}, "--exclude=n3"),
+        ({"n1"}, {"n5"}, "--exclude=n1,n5"),
+        (set(), {"n1"}, "--exclude=n1"),
+    ],
+)
+def test_the_bad_nodes_are_named_and_no_others(
+    capsys, sick: set[str], cut_off: set[str], expected: str
+) -> None:
+    code = find_bad_nodes.main(["--hosts", "n[1-5]"], cluster(sick, cut_off))
+    assert capsys.readouterr().out.splitlines()[-1] == expected
+    assert code == int(bool(sick or cut_off))
+
+
+def test_a_network_that_is_down_blames_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        find_bad_nodes.main(["--hosts", "n[1-4]"], cluster(cut_off={"n1", "n2", "n3", "n4"})) == 2
+    )
+    assert "no pair of nodes reaches each other" in capsys.readouterr().err
+
+
+def test_what_srun_is_asked() -> None:
+    calls: list = []
+    find_bad_nodes.main(
+        ["--hosts", "n[1-2]", "--gpus", "8", "--", "--cpus-per-task=4"], cluster(calls=calls)
+    )
+    hosts, command, _ = calls[0]
+    assert command[:5] == ["srun", "--overlap", f"--nodelist={hosts[0]}", "--nodes=1", "--ntasks=1"]
+    assert "--cpus-per-task=4" in command and command[-2:] == ["--gpus", "8"]
+    assert calls[-1][2] == {"MASTER_ADDR": "n1", "MASTER_PORT": "29600"}

@@ -1,0 +1,1 @@
+"""`titan node`: check and measure machines."""
