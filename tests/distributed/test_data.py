@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from scripts import show_batch
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
+from tests.harness.runner import ROOT
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.text import documents
+from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.util.jsonl import read_rows
 
 STEPS = 6
@@ -231,36 +232,50 @@ def test_ranks_that_have_different_texts_are_all_told_before_a_model_is_built(fo
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, capsys, monkeypatch):
-    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+    monkeypatch.chdir(ROOT)
     saved = folder / "one/checkpoint/step-4"
-    assert show_batch.main([str(saved), "--step", str(step), "--whole"]) == 0
+    assert titan(["data", "show", str(saved), "--step", str(step), "--whole"]) == 0
     told = capsys.readouterr().out
     assert "metrics.jsonl of the run: " in told and "the same" in told
     assert told.count(" epoch 0 sample ") == 8
-    tokenizer = show_batch.load_tokenizer(JobConfig().model.tokenizer_folder)
+    tokenizer = load_tokenizer(JobConfig().model.tokenizer_folder)
     for row in reference[step - 1]:
         assert tokenizer.decode(row) in told
+
+
+def test_a_step_is_shown_as_json(folder, reference, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    saved = folder / "one/checkpoint/step-4"
+    assert titan(["data", "show", str(saved), "--step", "5", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["step"] == 5 and content["num_samples"] == 8
+    assert content["digest"] == content["recorded_digest"]
+    assert [sample["position"] for sample in content["samples"]] == list(range(32, 40))
+    tokenizer = load_tokenizer(JobConfig().model.tokenizer_folder)
+    texts = [sample["text"] for sample in content["samples"]]
+    assert sorted(texts) == sorted(map(tokenizer.decode, reference[4]))
+    assert {sample["source"] for sample in content["samples"]} <= SIZES.keys()
 
 
 def test_a_step_of_a_stream_is_shown_beside_a_run_that_reads_it(folder, capsys, monkeypatch):
     """The run's windows stay, and none is added."""
     run_ranks(train_in_small_windows, 1, stream_arguments(folder, "shown", 8))
-    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+    monkeypatch.chdir(ROOT)
 
     def windows():
         return {path: path.stat().st_mtime_ns for path in folder.glob("tokens/window-*")}
 
     before = windows()
     with small_windows():
-        assert show_batch.main([str(folder / "shown/checkpoint/step-2"), "--step", "5"]) == 0
+        assert titan(["data", "show", str(folder / "shown/checkpoint/step-2"), "--step", "5"]) == 0
     assert "the same" in capsys.readouterr().out
     assert before and windows() == before
 
 
 def test_another_text_shows_another_digest(folder, reference, capsys, monkeypatch):
-    monkeypatch.chdir(Path(show_batch.__file__).parents[1])
+    monkeypatch.chdir(ROOT)
     other = folder / "other.jsonl"
     other.write_text((folder / "plays.jsonl").read_text().replace("hamlet", "macbeth"))
     saved = str(folder / "one/checkpoint/step-4")
-    assert show_batch.main([saved, "--step", "5", "--data.sources.plays.path", str(other)]) == 2
+    assert titan(["data", "show", saved, "--step", "5", "--data.sources.plays.path", str(other)]) == 2
     assert "sources.plays.text: saved" in capsys.readouterr().err

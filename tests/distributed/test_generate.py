@@ -10,7 +10,7 @@ import torch
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
-from tests.unit.scripts.test_make_tiny import llama2
+from tests.unit.cli.test_data_tiny import llama2
 from torchtitan_like.cli import main as titan
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.generate import decode_continuation, generate

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from scripts import show_batch
 from tests.faults.trainer import ASSETS
 from tests.harness.extents import record_file
 from tests.harness.runner import ROOT
@@ -169,7 +168,7 @@ def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.Ca
     for tool in ("export", "convert", "generate"):
         assert titan(TOOLS[tool](step, tmp_path / "out")) == 2
         assert "no `extends`" in capsys.readouterr().err
-    assert show_batch.main([str(step), "--step", "1"]) == 2
+    assert titan(["data", "show", str(step), "--step", "1"]) == 2
 
 
 @pytest.mark.parametrize("name", ["../step-2/shard-00000.bin", "/etc/hostname", "", ".", "a/../../b", "a\0b"])

@@ -42,6 +42,27 @@ CKPT = (
     Command("ckpt interval", "Store", "find the best interval between checkpoints", "ckpt.interval"),
 )
 
+DATA = (
+    Command("data tokenize", "Prepare", "tokenize a corpus into a folder that runs train on", "data.tokenize"),
+    Command(
+        "data train-tokenizer", "Prepare", "train a byte-level BPE tokenizer", "data.train_tokenizer"
+    ),
+    Command(
+        "data tiny",
+        "Prepare",
+        "make a small tokenizer, dataset or model from a large one",
+        "data.tiny",
+        takes_settings=True,
+    ),
+    Command(
+        "data show",
+        "Inspect",
+        "print the samples that a step has read, or will read",
+        "data.show",
+        takes_settings=True,
+    ),
+)
+
 
 RUN = (
     Command("run ls", "Inspect", "list runs, their state and progress", "run.ls"),
@@ -67,6 +88,7 @@ NODE = (
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
+    Command("data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),
     Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
     Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),

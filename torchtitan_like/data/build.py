@@ -75,13 +75,14 @@ def build_train_batches(
     with_positions: bool = False,
     group: HostGroup | None = None,
     is_recorder: bool = True,
+    makes_windows_ahead: bool = True,
 ) -> TrainBatches:
     """Return this rank's training batches, at position 0. A collective: builds missing token caches.
 
     seed: keys the order of samples. num_accumulation: micro-batches of a step at its full size.
     with_positions: give the position of each token in its document. group: all ranks (None: one
-    process). is_recorder: see `RunDigests`. Raises DataError for faulty text or a faulty
-    configuration, and WorkerKilled.
+    process). is_recorder: see `RunDigests`. makes_windows_ahead: see `StreamedSamples`. Raises
+    DataError for faulty text or a faulty configuration, and WorkerKilled.
     """
     named = resolve_sources("training", training, data.sources)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
@@ -92,7 +93,9 @@ def build_train_batches(
     def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
         if one.source.streaming:
             return ranks.everyone_does(
-                lambda: _stream(one, training.seq_len, data, tokenizer, dump_folder, seed)
+                lambda: _stream(
+                    one, training.seq_len, data, tokenizer, dump_folder, seed, makes_windows_ahead
+                )
             )
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
         return ranks.everyone_does(lambda: pack(tokens, training.seq_len, data, dump_folder))
@@ -216,6 +219,7 @@ def _stream(
     tokenizer: Tokenizer,
     dump_folder: str,
     seed: int,
+    makes_windows_ahead: bool,
 ) -> StreamedSamples:
     source = named.source
     corpus = find_corpus(
@@ -227,7 +231,16 @@ def _stream(
     )
     key = seed_of(named.key, seed) if data.shuffle else None
     policy = _policy(source, data, tokenizer)
-    return StreamedSamples(corpus, policy, seq_len, data, dump_folder, key, source.max_epochs)
+    return StreamedSamples(
+        corpus,
+        policy,
+        seq_len,
+        data,
+        dump_folder,
+        key,
+        source.max_epochs,
+        makes_windows_ahead=makes_windows_ahead,
+    )
 
 
 def _tokens(

@@ -17,13 +17,13 @@ class LockWaitStopped(Exception):
 
 @contextmanager
 def file_lock(
-    stream: IO[Any],
+    stream: IO[Any] | int,
     *,
     wait: bool = True,
     stop: threading.Event | None = None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Hold an exclusive lock on the open file ``stream``.
+    """Hold an exclusive lock on an open file, or on the folder of a file descriptor.
 
     wait: False raises BlockingIOError if another process holds the lock. stop: an event that ends
     the wait with LockWaitStopped. on_wait: called once before waiting. Raises OSError if the file
@@ -42,7 +42,7 @@ def file_lock(
         fcntl.flock(stream, fcntl.LOCK_UN)
 
 
-def _wait(stream: IO[Any], stop: threading.Event | None) -> None:
+def _wait(stream: IO[Any] | int, stop: threading.Event | None) -> None:
     if stop is None:
         fcntl.flock(stream, fcntl.LOCK_EX)
         return

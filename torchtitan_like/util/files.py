@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +69,23 @@ def write_atomically(
     """Replace the content of `path` as `atomic_file` does; text is UTF-8."""
     with atomic_file(path, temporary, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def staged_path(path: Path) -> Iterator[Path]:
+    """Yield a path next to `path`, for a file or folder that becomes `path` when the block ends.
+
+    If the block raises, what it wrote is removed. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        yield staged
+        os.rename(staged, path)
+    finally:
+        if staged.is_dir():
+            shutil.rmtree(staged)
+        staged.unlink(missing_ok=True)
 
 
 def sync_path(path: Path) -> None:

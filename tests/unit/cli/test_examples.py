@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,15 +15,47 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
+from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.util.bundle import TOKENIZER
+
+TINY_RUN = (
+    "titan train debug_model.toml --training.steps 100 --checkpoint.interval 100 "
+    "--training.dataset shakespeare_validation --training.seq_len 32 --validation.enable false "
+    "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 100 steps in outputs/, a corpus and a tokenizer."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_titan(TINY_RUN, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder with a corpus and a tokenizer."""
+    shutil.copy(DATASETS["shakespeare_validation"].file, tmp_path / "corpus.jsonl")
+    assets = tmp_path / "assets/hf/Llama-3.1-8B"
+    shutil.copytree(TOKENIZER, assets)
+    return tmp_path
 
 
 def run_example(name: str, folder: Path, **env: str) -> str:
     """Run the example of a command in `folder`, in a process of its own. Returns its stdout."""
     (command,) = (one for one in cli.executable_commands() if one.name == name)
     example = importlib.import_module(f"torchtitan_like.cli.{command.module}").EXAMPLE
-    words = shlex.split(example)
+    return run_titan(example, folder, **env)
+
+
+def run_titan(command: str, folder: Path, **env: str) -> str:
+    """Run a command in `folder`, in a process of its own. Returns its stdout."""
+    words = shlex.split(command)
     assert words[0] == "titan"
     done = subprocess.run(
         [sys.executable, "-m", "torchtitan_like", *words[1:]],
@@ -33,6 +66,32 @@ def run_example(name: str, folder: Path, **env: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# ---- titan data
+
+
+def test_data_tokenize(folder: Path) -> None:
+    output = run_example("data tokenize", folder)
+    assert "tokens is complete: 33 documents" in output
+    assert (folder / "tokens/meta.json").exists()
+
+
+def test_data_show(trained: Path) -> None:
+    output = run_example("data show", trained)
+    assert "step 3: " in output
+    assert output.endswith(", the same\n")
+
+
+def test_data_tiny(folder: Path) -> None:
+    assert "tiny/tokenizer: 400 of 2,048 entries" in run_example("data tiny", folder)
+    assert (folder / "tiny/tokenizer/tokenizer.json").exists()
+
+
+def test_data_train_tokenizer(folder: Path) -> None:
+    assert "1,000" in run_example("data train-tokenizer", folder)
+    names = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    assert sorted(path.name for path in (folder / "tokenizer").iterdir()) == names
 
 
 # ---- titan download

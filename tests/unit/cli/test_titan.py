@@ -82,6 +82,11 @@ WITHOUT_TORCH = [
     ("torchtitan_like", "check --help"),
     ("torchtitan_like", f"check {CHECK}"),
     ("torchtitan_like", "download --help"),
+    ("torchtitan_like", "data --help"),
+    ("torchtitan_like", "data tokenize --help"),
+    ("torchtitan_like", "data show --help"),
+    ("torchtitan_like", "data tiny model --help"),
+    ("torchtitan_like", "data train-tokenizer --help"),
 ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.tokenize_corpus import main as tokenize
+from torchtitan_like.cli import main as titan
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text import documents, formats
 from torchtitan_like.data.text.documents import Blocks, find_corpus, plan_pieces, read_piece
@@ -125,7 +125,7 @@ def test_a_cache_of_compressed_text_is_that_of_the_text(
     whole = made(plain.parent)
     assert made(packed.parent) == whole
     output = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "tokens"), "--workers", "1"]
-    assert tokenize([str(packed.parent), *output]) == 0
+    assert titan(["data", "tokenize", str(packed.parent), *output]) == 0
     assert (tmp_path / "tokens/tokens.bin").read_bytes() == whole[0]
 
     file = packed.with_name("a.jsonl.gz")

@@ -72,6 +72,7 @@ class StreamedSamples(JoinedSamples):
     """The samples of ``corpus``, numbered on end through all windows of all epochs (``max_epochs`` 0: without end).
 
     seed: keys the order; None: as in the files. Reading makes what is missing. Beyond the end there is only padding.
+    makes_windows_ahead: False: make only windows that are read, for readers of a single step.
     """
 
     num_samples = UNKNOWN_SIZE
@@ -85,6 +86,8 @@ class StreamedSamples(JoinedSamples):
         dump_folder: str,
         seed: int | None,
         max_epochs: int,
+        *,
+        makes_windows_ahead: bool = True,
     ) -> None:
         self.num_labels = UNKNOWN_SIZE * seq_len
         self.parts, self.seq_len, self.dtype = (), seq_len, token_type(policy.tokenizer.vocab_size)
@@ -107,6 +110,7 @@ class StreamedSamples(JoinedSamples):
         self.identity = {"files": self._blocks.identity, "order": order}
         self._key = cache_key(corpus, policy) | {"order": order, "seeds": self._seeds}
         self._digest = xxhash.xxh3_64_hexdigest(json.dumps(self._key, sort_keys=True).encode())
+        self._makes_windows_ahead = makes_windows_ahead
         self._ahead: threading.Thread | None = None
         self._ahead_from = -1
         self.go_to(0, 0)
@@ -156,7 +160,8 @@ class StreamedSamples(JoinedSamples):
                 own = shuffled(own, part.num_samples, self._seeds[2], self._first + window)
             found.append((part, mine, own))
         number = self._first + len(self._starts) - 1
-        if number != self._ahead_from and not (self._ahead and self._ahead.is_alive()):
+        is_busy = self._ahead is not None and self._ahead.is_alive()
+        if self._makes_windows_ahead and number != self._ahead_from and not is_busy:
             self._ahead_from, self._ahead = number, threading.Thread(target=self._make_ahead, args=(number,))
             self._ahead.start()
         return found

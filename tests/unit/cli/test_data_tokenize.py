@@ -1,4 +1,4 @@
-"""scripts/tokenize_corpus.py: the files of the token cache, whoever makes them and however often it is killed."""
+"""`titan data tokenize` writes the files of the token cache, also after kills."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.tokenize_corpus import main
-from torchtitan_like.data.text.documents import find_corpus
+from torchtitan_like.cli import main
+from torchtitan_like.cli.data.tokenize import FORMATS
+from torchtitan_like.data.text.documents import ENDINGS, find_corpus
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
@@ -32,14 +33,14 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def tokenize(source: Path, output: Path, *more: str) -> int:
-    return main([str(source), "--tokenizer", str(ASSETS), "--output", str(output), *more])
+    return main(["data", "tokenize", str(source), "--tokenizer", str(ASSETS), "--output", str(output), *more])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# The script in small pieces; with PAUSE_AFTER in the environment it stops after so many, says so, and waits.
+# The command with small pieces. PAUSE_AFTER: pieces after which it prints "paused" and waits.
 RUNNER = """
 import os, sys
 from torchtitan_like.data.tokens import token_file
@@ -52,9 +53,9 @@ def append_and_pause(self, piece):
         print("paused", flush=True)
         sys.stdin.readline()
 token_file.Staging.append = append_and_pause
-from scripts.tokenize_corpus import main
+from torchtitan_like.cli import main
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["data", "tokenize", *sys.argv[1:]]))
 """
 
 
@@ -70,6 +71,10 @@ def start(corpus: Path, output: Path, root: Path, *more: str, **environment: str
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def test_formats_are_those_of_a_source() -> None:
+    assert FORMATS == ("auto", *ENDINGS)
 
 
 def test_makes_what_the_cache_of_a_run_holds(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +116,7 @@ def test_only_one_process_makes_a_folder(
         assert process.stdout is not None
         assert any(line == "paused\n" for line in process.stdout)
         assert tokenize(corpus, tmp_path / "out") == 2
-        assert f"another process is making {tmp_path / 'out'}" in capsys.readouterr().err
+        assert f"another process is writing {tmp_path / 'out'}" in capsys.readouterr().err
         process.communicate("\n", timeout=100)
     assert process.returncode == 0
 
@@ -140,7 +145,8 @@ def test_without_bos_and_eos_there_are_the_tokens_of_the_text_alone(corpus: Path
 
 def test_several_inputs_are_read_in_the_order_given(corpus: Path, tmp_path: Path) -> None:
     files = [str(corpus / f"{part}.jsonl") for part in (2, 0)]
-    assert main([*files, "--tokenizer", str(ASSETS), "--output", str(tmp_path / "out"), "--no-bos", "--no-eos"]) == 0
+    options = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "out")]
+    assert main(["data", "tokenize", *files, *options, "--no-bos", "--no-eos"]) == 0
     texts = [f"{part}.{number} to be or not to be" for part in (2, 0) for number in range(20)]
     expected = [token for text in texts for token in load_tokenizer(ASSETS).encode(text)]
     assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
@@ -182,5 +188,5 @@ def test_faults_are_told_with_code_2(
     (tmp_path / "plain" / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
     (tmp_path / "plain" / "tokenizer_config.json").write_text('{"bos_token": null}')
     arguments = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "out")]
-    assert main([*arguments, *(part.format(tmp=tmp_path) for part in given)]) == 2
+    assert main(["data", "tokenize", *arguments, *(part.format(tmp=tmp_path) for part in given)]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""scripts/make_tiny.py: what is made says the same as what it was made of, in fewer entries, documents, numbers."""
+"""`titan data tiny` makes tokenizers, datasets and models that behave as the large ones do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from scripts import make_tiny
 from tests.unit.data.test_documents import write_table
 from torchtitan_like.checkpoint.tools.compare import tensor_difference
 from torchtitan_like.checkpoint.tools.contents import open_contents
@@ -96,7 +95,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {"BPE": gpt2, "BPE on characters": l
 
 
 def run(*arguments: object) -> int:
-    return make_tiny.main([str(argument) for argument in arguments])
+    return titan(["data", "tiny", *map(str, arguments)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,8 +225,7 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     assert titan(["generate", str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
     # The command again, wherever it is typed: relative paths are those of the folder that one stood in.
     command = (tmp_path / "one/make.sh").read_text()
-    script = repo_root / "scripts/make_tiny.py"
-    assert command.startswith(f"cd {shlex.quote(os.getcwd())} &&\n    python {shlex.quote(str(script))} model ")
+    assert command.startswith(f"cd {shlex.quote(os.getcwd())} &&\n    titan data tiny model ")
     named = shlex.join([f"{repo_root}/train_configs/{config}.toml", f"{tmp_path}/one"])
     assert f" {named} --dtype float32 " in command
 
@@ -241,6 +239,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     "no data": (["dataset", "{tmp}/none.jsonl", "{tmp}/out"], "no data at"),
     "no text": (["dataset", "{tmp}/empty.jsonl", "{tmp}/out"], "no text in"),
     "tokens": (["dataset", "{tmp}", "{tmp}/out", "--format", "tokens"], "expected --tokenizer"),
+    "unknown": (["dataset", "{tmp}", "{tmp}/out", "--nn", "3"], "unknown arguments: --nn 3"),
     "no config": (["model", "{tmp}/none.toml", "{tmp}/out"], "none.toml"),
     "no such size": (["model", "{debug}", "{tmp}/out", "--model.args.dim", "20"], "expected a multiple of"),
     "no assets": (["model", "{debug}", "{tmp}/out", "--model.hf_assets_path", "{tmp}"], "no tokenizer at"),

@@ -1,0 +1,108 @@
+"""`titan data show`: print the samples that a step of a run has read, or will read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan_like.cli.common import FAILED, add_json_flag
+
+if TYPE_CHECKING:
+    from torchtitan_like.data.step_samples import StepSample
+
+DIFFERENT = 1
+WIDTH = 100  # characters of a sample that are printed
+EXAMPLE = "titan data show outputs/checkpoint/step-100 --step 3"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.usage = "%(prog)s CHECKPOINT --step N [--whole] [--json] [--section.key VALUE ...]"
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a published step-N of the run, before or after the step to print",
+    )
+    parser.add_argument(
+        "--step", type=_step, required=True, metavar="N", help="the step to print, from 1"
+    )
+    parser.add_argument("--whole", action="store_true", help="print the whole text of each sample")
+    add_json_flag(parser)
+    parser.epilog = (
+        "Prints one line for each sample: its position in the run's stream of samples, source, epoch,\n"
+        "index in the source and first words. Data and tokenizer are those of the config.toml in\n"
+        "CHECKPOINT; settings such as --data.sources.wiki.path change where they are. Trains nothing,\n"
+        "and writes nothing except a token cache that is missing.\n"
+        "Compares the digest with metrics.jsonl of the run if it is there: returns 0 if they are\n"
+        "equal, 1 if not, 2 after an error.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the samples. Returns the exit code."""
+    from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.checkpoint.step_folders import read_manifest
+    from torchtitan_like.config import ConfigError, load_stored_config
+    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.data.step_samples import read_step, recorded_digest
+    from torchtitan_like.data.text.tokenizer import load_tokenizer
+    from torchtitan_like.stored_config import find_assets
+
+    checkpoint = arguments.checkpoint
+    try:
+        manifest = read_manifest(checkpoint)
+        if manifest is None or "data" not in manifest:
+            raise CheckpointError(
+                f"{checkpoint} is not a checkpoint of a run: expected a step-N with a manifest.json "
+                "that has a data position"
+            )
+        config = load_stored_config(checkpoint / "config.toml", arguments.settings)
+        tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
+        content = read_step(
+            config.training,
+            config.data,
+            config.job.dump_folder,
+            manifest,
+            tokenizer,
+            arguments.step,
+        )
+        recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
+    except (ConfigError, CheckpointError, DataError, OSError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    code = 0 if recorded in (None, content.digest) else DIFFERENT
+    if arguments.json:
+        print(json.dumps({**asdict(content), "recorded_digest": recorded}, indent=2))
+        return code
+    for sample in content.samples:
+        print(_line(sample, arguments.whole))
+    print(
+        f"step {content.step}: {content.num_samples} samples, {content.num_valid_tokens:,} labels, "
+        f"digest {content.digest}"
+    )
+    if recorded is not None:
+        verdict = "DIFFERENT: the run has read other samples" if code else "the same"
+        print(f"metrics.jsonl of the run: {recorded}, {verdict}")
+    return code
+
+
+def _line(sample: StepSample, whole: bool) -> str:
+    if sample.source is None:
+        return f"{sample.position:>12,}  (padding after the end of the data)"
+    text = sample.text if whole else json.dumps(sample.text[:WIDTH], ensure_ascii=False)
+    source = sample.source or "text"
+    return f"{sample.position:>12,}  {source} epoch {sample.epoch} sample {sample.sample:,}: {text}"
+
+
+def _step(text: str) -> int:
+    step = int(text)
+    if step < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+    return step

@@ -1,0 +1,71 @@
+"""`titan data train-tokenizer`: train a byte-level BPE tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_like.cli.common import FAILED
+from torchtitan_like.config.datasets import DATASETS
+
+MIN_VOCAB_SIZE = 258  # the single bytes, BOS and EOS
+EXAMPLE = "titan data train-tokenizer --input corpus.jsonl --vocab-size 1000 --output tokenizer"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the three files"
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        default=DATASETS["shakespeare"].file,
+        metavar="FILE",
+        help="JSON lines with a field `text` (default: the text of the debug models)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens, BOS and EOS included (default: 2048)",
+    )
+    parser.epilog = (
+        "Writes tokenizer.json, tokenizer_config.json (names BOS and EOS) and tokenizer.model (a\n"
+        "tiktoken file with the same ids). With the defaults, these are the files of the debug\n"
+        "models. The same text gives the same bytes.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train the tokenizer. Returns the exit code."""
+    if arguments.vocab_size < MIN_VOCAB_SIZE:
+        print(
+            f"--vocab-size {arguments.vocab_size}: expected at least {MIN_VOCAB_SIZE}",
+            file=sys.stderr,
+        )
+        return FAILED
+
+    from torchtitan_like.data.text.tokenizer import load_tokenizer
+    from torchtitan_like.data.text.train_tokenizer import (
+        read_texts,
+        save_tokenizer,
+        train_tokenizer,
+    )
+
+    try:
+        texts = read_texts(arguments.input)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(
+            f"Cannot read {arguments.input}: {type(error).__name__}: {error}. Expected JSON lines "
+            "with a field `text`",
+            file=sys.stderr,
+        )
+        return FAILED
+    save_tokenizer(train_tokenizer(texts, arguments.vocab_size), arguments.output)
+    for name in ("tokenizer.json", "tokenizer.model"):
+        print(load_tokenizer(arguments.output / name))
+    return 0

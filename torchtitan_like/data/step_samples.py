@@ -1,0 +1,157 @@
+"""Read the samples of one step of a run again, from a checkpoint and the data."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.build import build_train_batches, resolve_sources
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.samples.streaming import window_folder
+from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.util.jsonl import read_rows
+from torchtitan_like.util.run_directory import METRICS
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One sample of a step.
+
+    position: in the run's stream of samples. source: key of its table in the config, "" if the run
+    has one source; None: padding after the end of the data. epoch, sample: counted from 0 in the
+    source. text: the decoded tokens.
+    """
+
+    position: int
+    source: str | None
+    epoch: int
+    sample: int
+    text: str
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The global batch of a step. digest: as `data_digest` in metrics.jsonl."""
+
+    step: int
+    samples: list[StepSample]
+    num_samples: int
+    num_valid_tokens: int
+    digest: str
+
+
+def read_step(
+    training: Training,
+    data: Data,
+    dump_folder: str,
+    manifest: dict[str, Any],
+    tokenizer: Tokenizer,
+    step: int,
+) -> StepSamples:
+    """Return the samples that a run reads in `step`, before or after that of its checkpoint.
+
+    manifest: of the checkpoint. Builds a token cache that is missing and writes nothing else.
+    Raises DataError, also if the data ends before `step`.
+    """
+    sources = resolve_sources("training", training, data.sources)
+    is_streamed = any(named.source.streaming for named in sources)
+    with tempfile.TemporaryDirectory() as folder:
+        if is_streamed:
+            # A run may be reading its own windows, and deletes those that it has read.
+            _link_downloads(data, dump_folder, Path(folder))
+            if data.cache_folder:
+                data = data.model_copy(update={"cache_folder": f"{folder}/{_WINDOWS}"})
+            dump_folder = folder
+        # One rank reads whole batches, one sample at a time.
+        batches = build_train_batches(
+            training.model_copy(update={"local_batch_size": 1}),
+            data,
+            tokenizer=tokenizer,
+            dump_folder=dump_folder,
+            seed=manifest["seed"],
+            dp_rank=0,
+            dp_size=1,
+            num_accumulation=manifest["global_batch_size"],
+            makes_windows_ahead=False,
+        )
+        _seek(batches, manifest, step)
+        positions = batches.next_positions()
+        batch = next(batches, None)
+    if batch is None:
+        raise DataError(f"the training text ends before step {step}")
+    return StepSamples(
+        step,
+        _samples(batches, batch, positions, tokenizer),
+        batch.num_samples,
+        batch.num_valid_tokens,
+        f"{batch.digest:016x}",
+    )
+
+
+def recorded_digest(run: Path, step: int) -> str | None:
+    """Return the digest of a step in the run's metrics.jsonl, or None if it is not there."""
+    digest = None
+    for row in read_rows(run / METRICS):
+        if row.get("step") == step and "data_digest" in row:
+            digest = row["data_digest"]
+    return digest
+
+
+_WINDOWS = VISIBLE_CACHE_FOLDER_NAME
+
+
+def _link_downloads(data: Data, dump_folder: str, folder: Path) -> None:
+    """Link the files that a run downloaded for its streams into `folder`, without its windows."""
+    windows = folder / _WINDOWS
+    windows.mkdir()
+    for entry in window_folder(data, dump_folder).glob("[!.]*"):
+        if not entry.name.startswith("window-"):
+            (windows / entry.name).symlink_to(entry)
+
+
+def _seek(batches: TrainBatches, manifest: dict[str, Any], step: int) -> None:
+    """Go to the start of `step`: from the checkpoint, or for an earlier step from the run's start."""
+    if step > manifest["step"]:
+        batches.load_state_dict(manifest["data"])
+        batches.pass_over(step - manifest["step"] - 1)
+        return
+    position = manifest["data"]["origin"]["position"]
+    if position:
+        raise DataError(
+            f"the data of this run was changed at sample {position:,}. For steps before that, "
+            "give a checkpoint from before the change"
+        )
+    batches.check_state(manifest["data"])
+    batches.pass_over(step - 1)
+
+
+def _samples(
+    batches: TrainBatches, batch: Batch, positions: Any, tokenizer: Tokenizer
+) -> list[StepSample]:
+    """List the samples of a batch. positions: (samples,) int64."""
+    order = batches.order
+    source_indices, counts = order.locate(positions)
+    sample_indices = order.samples_at(positions)
+    samples = []
+    for row, position in enumerate(positions.tolist()):
+        source_index = int(source_indices[row])
+        if source_index < 0:
+            samples.append(StepSample(position, None, 0, 0, ""))
+            continue
+        supply = order.supplies[source_index]
+        samples.append(
+            StepSample(
+                position,
+                supply.key,
+                epoch=int(counts[row] // supply.num_samples),
+                sample=int(sample_indices[row] - order.starts[source_index]),
+                text=tokenizer.decode(batch.tokens[row, 0].tolist()),
+            )
+        )
+    return samples

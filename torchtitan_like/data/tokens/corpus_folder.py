@@ -1,0 +1,138 @@
+"""Tokenize a corpus once, into a folder that any number of runs can train on.
+
+The folder holds tokens.bin, offsets.bin and meta.json, as the token cache of a run does. Its content
+does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.documents import Corpus, OnBadRecord, find_corpus
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.encoding import TokenPolicy
+from torchtitan_like.data.tokens.token_cache import cache_key, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_file import META, TokenFile, open_token_file
+from torchtitan_like.util.file_lock import file_lock
+
+
+def join_inputs(
+    paths: Sequence[str],
+    format_name: str,
+    text_field: str,
+    on_bad_record: OnBadRecord = "error",
+) -> Corpus:
+    """Return the files of all `paths` as one corpus, in the order given.
+
+    Raises DataError if their formats differ, or if a file is given twice.
+    """
+    corpora = [find_corpus(path, format_name, text_field) for path in paths]
+    formats = {corpus.format: path for corpus, path in zip(corpora, paths, strict=True)}
+    if len(formats) > 1:
+        examples = ", ".join(f"{name} ({path})" for name, path in formats.items())
+        raise DataError(
+            f"inputs of several formats: {examples}. Expected one format: tokenize each into a "
+            "folder of its own, or give --format"
+        )
+    files = [file for corpus in corpora for file in corpus.files]
+    unique: set[str] = set()
+    for file in files:
+        if file in unique:
+            raise DataError(
+                f"{file} is given twice: expected every file once (a run sets how often it reads "
+                "a source)"
+            )
+        unique.add(file)
+    folder = Path(os.path.commonpath([corpus.folder for corpus in corpora]))
+    return Corpus(folder, tuple(files), corpora[0].format, text_field, on_bad_record)
+
+
+def document_policy(tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> TokenPolicy:
+    """Return how documents become tokens. Raises DataError if the tokenizer lacks a token."""
+    candidates = ((add_bos, tokenizer.bos_id, "bos"), (add_eos, tokenizer.eos_id, "eos"))
+    for is_added, token_id, name in candidates:
+        if is_added and token_id is None:
+            raise DataError(
+                f"the tokenizer {tokenizer.path} has no {name.upper()} token: give --no-{name}, or "
+                "name one in tokenizer_config.json"
+            )
+    return TokenPolicy(
+        tokenizer,
+        tokenizer.bos_id if add_bos else None,
+        tokenizer.eos_id if add_eos else None,
+    )
+
+
+def tokenize_corpus(
+    corpus: Corpus, policy: TokenPolicy, output: Path, num_workers: int | None = None
+) -> TokenFile:
+    """Write the tokens of `corpus` into the folder `output` and open them.
+
+    They are written to a hidden folder next to `output`, which is renamed when it is complete. A
+    call after a kill continues with the finished pieces. num_workers: processes; None: one for each
+    core. Raises DataError, also if `output` exists with other content.
+    """
+    key = cache_key(corpus, policy)
+    if output.exists():
+        return _open(output, key)
+    building = output.with_name(f".{output.name}.building")
+    building.mkdir(parents=True, exist_ok=True)
+    with _folder_lock(building, output):
+        tokens = cached_tokens(
+            corpus,
+            policy,
+            entry_of(corpus, "corpus", policy),
+            cache_folder=str(building),
+            dump_folder=str(building),
+            num_workers=num_workers,
+        )
+        os.rename(tokens.folder, output)
+        shutil.rmtree(building)  # also pieces of other inputs or settings
+    return _open(output, key)
+
+
+def summary(file: TokenFile, seconds: float) -> str:
+    """Format the number of documents and tokens, and the lines of a config that read them."""
+    meta = file.meta
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", file.folder.name)
+    path = json.dumps(str(file.folder), ensure_ascii=False)
+    bad = f"{meta.num_bad:,} bad records left out, " if meta.num_bad else ""
+    return (
+        f"{file.folder} is complete: {meta.num_documents:,} documents, {bad}"
+        f"{meta.num_tokens:,} tokens, {meta.text_bytes / 2**20:,.1f} MiB of text; {seconds:,.1f} s"
+        f'\n\n[data.sources.{name}]\npath = {path}\nformat = "tokens"'
+    )
+
+
+def _open(output: Path, key: dict[str, object]) -> TokenFile:
+    try:
+        file = open_token_file(output, key)
+    except DataError as error:
+        raise DataError(f"--output {output}: {error}; or give another name") from error
+    if file is None:
+        raise DataError(
+            f"--output {output} exists already and has no {META}. Expected the name of a new folder"
+        )
+    return file
+
+
+@contextmanager
+def _folder_lock(building: Path, output: Path) -> Iterator[None]:
+    """Hold the lock of a folder. Raises DataError if another process holds it."""
+    descriptor = os.open(building, os.O_RDONLY)
+    try:
+        with file_lock(descriptor, wait=False):
+            yield
+    except BlockingIOError as error:
+        raise DataError(
+            f"another process is writing {output}: wait for it, or give another name"
+        ) from error
+    finally:
+        os.close(descriptor)
