@@ -18,4 +18,4 @@ source "$ROOT/scripts/setup_env.sh"
 setup_env || exit 1
 # This repository's package, even if the current folder holds another copy. (Python 3.10 looks there first.)
 export PYTHONSAFEPATH=1 PYTHONPATH="$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-TITAN_PROGRAM=$0 TITAN_PYTHON=$PYTHON exec "$PYTHON" -m torchtitan_like train "$@"
+NGPU=${NGPU:-auto} TITAN_PROGRAM=$0 TITAN_PYTHON=$PYTHON exec "$PYTHON" -m torchtitan_like train "$@"

@@ -12,7 +12,8 @@ from torchtitan_like.launcher.machine import Machine
 from torchtitan_like.util.exit_codes import ExitCode
 
 DEFAULT_PORT = "29500"
-NUM_CPU_RANKS = 2  # on a machine without GPUs
+AUTO = "auto"
+NUM_CPU_RANKS = 2  # of "auto", on a machine without GPUs
 
 
 class Option(NamedTuple):
@@ -30,7 +31,7 @@ class Option(NamedTuple):
 
 
 OPTIONS = (
-    Option("nproc", "NGPU", "N", "ranks on this machine; default: number of GPUs, or 2 without GPUs"),
+    Option("nproc", "NGPU", "N", "ranks on this machine; auto: one per GPU, or 2 without GPUs; default: 1"),
     Option("nnodes", "NNODES", "N", "machines, or MIN:MAX for a run that continues with fewer or more"),
     Option("node-rank", "NODE_RANK", "N", "number of this machine; default: in order of arrival"),
     Option("master-addr", "MASTER_ADDR", "HOST", "address of one machine; the same on all of them"),
@@ -86,7 +87,9 @@ class Launch:
 def read_options(arguments: Mapping[str, str | None], environ: Mapping[str, str], machine: Machine) -> Launch:
     """Check the options. ``arguments``: those of the command line by `Option.key`. Raises LaunchError."""
     given = {option.key: arguments.get(option.key) or environ.get(option.variable, "") for option in OPTIONS}
-    num_ranks = _positive(given["nproc"] or str(machine.num_gpus or NUM_CPU_RANKS))
+    num_ranks = machine.num_gpus or NUM_CPU_RANKS
+    if given["nproc"] != AUTO:
+        num_ranks = _positive(given["nproc"] or "1")
     nnodes = given["nnodes"] or "1"
     min_nodes, _, most = nnodes.partition(":")
     max_nodes = most if ":" in nnodes else min_nodes
@@ -155,7 +158,8 @@ def torchrun_arguments(launch: Launch, log_folder: Path) -> list[str]:
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]*", text):
         raise LaunchError(
-            f"NGPU and NNODES (--nproc, --nnodes) must be positive integers, got {text!r}. Correct the number."
+            f"NGPU and NNODES (--nproc, --nnodes) must be positive integers, got {text!r}. "
+            f"Correct the number. NGPU may also be {AUTO}."
         )
     return int(text)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import (
+    AUTO,
     OPTIONS,
     Launch,
     LaunchError,
@@ -234,7 +235,8 @@ def typed_command(environ: Mapping[str, str], words: Sequence[str]) -> str:
         return typed
     of_several = {"NNODES", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "NODE_RANK"}
     names = [option.variable for option in OPTIONS if option.variable in of_several] if environ.get("NNODES") else []
-    names = ["NGPU", *names, "MAX_RESTARTS", "CONFIG_FILE"]
+    # run_train.sh sets NGPU=auto where the user has not set it.
+    names = [*(["NGPU"] if environ.get("NGPU") != AUTO else []), *names, "MAX_RESTARTS", "CONFIG_FILE"]
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
     program = environ.get(PROGRAM)
     start = [program] if program else [*titan_words(), "train"]

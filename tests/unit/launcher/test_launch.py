@@ -178,14 +178,19 @@ def test_what_another_launcher_has_left_launches_nothing(shell: Shell) -> None:
     assert not [line for line in shell.environment if line.partition("=")[0] in left]
 
 
-@pytest.mark.parametrize("is_script", [True, False])
-def test_with_nothing_set_the_debug_model_trains_on_two_cpu_ranks_and_one_rank_is_shown(
-    shell: Shell, is_script: bool
-) -> None:
-    shell.is_script = is_script
+DEBUG_MODEL = ["--job.config_file", str(TRAIN_CONFIGS / "debug_model.toml")]
+
+
+def test_titan_train_is_one_process_by_default(shell: Shell) -> None:
+    shell()
+    assert shell.read("run") == ["-m", "torchtitan_like.train", *DEBUG_MODEL]
+
+
+def test_run_train_starts_two_cpu_ranks_by_default_and_shows_one(shell: Shell) -> None:
+    shell.is_script = True
     shell()
     run = shell.read("run")
-    assert run[-2:] == ["--job.config_file", str(TRAIN_CONFIGS / "debug_model.toml")]
+    assert run[-2:] == DEBUG_MODEL
     assert "--nproc_per_node=2" in run
     assert run[run.index("--local-ranks-filter") + 1] == "0"
 
@@ -210,7 +215,7 @@ def test_all_visible_gpus_are_used(shell: Shell, variables: dict[str, str], gpus
         shell.folder / "bin" / "nvidia-smi",
         "#!/bin/sh\nfor i in 0 1 2; do echo \"GPU $i: H100 (UUID: x)\"; echo '  MIG 1g Device 0:'; done\n",
     )
-    shell(**variables)
+    shell(NGPU="auto", **variables)
     assert f"--nproc_per_node={gpus or 2}" in shell.read("run")
     has_setting = "PYTORCH_ALLOC_CONF=expandable_segments:True" in shell.environment
     assert has_setting == (gpus > 0)
@@ -327,9 +332,9 @@ def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
         ({"MAX_RESTARTS": "yes"}, "MAX_RESTARTS must be 0 or more, got 'yes'"),
         ({"NGPU": "all"}, "positive integers, got 'all'"),
         ({"NGPU": "0"}, "positive integers, got '0'"),
-        ({"LOG_RANK": "abc"}, "0 to 1, with commas between them, got 'abc'"),
-        ({"LOG_RANK": "0 1"}, "0 to 1, with commas between them, got '0 1'"),
-        ({"LOG_RANK": "0,5"}, "0 to 1, with commas between them, got '0,5'"),
+        ({"LOG_RANK": "abc"}, "0 to 0, with commas between them, got 'abc'"),
+        ({"LOG_RANK": "0 1"}, "0 to 0, with commas between them, got '0 1'"),
+        ({"LOG_RANK": "0,5"}, "0 to 0, with commas between them, got '0,5'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
         ({"KNOWN_BAD_GPUS": "nowhere"}, "there is no file nowhere"),
         ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and this machine has none"),
