@@ -25,7 +25,11 @@ from torchtitan_like.models.spec import fit_positions, get_spec, has_documents, 
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import add_file
 from torchtitan_like.monitor.memory import build_memory_monitor
-from torchtitan_like.monitor.metrics import Metrics, announce_hardware
+from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.row_files import RowFiles
+from torchtitan_like.monitor.rows import RowCollector
+from torchtitan_like.monitor.sinks import build_sinks
+from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer
@@ -266,28 +270,24 @@ def build_metrics(
     sources: Sequence[str],
     failures: WriteFailures,
 ) -> Metrics:
-    """Build the metrics of a run, and log what the hardware can do."""
+    """Build the metrics of a run from their parts, and log the peak FLOP/s of the hardware."""
     memory = build_memory_monitor(world.device)
-    peak = announce_hardware(
-        memory, world.device.type, config.metrics.peak_flops, flops_per_token
+    peak = log_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
+    num_passes = 4 if config.activation_checkpoint.mode == "full" else 3
+    throughput = ThroughputClock(
+        TokenFlops(flops_per_token, peak, num_passes),
+        num_devices=world.size,
+        data_loading_alarm=config.metrics.data_loading_alarm,
     )
     run_config: Mapping[str, object] | None = None
     if config.metrics.enable_wandb:
         run_config = mask_values(config.model_dump())
     return Metrics(
-        config.metrics,
-        folder=attempt.run,
-        attempt=attempt.number,
-        writer=world.rank == 0,
-        rank=world.rank,
-        world_size=world.size,
-        gather=world.gather_losses,
-        flops_per_token=flops_per_token,
-        peak_flops=peak,
-        memory_monitor=memory,
-        total_steps=config.training.steps,
-        sources=sources,
-        num_passes=4 if config.activation_checkpoint.mode == "full" else 3,
-        run_config=run_config,
-        failures=failures,
+        RowCollector(world.gather_losses, sources),
+        throughput,
+        memory,
+        build_sinks(config.metrics, attempt.run, world.rank, failures, run_config),
+        RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
+        log_freq=config.metrics.log_freq,
+        last_step=config.training.steps,
     )

@@ -63,9 +63,9 @@ from torchtitan_like.models.layers.head import total_of
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
-from torchtitan_like.monitor.metrics import StepRecord
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
+from torchtitan_like.monitor.rows import StepRecord
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
@@ -574,7 +574,7 @@ class Trainer:
         """Compute and log the loss of each validation dataset, unless the ranks agree to stop."""
         self.metrics.flush(step)
         self.position.move("validate", step)
-        with self.metrics.pause():
+        with self.metrics.throughput.pause():
             self.parts.eval()
             losses = losses_of_texts(
                 self.validation_sets,
@@ -608,7 +608,7 @@ class Trainer:
         if not self.failures.goes_on:
             self.world.step_group.leader_does(self.metrics.check_written)
         self.replicas.check(step)
-        with self.metrics.pause():
+        with self.metrics.throughput.pause():
             self.garbage.collect("GC collection before checkpoint saving")
             summary = {
                 "seed": self.seed,
@@ -657,7 +657,7 @@ class Trainer:
         form = save.suffix.lstrip(".") or save.kind
         self.attempt.event("save", step=step, path=str(path), form=form, seconds=seconds)
         if form == "full" and (
-            warning := self.limits.grace_warning(self.metrics.step_seconds, seconds)
+            warning := self.limits.grace_warning(self.metrics.throughput.step_seconds, seconds)
         ):
             logger.warning(warning)
 

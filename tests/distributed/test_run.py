@@ -109,15 +109,15 @@ def test_a_resume_tells_when_another_run_has_written_the_metrics(tmp_path):
     for changes in starts:
         assert run_ranks(run_one_rank, 1, options(str(tmp_path / "run"), "float32", **changes)) == [ExitCode.DONE]
     logs = [(tmp_path / f"run/attempts/{i}/logs/rank0.log").read_text() for i in range(1, 6)]
-    assert ["is not what this run wrote" in log for log in logs] == [False, False, False, True, False]
-    assert "when the checkpoint of that step was saved, and has" in logs[3] and "the last row of step 2" in logs[3]
+    assert ["is not the file that this run wrote" in log for log in logs] == [False, False, False, True, False]
+    assert "The checkpoint of step 5 expects" in logs[3] and "the last row of step 2" in logs[3]
     assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 2, 6, 7]
     # In a folder of its own a run that goes on from another's checkpoint finds no rows, and need not.
     whole = {"checkpoint.initial_load_path": tmp_path / "run/checkpoint/step-7", "training.steps": 8, **saving,
              "checkpoint.initial_load_model_only": "false"}  # fmt: skip
     assert run_ranks(run_one_rank, 1, options(str(tmp_path / "other"), "float32", **whole)) == [ExitCode.DONE]
     assert [row["step"] for row in read_rows(tmp_path / "other/metrics.jsonl")] == [8]
-    assert "is not what this run wrote" not in (tmp_path / "other/attempts/1/logs/rank0.log").read_text()
+    assert "is not the file that this run wrote" not in (tmp_path / "other/attempts/1/logs/rank0.log").read_text()
 
 
 def test_the_resolved_config_is_saved_where_asked(tmp_path):

@@ -1,4 +1,8 @@
-"""Where scalars go beside metrics.jsonl: TensorBoard and, if asked for, Weights & Biases. Imported only when used."""
+"""Show the rows of log steps and validations: on the console, in TensorBoard, in Weights & Biases.
+
+metrics.jsonl and validation.jsonl hold the full rows. The sinks show parts of them under the names
+of TorchTitan. Their packages are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,151 @@ import io
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.log import logger, paint, use_colors
 from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Metrics as MetricsSection
+    from torchtitan_like.monitor.memory import MemoryReading
+    from torchtitan_like.monitor.rows import Row
+    from torchtitan_like.monitor.throughput import Progress
+
+# Names of the scalars on dashboards, by key of the row.
+STEP_SCALARS = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "grad_norm": "grad_norm",
+    "tps": "throughput(tps)",
+    "tflops": "tflops",
+    "mfu": "mfu(%)",
+    "hfu": "hfu(%)",
+    "step_s": "time_metrics/end_to_end(s)",
+    "mean_data_loading_s": "time_metrics/data_loading(s)",
+    "data_loading_percent": "time_metrics/data_loading(%)",
+    "n_tokens_seen": "n_tokens_seen",
+    "lr": "lr",
+}
+VALIDATION_SCALARS = {"loss": "loss", "bits_per_byte": "bits_per_byte", "tps": "throughput(tps)"}
 
 
 class Sink(Protocol):
-    """Takes the scalars of one step; all it got is on its way when ``write`` returns."""
+    """Shows rows. What a call has shown is not lost if the process is killed after it returns."""
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None: ...
+
+    def show_validation(self, row: Row, memory: MemoryReading) -> None: ...
 
     def close(self) -> None: ...
 
 
-class TensorBoard:
-    """Event files under ``<folder>/<date-time>``. Each attempt gets a folder of its own: a curve is never drawn twice
-    over steps that were rolled back. ``rank`` not 0 (``metrics.save_for_all_ranks``) writes below ``rank_<rank>``.
+def build_sinks(
+    section: MetricsSection,
+    folder: Path,
+    rank: int,
+    failures: WriteFailures,
+    run_config: Mapping[str, object] | None = None,
+) -> list[Sink]:
+    """Build the sinks of a rank: the console on all, dashboards on rank 0 or where the section asks.
 
-    The package is imported at the first ``write``, which keeps it out of the time to the first step.
+    folder: the run directory. run_config: the configuration that W&B shows.
+    """
+    sinks: list[Sink] = []
+    if rank == 0 or section.save_for_all_ranks:
+        dashboards = folder / section.save_tb_folder
+        if section.enable_tensorboard:
+            with failures.noted(dashboards):
+                sinks.append(TensorBoard(dashboards, rank, failures=failures))
+        if section.enable_wandb:
+            with failures.noted(dashboards):
+                sinks.append(WeightsAndBiases(dashboards, run_config or {}))
+    return [*sinks, Console(use_colors(section.disable_color_printing))]
+
+
+# ---- console
+
+
+class Console:
+    """Writes TorchTitan's log lines."""
+
+    def __init__(self, colors: bool) -> None:
+        self._colors = colors
+
+    def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None:
+        mfu = row.get("mfu")
+        parts = (
+            ("red", f"step: {row['step']:2}"),
+            ("green", f"loss: {row['loss']:7.4f}"),
+            ("yellow", f"grad_norm: {row['grad_norm']:7.4f}"),
+            ("cyan", f"memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)"),
+            ("blue", f"tps: {_format(row.get('tps'), ',.0f')}"),
+            ("cyan", f"tflops: {_format(row.get('tflops'), ',.2f')}"),
+            ("magenta", f"mfu: {_format(mfu, '.2f')}{'%' if mfu is not None else ''}"),
+        )
+        line = "  ".join(paint(text, color, self._colors) for color, text in parts)
+        logger.info(f"{line}  {progress.percent:.1f}% eta {progress.eta}")
+
+    def show_validation(self, row: Row, memory: MemoryReading) -> None:
+        dataset = f"{row['set']} " if "set" in row else ""
+        line = f"validate {dataset}step: {row['step']:2}  loss: {row['loss']:7.4f}"
+        if "bits_per_byte" in row:
+            line += f"  bits/byte: {row['bits_per_byte']:6.4f}"
+        line += f"  memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)"
+        logger.info(f"{line}  tps: {_format(row.get('tps'), ',.0f')}")
+
+    def close(self) -> None:
+        """Do nothing: the log stays open."""
+
+
+def _format(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+# ---- dashboards
+
+
+class Dashboard(ABC):
+    """A sink that draws one curve per scalar."""
+
+    def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None:
+        self.write(row["step"], step_scalars(row) | memory.scalars)
+
+    def show_validation(self, row: Row, memory: MemoryReading) -> None:
+        self.write(row["step"], validation_scalars(row, memory))
+
+    @abstractmethod
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of one step."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def step_scalars(row: Row) -> dict[str, float]:
+    """Return the scalars of a log step, by TorchTitan's names. Sources without labels have none."""
+    scalars = {name: float(row[key]) for key, name in STEP_SCALARS.items() if key in row}
+    for source, values in row.get("sources", {}).items():
+        if values["loss"] is not None:
+            scalars[f"loss_metrics/{source}/avg_loss"] = float(values["loss"])
+    return scalars
+
+
+def validation_scalars(row: Row, memory: MemoryReading) -> dict[str, float]:
+    """Return the scalars of a validation, by TorchTitan's names."""
+    prefix = f"validation_metrics/{row['set']}/" if "set" in row else "validation_metrics/"
+    scalars = {name: float(row[key]) for key, name in VALIDATION_SCALARS.items() if key in row}
+    return {f"{prefix}{name}": value for name, value in (scalars | memory.scalars).items()}
+
+
+class TensorBoard(Dashboard):
+    """Event files in `<folder>/<date-time>`, or `<folder>/rank_<r>/<date-time>` on ranks except 0.
+
+    Each attempt has its own folder, so that no curve shows a step twice after a resume. The first
+    `write` imports the package, which keeps that out of the time to the first step.
     """
 
     def __init__(
@@ -36,16 +164,17 @@ class TensorBoard:
         wall_clock: Callable[[], float] = time.time,
         failures: WriteFailures | None = None,
     ) -> None:
-        self.folder = _make_new(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_clock())), rank)
+        started = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_clock()))
+        self.folder = _make_new(folder / started, rank)
         self._wall_clock = wall_clock
         self._failures = WriteFailures() if failures is None else failures
         self._file: AppendOnlyFile | None = None
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {self.folder}")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One record that holds all scalars, in the file when this returns.
+        """Append one record with all scalars; it is in the file when this returns.
 
-        Written here and now: handing it to tensorboard's writer thread and waiting for it takes five times as long.
+        tensorboard's writer thread takes five times as long to hand over and wait.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -69,14 +198,15 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         buffer = io.BytesIO()
-        RecordWriter(buffer).write(Event(wall_time=self._wall_clock(), **fields).SerializeToString())
+        event = Event(wall_time=self._wall_clock(), **fields)
+        RecordWriter(buffer).write(event.SerializeToString())
         return buffer.getvalue()
 
 
 def _make_new(folder: Path, rank: int) -> Path:
-    """Make ``folder``, or the first of ``folder-2``, ``folder-3`` ... that nobody has."""
+    """Make `folder`, or the first of `folder-2`, `folder-3` ... that does not exist."""
     if rank > 0:
-        # Beside rank 0's folders, not in one: ranks reach this line in any order, and their clocks differ.
+        # Next to the folders of rank 0, not inside one: ranks get here in any order.
         folder = folder.parent / f"rank_{rank}" / folder.name
     number = 1
     while True:
@@ -88,8 +218,11 @@ def _make_new(folder: Path, rank: int) -> Path:
             number += 1
 
 
-class WeightsAndBiases:
-    """A W&B run. Project, entity and name come from WANDB_PROJECT, WANDB_ENTITY (or WANDB_TEAM) and WANDB_RUN_NAME."""
+class WeightsAndBiases(Dashboard):
+    """A W&B run.
+
+    Project, entity and name are WANDB_PROJECT, WANDB_ENTITY (or WANDB_TEAM) and WANDB_RUN_NAME.
+    """
 
     def __init__(self, folder: Path, run_config: Mapping[str, object]) -> None:
         import wandb  # type: ignore[import-not-found,unused-ignore]
@@ -105,6 +238,7 @@ class WeightsAndBiases:
         logger.info("WandB logging enabled")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send the scalars to wandb's own process."""
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,11 @@ import torch
 from torchtitan_like.config.sections_run import Metrics as MetricsSection
 from torchtitan_like.monitor.memory import GIB, HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.row_files import RowFiles
+from torchtitan_like.monitor.rows import Gather, RowCollector
+from torchtitan_like.monitor.sinks import build_sinks
+from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops
+from torchtitan_like.util.files import WriteFailures
 
 
 class Clock:
@@ -33,26 +37,41 @@ def clock() -> Clock:
 
 @pytest.fixture
 def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
-    made: list[Metrics] = []
+    """A function that builds metrics, by default those of rank 0, with no dashboard."""
+    built: list[Metrics] = []
 
-    def make(log_freq: int = 10, alarm: float = 0.25, **changes: Any) -> Metrics:
-        arguments: dict[str, Any] = {
-            "folder": tmp_path,
-            "attempt": 1,
-            "writer": True,
-            "gather": alone,
-            "flops_per_token": 2e9,
-            "peak_flops": None,
-            "world_size": 1,
-            "memory_monitor": HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
-            "total_steps": 100,
-            "clock": clock,
-            "wall_clock": lambda: 1.7e9 + clock.now,
-        } | changes
-        section = MetricsSection(log_freq=log_freq, data_loading_alarm=alarm)
-        made.append(Metrics(section, **arguments))
-        return made[-1]
+    def build_metrics(
+        log_freq: int = 10,
+        alarm: float = 0.25,
+        *,
+        folder: Path = tmp_path,
+        attempt: int = 1,
+        rank: int = 0,
+        gather: Gather = alone,
+        sources: Sequence[str] = (),
+        peak_flops: float | None = None,
+        num_passes: float = 3.0,
+        world_size: int = 1,
+        total_steps: int = 100,
+        section: MetricsSection | None = None,
+    ) -> Metrics:
+        failures = WriteFailures()
+        throughput = ThroughputClock(
+            TokenFlops(2e9, peak_flops, num_passes), world_size, alarm, clock
+        )
+        metrics = Metrics(
+            RowCollector(gather, sources),
+            throughput,
+            HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
+            build_sinks(section or MetricsSection(), folder, rank, failures),
+            RowFiles(folder, attempt, failures) if rank == 0 else None,
+            log_freq=log_freq,
+            last_step=total_steps,
+            wall_clock=lambda: 1.7e9 + clock.now,
+        )
+        built.append(metrics)
+        return metrics
 
-    yield make
-    for metrics in made:
+    yield build_metrics
+    for metrics in built:
         metrics.close()

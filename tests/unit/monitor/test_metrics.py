@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from tests.unit.monitor.conftest import Clock
-from torchtitan_like.monitor.metrics import Metrics, StepRecord
+from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.rows import StepRecord
+from torchtitan_like.monitor.sinks import Dashboard
 from torchtitan_like.util.jsonl import read_rows
 
 EXACT_KEYS = [
@@ -24,8 +26,8 @@ EXACT_KEYS = [
 TOKENS = 1000
 
 
-class Scalars:
-    """A sink that remembers."""
+class Scalars(Dashboard):
+    """A dashboard that keeps its scalars."""
 
     def __init__(self) -> None:
         self.written: dict[int, dict[str, float]] = {}
@@ -65,7 +67,7 @@ def run(metrics: Metrics, clock: Clock, steps: range, seconds: float = 1.0, **ch
 # ---- rows
 
 
-def test_one_row_per_step_whatever_is_logged(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+def test_one_row_per_step_for_any_log_freq(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
     run(build(log_freq=4, total_steps=10), clock, range(1, 11))
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -78,23 +80,23 @@ def test_one_row_per_step_whatever_is_logged(build: Callable[..., Metrics], cloc
 
 
 def test_loss_and_labels_of_each_source(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
-    """Of two ranks, the second with twice as much; a source without labels in a step has no loss there."""
+    """Rank 1 has twice the losses and labels of rank 0. A source without labels has no loss."""
     sink = Scalars()
     metrics = build(gather=lambda local: torch.stack([local, local * 2]), sources=["a", "b"], total_steps=2)
-    metrics._sinks = [sink]
+    metrics.sinks = [sink]
     for step, counts in ((1, [3, 1]), (2, [4, 0])):
         losses = torch.tensor([6.0, float(counts[1])], dtype=torch.float64)
         run(metrics, clock, range(step, step + 1), local_valid_by_source=counts, loss_by_source=losses)
     first, second = (row["sources"] for row in read_rows(tmp_path / "metrics.jsonl"))
     assert first == {"a": {"loss": 2.0, "num_valid_tokens": 9}, "b": {"loss": 1.0, "num_valid_tokens": 3}}
     assert second == {"a": {"loss": 1.5, "num_valid_tokens": 12}, "b": {"loss": None, "num_valid_tokens": 0}}
-    shown = {step: sorted(name for name in found if "avg_loss" in name) for step, found in sink.written.items()}
-    of_both = ["loss_metrics/a/avg_loss", "loss_metrics/b/avg_loss", "loss_metrics/global_avg_loss"]
-    assert shown == {1: of_both, 2: [of_both[0], of_both[2]]}
+    shown = {step: sorted(name for name in scalars if "avg_loss" in name) for step, scalars in sink.written.items()}
+    names = ["loss_metrics/a/avg_loss", "loss_metrics/b/avg_loss", "loss_metrics/global_avg_loss"]
+    assert shown == {1: names, 2: [names[0], names[2]]}
 
 
 def test_exact_values_do_not_depend_on_buffering(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
-    """Ragged shares of 7 ranks whose sum depends on its order in float32 and float64."""
+    """The sum of the shares of 7 ranks depends on their order in float32 and float64."""
     generator = torch.Generator().manual_seed(0)
     others = torch.rand(13, 6, generator=generator, dtype=torch.float64) * 10 ** torch.arange(-6.0, 0.0)
 
@@ -151,7 +153,7 @@ def test_unusual_losses(
 ) -> None:
     sent: list[torch.Tensor] = []
     for rank in (1, 0):
-        metrics = build(gather=lambda local: sent.append(local) or torch.stack(sent[::-1]), writer=rank == 0)
+        metrics = build(gather=lambda local: sent.append(local) or torch.stack(sent[::-1]), rank=rank)
         metrics.record(
             record(1, local=locals_[rank], valid=8, loss_share=torch.tensor(shares[rank], dtype=torch.float64))
         )
@@ -178,16 +180,16 @@ def test_values_stay_on_the_device_until_the_log_step(build: Callable[..., Metri
     assert metrics.log(3)["grad_norm"] == 3.0
 
 
-def test_the_graph_of_the_loss_is_let_go(build: Callable[..., Metrics]) -> None:
+def test_the_graph_of_the_loss_is_released(build: Callable[..., Metrics]) -> None:
     metrics = build()
     metrics.record(record(1, loss_share=(torch.ones((), requires_grad=True) * 2)))
     assert metrics.log(1)["loss"] == 2.0
-    assert metrics._pending == []
+    assert metrics.rows._pending == []
     metrics.record(record(2, loss_share=(torch.ones((), requires_grad=True) * 2)))
-    assert not metrics._pending[0][0].loss_share.requires_grad
+    assert not metrics.rows._pending[0].record.loss_share.requires_grad
 
 
-def test_skipped_steps_are_told(build: Callable[..., Metrics], tmp_path: Path) -> None:
+def test_skipped_steps_are_marked_and_keep_their_position(build: Callable[..., Metrics], tmp_path: Path) -> None:
     metrics = build(log_freq=5)
     for step in range(1, 6):
         metrics.record(record(step, skipped=torch.tensor(step in (2, 4)), position=10 * step))
@@ -197,8 +199,8 @@ def test_skipped_steps_are_told(build: Callable[..., Metrics], tmp_path: Path) -
     assert [row.get("position") for row in rows] == [None, 20, None, 40, None]
 
 
-def test_of_a_skipped_step_the_mean_loss_of_each_data_rank_is_told(build: Callable[..., Metrics]) -> None:
-    """Of three ranks one has no label."""
+def test_a_skipped_step_keeps_the_mean_loss_of_each_data_rank(build: Callable[..., Metrics]) -> None:
+    """One of three ranks has no label."""
     others = torch.tensor([[[torch.nan, torch.nan]], [[0.0, -torch.inf]]], dtype=torch.float64)
     metrics = build(gather=lambda rows: torch.cat([rows[None], others]))
     metrics.record(record(1, 0.5, local=450, skipped=torch.tensor(1.0)))
@@ -216,7 +218,7 @@ def test_log_steps(log_freq: int, due: list[int], build: Callable[..., Metrics])
     assert [step for step in range(1, 13) if metrics.due(step)] == due
 
 
-def test_flush_writes_rows_and_leaves_the_interval_alone(
+def test_flush_writes_rows_and_does_not_end_the_interval(
     build: Callable[..., Metrics], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = build(log_freq=10)
@@ -245,8 +247,8 @@ def test_log_right_after_flush_still_prints(
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_ranks_that_do_not_write(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
-    metrics = build(writer=False, rank=1)
+def test_other_ranks_write_no_files(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    metrics = build(rank=1)
     metrics.rewind(0)
     run(metrics, clock, range(1, 11))
     metrics.flush(10)
@@ -293,11 +295,11 @@ def test_the_first_step_is_shown_when_there_is_nothing_else(build: Callable[...,
     assert metrics.log(1)["step_s"] == 50.0
 
 
-def test_the_time_that_a_log_line_takes_counts(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
-    """But for that of the first one, which imports what it needs."""
+def test_the_time_of_a_log_line_counts(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+    """Except that of the first one, which imports the packages of its sinks."""
     metrics, sink = build(log_freq=2), Scalars()
     sink.write = lambda step, scalars: setattr(clock, "now", clock.now + (7.0 if step == 1 else 0.5))
-    metrics._sinks = [sink]
+    metrics.sinks = [sink]
     run(metrics, clock, range(1, 7))
     assert [row["step_s"] for row in read_rows(tmp_path / "metrics.jsonl") if "step_s" in row] == [1, 1, 1.25, 1.25]
 
@@ -310,14 +312,14 @@ def test_pauses_are_left_out(pause_after: int, build: Callable[..., Metrics], cl
         metrics.record(record(step))
         if metrics.due(step):
             metrics.log(step)
-        with metrics.pause() if step == pause_after else nullcontext():
+        with metrics.throughput.pause() if step == pause_after else nullcontext():
             clock.now += 1000.0 * (step == pause_after)
     assert read_rows(tmp_path / "metrics.jsonl")[-1]["step_s"] == pytest.approx(1.0)
 
 
 def test_a_pause_that_fails_still_counts(build: Callable[..., Metrics], clock: Clock) -> None:
     metrics = build()
-    with pytest.raises(OSError), metrics.pause():
+    with pytest.raises(OSError), metrics.throughput.pause():
         clock.now += 5.0
         raise OSError
     clock.now += 1.0
@@ -328,14 +330,14 @@ def test_a_pause_that_fails_still_counts(build: Callable[..., Metrics], clock: C
 def test_data_loading_mean_and_share(build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
     metrics = build(log_freq=4)
     sink = Scalars()
-    metrics._sinks.append(sink)
+    metrics.sinks.append(sink)
     run(metrics, clock, range(1, 5), seconds=2.0, data_loading_s=0.1)
     assert sink.written[4]["time_metrics/data_loading(s)"] == pytest.approx(0.1)
     assert sink.written[4]["time_metrics/data_loading(%)"] == pytest.approx(5.0)
     assert [row["data_loading_s"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.1] * 4
 
 
-def test_alarm_when_data_comes_late(
+def test_late_data_is_warned_about_each_time_it_starts(
     build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = build(log_freq=1, alarm=0.25)
@@ -348,7 +350,7 @@ def test_alarm_when_data_comes_late(
     assert "must take no longer" in alarms[0] and "metrics.data_loading_alarm" in alarms[0]
 
 
-def test_mfu_past_belief_warns_once(
+def test_mfu_above_100_percent_is_warned_about_once(
     build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = build(log_freq=1, peak_flops=1e11)
@@ -392,14 +394,14 @@ def test_eta_counts_pauses_but_not_the_first_step(
     metrics = build(log_freq=11, total_steps=22)
     run(metrics, clock, range(1, 2), seconds=500.0)
     run(metrics, clock, range(2, 11))
-    with metrics.pause():
+    with metrics.throughput.pause():
         clock.now += 10.0
     with caplog.at_level(logging.INFO):
         run(metrics, clock, range(11, 12))
     assert caplog.messages[-1].endswith("  50.0% eta 0:00:22")  # 11 steps left at 20 s for the last 10
 
 
-def test_a_run_without_an_end_has_an_eta_all_the_same(
+def test_a_run_of_practically_endless_steps_has_an_eta(
     build: Callable[..., Metrics], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = build(log_freq=2, total_steps=10**15)
@@ -410,7 +412,7 @@ def test_a_run_without_an_end_has_an_eta_all_the_same(
 
 def test_scalars_have_torchtitans_names(build: Callable[..., Metrics], clock: Clock) -> None:
     metrics = build(peak_flops=1e13)
-    metrics._sinks.append(sink := Scalars())
+    metrics.sinks.append(sink := Scalars())
     run(metrics, clock, range(1, 2))
     assert {
         "loss_metrics/global_avg_loss",
@@ -435,7 +437,7 @@ def test_validation_row_scalars_and_line(
 ) -> None:
     metrics = build(world_size=2)
     metrics.n_tokens_seen = 5000
-    metrics._sinks.append(sink := Scalars())
+    metrics.sinks.append(sink := Scalars())
     caplog.set_level(logging.INFO)
     metrics.validation(20, 5.25, 2.125, num_tokens=4000, seconds=4.0)
     metrics.validation(40, math.inf, None, num_tokens=4000, seconds=0.0)
@@ -453,7 +455,7 @@ def test_validation_row_scalars_and_line(
     assert caplog.messages[0] == (
         "validate step: 20  loss:  5.2500  bits/byte: 2.1250  memory:  2.00GiB(25.00%)  tps: 500"
     )
-    metrics.validation(60, 4.5, None, num_tokens=10, seconds=1.0, name="wiki")
+    metrics.validation(60, 4.5, None, num_tokens=10, seconds=1.0, dataset="wiki")
     assert read_rows(tmp_path / "validation.jsonl")[2]["set"] == "wiki" and "set" not in rows[0]
     assert sink.written[60]["validation_metrics/wiki/loss"] == 4.5
     assert caplog.messages[-1].startswith("validate wiki step: 60  loss:  4.5000")

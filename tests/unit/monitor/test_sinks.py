@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 from torchtitan_like.config.sections_run import Metrics as MetricsSection
-from torchtitan_like.monitor.memory import GIB, HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.sinks import TensorBoard, WeightsAndBiases
 
@@ -58,21 +58,11 @@ def test_each_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "for_all_ranks", "expected"), [(0, False, 1), (1, False, 0), (0, True, 1), (1, True, 1)]
 )
-def test_which_ranks_write(rank: int, for_all_ranks: bool, expected: int, tmp_path: Path) -> None:
+def test_which_ranks_write(
+    rank: int, for_all_ranks: bool, expected: int, build: Callable[..., Metrics], tmp_path: Path
+) -> None:
     section = MetricsSection(enable_tensorboard=True, save_for_all_ranks=for_all_ranks)
-    metrics = Metrics(
-        section,
-        folder=tmp_path,
-        attempt=1,
-        writer=rank == 0,
-        gather=lambda local: local.unsqueeze(0),
-        flops_per_token=1.0,
-        peak_flops=None,
-        world_size=2,
-        memory_monitor=HostMemoryMonitor("CPU", GIB, lambda: 1),
-        total_steps=1,
-        rank=rank,
-    )
+    metrics = build(rank=rank, section=section)
     metrics.validation(1, 2.0, None, 1, 1.0)
     metrics.close()
     assert len(list((tmp_path / "tb").rglob("events.out.*"))) == expected
@@ -98,16 +88,17 @@ def test_wandb_gets_project_config_and_scalars(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_room_imports_little() -> None:
-    """Only metrics brings torch; nothing brings a sink, torch.profiler's export or the schema."""
+    """Only rows imports torch. Nothing imports a dashboard, the export of torch.profiler or the schema."""
     code = """
 import sys
-from torchtitan_like.monitor import attempt, environment, flops, garbage, log, memory, profiler, sinks
+from torchtitan_like.monitor import attempt, environment, flops, garbage, log, memory, profiler
+from torchtitan_like.monitor import row_files, sinks, throughput
 assert "torch" not in sys.modules
 import torch
 before = set(sys.modules)
 import torchtitan_like.monitor.metrics
 new = sorted(set(sys.modules) - before)
-assert new == ["torchtitan_like.monitor.metrics"], new
+assert new == ["torchtitan_like.monitor.metrics", "torchtitan_like.monitor.rows"], new
 assert not {"tensorboard", "wandb", "pandas", "pydantic"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,0 +1,219 @@
+"""Turn the values of training steps into rows of metrics.jsonl.
+
+`RowCollector.collect` is the only place where the host waits for the device. It makes one copy from
+the device and one gather, whatever the number of steps. docs/reference/metrics.md lists the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+Row = dict[str, Any]
+# Takes this rank's (steps, columns) float64 CPU tensor, returns (data_ranks, steps, columns).
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Values of one training step on one rank. Its tensors stay on the device until `collect`.
+
+    They are 0-dim unless a shape is given, and must not be changed afterwards.
+
+    num_tokens: tokens read by all ranks. num_valid_tokens: those of them with a label.
+    local_valid_tokens: labels of this data rank.
+    loss_share: sum of this data rank's token losses / num_valid_tokens.
+    grad_norm: of the whole model, before clipping; equal on all ranks.
+    skipped: 1 if the update was skipped, else 0; equal on all ranks.
+    data_digest, data_digest_chain: 64-bit digests of the tokens read.
+    data_loading_s: seconds that the step waited for its batch.
+    position: position in the sample stream before this step.
+    local_valid_by_source: labels of this data rank by source; empty without a mixture.
+    loss_by_source: (sources,) sums of this data rank's token losses; empty without a mixture.
+    """
+
+    step: int
+    num_tokens: int
+    num_valid_tokens: int
+    local_valid_tokens: int
+    loss_share: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: torch.Tensor
+    lr: float
+    data_digest: int
+    data_digest_chain: int
+    data_loading_s: float
+    position: int = 0
+    local_valid_by_source: Sequence[int] = ()
+    loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class RankLoss(NamedTuple):
+    """What one data rank contributes to the losses of a step.
+
+    mean_loss: over its own labels; -inf without any.
+    loss_by_source, labels_by_source: sums of token losses and numbers of labels, by source.
+    """
+
+    loss_share: float
+    mean_loss: float
+    loss_by_source: Sequence[float]
+    labels_by_source: Sequence[float]
+
+    def encode(self) -> list[float]:
+        """Return the values in the order in which ranks exchange them."""
+        return [self.loss_share, self.mean_loss, *self.loss_by_source, *self.labels_by_source]
+
+    @classmethod
+    def decode(cls, values: Sequence[float]) -> RankLoss:
+        """Return the values that `encode` put in order."""
+        loss_share, mean_loss, *by_source = values
+        num_sources = len(by_source) // 2
+        return cls(loss_share, mean_loss, by_source[:num_sources], by_source[num_sources:])
+
+
+class _PendingStep(NamedTuple):
+    record: StepRecord
+    n_tokens_seen: int
+    time: float
+
+
+class RowCollector:
+    """Keeps step records and turns them into rows that are equal on all ranks.
+
+    gather: a collective over the data ranks. sources: names of the sources of a mixture.
+    """
+
+    def __init__(self, gather: Gather, sources: Sequence[str] = ()) -> None:
+        self.last_row: Row = {}
+        self._gather = gather
+        self._sources = sources
+        self._pending: list[_PendingStep] = []
+
+    def add(self, record: StepRecord, n_tokens_seen: int, time: float) -> None:
+        """Keep the values of a step. Does not wait for the device.
+
+        n_tokens_seen: tokens read up to and including this step. time: seconds since 1970.
+        """
+        # A loss that is not detached keeps its graph alive.
+        record = replace(record, loss_share=record.loss_share.detach())
+        self._pending.append(_PendingStep(record, n_tokens_seen, time))
+
+    def collect(self) -> list[Row]:
+        """Return the rows of the steps added since the last call, oldest first. A collective."""
+        pending = self._pending
+        self._pending = []
+        if not pending:
+            return []
+        values = _copy_to_host([step.record for step in pending])
+        losses = [
+            RankLoss(
+                loss_share,
+                _mean_loss(step.record, loss_share),
+                loss_by_source,
+                step.record.local_valid_by_source,
+            )
+            for step, (loss_share, _, _, *loss_by_source) in zip(pending, values, strict=True)
+        ]
+        # Exact copies are gathered and summed on the host. An all-reduce would round differently
+        # with another number of steps in the buffer, and the loss would depend on log_freq.
+        local = torch.tensor([loss.encode() for loss in losses], dtype=torch.float64)
+        ranks: list[list[list[float]]] = self._gather(local).tolist()
+        rows = [
+            self._row(step, grad_norm, skipped, [RankLoss.decode(rank) for rank in rank_values])
+            for step, (_, grad_norm, skipped, *_), rank_values in zip(
+                pending, values, zip(*ranks, strict=True), strict=True
+            )
+        ]
+        self.last_row = rows[-1]
+        return rows
+
+    def _row(
+        self, step: _PendingStep, grad_norm: float, skipped: float, ranks: list[RankLoss]
+    ) -> Row:
+        record = step.record
+        return {
+            "step": record.step,
+            "n_tokens_seen": step.n_tokens_seen,
+            "num_valid_tokens": record.num_valid_tokens,
+            "loss": _exact_sum([rank.loss_share for rank in ranks]),
+            "max_loss": _max_loss([rank.mean_loss for rank in ranks]),
+            "grad_norm": grad_norm,
+            "lr": record.lr,
+            "data_digest": f"{record.data_digest:016x}",
+            "data_digest_chain": f"{record.data_digest_chain:016x}",
+            "skipped": int(skipped),
+            **self._by_source(ranks),
+            "time": step.time,
+            "data_loading_s": record.data_loading_s,
+            "position": record.position,
+            "rank_losses": {
+                str(number): None if rank.mean_loss == -math.inf else rank.mean_loss
+                for number, rank in enumerate(ranks)
+            },
+        }
+
+    def _by_source(self, ranks: list[RankLoss]) -> Row:
+        """Return the mean loss and the number of labels of each source, if there are sources."""
+        if not self._sources:
+            return {}
+        losses = [
+            _exact_sum(values) for values in zip(*(r.loss_by_source for r in ranks), strict=True)
+        ]
+        labels = [
+            _exact_sum(values) for values in zip(*(r.labels_by_source for r in ranks), strict=True)
+        ]
+        return {
+            "sources": {
+                name: {"loss": loss / num if num else None, "num_valid_tokens": int(num)}
+                for name, loss, num in zip(self._sources, losses, labels, strict=True)
+            }
+        }
+
+
+def _copy_to_host(records: Sequence[StepRecord]) -> list[list[float]]:
+    """Copy the tensors of all steps in one transfer.
+
+    Returns, for each step, loss_share, grad_norm, skipped and the entries of loss_by_source.
+    """
+    columns = [
+        [record.loss_share for record in records],
+        [record.grad_norm for record in records],
+        [record.skipped for record in records],
+        *(list(losses) for losses in zip(*(r.loss_by_source for r in records), strict=True)),
+    ]
+    device = records[0].loss_share.device  # the norm is on the host if parameters are offloaded
+    stacked = [torch.stack(column).to(device, torch.float64) for column in columns]
+    values: list[list[float]] = torch.stack(stacked).cpu().T.tolist()
+    return values
+
+
+def _mean_loss(record: StepRecord, loss_share: float) -> float:
+    """Return the mean loss over this data rank's own labels, or -inf without labels."""
+    if not record.local_valid_tokens:
+        return -math.inf
+    return loss_share * record.num_valid_tokens / record.local_valid_tokens
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """Return the sum, rounded once, so that it does not depend on the order of the terms.
+
+    If the sum overflows or has non-finite terms, returns what IEEE 754 addition gives.
+    """
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # an overflow, or inf - inf
+        is_nan = any(map(math.isnan, values)) or {math.inf, -math.inf} <= set(values)
+        return math.nan if is_nan else math.inf
+
+
+def _max_loss(means: Sequence[float]) -> float:
+    """Return the largest mean loss of a data rank: NaN if one is NaN, 0 if no rank has a label."""
+    if any(map(math.isnan, means)):
+        return math.nan
+    largest = max(means)
+    return 0.0 if largest == -math.inf else largest
