@@ -12,7 +12,7 @@ micro-batch; zero3 (FSDP) gathers weights twice and sends gradients (3), for eve
 6 N D (Kaplan et al., Scaling laws for neural language models, arXiv 2001.08361, section 2.1).
 
 --gbs is what the network really carries for each rank in one direction: busbw of `titan node bench` (1 GB/s is 8
-Gbit/s). The shorter of the two can at best hide behind the longer. scripts/plan_parallelism.py compares whole layouts.
+Gbit/s). The shorter of the two can at best hide behind the longer. `titan plan` compares whole layouts.
 """
 
 from __future__ import annotations

@@ -177,7 +177,6 @@ def test_a_folder_with_a_blank_can_be_pasted() -> None:
 
 def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselves() -> None:
     scripts = (
-        "plan_parallelism",
         "count_collectives",
     )
     by_the_tests = tuple(f"python scripts/{name}.py " for name in scripts)
@@ -202,6 +201,7 @@ SHOWN = {
     "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
     "NNODES=2:4 MAX_RESTARTS=": lambda words: check([words[5].partition("=")[2], "--world-size", "24", *words[7:]]),
     "titan data ": lambda words: parse_titan(words[1:]),
+    "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "python -m torchtitan_like.config ": lambda words: check(words[3:]),
     "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),

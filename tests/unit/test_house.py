@@ -31,6 +31,7 @@ WITHOUT_TORCH = [
     "torchtitan_like.launcher.run",
     "torchtitan_like.launcher.outcome",
     "torchtitan_like.config",
+    "torchtitan_like.plan.report",
     "torchtitan_like.preflight",
     "torchtitan_like.data.text.documents",
     "torchtitan_like.data.text.tokenizer",

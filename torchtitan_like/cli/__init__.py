@@ -88,6 +88,7 @@ NODE = (
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
     Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
+    Command("plan", "Train", "find the layout of a model on N GPUs", "plan"),
     Command("data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),
     Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
     Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),

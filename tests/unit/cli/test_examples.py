@@ -94,6 +94,11 @@ def test_data_train_tokenizer(folder: Path) -> None:
     assert sorted(path.name for path in (folder / "tokenizer").iterdir()) == names
 
 
+def test_plan(tmp_path: Path) -> None:
+    output = run_example("plan", tmp_path)
+    assert output.startswith("Llama 3 8B: 8.03 B parameters") and " 1. HSDP 2 x 8 " in output
+
+
 # ---- titan download
 
 HUB_FILES = {

@@ -83,6 +83,8 @@ WITHOUT_TORCH = [
     ("torchtitan_like", f"check {CHECK}"),
     ("torchtitan_like", "download --help"),
     ("torchtitan_like", "data --help"),
+    ("torchtitan_like", "plan --help"),
+    ("torchtitan_like", "plan --params 8e9 --gpus 8"),
     ("torchtitan_like", "data tokenize --help"),
     ("torchtitan_like", "data show --help"),
     ("torchtitan_like", "data tiny model --help"),

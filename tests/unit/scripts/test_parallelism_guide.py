@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import plan_parallelism
+from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.preflight.rules import RULES
@@ -22,20 +22,26 @@ def guide(repo_root: Path) -> str:
 
 
 def shown(guide: str, start: str) -> tuple[list[str], str]:
-    """The words of the command that begins like this, and the output that stands below it."""
-    (found,) = re.findall(rf"```bash\n(python {re.escape(start)}.*?)\n```\n\n```\n(.*?)\n```", guide, re.DOTALL)
-    return shlex.split(found[0])[1:], found[1]
+    """Return the words after the program of a command, and the output below it."""
+    (match,) = re.findall(
+        rf"```bash\n({re.escape(start)}.*?)\n```\n\n```\n(.*?)\n```", guide, re.DOTALL
+    )
+    return shlex.split(match[0])[1:], match[1]
 
 
-def test_the_plan_is_what_the_planner_prints(guide: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, output = shown(guide, "scripts/plan_parallelism.py")
-    assert plan_parallelism.main(words[1:]) == 0
+def test_the_plan_is_what_the_planner_prints(
+    guide: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, output = shown(guide, "titan plan")
+    assert titan(words) == 0
     assert capsys.readouterr().out.startswith(f"{output}\n")
 
 
 def test_the_count_is_what_a_step_sends(guide: str, repo_root: Path) -> None:
-    words, output = shown(guide, "scripts/count_collectives.py")
-    done = subprocess.run([sys.executable, *words], cwd=repo_root, capture_output=True, text=True, timeout=300)
+    words, output = shown(guide, "python scripts/count_collectives.py")
+    done = subprocess.run(
+        [sys.executable, *words], cwd=repo_root, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and done.stdout == f"{output}\n", done.stdout + done.stderr
 
 
@@ -45,5 +51,8 @@ def test_the_picture_is_that_of_the_log(guide: str) -> None:
 
 def test_every_rule_is_named(guide: str) -> None:
     (table,) = re.findall(r"\| rule \| what is refused \|\n(.*)", guide, re.DOTALL)
-    named = re.findall(r"`([\w-]+)`", "\n".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|")))
+    named = re.findall(
+        r"`([\w-]+)`",
+        "\n".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|")),
+    )
     assert sorted(named) == sorted(rule.name for rule in RULES if rule.severity == "error")

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against what a block really keeps, and its suggestions against the rules and known runs."""
+"""Compare the planner's memory and times with measurements, and check its suggestions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from scripts import plan_parallelism
-from scripts.plan_parallelism import NETS, Cluster, Plan, bytes_per_token, memory, model_of, suggest
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.tensor import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.plan.layouts import NETS, Cluster, Model, Plan, model_of
+from torchtitan_like.plan.memory import bytes_per_token, memory
+from torchtitan_like.plan.search import suggest
 
 SEQ = 64
 SIZES = {
@@ -30,7 +31,7 @@ SIZES = {
 
 
 def kept_bytes(tp: int) -> float:
-    """Bytes per token that the backward of one bfloat16 block keeps on a rank, weights and rotary tables aside."""
+    """Return the bytes per token that one bfloat16 block saves for backward, without weights and rotary tables."""
     spec = get_spec("llama3")
     with torch.device("meta"):
         model = spec.build(resolve_args(spec, "debugmodel", SIZES)).to(torch.bfloat16)
@@ -40,29 +41,29 @@ def kept_bytes(tp: int) -> float:
     for parameter in model.parameters():
         torch.nn.init.ones_(getattr(parameter, "_local_tensor", parameter))
     tensors = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
-    ours = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     kept: dict[int, torch.Tensor] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in ours:
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     x = torch.randn(1, SEQ // tp, SIZES["dim"], dtype=torch.bfloat16, requires_grad=True)
     (block,) = model.layers.values()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         block(x)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / SEQ
 
 
-def sizes() -> plan_parallelism.Model:
+def sizes() -> Model:
     args = resolve_args(get_spec("llama3"), "debugmodel", SIZES)
     widths = (args.dim, args.ffn_dim, args.n_heads, args.num_kv_heads, args.vocab_size)
-    return plan_parallelism.Model(1e6, 1, *widths, False, "tiny")
+    return Model(1e6, 1, *widths, False, "tiny")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_what_a_block_keeps_is_what_it_is_said_to_keep(tp: int) -> None:
+def test_bytes_per_token_equal_those_of_a_real_block(tp: int) -> None:
     assert run_ranks(kept_bytes, tp, tp) == [bytes_per_token(sizes(), tp)] * tp
 
 
@@ -82,17 +83,25 @@ def test_memory_of_a_known_run() -> None:
         (70e9, 256, 597),  # its report on async TP of 2025-06, FSDP 32 x TP 8
     ],
 )
-def test_times_are_of_the_right_size(params: float, gpus: int, published: float) -> None:
+def test_tokens_per_second_are_near_published_ones(
+    params: float, gpus: int, published: float
+) -> None:
     """Tokens/s of a GPU within a third of what TorchTitan's authors measured in bfloat16 on H100s."""
     cluster = Cluster(gpus, gpus // 8, 96, NETS["fast"], 400e12)
     best = suggest(model_of(params), cluster, 2 * gpus, 8192)[0]
-    assert best.num_micro * best.plan.micro * best.plan.dp * 8192 / best.seconds / gpus == pytest.approx(
-        published, rel=1 / 3
+    assert (
+        best.num_micro * best.plan.micro * best.plan.dp * 8192 / best.seconds / gpus
+        == pytest.approx(published, rel=1 / 3)
     )
 
 
 def names(
-    params: float, gpus: int, nodes: int = 1, net: str = "fast", gib: float = 80, seq_len: int = 8192
+    params: float,
+    gpus: int,
+    nodes: int = 1,
+    net: str = "fast",
+    gib: float = 80,
+    seq_len: int = 8192,
 ) -> list[str]:
     batch = max(1, round(2**20 / seq_len / gpus)) * gpus
     cluster = Cluster(gpus, nodes, gib, NETS[net], 400e12)
@@ -107,7 +116,10 @@ def names(
         ({"params": 1.2e9, "gpus": 8}, "DDP 8"),  # a GPU holds all of it
         ({"params": 8e9, "gpus": 8}, "FSDP 8"),
         ({"params": 8e9, "gpus": 16, "nodes": 2}, "HSDP 2 x 8"),  # gathers stay inside a machine
-        ({"params": 8e9, "gpus": 16, "nodes": 2, "gib": 40}, "TP 2 x FSDP 8"),  # a machine is too small for all states
+        (
+            {"params": 8e9, "gpus": 16, "nodes": 2, "gib": 40},
+            "TP 2 x FSDP 8",
+        ),  # a machine is too small for all states
         (
             {"params": 70e9, "gpus": 64, "nodes": 8, "net": "slow"},
             "PP 16 x TP 4",
@@ -115,7 +127,7 @@ def names(
     ],
     ids=str,
 )
-def test_what_comes_first(case: dict, first: str) -> None:
+def test_the_first_suggestion(case: dict, first: str) -> None:
     assert names(**case)[0] == first
 
 
@@ -125,7 +137,7 @@ def test_a_slow_network_makes_sharding_over_machines_slower() -> None:
     assert any(name.startswith("PP") for name in slow[1:4])
 
 
-def test_long_sequences_are_cut() -> None:
+def test_long_sequences_are_sharded() -> None:
     assert all("CP" in name or "TP" in name for name in names(8e9, 8, seq_len=131072)[:5])
 
 
@@ -145,17 +157,23 @@ CASES = [
 
 
 @pytest.mark.parametrize("arguments", CASES, ids=" ".join)
-def test_what_is_suggested_is_accepted(
-    arguments: list[str], tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+def test_suggested_configs_pass_the_check(
+    arguments: list[str],
+    tmp_path: Path,
+    repo_root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch,
 ) -> None:
-    """The lines go into a file of their own on top of a shipped configuration, and the check has nothing to say."""
+    """A config that extends a bundled one with the suggested lines has no errors and no warnings."""
     monkeypatch.chdir(repo_root)
-    assert plan_parallelism.main(arguments) == 0
+    assert titan(["plan", *arguments]) == 0
     blocks = toml_blocks(capsys.readouterr().out)
     assert 1 <= len(blocks) <= 3
     flavor = {"1.24e9": "1b", "8e9": "8b", "70e9": "70b", "405e9": "405b"}[arguments[1]]
     for block in blocks:
-        (tmp_path / "plan.toml").write_text(f'extends = "{repo_root}/train_configs/llama3_{flavor}.toml"\n{block}')
+        (tmp_path / "plan.toml").write_text(
+            f'extends = "{repo_root}/train_configs/llama3_{flavor}.toml"\n{block}'
+        )
         code = titan(["check", str(tmp_path / "plan.toml"), "--world-size", arguments[3]])
         captured = capsys.readouterr()
         assert code == 0, captured.err
@@ -163,20 +181,32 @@ def test_what_is_suggested_is_accepted(
 
 
 def test_arithmetic_of_a_plan() -> None:
-    """Halves and eighths where they should be."""
+    """Doubling a degree halves its part of the memory."""
     model = model_of(8e9)
     plan = Plan(1, 1, 8, 1, 1, 1, "none")
     base = memory(plan, model, 8192, 1)
     assert base.states == pytest.approx(16 * 8.03e9 / 8 / 2**30, rel=1e-3)
-    assert memory(Plan(1, 2, 4, 1, 1, 1, "none"), model, 8192, 1).states == pytest.approx(2 * base.states)
-    assert memory(Plan(1, 1, 4, 1, 2, 1, "none"), model, 8192, 1).states == pytest.approx(base.states)
-    assert memory(Plan(1, 1, 4, 2, 1, 1, "none"), model, 8192, 1).states == pytest.approx(base.states)
-    assert memory(Plan(1, 1, 8, 1, 1, 2, "none"), model, 8192, 1).activations == pytest.approx(2 * base.activations)
+    assert memory(Plan(1, 2, 4, 1, 1, 1, "none"), model, 8192, 1).states == pytest.approx(
+        2 * base.states
+    )
+    assert memory(Plan(1, 1, 4, 1, 2, 1, "none"), model, 8192, 1).states == pytest.approx(
+        base.states
+    )
+    assert memory(Plan(1, 1, 4, 2, 1, 1, "none"), model, 8192, 1).states == pytest.approx(
+        base.states
+    )
+    assert memory(Plan(1, 1, 8, 1, 1, 2, "none"), model, 8192, 1).activations == pytest.approx(
+        2 * base.activations
+    )
     full = memory(Plan(1, 1, 8, 1, 1, 1, "full"), model, 8192, 1).activations
-    assert full < memory(Plan(1, 1, 8, 1, 1, 1, "selective"), model, 8192, 1).activations < base.activations
+    assert (
+        full
+        < memory(Plan(1, 1, 8, 1, 1, 1, "selective"), model, 8192, 1).activations
+        < base.activations
+    )
 
 
-def test_a_group_has_its_share_of_its_machines_network() -> None:
+def test_groups_share_the_network_of_a_node() -> None:
     cluster = Cluster(16, 2, 80, 100.0, 1e12)
     inside = 450e9 * 0.8
     assert cluster.bandwidth(8, 1) == inside and cluster.bandwidth(2, 4) == inside
@@ -185,31 +215,39 @@ def test_a_group_has_its_share_of_its_machines_network() -> None:
     assert cluster.bandwidth(8, 2) == 100e9 * 0.8 / 2
 
 
-def test_the_table_is_in_order_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_parallelism.main(["--params", "8e9", "--gpus", "16", "--nodes", "2"]) == 0
+def test_the_parts_of_each_row_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert titan(["plan", "--params", "8e9", "--gpus", "16", "--nodes", "2"]) == 0
     rows = re.findall(r"^ *\d+\. .*$", capsys.readouterr().out, re.MULTILINE)
     assert len(rows) == 8
     for row in rows:
         total, states, gathered, activations, rest, *_ = map(float, re.findall(r"\d+\.\d+", row))
         assert total == pytest.approx(states + gathered + activations + rest, abs=0.21)
-    assert math.isclose(float(rows[0].split()[-1].replace(",", "")) * 16 * 9.62, 2**20, rel_tol=0.01)
+    assert math.isclose(
+        float(rows[0].split()[-1].replace(",", "")) * 16 * 9.62, 2**20, rel_tol=0.01
+    )
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--params", "8e9"], ["--params", "8e9", "--gpus", "0"], ["--params", "8e9", "--gpus", "9", "--nodes", "2"]],
+    [
+        ["--params", "8e9"],
+        ["--params", "8e9", "--gpus", "0"],
+        ["--params", "8e9", "--gpus", "9", "--nodes", "2"],
+    ],
 )
 def test_wrong_arguments(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        plan_parallelism.main(arguments)
-    assert end.value.code == 2
+    try:
+        code: object = titan(["plan", *arguments])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
 
 
-def test_what_does_not_fit_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_parallelism.main(["--params", "405e9", "--gpus", "1"]) == 1
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert titan(["plan", "--params", "405e9", "--gpus", "1"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
 
 
 def test_suggestions_name_each_layout_once() -> None:
-    found = names(8e9, 16, 2)
-    assert len(found) == len(set(found))
+    suggested = names(8e9, 16, 2)
+    assert len(suggested) == len(set(suggested))
