@@ -68,7 +68,8 @@ trap 'rm -f "$told"' EXIT
 
 PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 check "$PYTHON" -m ruff check .
-check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/*.sh scripts/slurm/*.sh scripts/slurm/*.slurm
+check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/*.sh \
+  torchtitan_like/slurm/templates/*.sh torchtitan_like/slurm/templates/*.slurm
 "$PYTHON" -m mypy >"$told" 2>&1 & # while the first tests use one core
 typed=$!
 

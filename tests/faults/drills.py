@@ -16,11 +16,11 @@ from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
-from scripts import watchdog
 from tests.faults.kills import Chain, published
 from tests.faults.plants import Plant
 from tests.faults.shim import Rule
 from tests.faults.trainer import ASSETS, Ended, Warm, kill
+from torchtitan_like.slurm import watchdog
 
 STEPS = 8
 PROMPT, TRAIN_TIMEOUT, START_TIMEOUT = 30, 3, 8  # seconds
@@ -58,7 +58,7 @@ class Drill(NamedTuple):
     overrides: Mapping[str, Any] = {}
     num_ranks: int = 2
     then: Callable[[Chain, Ended], None] = lambda chain, ended: None  # what else must hold, before the next start
-    is_watched: bool = False  # from outside, by scripts/watchdog.py: nobody inside is left to notice
+    is_watched: bool = False  # from outside, by titan slurm watchdog: nobody inside is left to notice
 
     def __str__(self) -> str:
         return self.name
@@ -206,12 +206,12 @@ def check_end(row: Drill, ended: Ended) -> None:
 
 @contextmanager
 def watched(chain: Chain) -> Iterator[None]:
-    """Somebody kills the run when scripts/watchdog.py tells that its log has been silent for as long as the time-out."""
+    """Somebody kills the run when titan slurm watchdog reports that its log has been silent for as long as the time-out."""
     over, log = threading.Event(), chain.folder / "metrics.jsonl"
 
     def watch() -> None:
         while not over.wait(0.5):
-            if log.exists() and watchdog.look_at_log(log, TRAIN_TIMEOUT / 60, time.time()).is_alert:
+            if log.exists() and watchdog.observe_log(log, TRAIN_TIMEOUT / 60, time.time()).is_alert:
                 kill([json.loads(file.read_text())["pid"] for file in chain.folder.glob("attempts/1/heartbeat/rank-*")])
 
     thread = threading.Thread(target=watch)

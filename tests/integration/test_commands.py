@@ -15,7 +15,6 @@ import pytest
 from scripts import (
     comm_compute,
     exposed_comm,
-    notify,
 )
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
@@ -26,6 +25,8 @@ from torchtitan_like.config.fields import find
 from torchtitan_like.launcher.options import OPTIONS
 from torchtitan_like.launcher.outcome import Start, how_to_resume, summary
 from torchtitan_like.preflight import load_checked
+from torchtitan_like.slurm.scaffold import TEMPLATES
+from torchtitan_like.slurm.templates import notify
 from torchtitan_like.util.exit_codes import ExitCode
 
 GUIDES = sorted(
@@ -187,14 +188,15 @@ def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselve
 SHOWN = {
     "sbatch ": lambda words: check_job(words),
     "salloc ": lambda words: check_job(words),
-    "scripts/slurm/": lambda words: check_job(words),
+    "slurm/": lambda words: check_job(words),
+    "titan slurm ": lambda words: parse_titan(words[1:]),
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
     "titan run ": lambda words: parse_titan(words[1:]),
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
-    "python scripts/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
+    "python slurm/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
     "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),
@@ -235,10 +237,11 @@ def check_shell(script: str, word: str) -> None:
 
 def check_job(words: list[str]) -> None:
     """The scripts are there and explain themselves; a run's settings are accepted. tests/slurm runs what is submitted."""
-    scripts = [word for word in words if word.startswith("scripts/")]
+    scripts = [word for word in words if word.startswith(("scripts/", "slurm/"))]
     for script in scripts:
         python = [sys.executable] if script.endswith(".py") else []
-        done = shell(shlex.join([*python, script, "--help"]), ROOT)
+        path = str(TEMPLATES / Path(script).name) if script.startswith("slurm/") else script
+        done = shell(shlex.join(["env", f"SCRIPTS={TEMPLATES}", *python, path, "--help"]), ROOT)
         assert done.returncode == 0 and len(done.stdout) > 100, done.stderr
     settings = words[words.index(scripts[-1]) + 1 :]
     if settings[:1] == ["--job.config_file"]:

@@ -55,4 +55,6 @@ def test_titan_works_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     trained = titan(installed, tmp_path, "train", "debug_model.toml", "--nproc", "1", *TINY.split(), *caches)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert (tmp_path / "outputs/checkpoint/step-1/manifest.json").exists()
+    written = titan(installed, tmp_path, "slurm", "init", "slurm")
+    assert written.returncode == 0 and (tmp_path / "slurm/train.slurm").exists(), written.stderr
     assert trained.stdout.splitlines()[-2].startswith("Resume (the same command, more steps): ")

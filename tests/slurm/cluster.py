@@ -83,6 +83,11 @@ class Cluster:
     daemons: list[subprocess.Popen[bytes]]
 
     @property
+    def scripts(self) -> Path:
+        """The folder for the scripts of `titan slurm init`."""
+        return self.folder / "scripts"
+
+    @property
     def env(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 

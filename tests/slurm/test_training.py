@@ -1,10 +1,9 @@
-"""The batch scripts on a real Slurm: runs that are stopped, killed and queued again end as the run that never was."""
+"""The scripts of `titan slurm init` on a real Slurm: runs that are stopped, killed and queued again end as one without."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from tests.faults.trainer import arguments, exact_rows
 from tests.harness.runner import ROOT, run_trainer
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
+from torchtitan_like.slurm import scaffold
 
 STEPS, HOLD_AT = 20, 10
 
@@ -37,6 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("no Slurm: its daemons are started as root here")
     started = slurm.start(tmp_path_factory.mktemp("slurm"))
+    write_scripts(started.scripts, TITAN)
     try:
         yield started
     finally:
@@ -49,7 +50,7 @@ class Run:
 
     cluster: Cluster
     folder: Path  # of the test; the run's is outputs/ in it
-    root: Path = ROOT
+    scripts: Path  # written by `titan slurm init`
 
     @property
     def outputs(self) -> Path:
@@ -59,8 +60,6 @@ class Run:
         """Add the options that all jobs share, and the run's; the ids that the command prints."""
         self.folder.mkdir(exist_ok=True)
         env = {
-            "PYTHON": sys.executable,
-            "ROOT": str(self.root),
             "HOLD_AT": " ".join(map(str, hold_at)),
             "NGPU": "1",
             "OMP_NUM_THREADS": "1",
@@ -90,11 +89,14 @@ def train(folder: Path, **overrides: object) -> list[str]:
     )
 
 
-SLURM = ROOT / "scripts/slurm"
 SBATCH = ("sbatch", "--parsable")
+TITAN = f"""#!/usr/bin/env bash
+exec {sys.executable} -m torchtitan_like "$@"
+"""
 STUB = """#!/usr/bin/env bash
+[ "$1" = train ] || exec {python} -m torchtitan_like "$@"
 end() {{
-  echo "{{\\"code\\": $1}}" >{outputs}/exit.json
+  echo "{{\\"reason\\": \\"stub\\", \\"code\\": $1, \\"step\\": 0}}" >{outputs}/exit.json
   exit "$1"
 }}
 trap 'end 75' TERM
@@ -109,21 +111,28 @@ done
 
 @pytest.fixture
 def stub(cluster: Cluster, tmp_path: Path) -> Run:
-    """Jobs whose run_train.sh only waits for a signal or the kill switch: what they do with Slurm needs no trainer."""
-    house = tmp_path / "house"
-    shutil.copytree(ROOT / "scripts", house / "scripts")
-    for name in ("torchtitan_like", "tests", "pyproject.toml"):
-        (house / name).symlink_to(ROOT / name)
-    (house / "run_train.sh").write_text(STUB.format(outputs=tmp_path / "job/outputs"))
-    (house / "run_train.sh").chmod(0o755)
-    return Run(cluster, tmp_path / "job", house)
+    """Jobs whose `titan train` only waits for a signal or the kill switch. They test Slurm, not the trainer."""
+    outputs = tmp_path / "job/outputs"
+    write_scripts(tmp_path / "scripts", STUB.format(outputs=outputs, python=sys.executable))
+    return Run(cluster, tmp_path / "job", tmp_path / "scripts")
+
+
+def write_scripts(folder: Path, titan: str) -> None:
+    """Write the batch scripts, with the text of a `titan` command that env.sh makes available."""
+    scaffold.write_scripts(folder)
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "titan").write_text(titan)
+    (programs / "titan").chmod(0o755)
+    with (folder / "env.sh").open("a") as file:
+        file.write(f'export PATH={programs}:"$PATH" PYTHONPATH={ROOT}\n')
 
 
 @pytest.fixture(scope="module")
 def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
     """Three tasks on two nodes; started before the other tests, as most of its time is spent waiting."""
-    run = Run(cluster, tmp_path_factory.mktemp("jobs") / "array")
-    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(SLURM / "train_array.slurm"))
+    run = Run(cluster, tmp_path_factory.mktemp("jobs") / "array", cluster.scripts)
+    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(run.scripts / "train_array.slurm"))
     return run, job
 
 
@@ -135,13 +144,13 @@ def preempted(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Run, Future[dict[str, str]]]]:
     """A run whose node is taken five times by jobs that need it, beside the other tests; and how Slurm says that it ended."""
-    run = Run(cluster, tmp_path_factory.mktemp("jobs") / "preempted")
+    run = Run(cluster, tmp_path_factory.mktemp("jobs") / "preempted", cluster.scripts)
     with ThreadPoolExecutor(1) as pool:
         yield run, pool.submit(preempt, run)
 
 
 def preempt(run: Run) -> dict[str, str]:
-    [job] = run.submit(*SBATCH, "--partition=low", str(SLURM / "train.slurm"), hold_at=PREEMPTED_AT)
+    [job] = run.submit(*SBATCH, "--partition=low", str(run.scripts / "train.slurm"), hold_at=PREEMPTED_AT)
     for times in range(1, len(PREEMPTED_AT) + 1):
         run.await_output("Holding at step", times)
         urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
@@ -152,8 +161,8 @@ def preempt(run: Run) -> dict[str, str]:
 
 @pytest.mark.usefixtures("preempted")
 def test_a_killed_worker_brings_the_job_back(array: tuple[Run, str], cluster: Cluster, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path / "job")
-    [job] = run.submit(*SBATCH, str(SLURM / "train.slurm"))
+    run = Run(cluster, tmp_path / "job", cluster.scripts)
+    [job] = run.submit(*SBATCH, str(run.scripts / "train.slurm"))
     run.await_output(f"Holding at step {HOLD_AT}")
     [victim] = [process for process in psutil.process_iter() if is_rank(process, run.outputs)]
     victim.send_signal(signal.SIGKILL)
@@ -174,7 +183,7 @@ def near_its_limit(run: Run, job: str) -> None:
 
 
 def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> None:
-    jobs = stub.submit(str(SLURM / "submit_chain.sh"), "4", str(SLURM / "train.slurm"))
+    jobs = stub.submit(str(stub.scripts / "submit_chain.sh"), "4", str(stub.scripts / "train.slurm"))
     stub.await_output("The stub runs")
     stub.cluster.run("scancel", "--signal=USR1", "--batch", jobs[0])
     stub.await_output("The stub runs", times=2)
@@ -189,11 +198,11 @@ def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> No
 
 
 def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
-    [job] = stub.submit(*SBATCH, "--nodes=2", str(SLURM / "train.slurm"))
+    [job] = stub.submit(*SBATCH, "--nodes=2", str(stub.scripts / "train.slurm"))
     stub.await_output("The stub runs on 2 nodes", times=2)
-    beside = stub.cluster.run(str(SLURM / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
+    beside = stub.cluster.run(str(stub.scripts / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
     assert sorted(beside.splitlines()) == ["0: n1", "1: n2"]
-    assert stub.cluster.run(str(SLURM / "hosts.sh"), "n[1-2]").split() == ["n1", "n2"]
+    assert stub.cluster.run(str(stub.scripts / "hosts.sh"), "n[1-2]").split() == ["n1", "n2"]
     stub.cluster.run("scancel", job)
     [state] = stub.cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), stub.output()
@@ -203,8 +212,8 @@ def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
 def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs/hello.slurm").write_text("#!/bin/bash\n#SBATCH --output=%x.out\necho done\n")
-    cron = ("--job-name=cron-test", str(SLURM / "cron.slurm"), "1hour", "jobs")
-    job = cluster.run(*SBATCH, *cron, env={"ROOT": str(ROOT)}, cwd=tmp_path).strip()
+    cron = ("--job-name=cron-test", str(cluster.scripts / "cron.slurm"), "1hour", "jobs")
+    job = cluster.run(*SBATCH, *cron, cwd=tmp_path).strip()
     [state] = cluster.wait(job)
     assert state["JobState"] == "COMPLETED", (tmp_path / "cron-test.out").read_text()
     queued = cluster.run("squeue", "--noheader", "--name=cron-test", "--format=%i %T %P").split()
@@ -218,8 +227,8 @@ def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path
 
 def test_the_ranks_of_an_allocation_say_that_they_are_well(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={tmp_path}/out")
-    env = {"PYTHON": sys.executable, "ROOT": str(ROOT), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
-    job = cluster.run(*SBATCH, *options, str(SLURM / "check_nodes.slurm"), env=env).strip()
+    env = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    job = cluster.run(*SBATCH, *options, str(cluster.scripts / "check_nodes.slurm"), env=env).strip()
     [state] = cluster.wait(job)
     said = (tmp_path / "out").read_text()
     assert state["JobState"] == "COMPLETED", said
@@ -241,9 +250,10 @@ def test_a_bad_node_is_named_in_an_option_that_sbatch_takes(
     programs.mkdir()
     (programs / "nvidia-smi").write_text(NVIDIA_SMI)
     (programs / "nvidia-smi").chmod(0o755)
-    check = f"{sys.executable} {SLURM}/find_bad_nodes.py --gpus 1 --timeout 60"
+    check = f"{sys.executable} {cluster.scripts}/find_bad_nodes.py --gpus 1 --timeout 60"
     options = ("--nodes=2", f"--output={tmp_path}/out", f"--wrap={check}")
-    env = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    path = f"{programs}:{cluster.scripts}/bin:{os.environ['PATH']}"
+    env = {"PATH": path, "PYTHONPATH": str(ROOT)}
     [state] = cluster.wait(cluster.run(*SBATCH, *options, env=env).strip())
     report = (tmp_path / "out").read_text()
     assert state["ExitCode"] == "1:0", report
@@ -279,7 +289,7 @@ def test_the_stacks_of_all_ranks_of_a_job_are_dumped_on_its_nodes(
             lambda: len(list(tmp_path.glob("started-*"))) == 2, "no ranks", tmp_path, 60
         )
         # Both nodes read the same processes at the same time: no process may be stopped for it.
-        command = (str(SLURM / "pyspy_srun.sh"), job, str(stacks), "--nonblocking")
+        command = (str(cluster.scripts / "pyspy_srun.sh"), job, str(stacks), "--nonblocking")
         printed = cluster.run(*command, env={"PATTERN": str(program)})
     finally:
         cluster.run("scancel", "--signal=KILL", "--full", job)

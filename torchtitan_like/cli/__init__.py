@@ -84,6 +84,18 @@ NODE = (
     Command("node bench", "Nodes", "measure how fast ranks all-reduce", "node.bench"),
 )
 
+SLURM = (
+    Command("slurm init", "Scripts", "write batch scripts into a folder, to edit", "slurm.init"),
+    Command(
+        "slurm watchdog",
+        "Watch",
+        "check once whether a job lives, a log grows and disk is left",
+        "slurm.watchdog",
+    ),
+    Command("slurm before", "In train.slurm", "print the step to continue from", "slurm.before"),
+    Command("slurm after", "In train.slurm", "decide whether a job is queued again", "slurm.after"),
+)
+
 # In the order of `titan --help`.
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
@@ -93,6 +105,7 @@ COMMANDS = (
     Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
     Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
+    Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
     Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
     Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
 )

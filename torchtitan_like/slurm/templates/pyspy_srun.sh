@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Where does every rank of a Slurm job stand? scripts/pyspy_all.sh on each of its nodes, beside the run.
+# Dump the Python stacks of every rank of a Slurm job: runs pyspy_all.sh on each of its nodes, next to the run.
 #
-#   scripts/slurm/pyspy_srun.sh JOB [FOLDER] [py-spy's options]
+#   DIR/pyspy_srun.sh JOB [FOLDER] [py-spy's options]
 #
-#   FOLDER      for the stacks, one file for each rank (default: stacks-JOB); all nodes must see it
+#   FOLDER      for the stacks, one file per rank (default: stacks-JOB); all nodes must see it
 #   DRY_RUN=1   print the command
 set -euo pipefail
 
@@ -19,9 +19,9 @@ if [ $# -gt 0 ] && [[ "$1" != -* ]]; then
 fi
 nodes=$(squeue --noheader --jobs "$job" --states=RUNNING --format %D)
 [ -n "$nodes" ] || { echo "Job $job does not run" >&2; exit 1; }
-# Beside the run: on the cores that it has, and without its GPUs.
+# --overlap: on the cores of the run. --gres=none: without its GPUs.
 command=(srun --jobid="$job" --overlap --gres=none --nodes="${nodes// /}" --ntasks="${nodes// /}" --ntasks-per-node=1 --label
-  "$(CDPATH='' cd "$(dirname "$0")/.." && pwd)/pyspy_all.sh" "$folder" "$@")
+  "$(CDPATH='' cd "$(dirname "$0")" && pwd)/pyspy_all.sh" "$folder" "$@")
 if [ -n "${DRY_RUN:-}" ]; then
   printf '%q ' "${command[@]}"
   echo

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Run a command on every node of a job, beside what runs there, or on any hosts.
+# Run a command on every node of a job, next to the job, or on any hosts.
 #
-#   scripts/slurm/on_nodes.sh JOB COMMAND [arguments]              by srun, once on each node, without its GPUs
-#   scripts/slurm/on_nodes.sh 'node-[1-4]' COMMAND [arguments]     by pdsh, or else ssh, one host after the other
+#   DIR/on_nodes.sh JOB COMMAND [arguments]              by srun, once on each node, without its GPUs
+#   DIR/on_nodes.sh 'node-[1-4]' COMMAND [arguments]     by pdsh, or else ssh, one host after the other
 #
-# Each line of the output begins with its node. What is left of you after a crash, shown and then ended:
+# Each line of the output begins with its node. Show your processes left after a crash, then end them:
 #
-#   scripts/slurm/on_nodes.sh 'node-[1-4]' pgrep -u "$USER" -af torchtitan_like.train
-#   scripts/slurm/on_nodes.sh 'node-[1-4]' pkill -u "$USER" -f torchtitan_like.train
+#   DIR/on_nodes.sh 'node-[1-4]' pgrep -u "$USER" -af torchtitan_like.train
+#   DIR/on_nodes.sh 'node-[1-4]' pkill -u "$USER" -f torchtitan_like.train
 #
 # DRY_RUN=1 prints the commands.
 set -uo pipefail

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The hosts of a Slurm host list, one a line, or as a hostfile for mpirun and DeepSpeed.
+# Expand a Slurm host list: one host per line, or a hostfile for mpirun and DeepSpeed.
 #
-#   scripts/slurm/hosts.sh 'node-[42,49-51]'         node-42, node-49, node-50, node-51
-#   scripts/slurm/hosts.sh                           those of this job ($SLURM_JOB_NODELIST)
-#   SLOTS=8 scripts/slurm/hosts.sh --hostfile [LIST] node-42 slots=8 ...   (default of SLOTS: GPUs of the job, else 8)
+#   DIR/hosts.sh 'node-[42,49-51]'         node-42, node-49, node-50, node-51
+#   DIR/hosts.sh                           those of this job ($SLURM_JOB_NODELIST)
+#   SLOTS=8 DIR/hosts.sh --hostfile [LIST] node-42 slots=8 ...   (default of SLOTS: GPUs of the job, else 8)
 #
-# Where there is no Slurm the list is expanded here.
+# Works without Slurm too.
 set -euo pipefail
 
 case "${1:-}" in

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Give nodes back that Slurm has drained because a job could not be killed, when nothing of any user is left on them.
+# Resume nodes that Slurm has drained because a job could not be killed, if no user's process is left on them.
 #
-#   scripts/slurm/undrain_good_nodes.sh          tell which nodes that would be
-#   scripts/slurm/undrain_good_nodes.sh --do     resume them
+#   DIR/undrain_good_nodes.sh          print which nodes these are
+#   DIR/undrain_good_nodes.sh --do     resume them
 #
-# "Kill task failed" is a process that outlived its job for a while, often on a slow file system: the node itself is well. Only
-# nodes with that very reason are looked at, by ssh. One on which a process of a user (uid 1000 and above, but for this very
-# look) is left, or which does not answer, stays drained, and its processes are shown. Needs the right to change nodes, and to
-# see all processes on them.
+# "Kill task failed" means that a process outlived its job, often on a slow file system; the node itself is healthy. This
+# script inspects only nodes with that reason, by ssh. A node stays drained if it does not answer, or if a process of a user
+# (uid 1000 and above) is left; then its processes are shown. Needs the right to change nodes and to see all processes.
 #
-# Returns 0 when none stays drained, else 1.
+# Returns 0 if no node stays drained, else 1.
 set -uo pipefail
 
 case "${1:-}" in

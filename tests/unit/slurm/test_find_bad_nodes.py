@@ -1,4 +1,4 @@
-"""scripts/slurm/find_bad_nodes.py: which nodes it names."""
+"""find_bad_nodes.py: which nodes it names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from scripts.slurm import find_bad_nodes
+from torchtitan_like.slurm.templates import find_bad_nodes
 
 
 def cluster(
@@ -32,7 +32,7 @@ def cluster(
 @pytest.mark.parametrize(
     ("sick", "cut_off", "expected"),
     [
-        (set(), set(), "all 5 nodes are well"),
+        (set(), set(), "all 5 nodes are good"),
         ({"n2"}, set(), "--exclude=n2"),
         (set(), {"n3"}, "--exclude=n3"),
         ({"n1"}, {"n5"}, "--exclude=n1,n5"),

@@ -1,4 +1,4 @@
-"""scripts/notify.py: a message arrives by every way, a way that fails is told, and no secret is."""
+"""notify.py: a message is sent in every way, failures are reported, and no secret is printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import notify
+from torchtitan_like.slurm.templates import notify
 
 SECRET = "T0/B0/secret-part"
 

@@ -1,4 +1,4 @@
-"""The batch scripts with a Slurm that only notes what it is asked; what a real one does with them is tested in tests/slurm."""
+"""The batch scripts with a fake Slurm that records its calls. tests/slurm runs them on a real one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import errno
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.slurm import job
 from tests.harness.runner import ROOT
+from torchtitan_like.slurm import job
+from torchtitan_like.slurm.scaffold import TEMPLATES
 
-SCRIPTS = ROOT / "scripts/slurm"
-ALL = sorted(path for path in SCRIPTS.iterdir() if path.suffix in (".sh", ".slurm"))
-# What stands in for Slurm's commands: they note their words; what they print is told by the test.
+ALL = sorted(path for path in TEMPLATES.iterdir() if path.suffix in (".sh", ".slurm") and path.name != "env.sh")
+# Replaces Slurm's commands: records the words, and prints what the test sets.
 FAKE = """#!/bin/sh
 printf '%s' "${0##*/}" >>"$CALLS"; printf ' %s' "$@" >>"$CALLS"; echo >>"$CALLS"
 eval "$FAKE_OUTPUT"
@@ -27,17 +26,19 @@ eval "$FAKE_OUTPUT"
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which the calls stand."""
+    """Return the file of the recorded calls."""
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "scontrol", "squeue", "srun", "scancel"):
         (tmp_path / "bin" / name).write_text(FAKE)
         (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin/titan").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan_like "$@"\n')
+    (tmp_path / "bin/titan").chmod(0o755)
     (tmp_path / "calls").touch()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("FAKE_OUTPUT", "")
-    monkeypatch.setenv("ROOT", str(ROOT))
-    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("SCRIPTS", str(TEMPLATES))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("NNODES", "MASTER_ADDR")]:
         monkeypatch.delenv(name)
     return tmp_path / "calls"
@@ -45,7 +46,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def bash(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(SCRIPTS / script), *arguments],
+        ["bash", str(TEMPLATES / script), *arguments],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -77,7 +78,7 @@ def test_a_dry_run_shows_the_meeting_point_and_the_cores(slurm: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("+ NNODES")]
     assert line.startswith("+ NNODES=2 MASTER_ADDR=n1 MASTER_PORT=24711 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
-    assert "--cpus-per-task=96 --kill-on-bad-exit=1" in line and "scripts/slurm/node.sh --job.config_file" in line
+    assert "--cpus-per-task=96 --kill-on-bad-exit=1" in line and f"{TEMPLATES}/node.sh --job.config_file" in line
     assert slurm.read_text() == "scontrol show hostnames n[1-2]\n"
     assert not (tmp_path / "out").exists()
 
@@ -90,7 +91,7 @@ def test_a_dry_run_shows_the_meeting_point_and_the_cores(slurm: Path, tmp_path: 
             1,
             "Misconfigured script: NNODES=4 != SLURM_NNODES=2",
         ),
-        ({"ROOT": "/nowhere", "SLURM_JOB_ID": "1"}, 78, "There is no run_train.sh in /nowhere"),
+        ({"SCRIPTS": "/nowhere", "SLURM_JOB_ID": "1"}, 78, "There is no env.sh in /nowhere"),
         ({}, 78, "This is a batch script: sbatch"),
         ({"SLURM_JOB_ID": "1"}, 1, "--job.config_file must name the config"),
     ],
@@ -111,8 +112,24 @@ def test_a_config_that_cannot_work_starts_nothing(slurm: Path) -> None:
 def test_a_dry_run_of_the_check_starts_nothing(slurm: Path) -> None:
     done = bash("check_nodes.slurm", "--memory-gib", "70", DRY_RUN="1", SLURM_CPUS_PER_TASK="12")
     assert done.returncode == 0, done.stderr
-    check = [sys.executable, "-m", "torchtitan_like", "node", "check", "--ranks", "--memory-gib", "70"]
+    check = ["titan", "node", "check", "--ranks", "--memory-gib", "70"]
     assert shlex.split(done.stdout) == ["srun", "--cpus-per-task=12", *check] and slurm.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (65, 0), (75, 0), (130, 0), (1, 1), (78, 78)]
+)
+def test_a_node_trains_on_all_its_gpus(
+    slurm: Path, tmp_path: Path, code: int, expected: int
+) -> None:
+    """Codes that the ranks agree on become 0: srun must not end the other nodes."""
+    (tmp_path / "bin/titan").write_text(f'#!/bin/sh\necho "NGPU=$NGPU $@"\nexit {code}\n')
+    done = bash("node.sh", "--job.config_file", "x.toml")
+    assert (done.returncode, done.stdout) == (
+        expected,
+        "NGPU=auto train --job.config_file x.toml\n",
+    )
+    assert bash("node.sh", NGPU="3").stdout == "NGPU=3 train\n"
 
 
 def test_a_chain_hangs_together(slurm: Path, tmp_path: Path) -> None:
@@ -137,7 +154,7 @@ def test_jobs_that_submit_themselves_do_that_first(slurm: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     itself, other = slurm.read_text().splitlines()
     options = "--begin=now+1day --dependency=singleton --job-name=cron-daily --partition=cpu"
-    assert itself == f"sbatch {options} {SCRIPTS}/cron.slurm 1day {jobs}"
+    assert itself == f"sbatch {options} {TEMPLATES}/cron.slurm 1day {jobs}"
     assert other == f"sbatch {jobs}/a.slurm"
 
 
@@ -149,10 +166,10 @@ def test_the_watchdog_looks_at_job_log_and_disk(slurm: Path, tmp_path: Path) -> 
     first = slurm.read_text().splitlines()[0]
     assert (
         first
-        == f"sbatch --begin=now+2hours --dependency=singleton --job-name=watchdog {SCRIPTS}/watchdog.slurm {run} train"
+        == f"sbatch --begin=now+2hours --dependency=singleton --job-name=watchdog {TEMPLATES}/watchdog.slurm {run} train"
     )
     assert (tmp_path / "told").read_text() == (
-        f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it is not there"
+        f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it does not exist"
     ), "and not of the disk"
 
 
@@ -207,7 +224,7 @@ def test_py_spy_runs_beside_a_job_without_its_gpus(slurm: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     srun = slurm.read_text().splitlines()[1]
     assert srun.startswith("srun --jobid=7 --overlap --gres=none --nodes=4 --ntasks=4 --ntasks-per-node=1 --label ")
-    assert srun.endswith(f"scripts/pyspy_all.sh {tmp_path / 'stacks'} --native")
+    assert srun.endswith(f"templates/pyspy_all.sh {tmp_path / 'stacks'} --native")
     assert bash("pyspy_srun.sh", "7").returncode == 1, "it does not run"
 
 
@@ -226,7 +243,7 @@ def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
     try:
         for process in started:
             process.stdout.readline()
-        script = [str(ROOT / "scripts/pyspy_all.sh"), str(tmp_path), "--native"]
+        script = [str(TEMPLATES / "pyspy_all.sh"), str(tmp_path), "--native"]
         env = {**os.environ, "DRY_RUN": "1", "PATTERN": f"-m torchtitan_like.train {tmp_path}"}
         done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
     finally:
@@ -271,22 +288,6 @@ def test_the_diagnosis_of_a_node_names_it(slurm: Path, tmp_path: Path) -> None:
     assert (well.returncode, well.stdout) == (0, f"{host} is OK\n"), well.stderr
     assert (bad.returncode, bad.stdout) == (1, f"{host} is BAD\n")
     assert bash("dcgmi.slurm", "5").returncode == 78
-
-
-def test_the_short_words_ask_slurm(slurm: Path, tmp_path: Path) -> None:
-    for name in ("sinfo", "sacct", "sacctmgr"):
-        shutil.copy(tmp_path / "bin/squeue", tmp_path / "bin" / name)
-    words = "myjobs; groupjobs ml; pending; idle_nodes; bad_nodes; jobinfo 7"
-    sourced = f"source {shlex.quote(str(SCRIPTS))}/aliases.sh && {words}"
-    done = subprocess.run(
-        ["bash", "-c", sourced], env={**os.environ, "FAKE_OUTPUT": "exit 0"}, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    asked = [line.split(" --format")[0].split(" %")[0] for line in slurm.read_text().splitlines()]
-    assert asked == [
-        "squeue --me", "squeue --account=ml --sort=T,u", "squeue --states=PENDING --sort=S,-p", "sinfo --states=idle",
-        "sinfo --list-reasons --Node", "scontrol show --details job 7",
-    ]  # fmt: skip
 
 
 # ---- what a job decides

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Where does every rank on this machine stand? The Python stacks of all training processes, one file for each.
+# Dump the Python stacks of all training processes on this machine, one file per process.
 #
-#   scripts/pyspy_all.sh [FOLDER] [py-spy's options, as --native or --locals]
+#   DIR/pyspy_all.sh [FOLDER] [py-spy's options, as --native or --locals]
 #
 #   FOLDER      for the files stack-<host>-rank<rank>-<pid>.txt (default: .)
-#   PATTERN     what the command line of a training process holds (default: -m torchtitan_like.train)
+#   PATTERN     text in the command line of a training process (default: -m torchtitan_like.train)
 #   DRY_RUN=1   print the commands
 #
 # Needs py-spy (pip install py-spy) and the right to look at the processes: your own, where ptrace is allowed, or root's.
-# Prints the files' names; the last line tells how many ranks stand in the same place. Returns 1 when there is no process,
-# or one could not be read.
+# Prints the names of the files, and how many ranks are in each function. Returns 1 if there is no process, or one cannot
+# be read.
 set -uo pipefail
 
 case "${1:-}" in
@@ -20,7 +20,7 @@ if [ $# -gt 0 ] && [[ "$1" != -* ]]; then
   folder=$1
   shift
 fi
-[ -n "${DRY_RUN:-}" ] || command -v py-spy >/dev/null || { echo "py-spy is not there: pip install py-spy" >&2; exit 1; }
+[ -n "${DRY_RUN:-}" ] || command -v py-spy >/dev/null || { echo "py-spy is not installed: pip install py-spy" >&2; exit 1; }
 host=$(uname -n) host=${host%%.*}
 mkdir -p "$folder"
 code=1

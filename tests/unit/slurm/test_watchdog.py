@@ -1,4 +1,4 @@
-"""scripts/watchdog.py: which observations of a run are alerts, and who receives them."""
+"""`titan slurm watchdog`: which observations of a run are alerts, and who receives them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import watchdog
+from torchtitan_like.cli import main
 from torchtitan_like.report.disk import newest_checkpoint
+from torchtitan_like.slurm import watchdog
 
 NOW = 1_000_000.0
 
@@ -36,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(output: str, code: int = 0):
+def answer(output: str, code: int = 0):
     return lambda *_, **__: subprocess.CompletedProcess([], code, output, "slurm is away")
 
 
@@ -45,19 +46,19 @@ def asked(output: str, code: int = 0):
     [("7 RUNNING\n8 PENDING\n", False), ("8 PENDING\n", False), ("7 COMPLETING\n", True), ("", True)],
 )
 def test_a_job_is_alive_when_it_runs_or_waits(output: str, is_alert: bool) -> None:
-    assert watchdog.look_at_job("train", asked(output)).is_alert == is_alert
+    assert watchdog.observe_job("train", answer(output)).is_alert == is_alert
 
 
-def test_a_slurm_that_does_not_answer_is_no_dead_job() -> None:
+def test_slurm_without_an_answer_is_an_error() -> None:
     with pytest.raises(OSError, match="slurm is away"):
-        watchdog.look_at_job("train", asked("", code=1))
+        watchdog.observe_job("train", answer("", code=1))
 
 
 def test_a_log_that_does_not_grow(run: Path) -> None:
     file = run / "metrics.jsonl"
     os.utime(file, (NOW, NOW))
-    assert [watchdog.look_at_log(file, 30, NOW + 60 * m).is_alert for m in (29, 31)] == [False, True]
-    assert watchdog.look_at_log(run / "nowhere", 30, NOW).is_alert
+    assert [watchdog.observe_log(file, 30, NOW + 60 * m).is_alert for m in (29, 31)] == [False, True]
+    assert watchdog.observe_log(run / "nowhere", 30, NOW).is_alert
 
 
 @pytest.mark.parametrize(
@@ -78,27 +79,27 @@ def test_a_log_that_does_not_grow(run: Path) -> None:
 )
 def test_low_disk(run: Path, options: list[str], is_alert: bool) -> None:
     free = ["--free-command", f"echo {2 * 2**30} 100"]
-    assert watchdog.main(["disk", str(run), *free, *options]) == is_alert
+    assert main(["slurm", "watchdog", "disk", str(run), *free, *options]) == is_alert
 
 
-def test_room_is_told_in_checkpoints_and_days(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watchdog.main(["disk", str(run), "--free-command", f"echo {24 * 24_576}"]) == 0
-    assert "24 checkpoints left (at least 0), 1.0 days of saves left" in capsys.readouterr().out
+def test_room_is_reported_in_checkpoints_and_days(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", "watchdog", "disk", str(run), "--free-command", f"echo {24 * 24_576}"]) == 0
+    assert "24 checkpoints left (at least 0), 1.0 days of checkpoints left" in capsys.readouterr().out
 
 
-def test_an_alert_is_handed_on_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_alert_is_sent_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     missing = ["log", str(tmp_path / "nowhere"), "--log", str(tmp_path / "main.log")]
-    told = tmp_path / "told"
-    assert watchdog.main([*missing, "--notify", f"cat >{told}"]) == 1
-    assert told.read_text() == f"log {tmp_path / 'nowhere'}: it is not there"
+    received = tmp_path / "received"
+    assert main(["slurm", "watchdog", *missing, "--notify", f"cat >{received}"]) == 1
+    assert received.read_text() == f"log {tmp_path / 'nowhere'}: it does not exist"
     assert "watchdog ALERT log" in (tmp_path / "main.log").read_text()
-    assert watchdog.main([*missing, "--notify", f"rm {told}", "--dry-run"]) == 1
-    assert told.exists() and f"would run: rm {told}" in capfd.readouterr().out
-    assert watchdog.main([*missing, "--notify", "false"]) == 2
+    assert main(["slurm", "watchdog", *missing, "--notify", f"rm {received}", "--dry-run"]) == 1
+    assert received.exists() and f"would run: rm {received}" in capfd.readouterr().out
+    assert main(["slurm", "watchdog", *missing, "--notify", "false"]) == 2
     assert "false returned 1" in capfd.readouterr().err
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_is_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_deleted_meanwhile_is_ignored(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = newest_checkpoint(run)
     glob = Path.glob
     gone = run / "checkpoint/step-1/manifest.json"

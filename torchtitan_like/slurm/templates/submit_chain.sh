@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A training run as a chain of jobs: each starts when the one before it has ended, however that was, and continues it.
+# Train in a chain of jobs: each starts when the previous job has ended, in whatever way, and continues the run.
 #
-#   scripts/slurm/submit_chain.sh COUNT [--after JOB] [sbatch's options] scripts/slurm/train.slurm [its arguments]
+#   DIR/submit_chain.sh COUNT [--after JOB] [sbatch's options] DIR/train.slurm [its arguments]
 #
 #   COUNT         jobs to submit
-#   --after JOB   the first of them waits for this one, which is queued or runs already
+#   --after JOB   the first job waits for this one, which is queued or running
 #   DRY_RUN=1     print the commands instead of submitting
 #
-# For clusters that allow no requeueing, and to add time to a run that is under way. No job of a chain queues itself again;
-# jobs that find the last step done, or the kill switch there, end in seconds. Prints the jobs' ids, one a line.
+# For clusters that forbid requeueing, and to add time to a running job. No job of a chain queues itself again. Jobs after
+# the last step, or with the kill switch present, end in seconds. Prints the ids of the jobs, one per line.
 set -euo pipefail
 
 case "${1:-}" in

@@ -1,16 +1,16 @@
-"""Tell a person: the message, from the command line or standard input, goes by every way that is named.
+"""Send a message, from the command line or standard input, to a person by mail, webhook or command.
 
-    echo "the run stands still" | python scripts/notify.py --mail you@example.org --webhook
-    python scripts/notify.py "the run stands still" --command "wall"
-    python scripts/watchdog.py job train --notify "python scripts/notify.py --webhook"
+    echo "the run hangs" | python DIR/notify.py --mail you@example.org --webhook
+    python DIR/notify.py "the run hangs" --command "wall"
+    titan slurm watchdog job train --notify "python DIR/notify.py --webhook"
 
---webhook posts {"text": ...}, as Slack, Mattermost and others take it, to the address in NOTIFY_WEBHOOK. --mail goes through
-sendmail, or, where SMTP_HOST is set (host or host:port, default 587), by that server: encrypted, and with SMTP_USER and
-SMTP_PASSWORD if they are set. MAIL_FROM is the sender. --command gets the message on its standard input. Secrets are read
-from the environment alone, and printed nowhere.
+--webhook posts {"text": ...} to the address in NOTIFY_WEBHOOK, as Slack, Mattermost and others accept it. --mail uses
+sendmail, or the server in SMTP_HOST (host or host:port, default 587): encrypted, and with SMTP_USER and SMTP_PASSWORD if
+they are set. MAIL_FROM is the sender. --command gets the message on its standard input. Secrets are read only from the
+environment, and never printed.
 
-A way that fails does not keep the others from being tried. Exit code 0: sent by all; 1: not by all; 2: nothing to send, or no
-way. --dry-run prints what would be done.
+All ways are tried, even if one fails. Returns 0 if all succeed, 1 if one fails, and 2 if there is no message or no way.
+--dry-run prints what would be done.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def post(address: str, text: str) -> None:
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=TIMEOUT).close()
     except urllib.error.HTTPError as error:
-        raise OSError(f"the server of NOTIFY_WEBHOOK answered {error.code} {error.reason}") from None
+        raise OSError(
+            f"the server of NOTIFY_WEBHOOK answered {error.code} {error.reason}"
+        ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", type(error).__name__)
         raise OSError(f"the server of NOTIFY_WEBHOOK is not reached: {reason}") from None
@@ -92,7 +94,9 @@ def ways(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Calla
         raise ValueError("--webhook needs the address in the environment variable NOTIFY_WEBHOOK")
     # Only the program is shown: the arguments may hold a secret.
     found: dict[str, Callable[[str], None]] = {
-        f"command {one.split(maxsplit=1)[0]}": partial(run_command, one) for one in options.command if one.strip()
+        f"command {one.split(maxsplit=1)[0]}": partial(run_command, one)
+        for one in options.command
+        if one.strip()
     }
     found |= {f"mail to {one}": partial(mail, one, env=env) for one in options.mail}
     if options.webhook:
@@ -103,11 +107,17 @@ def ways(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Calla
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("message", nargs="?", help="default: standard input")
-    parser.add_argument("--command", action="append", default=[], help="what gets the message on its standard input")
+    parser.add_argument(
+        "--command", action="append", default=[], help="what gets the message on its standard input"
+    )
     parser.add_argument("--mail", action="append", default=[], metavar="ADDRESS")
-    parser.add_argument("--webhook", action="store_true", help="post to the address in NOTIFY_WEBHOOK")
+    parser.add_argument(
+        "--webhook", action="store_true", help="post to the address in NOTIFY_WEBHOOK"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
     return parser.parse_args(arguments)
 

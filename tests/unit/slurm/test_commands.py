@@ -1,0 +1,128 @@
+"""`titan slurm init|before|after`: the scripts for a user, and the examples of the help."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import ROOT
+from torchtitan_like.cli import main
+from torchtitan_like.slurm.scaffold import FOLDER_OF_SCRIPTS, FOLDER_OF_TITAN, TEMPLATES
+
+CONFIG = """[job]
+dump_folder = "outputs"
+[checkpoint]
+enable = true
+folder = "checkpoint"
+[training]
+steps = 10
+[resilience]
+kill_switch_path = "KILL"
+"""
+
+
+def example(verb: str) -> list[str]:
+    module = importlib.import_module(f"torchtitan_like.cli.slurm.{verb}")
+    return shlex.split(module.EXAMPLE)[1:]
+
+
+def test_init_writes_all_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(example("init")) == 0
+    folder = tmp_path / "slurm"
+    names = {path.name for path in TEMPLATES.iterdir() if path.is_file()} - {"__init__.py"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert capsys.readouterr().out.split() == [f"slurm/{name}" for name in sorted(names)]
+    for path in folder.iterdir():
+        text = path.read_text()
+        assert FOLDER_OF_SCRIPTS not in text and FOLDER_OF_TITAN not in text
+        assert "scripts/slurm" not in text and "run_train.sh" not in text, (
+            "a path of the repository"
+        )
+        assert os.access(path, os.X_OK) == text.startswith("#!")
+
+
+def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.slurm").write_text("mine")
+    assert main(["slurm", "init", str(tmp_path)]) == 2
+    assert f"{tmp_path} already contains train.slurm" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.slurm"]
+    assert main(["slurm", "init", str(tmp_path / "train.slurm")]) == 2
+
+
+def test_scripts_find_their_folder_and_titan(tmp_path: Path) -> None:
+    """Slurm runs a copy of a batch script, from another folder."""
+    folder = tmp_path / "a folder"
+    assert main(["slurm", "init", str(folder)]) == 0
+    (tmp_path / "bin").mkdir()
+    titan = tmp_path / "bin/titan"
+    titan.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan_like "$@"\n')
+    titan.chmod(0o755)
+    with (folder / "env.sh").open("a") as file:
+        file.write(f"export PATH={tmp_path}/bin:$PATH PYTHONPATH={ROOT}\n")
+    for name in ("train.slurm", "train_array.slurm"):
+        (tmp_path / name).write_text((folder / name).read_text())
+        arguments = ["--job.config_file", "debug_model.toml", "--job.dump_folder", "outputs"]
+        done = run_script(tmp_path / name, *arguments, DRY_RUN="1")
+        assert done.returncode == 0, done.stderr
+        line = done.stdout.splitlines()[-1]
+        assert shlex.split(line)[-5:] == [f"{folder}/node.sh", *arguments]
+    (tmp_path / "cron.slurm").write_text((folder / "cron.slurm").read_text())
+    done = run_script(tmp_path / "cron.slurm", "1day", str(tmp_path / "jobs"), DRY_RUN="1")
+    assert shlex.split(done.stdout.splitlines()[0])[-3:-1] == [f"{folder}/cron.slurm", "1day"]
+
+
+def test_a_job_without_titan_starts_nothing(tmp_path: Path) -> None:
+    assert main(["slurm", "init", str(tmp_path)]) == 0
+    (tmp_path / "env.sh").write_text("export PATH=/usr/bin:/bin\n")
+    done = run_script(tmp_path / "train.slurm", "--job.config_file", "x.toml", DRY_RUN="1")
+    assert done.returncode == 78 and "There is no titan command in PATH" in done.stderr
+
+
+def run_script(path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    env.pop("SCRIPTS", None)
+    return subprocess.run(
+        ["bash", str(path), *arguments],
+        cwd=path.parent,
+        env={**env, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(("verb", "code", "output"), [("before", 0, "0\n"), ("after", 75, "1\n")])
+def test_examples_of_a_job(
+    verb: str,
+    code: int,
+    output: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`after` finds no exit.json, so the run has crashed."""
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
+    *words, redirection, _ = example(verb)
+    assert redirection == "<"
+    assert main(words) == code
+    assert capsys.readouterr().out == output
+
+
+def test_the_example_of_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/metrics.jsonl").touch()
+    assert main(example("watchdog")) == 0

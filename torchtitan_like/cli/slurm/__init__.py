@@ -1,0 +1,1 @@
+"""`titan slurm`: run on Slurm."""

@@ -1,0 +1,28 @@
+"""`titan slurm after`: decide whether a job is queued again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+EXAMPLE = "titan slurm after 0 75 < outputs/config.toml"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("step", type=int, metavar="STEP", help="what `titan slurm before` printed")
+    parser.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
+    parser.epilog = (
+        "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
+        "Prints the exit code of the job: that in exit.json, or else 1. Returns 0 if the job is\n"
+        "over, and 75 if it should be queued again. Variables: REQUEUE, MAX_IN_VAIN, SLURM_JOB_ID,\n"
+        "SLURM_ARRAY_JOB_ID.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the code of the job. Returns the exit code."""
+    from torchtitan_like.slurm.job import after, parse_config
+
+    return after(parse_config(sys.stdin.read()), arguments.step, arguments.code)

@@ -1,0 +1,1 @@
+"""Batch scripts for Slurm, and the commands that they call."""

@@ -1,0 +1,137 @@
+"""Decide what a Slurm job does before and after its run, from the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.run_directory import EXIT, read_exit
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CRASH = 1
+# Ends after which the same command may succeed. All others need a person, or nothing.
+WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
+STARTS = "slurm.json"  # in the run directory: starts in a row without a new checkpoint
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """Parse a resolved configuration."""
+    config: dict[str, Any] = tomllib.loads(text)
+    return config
+
+
+def before(config: dict[str, Any]) -> int:
+    """Print the step to continue from, or `none`. Returns 0.
+
+    Builds nothing, so that the tasks of a queue end in seconds.
+    """
+    switch = _kill_switch(config)
+    step = _newest_step(config)
+    last = int(config["training"]["steps"])
+    goes_back = config["checkpoint"].get("load_step", -1) >= 0  # the run itself knows its end
+    if switch.exists():
+        print("none")
+        print(f"Nothing is started: {switch} is there", file=sys.stderr)
+    elif step >= last and not goes_back:
+        print("none")
+        print(f"Nothing to do: step {step} of {last} is done already", file=sys.stderr)
+    else:
+        print(step)
+        if not os.environ.get("DRY_RUN"):
+            (_run_folder(config) / EXIT).unlink(missing_ok=True)
+    return 0
+
+
+def after(config: dict[str, Any], first: int, srun_code: int) -> int:
+    """Print the exit code of the job. Returns 0 if it is over, and 75 to queue it again.
+
+    first: the step that the job continued from.
+    """
+    folder = _run_folder(config)
+    step = _newest_step(config)
+    code, reason_of_code = _code_of_run(folder, srun_code)
+    in_vain = 0 if step > first else _starts_in_vain(folder) + 1
+    uncounted = ""
+    try:
+        _write_starts(folder, in_vain)
+    except OSError as error:  # a run cannot write either; without a count it would start forever
+        uncounted = str(error)
+    reason = _reason_to_end(config, code, in_vain, uncounted)
+    decision = f"the job ends: {reason}" if reason else "the job is queued again"
+    print(
+        f"The run has ended with {reason_of_code}, its newest checkpoint is of step {step}; "
+        f"{decision}.",
+        file=sys.stderr,
+    )
+    print(code)
+    return 0 if reason else int(ExitCode.REQUEUE)
+
+
+def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
+    """Return the run's exit code, and a phrase that says where it is from."""
+    # A rank has refused the configuration. exit.json may be from a rank that waited for it.
+    if srun_code == ExitCode.BAD_CONFIG:
+        return srun_code, f"code {srun_code}"
+    try:
+        code = read_exit(folder).code
+    except (OSError, ValueError):  # srun's other codes are not those of the run
+        return CRASH, f"code {CRASH}, without an exit.json (srun returned {srun_code})"
+    return code, f"code {code}"
+
+
+def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: str) -> str | None:
+    """Return why the job is not queued again; None if it is."""
+    switch = _kill_switch(config)
+    max_in_vain = int(os.environ.get("MAX_IN_VAIN", "3"))
+    starts = f"{in_vain} starts in a row have brought no new checkpoint (MAX_IN_VAIN={max_in_vain})"
+    reasons = {
+        "nothing is left to do": code == ExitCode.DONE,
+        "a retry would end the same way": code not in WORTH_A_RETRY,
+        f"{switch} is there": switch.exists(),
+        "the next task of the array continues": "SLURM_ARRAY_JOB_ID" in os.environ,
+        "REQUEUE=0": os.environ.get("REQUEUE", "1") == "0",
+        starts: in_vain >= max_in_vain,
+        f"starts in vain cannot be counted, {uncounted}": in_vain > 0 and bool(uncounted),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _run_folder(config: dict[str, Any]) -> Path:
+    return Path(config["job"]["dump_folder"])
+
+
+def _kill_switch(config: dict[str, Any]) -> Path:
+    return _run_folder(config).absolute() / str(config["resilience"]["kill_switch_path"])
+
+
+def _newest_step(config: dict[str, Any]) -> int:
+    """Return the newest published step; 0 if there is none."""
+    checkpoint = config["checkpoint"]
+    if not checkpoint["enable"]:
+        return 0
+    steps = published_steps(_run_folder(config) / checkpoint["folder"])
+    return steps[-1].step if steps else 0
+
+
+def _starts_in_vain(folder: Path) -> int:
+    """Return how many starts of this job in a row have brought no new checkpoint."""
+    try:
+        content = json.loads((folder / STARTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+    return int(content["in_vain"]) if content["job"] == os.environ.get("SLURM_JOB_ID") else 0
+
+
+def _write_starts(folder: Path, in_vain: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"job": os.environ.get("SLURM_JOB_ID"), "in_vain": in_vain})
+    (folder / STARTS).write_text(text + "\n", encoding="utf-8")
