@@ -1,0 +1,126 @@
+"""The commands of docs/tutorials, typed in one folder in the order of the pages, with small models."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import ROOT
+
+TUTORIALS = ROOT / "docs/tutorials"
+SMALL = (
+    "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 "
+    "--lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.seq_len 32"
+)
+# What a page shows -> what is typed here. Numbers shrink, and big models are replaced or only checked.
+REPLACED = {
+    "titan train debug_model.toml": f"titan train debug_model.toml {SMALL} --training.steps 4",
+    "titan train mixture.toml": f"titan train mixture.toml {SMALL} --training.steps 4",
+    "--training.steps 4 --training.steps 400": "--training.steps 8",
+    "step-200": "step-4",
+    "step-500": "step-4",
+    "step-1000": "step-4",
+    "--vocab-size 2048": "--vocab-size 300",
+    "titan download ": "titan download --dry-run ",
+    "titan train llama3_1b.toml --nproc 8": "titan check llama3_1b.toml --world-size 8",
+    "/shared/run1": "outputs",
+    "/shared/text": "my_text.jsonl",
+    "/data/my_text.jsonl": "my_text.jsonl",
+}
+# These need the Hub, a cluster, or a run that failed; other tests run them.
+NOT_TYPED = ("titan download", "sbatch", "titan run replay")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (TUTORIALS / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page, as they are typed here."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    typed = []
+    for line in filter(None, lines):
+        command = re.sub(r" +", " ", line)
+        for shown, replacement in REPLACED.items():
+            command = command.replace(shown, replacement)
+        typed.append(command)
+    return typed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tutorials")
+    programs = folder / "programs"
+    programs.mkdir()
+    titan = programs / "titan"
+    titan.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {sys.executable} -m torchtitan_like "$@"\n')
+    titan.chmod(0o755)
+    corpus = ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
+    texts = corpus.read_text().splitlines(keepends=True)
+    (folder / "my_text.jsonl").write_text("".join(texts))
+    for source in ("books", "web"):
+        (folder / source).mkdir()
+        (folder / source / "part.jsonl").write_text("".join(texts[:4]))
+    (folder / "mixture.toml").write_text(blocks("2_your_data.md", "toml")[0])
+    return folder
+
+
+def type_commands(folder: Path, page: str) -> str:
+    """Run the commands of a page. Returns what they printed."""
+    dropped = ("NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "PYTHONPATH")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    env |= {"PATH": f"{folder / 'programs'}:{env['PATH']}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    printed = []
+    for command in commands(page):
+        if command.startswith(NOT_TYPED):
+            continue
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        printed.append(done.stdout)
+    return "".join(printed)
+
+
+def test_all_pages_are_tested() -> None:
+    assert sorted(path.name for path in TUTORIALS.iterdir()) == [
+        "1_laptop.md",
+        "2_your_data.md",
+        "3_hugging_face.md",
+        "4_slurm.md",
+        "5_when_a_run_breaks.md",
+    ]
+
+
+def test_laptop(folder: Path) -> None:
+    printed = type_commands(folder, "1_laptop.md")
+    assert "Training starts at step 5" in printed and "Resume: bit-exact" in printed
+    assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
+    assert (folder / "two_ranks/checkpoint/step-4/manifest.json").exists()
+
+
+def test_your_data(folder: Path) -> None:
+    type_commands(folder, "2_your_data.md")
+    assert (folder / "mixture/metrics.jsonl").exists() and (folder / "my_tokenizer/tokenizer.json").exists()
+
+
+def test_hugging_face(folder: Path) -> None:
+    type_commands(folder, "3_hugging_face.md")
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (folder / "exported").iterdir()}
+
+
+def test_slurm(folder: Path) -> None:
+    type_commands(folder, "4_slurm.md")
+    assert (folder / "jobs/train.slurm").exists()
+
+
+def test_when_a_run_breaks(folder: Path) -> None:
+    printed = type_commands(folder, "5_when_a_run_breaks.md")
+    assert '"reason": "done"' in printed
