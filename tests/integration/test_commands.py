@@ -60,8 +60,12 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def shown_commands() -> list[str]:
-    """Every shell command of the guides, continued lines joined, comments left out."""
-    text = "".join(block for guide in GUIDES for block in blocks((ROOT / guide).read_text(), "bash"))
+    """Every shell command of the guides, continued lines joined, comments left out.
+
+    Commands of the tutorials and of cli.md are run by tests of their own.
+    """
+    guides = [guide for guide in GUIDES if "tutorials/" not in guide and not guide.endswith("/cli.md")]
+    text = "".join(block for guide in guides for block in blocks((ROOT / guide).read_text(), "bash"))
     commands = (shlex.join(shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines())
     return [command for command in commands if command]
 
@@ -205,7 +209,8 @@ SHOWN = {
     "titan data ": lambda words: parse_titan(words[1:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
-    "python -m torchtitan_like.config ": lambda words: check(words[3:]),
+    "titan check ": lambda words: check_titan(words[2:]),
+    "titan train ": lambda words: check_titan([words[2], "--world-size", *words[4:]]),  # words[3] is --nproc
     "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),
     "python scripts/find_batch_size.py ": lambda words: check_job(words),
     "torchrun --nproc_per_node 2 benchmarks/": lambda words: check(["--world-size", "2", *words[4:]]),
@@ -226,6 +231,13 @@ def parse_titan(words: list[str]) -> None:
 def check(arguments: list[str]) -> None:
     """The check without training accepts a command's settings, and none of them is without effect."""
     done = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "no effect" not in done.stderr, done.stderr
+
+
+def check_titan(arguments: list[str]) -> None:
+    """`titan check` accepts a config of the package and settings, and none of them is without effect."""
+    done = shell(shlex.join([sys.executable, "-m", "torchtitan_like", "check", *arguments]), ROOT)
     assert done.returncode == 0, done.stderr
     assert "no effect" not in done.stderr, done.stderr
 
@@ -254,6 +266,10 @@ def test_a_shown_command_is_right(start: str) -> None:
     assert commands
     for command in commands:
         SHOWN[start](shlex.split(command))
+
+
+def test_the_check_by_its_old_name_works() -> None:
+    check(["train_configs/llama3_8b.toml", "--world-size", "8", "--activation_checkpoint.mode", "full"])
 
 
 @pytest.mark.parametrize("guide", GUIDES)

@@ -23,7 +23,7 @@ command line overrides them.
   --section.list a,b      items separated by commas; a list of lists is written a,b c,d
   --section.key None      unsets what may be unset
   --model.args.dim 256    tables with names of your own: --data.sources.NAME.path FILE
-Check without training:   python -m torchtitan_like.config X.toml [--section.key value ...] [--world-size N]
+Check without training:   titan check X.toml [--section.key value ...] [--world-size N]
 """
 
 _INTRODUCTION = """\
@@ -38,7 +38,7 @@ over the defaults below. Names and defaults are those of TorchTitan v0.2.2 where
 Values are checked for type, choice and range before anything starts, and all problems are reported together:
 
 ```
-python -m torchtitan_like.config train_configs/llama3_8b.toml --world-size 64
+titan check llama3_8b.toml --world-size 64
 ```
 
 prints the resolved configuration (exit code 0) or the problems (exit code 78). With `--training` it checks as training
