@@ -31,9 +31,9 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m torchtitan_like.config.document > docs/reference/config.md`; a test compares the two. -->
 
-A run is described by one TOML file. Every setting can be overridden on the command line as `--section.key value`; the
-command line wins over the file, the file over the one it extends (`extends = "base.toml"`, relative to the file), that
-over the defaults below. Names and defaults are those of TorchTitan v0.2.2 where it has the setting.
+A run is described by one TOML file. The line `extends = "base.toml"` makes it start from another one, next to it or in the
+package. `--section.key value` on the command line overrides the file, the file overrides the one it extends, and that
+overrides the defaults below. Names and defaults are those of TorchTitan v0.2.2 where it has the setting.
 
 Values are checked for type, choice and range before anything starts, and all problems are reported together:
 

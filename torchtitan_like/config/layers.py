@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchtitan_like.config.problems import Problem
+from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.reading import read_file
 
 if sys.version_info >= (3, 11):
@@ -66,7 +67,7 @@ def read_files(file: str, *, may_extend: bool = True) -> tuple[list[Layer], list
             return layers, [Problem("extends", base, expected, "use the config of a checkpoint you trust", origin)]
         if not isinstance(base, str):
             return layers, [Problem("extends", base, "the path of one TOML file, in quotes", origin=origin)]
-        origin, mentioned_in = os.path.normpath(path.parent / os.path.expanduser(base)), origin
+        origin, mentioned_in = os.path.normpath(find_config(base, path.parent)), origin
 
 
 def _read(path: FilePath, mentioned_in: str) -> tuple[dict[str, Any], Problem | None]:

@@ -10,11 +10,14 @@ TOKENIZER = PACKAGE / "assets" / "tokenizer"
 TOKENIZER_IN_REPOSITORY = "./tests/assets/tokenizer"  # TorchTitan's name of its debug tokenizer
 
 
-def find_config(path: str) -> Path:
-    """Return the path of a config: the file itself, or the bundled config of that name if no such file exists."""
-    file = Path(path).expanduser()
+def find_config(path: str, folder: Path = Path()) -> Path:
+    """Return the path of a config, or the bundled config of that name if no such file exists.
+
+    A relative `path` starts in `folder`.
+    """
+    file = folder / Path(path).expanduser()
     bundled = TRAIN_CONFIGS / file.name
-    is_name = file.parent == Path(".")
+    is_name = Path(path).parent == Path()
     return bundled if is_name and not file.exists() and bundled.exists() else file
 
 

@@ -113,6 +113,14 @@ def test_precedence_and_origin(tmp_path: Path) -> None:
     assert load_config(["--job.config_file", top, "--training.steps", "5"]).training.steps == 5
 
 
+def test_a_config_of_the_package_can_be_extended(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('extends = "debug_model.toml"\n[training]\nsteps = 3')
+    config = load_config(["--job.config_file", str(tmp_path / "mine.toml")])
+    assert (config.training.steps, config.model.flavor) == (3, "debugmodel")
+    (tmp_path / "debug_model.toml").write_text("[training]\nseq_len = 7")  # a file beside it wins
+    assert load_config(["--job.config_file", str(tmp_path / "mine.toml")]).training.seq_len == 7
+
+
 def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, here: what is checked, written and told is the same folder. Every setting that is a path can do it."""
     monkeypatch.setenv("HOME", str(tmp_path))
