@@ -8,7 +8,7 @@ limit to the memory of the host, at which a rank looks every 5 s. ``--folder`` i
 are looked for there, so name one on the file system in question.
 
 No line has a collective of its own: requests are counts in the all-reduce that carries the valid tokens. `agreement` is what
-those counts add to it on the host. The values are on the CPU; on a GPU `numbers` and its gate are launches of small kernels.
+those counts add to it on the host. The values are on the CPU; on a GPU `update gate` launches small kernels.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.resilience.agreement import StepAgreement, send
 from torchtitan_like.resilience.limits import Limits, used_memory_percent
-from torchtitan_like.resilience.numbers import BadNumbers
+from torchtitan_like.resilience.nonfinite import UpdateGate
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests, first_stop
-from torchtitan_like.resilience.spikes import SpikeWatch
+from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
 
 STEPS = 500
@@ -49,16 +49,17 @@ def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
     requests, group = Requests(), HostGroup.alone()
     switches, position = Switches(folder, section), RankPosition()
     limits = Limits(section, device, used_percent=lambda: 50.0)
-    numbers: BadNumbers[int] = BadNumbers(section, device, 0, {"grad_norms": [1.0] * section.spike_window})
-    watch = SpikeWatch(section, lambda *_, **__: None, lambda step: lambda: None, lambda *_: None)
+    norms = {"grad_norms": [1.0] * section.spike_window}
+    update_gate: UpdateGate[int] = UpdateGate(section, device, 0, norms)
+    detector = SpikeDetector(section, lambda *_, **__: None, lambda step: lambda: None, lambda *_: None)
     grad_norm = torch.tensor(1.0)
     row = {"step": 1, "loss": 1.0, "grad_norm": 1.0}
-    watch.look([row] * section.spike_window)
+    detector.observe([row] * section.spike_window)
 
     def gate() -> None:
-        numbers.have_halted()
-        numbers.gate(grad_norm)
-        numbers.passed(1)
+        update_gate.was_frozen()
+        update_gate.gate(grad_norm)
+        update_gate.record(1)
 
     def agree() -> None:
         local = StepAgreement.of_rank(0, 0, requests.take())
@@ -71,10 +72,10 @@ def calls_of_a_step(section: Resilience, folder: Path) -> dict[str, Call]:
     return {
         "switch files": switches.read,
         "limits": limits.reached,
-        "numbers": gate,
+        "update gate": gate,
         "agreement": agree,
         "heartbeat": beat,
-        "spikes": lambda: watch.look([row]),
+        "spikes": lambda: detector.observe([row]),
     }
 
 

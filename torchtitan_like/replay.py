@@ -1,6 +1,6 @@
 """Replay a non-finite step or a spike in one process, whatever the run's layout was.
 
-A run writes a bundle for such a step (see `bad_steps`). A replay loads the checkpoint that the
+A run writes a bundle for such a step (see `replay_bundle`). A replay loads the checkpoint that the
 bundle names, trains the steps between, and runs forward and backward of the step on the same
 samples. It writes nothing into the run directory.
 """

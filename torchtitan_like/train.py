@@ -32,7 +32,6 @@ if __name__ == "__main__":
 
 import torch
 
-from torchtitan_like.bad_steps import BadSteps
 from torchtitan_like.build import (
     BatchGeometry,
     batch_geometry,
@@ -68,10 +67,11 @@ from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import StepRecord
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.schedule import SavedSchedule
+from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits
-from torchtitan_like.resilience.numbers import BadNumbers, NonFiniteStateError, nonfinite_names
+from torchtitan_like.resilience.nonfinite import NonFiniteStateError, UpdateGate, nonfinite_names
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import (
@@ -81,7 +81,7 @@ from torchtitan_like.resilience.requests import (
     decode_requests,
     first_stop,
 )
-from torchtitan_like.resilience.spikes import SpikeWatch
+from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
@@ -244,10 +244,10 @@ class Trainer:
 
         # Non-finite steps and spikes. CPU offload keeps weights, and so the gate, on the host.
         device = self.optimizer.parameters[0].device
-        self.numbers = BadNumbers(
+        self.update_gate = UpdateGate(
             config.resilience, device, self.progress, self._stored("numbers") or {}
         )
-        self.bad_steps = self._watch_rows() if self.is_leader else None
+        self.replay_bundles = self._observe_rows() if self.is_leader else None
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
@@ -328,20 +328,25 @@ class Trainer:
             "on any topology"
         )
 
-    def _watch_rows(self) -> BadSteps:
+    def _observe_rows(self) -> ReplayBundleWriter:
         """Observe the rows of metrics.jsonl for non-finite steps and spikes. On rank 0."""
-        settings = {"seed": self.seed, "policy": self.config.resilience.on_nonfinite}
-        bad_steps = BadSteps(
-            self.attempt, self.checkpointer, self.batches, self.start, settings, self.failures
+        replay_bundles = ReplayBundleWriter(
+            self.attempt,
+            self.checkpointer,
+            self.batches,
+            self.start,
+            seed=self.seed,
+            policy=self.config.resilience.on_nonfinite,
+            failures=self.failures,
         )
-        spikes = SpikeWatch(
+        spikes = SpikeDetector(
             self.config.resilience,
-            self.attempt.event,
-            self.checkpointer.pin_before,
-            bad_steps.keep_spike,
+            write_event=self.attempt.event,
+            pin_before=self.checkpointer.pin_before,
+            write_bundle=replay_bundles.write_spike,
         )
-        self.metrics.observers += [bad_steps.look, spikes.look]
-        return bad_steps
+        self.metrics.observers += [replay_bundles.observe, spikes.observe]
+        return replay_bundles
 
     def _rewind_metrics(self) -> None:
         """Move rows beyond the loaded step out of metrics.jsonl. On rank 0."""
@@ -412,7 +417,7 @@ class Trainer:
                 )
                 if not saves and self.metrics.due(step) and self.replicas.are_due(step):
                     self.replicas.check(step)
-                if saves and self.numbers.last_good() is None:
+                if saves and self.update_gate.last_good_progress() is None:
                     self.save(saves)
                 if self._is_validation_due(step):
                     self.validate(step)
@@ -494,7 +499,7 @@ class Trainer:
             loss = sum(losses[1:], start=losses[0])
 
         grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
-        skip = self.numbers.gate(grad_norm)
+        skip = self.update_gate.gate(grad_norm)
         self.checkpointer.order_updates()
         self.optimizer.step(skip=skip)
         if self.after_update is not None:
@@ -508,7 +513,7 @@ class Trainer:
             position=batch.position,
             digest_chain=chain(before.digest_chain, agreement.data_digest),
         )
-        self.numbers.passed(self.progress)
+        self.update_gate.record(self.progress)
         return StepRecord(
             step=step,
             num_tokens=num_tokens,
@@ -552,7 +557,7 @@ class Trainer:
     def _note_requests(self) -> None:
         """Note what this rank wants all ranks to do."""
         own = {
-            Request.BAD_NUMBERS: self.numbers.have_halted(),
+            Request.BAD_NUMBERS: self.update_gate.was_frozen(),
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
             Request.WRITE_FAILED: self.failures.stop_is_due(),
             Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
@@ -616,7 +621,7 @@ class Trainer:
                 "metrics_bytes": self.metrics.byte_offset(step),
                 "numeric": self.numeric,
                 "data": self.batches.state_dict(self.progress.position),
-                "numbers": self.numbers.state_dict(),
+                "numbers": self.update_gate.state_dict(),
                 **asdict(self.progress),
             }
             content: dict[str, Any] = {
@@ -668,7 +673,7 @@ class Trainer:
         if self.overflow is not None:
             self.overflow.judge()
         self.metrics.flush(self.progress.step)
-        good = self.numbers.last_good()
+        good = self.update_gate.last_good_progress()
         if good is not None:
             # Updates have been skipped since: the weights are still those of the last good step.
             stop = Request.BAD_NUMBERS
@@ -697,8 +702,8 @@ class Trainer:
             stop = Request.WRITE_FAILED if Request.WRITE_FAILED in late else None
         code = EXIT_CODES[stop] if stop is not None else ExitCode.DONE
         cause = stop.name.lower() if stop is not None else "last_step"
-        if self.bad_steps is not None and good is not None:
-            self.bad_steps.keep(good.step + 1)
+        if self.replay_bundles is not None and good is not None:
+            self.replay_bundles.write(good.step + 1)
         if self.is_leader:
             step = self.progress.step
             self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=step)

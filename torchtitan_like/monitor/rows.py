@@ -1,7 +1,7 @@
 """Turn the values of training steps into rows of metrics.jsonl.
 
-`RowCollector.collect` is the only place where the host waits for the device. It makes one copy from
-the device and one gather, whatever the number of steps. docs/reference/metrics.md lists the keys.
+`RowCollector.add` does not wait for the device. `RowCollector.collect` makes one copy from the
+device and one gather, whatever the number of steps. docs/reference/metrics.md lists the keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Spikes of the loss and of the gradient norm: found by a robust score, told of, never a reason to stop."""
+"""Detect spikes of the loss and of the gradient norm by a robust score.
+
+A spike never stops a run. Its update may be skipped: see `nonfinite.UpdateGate`.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +18,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
-WATCHED = ("loss", "grad_norm")
+QUANTITIES = ("loss", "grad_norm")  # keys of metrics.jsonl
+FAST_FRACTION = 8  # a spike is fast if it ends within 1 / FAST_FRACTION of the window
 
 
-class Window:
-    """The last ``size`` values of a quantity, on the device where they are made, and how far above them a new one lies.
+class SpikeWindow:
+    """The last `size` values of a quantity, on their device, and the limit that a spike exceeds.
 
-    The score is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993, section 3.2), 0.6745
-    (value - median) / MAD, upwards alone; a thousandth of the median stands in for a smaller MAD / 0.6745. A window that is not
-    full yet finds nothing. What is not finite takes a place and counts for nothing.
+    The score is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers,
+    1993, section 3.2), 0.6745 (value - median) / MAD. Only values above the median are spikes.
+    MAD / 0.6745 is at least a thousandth of the median.
+
+    A window that is not full has no limit. Non-finite values fill it but do not count.
+
+    values: of `tolist`, oldest first.
     """
 
-    def __init__(self, size: int, device: torch.device, values: Sequence[float | None] = ()) -> None:
-        # float64, as the gradient norm: that of finite gradients may be larger than the largest float32
+    def __init__(
+        self, size: int, device: torch.device, values: Sequence[float | None] = ()
+    ) -> None:
+        # float64, like the norm: that of finite gradients may exceed the largest float32.
         self._values = torch.full((size,), torch.nan, device=device, dtype=torch.float64)
-        known = [torch.nan if value is None else value for value in values[-size:]]
-        self._values[: len(known)] = torch.tensor(known, device=device, dtype=torch.float64)
-        self._num = len(known)
+        newest = [torch.nan if value is None else value for value in values[-size:]]
+        self._values[: len(newest)] = torch.tensor(newest, device=device, dtype=torch.float64)
+        self._num_added = len(newest)
 
     @property
     def is_full(self) -> bool:
-        return self._num >= len(self._values)
+        return self._num_added >= len(self._values)
 
     def limit(self, threshold: float) -> torch.Tensor:
-        """The value with a score of ``threshold``: 0-dim, inf as long as the window is not full."""
+        """Return the value whose score is `threshold`; inf until the window is full. 0-dim."""
         if not self.is_full:
             return torch.full_like(self._values[0], torch.inf)
         median = self._values.nanmedian()
@@ -46,21 +56,27 @@ class Window:
         return median + threshold * torch.maximum(mad / 0.6745, 0.001 * median.abs())
 
     def add(self, value: torch.Tensor, unless: torch.Tensor | None = None) -> None:
-        """One more value (0-dim), in the place of the oldest; that stays there where ``unless`` (0-dim) is 1."""
-        place, value = self._values[self._num % len(self._values)], torch.where(value.isfinite(), value, torch.nan)
-        place.copy_(value if unless is None else torch.where(unless.bool(), place, value))
-        self._num += 1
+        """Replace the oldest value by `value`, unless `unless` is 1. Both are 0-dim."""
+        oldest = self._values[self._num_added % len(self._values)]
+        value = torch.where(value.isfinite(), value, torch.nan)
+        oldest.copy_(value if unless is None else torch.where(unless.bool(), oldest, value))
+        self._num_added += 1
 
     def tolist(self, num_later: int = 0) -> list[float | None]:
-        """As they were before the last ``num_later``, oldest first, for JSON: None is not finite. Waits for the device."""
-        num = self._num - num_later
-        values: list[float] = self._values.roll(-(num % len(self._values)) * (num >= len(self._values)))[:num].tolist()
+        """Return the values before the last `num_later`, oldest first. Waits for the device.
+
+        None stands for a non-finite value, which JSON lacks.
+        """
+        size = len(self._values)
+        num = self._num_added - num_later
+        ordered = self._values.roll(-(num % size)) if num >= size else self._values
+        values: list[float] = ordered[:num].tolist()
         return [value if math.isfinite(value) else None for value in values]
 
 
 @dataclass
 class Spike:
-    """A quantity above its limit since ``step``; ``unpin`` lets go of the checkpoint that was pinned for it."""
+    """A quantity that exceeds its limit since `step`. unpin: releases the checkpoint before it."""
 
     step: int
     limit: float
@@ -68,63 +84,101 @@ class Spike:
     unpin: Callable[[], None]
 
 
-class SpikeWatch:
-    """Looks at the rows of metrics.jsonl as they are written; for one rank.
+class SpikeDetector:
+    """Detects spikes in the rows of metrics.jsonl. On rank 0.
 
-    tell: writes an event (kind, fields). bundle: leaves what replays a step, from its row and the
-    limits that its spiking quantities exceed.
-    pin: keeps the newest checkpoint before a step, and returns what undoes that. A spike
-    ends when its quantity is back below the limit of the window before it: fast within an eighth of the window's length, slow
-    within all of it; one that lasts longer is a divergence, and the window begins anew. A fast one's pin is undone.
+    A spike ends when its quantity is at most the limit that it exceeded.
+
+    | kind | lasts at most | checkpoint before it |
+    | --- | --- | --- |
+    | fast | an eighth of the window | unpinned |
+    | slow | the window | stays pinned |
+    | divergence | longer; a new window starts | stays pinned |
+
+    write_event: (kind, **fields), to events.jsonl. pin_before: pins the newest checkpoint before a
+    step, and returns a function that unpins it. write_bundle: (row, limits that its quantities
+    exceed), for the first step of a spike.
     """
 
     def __init__(
         self,
         section: Resilience,
-        tell: Callable[..., None],
-        pin: Callable[[int], Callable[[], None]],
-        bundle: Callable[[Mapping[str, Any], dict[str, float]], None],
+        write_event: Callable[..., None],
+        pin_before: Callable[[int], Callable[[], None]],
+        write_bundle: Callable[[Mapping[str, Any], dict[str, float]], None],
     ) -> None:
-        self._threshold, self._size = section.spike_threshold, section.spike_window
-        self._tell, self._pin, self._bundle = tell, pin, bundle
-        self._windows = {name: self._new_window() for name in WATCHED}
-        self._open: dict[str, Spike] = {}
+        self._threshold = section.spike_threshold
+        self._size = section.spike_window
+        self._write_event = write_event
+        self._pin_before = pin_before
+        self._write_bundle = write_bundle
+        self._windows = {quantity: self._new_window() for quantity in QUANTITIES}
+        self._spikes: dict[str, Spike] = {}
 
-    def look(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of the next steps."""
-        for row in rows if self._threshold else ():
-            for name in WATCHED:
-                self._look(name, row["step"], float(row[name]))
-            begun = {n: s.limit for n, s in self._open.items() if s.step == row["step"]}
-            if begun:
-                self._bundle(row, begun)
+    def observe(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Check the rows of the next steps. Does nothing if `resilience.spike_threshold` is 0."""
+        if not self._threshold:
+            return
+        for row in rows:
+            step = row["step"]
+            for quantity in QUANTITIES:
+                self._check(quantity, step, float(row[quantity]))
+            limits = {
+                quantity: spike.limit
+                for quantity, spike in self._spikes.items()
+                if spike.step == step
+            }
+            if limits:
+                self._write_bundle(row, limits)
 
-    def _new_window(self) -> Window:
-        return Window(self._size, torch.device("cpu"))
+    def _new_window(self) -> SpikeWindow:
+        return SpikeWindow(self._size, torch.device("cpu"))
 
-    def _look(self, name: str, step: int, value: float) -> None:
-        window, spike = self._windows[name], self._open.get(name)
+    def _check(self, quantity: str, step: int, value: float) -> None:
+        spike = self._spikes.get(quantity)
         if spike is None:
-            limit = float(window.limit(self._threshold))
-            if not value > limit:
-                window.add(torch.tensor(value, dtype=torch.float64))
-                return
-            self._open[name] = Spike(step, limit, value, self._pin(step))
-            logger.warning(f"Spike: {name} is {value:.4g} at step {step}, above {limit:.4g}")
-            self._tell("spike", step=step, quantity=name, value=value, limit=limit)
-            return
-        lasted = step - spike.step
-        spike.peak = max(spike.peak, value)
-        if not value <= spike.limit and lasted < self._size:
-            return
-        del self._open[name]
-        kind = "divergence" if not value <= spike.limit else "fast" if lasted <= self._size // 8 else "slow"
-        told = f"the spike of {name} at step {spike.step}, with its peak at {spike.peak:.4g}"
-        if kind == "divergence":
-            logger.error(f"DIVERGENCE: {told}, has lasted for {lasted} steps and {name} is {value:.4g}")
-            self._windows[name] = self._new_window()
+            self._check_start(quantity, step, value)
         else:
-            logger.info(f"Over after {lasted} steps ({kind}): {told}")
-        if kind == "fast":
-            spike.unpin()
-        self._tell("spike_end", step=step, quantity=name, began=spike.step, steps=lasted, peak=spike.peak, how=kind)
+            self._check_end(quantity, spike, step, value)
+
+    def _check_start(self, quantity: str, step: int, value: float) -> None:
+        window = self._windows[quantity]
+        limit = float(window.limit(self._threshold))
+        if not value > limit:  # also NaN
+            window.add(torch.tensor(value, dtype=torch.float64))
+            return
+        self._spikes[quantity] = Spike(step, limit, value, self._pin_before(step))
+        logger.warning(f"Spike: {quantity} is {value:.4g} at step {step}, above {limit:.4g}")
+        self._write_event("spike", step=step, quantity=quantity, value=value, limit=limit)
+
+    def _check_end(self, quantity: str, spike: Spike, step: int, value: float) -> None:
+        num_steps = step - spike.step
+        spike.peak = max(spike.peak, value)
+        is_below = value <= spike.limit
+        if not is_below and num_steps < self._size:
+            return
+        del self._spikes[quantity]
+        description = (
+            f"the spike of {quantity} at step {spike.step}, with its peak at {spike.peak:.4g}"
+        )
+        if not is_below:
+            kind = "divergence"
+            self._windows[quantity] = self._new_window()
+            logger.error(
+                f"DIVERGENCE: {description}, has lasted for {num_steps} steps and {quantity} is {value:.4g}"
+            )
+        else:
+            is_fast = num_steps <= self._size // FAST_FRACTION
+            kind = "fast" if is_fast else "slow"
+            logger.info(f"Over after {num_steps} steps ({kind}): {description}")
+            if is_fast:
+                spike.unpin()
+        self._write_event(
+            "spike_end",
+            step=step,
+            quantity=quantity,
+            began=spike.step,
+            steps=num_steps,
+            peak=spike.peak,
+            how=kind,
+        )

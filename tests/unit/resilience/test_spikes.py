@@ -1,4 +1,4 @@
-"""What is a spike, how it ends, and what is told of it."""
+"""What a spike is, how it ends, and which events and bundles it leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchtitan_like.config.sections_run import Resilience
-from torchtitan_like.resilience.spikes import SpikeWatch, Window
+from torchtitan_like.resilience.spikes import SpikeDetector, SpikeWindow
 
 CPU = torch.device("cpu")
 SIZE = 16
@@ -23,9 +23,9 @@ def noise(seed: int = 1) -> Iterator[float]:
         yield 2 + draw.gauss(0, 0.1)
 
 
-def test_the_limit_is_that_of_the_modified_z_score() -> None:
-    window = Window(5, CPU)
-    for value in (9.0, 1.0, 2.0, 3.0, 4.0, 10.0):  # the first has left the window
+def test_limit_of_the_modified_z_score() -> None:
+    window = SpikeWindow(5, CPU)
+    for value in (9.0, 1.0, 2.0, 3.0, 4.0, 10.0):  # the window no longer holds the first
         assert window.limit(3.5) == math.inf or value == 10.0
         window.add(torch.tensor(value))
     # median 3, absolute deviations 2 1 0 1 7: MAD 1
@@ -33,47 +33,47 @@ def test_the_limit_is_that_of_the_modified_z_score() -> None:
     assert window.tolist() == [1.0, 2.0, 3.0, 4.0, 10.0]
     window.add(torch.tensor(math.nan))
     assert window.tolist() == [2.0, 3.0, 4.0, 10.0, None]
-    assert float(window.limit(1)) == pytest.approx(3 + 1 / 0.6745), "of the four that are left, the lower median"
+    assert float(window.limit(1)) == pytest.approx(3 + 1 / 0.6745), "the lower median of the four finite values"
 
 
-def test_values_that_are_all_alike_leave_room_for_rounding() -> None:
-    window = Window(5, CPU, [2.0] * 5)
+def test_equal_values_leave_room_for_rounding() -> None:
+    window = SpikeWindow(5, CPU, [2.0] * 5)
     assert float(window.limit(8.0)) == pytest.approx(2.016)
 
 
-def test_a_window_goes_on_where_its_values_were_kept() -> None:
+def test_a_window_continues_from_saved_values() -> None:
     values, draw = [], noise()
-    one = Window(SIZE, CPU)
+    one = SpikeWindow(SIZE, CPU)
     for _ in range(21):
         values.append(next(draw) if len(values) % 5 else math.inf)
         one.add(torch.tensor(values[-1]))
-    other = Window(SIZE, CPU, one.tolist())
+    other = SpikeWindow(SIZE, CPU, one.tolist())
     for _ in range(9):
         value = torch.tensor(next(draw))
         one.add(value)
         other.add(value)
         assert one.limit(3) == other.limit(3) and one.tolist() == other.tolist()
-    half = Window(SIZE, CPU, [1.0, 2.0])
+    half = SpikeWindow(SIZE, CPU, [1.0, 2.0])
     assert half.tolist() == [1.0, 2.0] and not half.is_full
-    shorter = Window(3, CPU, [1.0, 2.0, 3.0, 4.0])
+    shorter = SpikeWindow(3, CPU, [1.0, 2.0, 3.0, 4.0])
     shorter.add(torch.tensor(5.0))
     assert shorter.tolist() == [3.0, 4.0, 5.0]
 
 
-class Told:
-    """What a watch tells, and which pins it holds."""
+class Recorder:
+    """Records the events, pins and bundles of a detector."""
 
     def __init__(self, **section: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.pinned: list[int] = []
         self.bundles: list[tuple[int, list[str]]] = []
         settings = Resilience(spike_window=SIZE, **section)
-        self.watch = SpikeWatch(settings, self._tell, self._pin, self._bundle)
+        self.detector = SpikeDetector(settings, self._write_event, self._pin, self._write_bundle)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _write_event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
 
-    def _bundle(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
+    def _write_bundle(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
         assert all(row[quantity] > limit for quantity, limit in limits.items())
         self.bundles.append((row["step"], list(limits)))
 
@@ -81,9 +81,9 @@ class Told:
         self.pinned.append(step)
         return lambda: self.pinned.remove(step)
 
-    def see(self, losses: list[float]) -> None:
+    def observe(self, losses: list[float]) -> None:
         draw = noise(2)
-        self.watch.look({"step": i, "loss": loss, "grad_norm": next(draw)} for i, loss in enumerate(losses, 1))
+        self.detector.observe({"step": i, "loss": loss, "grad_norm": next(draw)} for i, loss in enumerate(losses, 1))
 
 
 def losses(spike: list[float], after: int = 30) -> list[float]:
@@ -102,26 +102,26 @@ def losses(spike: list[float], after: int = 30) -> list[float]:
     ],
 )
 def test_how_a_spike_ends(spike: list[float], kind: str, steps: int, is_pinned: bool) -> None:
-    told = Told()
-    told.see(losses(spike))
-    (begin, first), (end, last) = told.events[:2]
+    recorder = Recorder()
+    recorder.observe(losses(spike))
+    (begin, first), (end, last) = recorder.events[:2]
     assert (begin, first["step"], first["quantity"]) == ("spike", 21, "loss")
     assert (end, last["began"], last["steps"], last["how"]) == ("spike_end", 21, steps, kind)
-    assert len(told.events) == 2, "a divergence begins a new window"
-    assert told.pinned == [21] * is_pinned
-    assert told.bundles == [(21, ["loss"])]
+    assert len(recorder.events) == 2, "a divergence starts a new window"
+    assert recorder.pinned == [21] * is_pinned
+    assert recorder.bundles == [(21, ["loss"])]
 
 
-def test_neither_noise_nor_a_fall_is_a_spike_and_none_are_found_when_switched_off() -> None:
-    told = Told()
-    told.see([5 * 0.99**step + value for step, value in zip(range(300), noise(), strict=False)])
-    assert told.events == []
-    off = Told(spike_threshold=0.0)
-    off.see(losses([9.0]))
+def test_noise_and_a_falling_loss_are_no_spikes_and_a_threshold_of_0_detects_none() -> None:
+    recorder = Recorder()
+    recorder.observe([5 * 0.99**step + value for step, value in zip(range(300), noise(), strict=False)])
+    assert recorder.events == []
+    off = Recorder(spike_threshold=0.0)
+    off.observe(losses([9.0]))
     assert off.events == []
 
 
-def test_no_more_than_the_first_window_is_without_judgement() -> None:
-    told = Told()
-    told.see([1e9, *(value for value, _ in zip(noise(), range(SIZE - 1), strict=False)), 50.0])
-    assert [(kind, fields["step"]) for kind, fields in told.events] == [("spike", SIZE + 1)]
+def test_the_first_spike_can_follow_the_first_window() -> None:
+    recorder = Recorder()
+    recorder.observe([1e9, *(value for value, _ in zip(noise(), range(SIZE - 1), strict=False)), 50.0])
+    assert [(kind, fields["step"]) for kind, fields in recorder.events] == [("spike", SIZE + 1)]

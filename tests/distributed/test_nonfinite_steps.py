@@ -1,4 +1,4 @@
-"""One rank meets a number that is not finite: no weight changes anywhere, and all ranks stop at the same step."""
+"""One rank has a non-finite loss or gradient: no rank changes a weight, and all stop at the same step."""
 
 import pytest
 import torch
@@ -10,33 +10,36 @@ from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 
-BAD_STEP = 3
+NONFINITE_STEP = 3
 
 
 def spoil_loss(hidden, loss):
-    """The loss alone: its gradients would be finite."""
+    """Spoil only the loss: its gradients would be finite."""
     return loss + torch.inf
 
 
 def spoil_gradient(hidden, loss):
-    """The gradient of what enters the head alone: the loss and the head's own gradient are finite."""
+    """Spoil only the gradient of the head's input: the loss and the head's own gradient are finite."""
     hidden.register_hook(lambda grad: grad * torch.nan)
     return loss
 
 
-def train_with_a_fault(argv, spoil, bad_steps=(BAD_STEP,)):
-    """The last rank spoils one micro-batch of some steps. How it ended, and whether the weights are those before step 3."""
+def train_with_a_fault(argv, spoil, spoiled_steps=(NONFINITE_STEP,)):
+    """Spoil the micro-batches of some steps on the last rank, and train.
+
+    Returns exit code, last step, skipped steps, and whether the weights are those before step 3.
+    """
     trainer = build(argv)
     head, weights = trainer.parts[0].output, {}
     plain_loss, plain_step = head.loss, trainer.train_step
 
     def loss(hidden, weight, labels):
         value = plain_loss(hidden, weight, labels)
-        is_hit = trainer.progress.step + 1 in bad_steps and trainer.world.rank == trainer.world.size - 1
+        is_hit = trainer.progress.step + 1 in spoiled_steps and trainer.world.rank == trainer.world.size - 1
         return spoil(hidden, value) if is_hit and torch.is_grad_enabled() else value
 
     def train_step(step, *args):
-        if step == BAD_STEP:
+        if step == NONFINITE_STEP:
             weights.update(all_weights(trainer))
         return plain_step(step, *args)
 
@@ -62,13 +65,14 @@ LAYOUTS = {
 
 
 def run(tmp_path, spoil, layout, implementation, **overrides):
-    """Whether all weights are those before the bad step, and what was saved."""
+    """Train until the run stops. Returns whether the weights are those before NONFINITE_STEP, and the checkpoints."""
     overrides |= {"training.steps": 10, "checkpoint.enable": "true", "optimizer.implementation": implementation,
-                  "checkpoint.interval": BAD_STEP}  # fmt: skip
+                  "checkpoint.interval": NONFINITE_STEP}  # fmt: skip
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **overrides)
     endings = run_ranks(train_with_a_fault, 2, argv, spoil)
-    assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2
-    assert endings[0][2] == endings[1][2] == [3, 4, 5], "seen two steps later, and until then no step counts"
+    assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, NONFINITE_STEP - 1)] * 2
+    # The host notices two steps later. All updates until then are skipped.
+    assert endings[0][2] == endings[1][2] == [3, 4, 5]
     return all(is_unchanged for *_, is_unchanged in endings), published_steps(tmp_path / "run" / "checkpoint")
 
 
@@ -77,17 +81,19 @@ def run(tmp_path, spoil, layout, implementation, **overrides):
     ("layout", "implementation"),
     [("fsdp", "fused"), ("ddp", "fused"), ("accumulation", "fused"), ("fsdp", "foreach"), ("ddp", "for-loop")],
 )
-def test_no_weight_changes_and_the_step_before_is_saved(tmp_path, spoil, layout, implementation):
+def test_no_weight_changes_and_the_last_good_step_is_saved(tmp_path, spoil, layout, implementation):
     is_unchanged, saved = run(tmp_path, spoil, layout, implementation)
     assert is_unchanged
-    assert [(s.step, s.is_full) for s in saved] == [(BAD_STEP - 1, True)]
+    assert [(s.step, s.is_full) for s in saved] == [(NONFINITE_STEP - 1, True)]
 
 
 @pytest.mark.parametrize(("layout", "implementation"), [("fsdp", "fused"), ("ddp", "foreach"), ("fsdp", "for-loop")])
 @pytest.mark.parametrize(("spoil", "is_whole"), [(spoil_loss, True), (spoil_gradient, False)])
-def test_in_backward_half_an_update_is_never_saved(tmp_path, spoil, is_whole, layout, implementation):
-    """A bad loss changes nothing. But the head is updated before the blocks' gradients exist: half of step 3 must not
-    be called step 2."""
+def test_a_half_updated_state_is_never_saved(tmp_path, spoil, is_whole, layout, implementation):
+    """With a non-finite gradient, the head is updated before the gradients of the blocks exist.
+
+    A half-updated state must not be saved as step 2. A non-finite loss changes no weight.
+    """
     in_backward = {"optimizer.early_step_in_backward": "true"}
     is_unchanged, saved = run(tmp_path, spoil, layout, implementation, **in_backward)
     assert is_unchanged == is_whole
@@ -99,16 +105,16 @@ SKIP = {"resilience.on_nonfinite": "skip", "resilience.max_nonfinite_in_a_row": 
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
-def test_bad_steps_are_skipped_and_the_run_goes_on(tmp_path, layout):
-    """As many in a row as are allowed, twice; the update of a skipped step is none at all, and the others are made."""
+def test_nonfinite_steps_are_skipped_and_training_continues(tmp_path, layout):
+    """Twice the allowed number in a row. A skipped step changes no weight, the others do."""
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **SKIP)
     endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (3, 4, 6, 7))
     assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 8, [3, 4, 6, 7])] * 2
     assert not endings[0][3], "step 5 has changed the weights"
 
 
-def test_more_bad_steps_in_a_row_than_are_allowed_end_the_run(tmp_path):
-    """Also across a restart: what was left out before the save counts."""
+def test_more_nonfinite_steps_in_a_row_than_allowed_stop_the_run(tmp_path):
+    """Skipped steps before the checkpoint count after a restart."""
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS["fsdp"], **SKIP)
     endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (3, 4, 5, 6, 7))
     assert endings == [(ExitCode.BAD_NUMBERS, 4, [3, 4, 5, 6, 7], True)] * 2
@@ -118,21 +124,21 @@ def test_more_bad_steps_in_a_row_than_are_allowed_end_the_run(tmp_path):
 
 
 def spoil_size(hidden, loss):
-    """Finite, but far above all before it."""
+    """Spoil the size of the loss: it is finite but far above all earlier ones."""
     return loss * 1000
 
 
 @pytest.mark.parametrize(("on_spike", "step", "pinned"), [("log", 13, ["step-12"]), ("skip", 11, [])])
-def test_a_spike_is_told_of_and_pins_what_was_before_it(tmp_path, on_spike, step, pinned):
-    """As long as it lasts, or if it lasts: one whose update was left out is over at the next step."""
+def test_a_spike_is_an_event_and_pins_the_checkpoint_before_it(tmp_path, on_spike, step, pinned):
+    """A skipped spike is over at the next step, which removes the pin."""
     spikes = {"resilience.on_spike": on_spike, "resilience.spike_window": 8, "training.steps": 13,
               "checkpoint.enable": "true", "checkpoint.interval": 4, "checkpoint.last_save_model_only": "false"}  # fmt: skip
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS["fsdp"], **spikes)
     endings = run_ranks(train_with_a_fault, 2, argv, spoil_size, (step,))
     assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 13, [step] * (on_spike == "skip"))] * 2
     events = [row for row in read_rows(tmp_path / "run/events.jsonl") if row["event"].startswith("spike")]
-    begun = {row["quantity"]: row["step"] for row in events if row["event"] == "spike"}
+    started = {row["quantity"]: row["step"] for row in events if row["event"] == "spike"}
     ended = {row["quantity"]: row["how"] for row in events if row["event"] == "spike_end"}
-    assert begun == {"loss": step, "grad_norm": step}
+    assert started == {"loss": step, "grad_norm": step}
     assert ended == ({"loss": "fast", "grad_norm": "fast"} if on_spike == "skip" else {})
     assert [path.parent.name for path in (tmp_path / "run/checkpoint").glob("*/PIN")] == pinned

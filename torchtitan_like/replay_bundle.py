@@ -1,0 +1,162 @@
+"""Write replay bundles: files from which `titan run replay` runs a non-finite step or a spike again.
+
+docs/reference/metrics.md lists the keys of a bundle. `replay` reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.retention import PIN
+from torchtitan_like.checkpoint.start import Start
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.monitor.log import logger
+from torchtitan_like.util.files import WriteFailures, write_atomically
+from torchtitan_like.util.jsonl import encode
+from torchtitan_like.util.run_directory import BAD_STEPS
+
+# For skipped steps of one attempt: a pinned checkpoint is never deleted, and disks are finite.
+MOST_PINS = 3
+HISTORY = 4  # steps; a run with frozen updates stops before it makes more
+
+
+class ReplayBundleWriter:
+    """Writes `attempts/<n>/bad-steps/step-<k>.json`. On rank 0.
+
+    | step | bundle |
+    | --- | --- |
+    | skipped non-finite steps | for the first of several in a row |
+    | non-finite step that stops the run | for that step |
+    | spike | for its first step |
+
+    Each bundle names the checkpoint to replay from, and pins it.
+
+    start: what the attempt started from. seed: of the run. policy: `resilience.on_nonfinite`.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        checkpointer: Checkpointer,
+        batches: TrainBatches,
+        start: Start,
+        *,
+        seed: int,
+        policy: str,
+        failures: WriteFailures,
+    ) -> None:
+        self._attempt = attempt
+        self._checkpointer = checkpointer
+        self._batches = batches
+        self._start = start
+        self._seed = seed
+        self._policy = policy
+        self._failures = failures
+        self._nonfinite_rows: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
+        self._num_pins = 0
+
+    def observe(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the rows of non-finite steps. Write a bundle for each first one that is skipped."""
+        for row in rows:
+            # A finite norm is that of a skipped spike.
+            if row["skipped"] and not math.isfinite(row["grad_norm"]):
+                is_first = (
+                    not self._nonfinite_rows or self._nonfinite_rows[-1]["step"] != row["step"] - 1
+                )
+                self._nonfinite_rows.append(row)
+                if is_first and self._policy == "skip":
+                    self.write(row["step"], MOST_PINS)
+
+    def write(self, step: int, most_pins: int = sys.maxsize) -> None:
+        """Pin the checkpoint before a non-finite step and write its bundle. Does not wait.
+
+        The checkpoint is pinned unless this attempt has pinned `most_pins`.
+        """
+        row = next(row for row in self._nonfinite_rows if row["step"] == step)
+        self._checkpointer.look_back(step, partial(self._write_nonfinite, row, most_pins))
+
+    def write_spike(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
+        """Write the bundle of a spike's first step, with the limit of each quantity. Does not wait.
+
+        `SpikeDetector` pins the checkpoint. A non-finite step has its own bundle.
+        """
+        if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]):
+            write = partial(self._write_spike, {**row, "spike": limits})
+            self._checkpointer.look_back(row["step"], write)
+
+    # ---- on the checkpoint thread, where nothing is deleted meanwhile
+
+    def _write_nonfinite(
+        self, row: Mapping[str, Any], most_pins: int, checkpoint: Path | None
+    ) -> None:
+        path = self._path(row["step"])
+        if checkpoint is not None and self._num_pins < most_pins:
+            with self._failures.noted(checkpoint / PIN):
+                (checkpoint / PIN).write_text(f"{path}\n", encoding="utf-8")
+                self._num_pins += 1
+        is_pinned = checkpoint is not None and (checkpoint / PIN).exists()
+        self._write(path, row, self._describe(checkpoint, is_pinned), "bad_step", logging.ERROR)
+
+    def _write_spike(self, row: Mapping[str, Any], checkpoint: Path | None) -> None:
+        # An empty pin may be the spike's own, which is removed if the spike is fast.
+        pin = None if checkpoint is None else checkpoint / PIN
+        is_pinned = pin is not None and pin.exists() and bool(pin.read_bytes())
+        entry = self._describe(checkpoint, is_pinned)
+        self._write(self._path(row["step"]), row, entry, "spike_bundle", logging.WARNING)
+
+    def _path(self, step: int) -> Path:
+        return self._attempt.folder / BAD_STEPS / f"step-{step}.json"
+
+    def _describe(self, checkpoint: Path | None, is_pinned: bool) -> dict[str, Any]:
+        """Return the bundle's entry for the checkpoint; None: the start of the attempt."""
+        start = self._start
+        if checkpoint is not None:
+            path: str | None = os.path.relpath(checkpoint, self._attempt.run)
+        else:
+            path = None if start.path is None else str(start.path.absolute())
+        is_start = checkpoint is None or checkpoint == start.path
+        return {
+            "kind": start.kind if is_start else "resume",
+            "path": path,
+            "is_start": is_start,
+            "is_pinned": is_pinned,
+        }
+
+    def _samples(self, position: int) -> list[list[int]]:
+        """Return [first, last] of each stretch of positions that the step at `position` read."""
+        positions = self._batches.steps.next_from(position)
+        end = self._batches.order.end
+        if end is not None:
+            positions = positions[positions < end]
+        stretches = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+        return [stretch[[0, -1]].tolist() for stretch in stretches]
+
+    def _write(
+        self, path: Path, row: Mapping[str, Any], checkpoint: dict[str, Any], event: str, level: int
+    ) -> None:
+        bundle = {
+            **row,
+            "seed": self._seed,
+            "policy": self._policy,
+            "global_batch_size": self._batches.steps.sizes[-1][1],
+            "config": f"attempts/{self._attempt.number}/config.toml",
+            "samples": self._samples(row["position"]),
+            "checkpoint": checkpoint,
+        }
+        with self._failures.noted(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, encode(bundle))
+            logger.log(level, f"Replay step {row['step']}: titan run replay {path}")
+        self._attempt.event(event, step=row["step"], bundle=str(path), checkpoint=checkpoint)

@@ -1,0 +1,135 @@
+"""Skip the updates of non-finite steps and spikes, on the device, without making the host wait.
+
+`UpdateGate` decides from the global gradient norm alone, so all ranks decide alike. A non-finite
+loss reaches every gradient and thereby the norm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from torchtitan_like.resilience.host_copy import HostCopy
+from torchtitan_like.resilience.spikes import SpikeWindow
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Resilience
+
+Progress = TypeVar("Progress")
+
+HISTORY = 4  # steps; the host notices frozen updates two steps later
+
+
+class NonFiniteStateError(Exception):
+    """The state to save holds an inf or nan, so no run can resume from it."""
+
+
+@dataclass(frozen=True)
+class _Step(Generic[Progress]):
+    """Progress after a step, and copies of the gate's values on their way to the host."""
+
+    progress: Progress
+    is_frozen: HostCopy
+    nonfinite_in_a_row: HostCopy
+
+
+class UpdateGate(Generic[Progress]):
+    """Decides whether the update of a step is skipped, and when updates are frozen.
+
+    | `resilience.on_nonfinite` | effect of non-finite steps |
+    | --- | --- |
+    | `stop` | the first one freezes all updates |
+    | `skip` | skipped; more than `max_nonfinite_in_a_row` of them freeze all updates |
+
+    Frozen updates keep the weights until the host notices, two steps later, and all ranks stop.
+    With `on_spike = "skip"`, spikes of the norm are skipped as well. They never freeze updates.
+
+    device: of the gradient norm. progress: before the first step. state: of `state_dict`, or empty.
+    """
+
+    def __init__(
+        self,
+        section: Resilience,
+        device: torch.device,
+        progress: Progress,
+        state: Mapping[str, Any],
+    ) -> None:
+        skips_nonfinite = section.on_nonfinite == "skip"
+        skips_spikes = section.on_spike == "skip" and section.spike_threshold > 0
+        self._limit = section.max_nonfinite_in_a_row if skips_nonfinite else 0
+        self._spike_threshold = section.spike_threshold
+        self._norms: SpikeWindow | None = None
+        if skips_spikes:
+            self._norms = SpikeWindow(section.spike_window, device, state.get("grad_norms", ()))
+        num_in_a_row = float(state.get("nonfinite_in_a_row", 0))
+        self._nonfinite_in_a_row = torch.full((), num_in_a_row, device=device)
+        self._is_frozen = torch.zeros((), device=device)
+        self._history: deque[_Step[Progress]] = deque(maxlen=HISTORY)
+        self.record(progress)
+
+    def gate(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Return 1 if this step's update is to be skipped, else 0. 0-dim tensors; does not wait."""
+        # The product is 0 or NaN. `isfinite` launches more kernels.
+        is_nonfinite = (grad_norm * 0).ne(0)
+        self._nonfinite_in_a_row = (self._nonfinite_in_a_row + 1) * is_nonfinite
+        self._is_frozen = torch.maximum(self._is_frozen, self._nonfinite_in_a_row > self._limit)
+        skip = torch.maximum(is_nonfinite, self._is_frozen)
+        if self._norms is not None:
+            is_spike = (grad_norm > self._norms.limit(self._spike_threshold)).float()
+            skip = torch.maximum(skip, is_spike)
+            self._norms.add(grad_norm, unless=self._is_frozen)
+        return skip
+
+    def record(self, progress: Progress) -> None:
+        """Record progress after the gated update."""
+        if len(self._history) == HISTORY:
+            self._history.popleft()  # frees its page-locked memory for the new copies
+        step = _Step(progress, HostCopy(self._is_frozen), HostCopy(self._nonfinite_in_a_row))
+        self._history.append(step)
+
+    def was_frozen(self) -> bool:
+        """Return True if updates were frozen two steps ago. Does not block."""
+        return len(self._history) > 1 and bool(self._history[-2].is_frozen.read())
+
+    def last_good_progress(self) -> Progress | None:
+        """Return the progress before updates were frozen, None if they are not. Waits for the device."""
+        good = self._good_steps()
+        return None if len(good) == len(self._history) else good[-1].progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later decisions depend on, as of the last good step. Waits for the device."""
+        good = self._good_steps()
+        state: dict[str, Any] = {"nonfinite_in_a_row": int(good[-1].nonfinite_in_a_row.read())}
+        if self._norms is not None:
+            state["grad_norms"] = self._norms.tolist(len(self._history) - len(good))
+        return state
+
+    def _good_steps(self) -> list[_Step[Progress]]:
+        """Return the steps of the history before updates were frozen."""
+        return [step for step in self._history if not step.is_frozen.read()]
+
+
+@torch.no_grad()
+def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of tensors with an inf or nan in this rank's shard. Waits for the device.
+
+    A 2-norm is the cheapest pass over a tensor, but it may overflow. Only tensors with a non-finite
+    norm are searched element by element.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, tensor in named:
+        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.is_floating_point():
+            groups.setdefault((local.device, local.dtype), {})[name] = local.detach()
+    names = []
+    for tensors in groups.values():
+        norms = torch.stack(torch._foreach_norm(list(tensors.values())))
+        are_finite = norms.isfinite().tolist()
+        for (name, tensor), is_finite in zip(tensors.items(), are_finite, strict=True):
+            if not is_finite and not tensor.isfinite().all():
+                names.append(name)
+    return names
