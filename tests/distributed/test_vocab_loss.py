@@ -45,7 +45,7 @@ def relative(a, b):
 
 def own(weight, shards):
     """This rank's rows, as a leaf."""
-    return weight.detach()[shards.first : shards.first + shards.size].clone().requires_grad_()
+    return weight.detach()[shards.offset : shards.offset + shards.size].clone().requires_grad_()
 
 
 def parts(value, hidden, rows, shards):
@@ -62,7 +62,7 @@ def errors(case):
     plain = cross_entropy_sum(hidden, weight, labels)
     (plain * 0.37).backward()
     shards = VocabShards(dist.group.WORLD, vocab)
-    expected = plain.detach(), hidden.grad, weight.grad[shards.first : shards.first + shards.size]
+    expected = plain.detach(), hidden.grad, weight.grad[shards.offset : shards.offset + shards.size]
     hidden.grad, rows = None, own(weight, shards)
     loss = chunked_cross_entropy(chunk_mib, backend, shards, gathers_logits=gathers)
     value = loss(hidden, rows, labels)
@@ -110,7 +110,7 @@ def bf16_errors(vocab):
     value = chunked_cross_entropy(1, None, shards)(hidden, rows, labels)
     value.backward()
     over_ranks = parts(value, hidden, rows, shards)
-    mine = slice(shards.first, shards.first + shards.size)
+    mine = slice(shards.offset, shards.offset + shards.size)
     hidden.grad = None
     value = chunked_cross_entropy(1)(hidden, weight, labels)
     value.backward()

@@ -52,7 +52,10 @@ PARTS: tuple[tuple[str, str], ...] = (
 # Settings whose value is worked out when a run starts (from the layout, or at random), and its name in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
 _UNSET = (None, -1)  # a resolved setting that the configuration leaves to the run
-HORIZON, STEPS = "lr_scheduler.total_steps", "training.steps"  # the first, unset, is the second, with which it may grow
+HORIZON, STEPS = (
+    "lr_scheduler.total_steps",
+    "training.steps",
+)  # the first, unset, is the second, with which it may grow
 
 
 class Change(NamedTuple):
@@ -111,7 +114,9 @@ def diff_settings(
     allowed, excluded = section.get("allow_change", ()), {*section.get("exclude_from_loading", ())}
     if "train_state" in excluded:  # the data position follows from the step, which starts anew
         excluded.add("dataloader")
-    is_seed = stored_summary.get("step") == 0  # nothing has been learnt yet, and its layout was one rank
+    is_seed = (
+        stored_summary.get("step") == 0
+    )  # nothing has been learnt yet, and its layout was one rank
 
     def is_free(key: str) -> bool:
         part, is_allowed = part_of(key), any(fnmatchcase(key, pattern) for pattern in allowed)
@@ -125,7 +130,9 @@ def diff_settings(
         change = Change(key, before.get(key), now.get(key))
         if key in RESOLVED:
             name = RESOLVED[key]
-            change = Change(key, stored_summary.get(name, change.stored), current_summary.get(name, change.now))
+            change = Change(
+                key, stored_summary.get(name, change.stored), current_summary.get(name, change.now)
+            )
             if change.stored in _UNSET or change.now in _UNSET:
                 continue
         grows = key == HORIZON and change.stored == change.now
@@ -144,7 +151,11 @@ def check_changes(changes: Changes) -> str | None:
             f"settings that would make another run of the one that saved the checkpoint: "
             f"{'; '.join(map(str, changes.refused))}. Put them back, or accept them with checkpoint.allow_change = {keys}"
         )
-    return f"Changed since the checkpoint: {'; '.join(map(str, changes.harmless))}" if changes.harmless else None
+    return (
+        f"Changed since the checkpoint: {'; '.join(map(str, changes.harmless))}"
+        if changes.harmless
+        else None
+    )
 
 
 def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +165,9 @@ def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
         config = build_config([Layer("the checkpoint", list(leaves(given)))])
     except ConfigError as error:
         if error.partial is None:
-            raise CheckpointError(f"the configuration in the checkpoint cannot be read: {error}") from error
+            raise CheckpointError(
+                f"the configuration in the checkpoint cannot be read: {error}"
+            ) from error
         config = error.partial  # settings of another version: they mean nothing here
     except ValueError as error:
         raise CheckpointError(f"the configuration in the checkpoint is no TOML: {error}") from error

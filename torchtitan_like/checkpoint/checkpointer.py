@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger()
 # One process without a group is a normal way to run, not a mistake to be warned of.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+warnings.filterwarnings(
+    "ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning
+)
 
 GRACE_SECONDS = 60.0  # for a save under way when the run crashes: the other ranks may still be able to finish it
 
@@ -83,11 +85,17 @@ class Checkpointer:
         self._thread = SavingThread(device, group.adopt)
         # One name for all ranks: they must stage into one folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
-        if self._votes.is_leader:  # also to load alone: one run writes metrics, logs and config beside the checkpoints
+        if (
+            self._votes.is_leader
+        ):  # also to load alone: one run writes metrics, logs and config beside the checkpoints
             self._lock = RunLock(self.folder)
         if self._votes.is_leader and self.saves:
-            self._retention = Retention(self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every)
-        self._writer = StepWriter(section, self._votes, identity, run_id, self._lock, self._retention)
+            self._retention = Retention(
+                self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every
+            )
+        self._writer = StepWriter(
+            section, self._votes, identity, run_id, self._lock, self._retention
+        )
 
     # ---- start
 
@@ -97,7 +105,9 @@ class Checkpointer:
         When there is something to do, every other run is kept out of the folder from here to `close`. Raises
         CheckpointError, also when another run is at work there.
         """
-        decide = partial(decide_start, self.section, self.folder, last_step, self._identity.hf_assets, config)
+        decide = partial(
+            decide_start, self.section, self.folder, last_step, self._identity.hf_assets, config
+        )
         if not self.section.enable:
             return decide()
         decided: list[Start] = []  # on rank 0
@@ -107,7 +117,9 @@ class Checkpointer:
             return decided[0].step
 
         def decide_locked() -> list[Start]:
-            starts = decide() if is_unfinished else decided  # again, now that nobody else can publish
+            starts = (
+                decide() if is_unfinished else decided
+            )  # again, now that nobody else can publish
             # The manifest of a step is 40 MB where thousands of ranks have written it: of the others see `load`.
             return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
@@ -155,7 +167,11 @@ class Checkpointer:
             self._make_missing_export(start)
 
     def load(
-        self, starts: Sequence[Start], states: Mapping[str, Stateful], *, consider: Callable[[Start], None]
+        self,
+        starts: Sequence[Start],
+        states: Mapping[str, Stateful],
+        *,
+        consider: Callable[[Start], None],
     ) -> None:
         """Read the first of `starts` that is whole into `states`, in place; `consider` is called before each.
 
@@ -191,10 +207,14 @@ class Checkpointer:
 
         def tidy() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            logger.info(f"Checkpointing active: checkpoints are read from and written to {self.folder}")
+            logger.info(
+                f"Checkpointing active: checkpoints are read from and written to {self.folder}"
+            )
             self._remove_stages()
             for path in supersede_later(self.folder, start.step, uuid.uuid4().hex[:8]):
-                logger.warning(f"The run restarts at step {start.step}: a later checkpoint is now {path.name}")
+                logger.warning(
+                    f"The run restarts at step {start.step}: a later checkpoint is now {path.name}"
+                )
             if start.path is not None and start.step == self.section.load_step:
                 (start.path / PIN).touch()  # the same command, started again, asks for it once more
 
@@ -272,10 +292,14 @@ class Checkpointer:
         section, saves = self.section, []
         if not self.saves:
             if save_asked or export_asked:
-                logger.warning("SAVE and EXPORT ask in vain: nothing is saved, see checkpoint.enable and load_only")
+                logger.warning(
+                    "SAVE and EXPORT ask in vain: nothing is saved, see checkpoint.enable and load_only"
+                )
             return []
         is_last = step == last_step
-        is_planned = step % section.interval == 0 or (step == 1 and section.enable_first_step_checkpoint)
+        is_planned = step % section.interval == 0 or (
+            step == 1 and section.enable_first_step_checkpoint
+        )
         if is_planned or is_last or save_asked:
             saves.append(self._last_save() if is_last else Save("full", self.folder))
         if (section.hf_interval and step % section.hf_interval == 0) or export_asked:
@@ -286,7 +310,11 @@ class Checkpointer:
         """What is still to be saved of a run that ends at `step`; nothing is under way (`wait`)."""
         if not self.saves:
             return []
-        full = [] if is_finished or self.newest_step == step else [Save("full", self.folder, is_last=True)]
+        full = (
+            []
+            if is_finished or self.newest_step == step
+            else [Save("full", self.folder, is_last=True)]
+        )
         return full + ([self._export(True)] if export_asked and self._newest_export != step else [])
 
     def _export_path(self, step: int) -> Path:
@@ -298,7 +326,12 @@ class Checkpointer:
     def _last_save(self) -> Save:
         if not self.section.last_save_model_only:
             return Save("full", self.folder, is_last=True)
-        return Save("hf" if self.section.last_save_in_hf else "weights", self.folder, self._export_dtype, is_last=True)
+        return Save(
+            "hf" if self.section.last_save_in_hf else "weights",
+            self.folder,
+            self._export_dtype,
+            is_last=True,
+        )
 
     def is_overdue(self) -> bool:
         """Have `checkpoint.interval_minutes` passed since the last save? For one rank, which then asks all."""
@@ -324,13 +357,21 @@ class Checkpointer:
         begin = time.monotonic()
         full = any(save.kind == "full" for save in saves)
         chosen = states if full else {"model": states["model"]}
-        tensors = {f"{key}.{name}": v for key, state in chosen.items() for name, v in state.state_dict().items()}
+        tensors = {
+            f"{key}.{name}": v
+            for key, state in chosen.items()
+            for name, v in state.state_dict().items()
+        }
         in_background = self.section.async_mode != "disabled" and not saves[-1].is_last
         forms = " and ".join(save.kind for save in saves)
         logger.info(f"Saving step {step} ({forms}){' in the background' if in_background else ''}")
         if in_background:
             tensors = self._staging.copy(tensors)
-        told: dict[str, Any] = {"config_toml": config_toml, "summary": summary, "on_published": on_published}
+        told: dict[str, Any] = {
+            "config_toml": config_toml,
+            "summary": summary,
+            "on_published": on_published,
+        }
         for save in saves:
             commit = partial(self._commit, save, step, tensors, **told)
             self._pending.append((save, step, self._thread.submit(commit)))
@@ -339,7 +380,9 @@ class Checkpointer:
             self.wait()
             return
         self._intervals.stood(time.monotonic() - begin)
-        logger.info(f"Staged step {step} in {time.monotonic() - begin:.2f} seconds; {self._intervals.cost()}")
+        logger.info(
+            f"Staged step {step} in {time.monotonic() - begin:.2f} seconds; {self._intervals.cost()}"
+        )
 
     def _commit(self, save: Save, step: int, tensors: Mapping[str, Any], **rest: Any) -> Path:
         """On the checkpoint thread."""
@@ -358,7 +401,9 @@ class Checkpointer:
         def unpin() -> None:
             def remove() -> None:
                 pin = pinned.result()
-                if pin is not None and pin.exists() and not pin.read_bytes():  # nobody else wants to keep it
+                if (
+                    pin is not None and pin.exists() and not pin.read_bytes()
+                ):  # nobody else wants to keep it
                     pin.unlink()
 
             self._thread.submit(remove)
@@ -373,7 +418,9 @@ class Checkpointer:
         """Has a save in the background failed in a way that ends the run? Never blocks. For one rank, to tell all."""
         if self.section.on_save_error == "continue":
             return False
-        return any(future.done() and future.exception() is not None for _, _, future in self._pending)
+        return any(
+            future.done() and future.exception() is not None for _, _, future in self._pending
+        )
 
     def wait(self) -> None:
         """Block until every save under way is over. Raises its CheckpointError unless the run is to go on without it."""

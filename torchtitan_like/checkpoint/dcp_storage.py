@@ -53,7 +53,9 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path, write_atomically
 
 METADATA = ".metadata"
-ALIGNMENT = 64  # bytes; a multiple of every element's size, so that no extent ends within an element
+ALIGNMENT = (
+    64  # bytes; a multiple of every element's size, so that no extent ends within an element
+)
 BOUNCE = 4 * EXTENT
 
 
@@ -94,7 +96,9 @@ class ExtentWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write_item(self, sink: ExtentSink, item: WriteItem, planner: SavePlanner, bounce: _Bounce) -> WriteResult:
+    def _write_item(
+        self, sink: ExtentSink, item: WriteItem, planner: SavePlanner, bounce: _Bounce
+    ) -> WriteResult:
         sink.write(bytes(-sink.size % ALIGNMENT))
         begin = sink.size
         data = planner.resolve_data(item)
@@ -108,9 +112,13 @@ class ExtentWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata` durably, last; called on rank 0 when every rank has written its shard."""
-        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_data = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
         for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):  # the same text from live and from staged (pinned) tensors
+            if isinstance(
+                entry, TensorStorageMetadata
+            ):  # the same text from live and from staged (pinned) tensors
                 properties = TensorProperties(dtype=entry.properties.dtype)
                 metadata.state_dict_metadata[name] = replace(entry, properties=properties)
         temporary, content = self.folder / f"{METADATA}.tmp", pickle.dumps(metadata)
@@ -155,7 +163,11 @@ class ExtentReader(StorageReader):
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], records: Mapping[str, FileRecord], *, trust: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        records: Mapping[str, FileRecord],
+        *,
+        trust: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.records = records
@@ -199,9 +211,14 @@ class ExtentReader(StorageReader):
             by_file.setdefault(name, []).append((offset, length, item))
         for name, items in sorted(by_file.items()):
             items.sort(key=lambda entry: entry[0])
-            tensors = [(offset, item) for offset, _, item in items if item.type != LoadItemType.BYTE_IO]
+            tensors = [
+                (offset, item) for offset, _, item in items if item.type != LoadItemType.BYTE_IO
+            ]
             targets = [planner.resolve_tensor(item).detach() for _, item in tensors]
-            boxes = [self._box(offset, item, target) for (offset, item), target in zip(tensors, targets, strict=True)]
+            boxes = [
+                self._box(offset, item, target)
+                for (offset, item), target in zip(tensors, targets, strict=True)
+            ]
             with self._source(name) as source:
                 for offset, length, item in items:
                     if item.type == LoadItemType.BYTE_IO:
@@ -222,11 +239,15 @@ class ExtentReader(StorageReader):
         entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata) and item.storage_index.index is not None
         stored = entry.chunks[item.storage_index.index].sizes
-        return _Box(offset, entry.properties.dtype, stored, item.storage_offsets, item.lengths, target)
+        return _Box(
+            offset, entry.properties.dtype, stored, item.storage_offsets, item.lengths, target
+        )
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.records:
-            raise DamagedError(f"{self.folder / name} is not among the files recorded in the manifest")
+            raise DamagedError(
+                f"{self.folder / name} is not among the files recorded in the manifest"
+            )
         return self.records[name]
 
     @contextmanager
@@ -266,7 +287,13 @@ class _Box:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        self.stored, self.starts, self.lengths, self.target, self.dtype = stored, starts, lengths, target, dtype
+        self.stored, self.starts, self.lengths, self.target, self.dtype = (
+            stored,
+            starts,
+            lengths,
+            target,
+            dtype,
+        )
         strides = contiguous_strides(stored)
         # The stretch of stored elements, in C order, from the box's first to its last; and of bytes in the file.
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
@@ -277,11 +304,17 @@ class _Box:
         # The target as such a stretch itself, where both are without gaps: rows, or all, of the stored tensor.
         is_gapless = last + 1 == target.numel() and target.is_contiguous()
         self.flat = target.view(-1) if is_gapless else None
-        self.bytes = _as_bytes(self.flat) if self.flat is not None and target.is_cpu and target.dtype == dtype else None
+        self.bytes = (
+            _as_bytes(self.flat)
+            if self.flat is not None and target.is_cpu and target.dtype == dtype
+            else None
+        )
 
     def put_bytes(self, content: memoryview, at: int) -> None:
         """Copy what belongs to the box of stored bytes; `at`: where in the file they begin. Casts where needed."""
-        self.put(torch.frombuffer(content, dtype=self.dtype), (at - self.offset) // self.dtype.itemsize)
+        self.put(
+            torch.frombuffer(content, dtype=self.dtype), (at - self.offset) // self.dtype.itemsize
+        )
 
     def put(self, elements: torch.Tensor, first: int) -> None:
         """Copy what belongs to the box of `elements` (n,), the stored ones from number `first` on."""
@@ -343,7 +376,12 @@ def verify_rest(
 
     Raises DamagedError on the rank that finds damage.
     """
-    seen = {(name, index) for mine in group.gather_objects(verified) for name in mine for index in mine[name]}
+    seen = {
+        (name, index)
+        for mine in group.gather_objects(verified)
+        for name in mine
+        for index in mine[name]
+    }
     rest = [extent for extent in all_extents(records) if extent not in seen]
     rank = group.rank
     mine = rest[len(rest) * rank // group.size : len(rest) * (rank + 1) // group.size]
@@ -356,6 +394,8 @@ def unwrap(problem: CheckpointException) -> CheckpointError:
     texts, damaged = [], False
     for rank, (error, _) in problem.failures.items():
         damaged |= isinstance(error, DamagedError)
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        )
         texts.append(f"rank {rank}: {text}")
     return (DamagedError if damaged else CheckpointError)("; ".join(texts))

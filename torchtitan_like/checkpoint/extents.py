@@ -19,7 +19,9 @@ from torchtitan_like.checkpoint.errors import DamagedError
 EXTENT = 4 * 2**20
 PIECE = 2**18  # bytes read and hashed at a time: what a core's own cache holds
 WRITE_BEHIND = 2 * EXTENT
-NUM_ASKING = 16  # threads that ask a file server for sizes: thousands of ranks write thousands of files
+NUM_ASKING = (
+    16  # threads that ask a file server for sizes: thousands of ranks write thousands of files
+)
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -83,7 +85,9 @@ class ExtentSink:
         self._hash.reset()
         # The disk works while the next extents are hashed, so that little is left for fsync: a third of a save's time.
         if self.size % WRITE_BEHIND == 0 and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), self.size - WRITE_BEHIND, WRITE_BEHIND, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(
+                self._file.fileno(), self.size - WRITE_BEHIND, WRITE_BEHIND, os.POSIX_FADV_DONTNEED
+            )
 
     def __enter__(self) -> ExtentSink:
         return self
@@ -207,7 +211,9 @@ def find_damage(
     by_file: dict[str, list[int]] = {}
     for name, index in wanted:
         by_file.setdefault(name, []).append(index)
-    total = sum(end - begin for name in by_file for begin, end in map(records[name].span, by_file[name]))
+    total = sum(
+        end - begin for name in by_file for begin, end in map(records[name].span, by_file[name])
+    )
     done, buffer = 0, memoryview(bytearray(EXTENT))
     for name, indices in by_file.items():
         with ExtentSource(folder / name, records[name], buffer) as source:
@@ -224,7 +230,9 @@ def find_damage(
 
 def all_extents(records: Mapping[str, FileRecord]) -> Iterator[tuple[str, int]]:
     """(file name, index) of every extent, in the order of `records`."""
-    return ((name, index) for name, record in records.items() for index in range(len(record.extents)))
+    return (
+        (name, index) for name, record in records.items() for index in range(len(record.extents))
+    )
 
 
 @contextmanager

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
 
 
-def numeric_fingerprint(config: JobConfig, device: torch.device, layout: Mapping[str, int]) -> dict[str, str]:
+def numeric_fingerprint(
+    config: JobConfig, device: torch.device, layout: Mapping[str, int]
+) -> dict[str, str]:
     """What decides about bits, in words. `layout`: degrees by the mesh's names."""
     training, optimizer, resilience = config.training, config.optimizer, config.resilience
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
@@ -32,11 +34,15 @@ def numeric_fingerprint(config: JobConfig, device: torch.device, layout: Mapping
         "compile": parts if config.compile.enable else "no",
     }
     defaults = type(config.parallelism)()
-    chosen = [(name, value) for name, value in config.parallelism if value != getattr(defaults, name)]
+    chosen = [
+        (name, value) for name, value in config.parallelism if value != getattr(defaults, name)
+    ]
     if used := [f"{name} {value}" for name, value in chosen if not name.endswith("_degree")]:
         found["parallelism"] = ", ".join(used)
     if resilience.on_spike == "skip" and resilience.spike_threshold:
-        found["spikes left out"] = f"above {resilience.spike_threshold} in {resilience.spike_window} steps"
+        found["spikes left out"] = (
+            f"above {resilience.spike_threshold} in {resilience.spike_window} steps"
+        )
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["CUDA"] = str(torch.version.cuda)
@@ -53,7 +59,9 @@ def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     ]
 
 
-def resume_line(stored: Mapping[str, str] | None, current: Mapping[str, str], besides: Sequence[str] = ()) -> str:
+def resume_line(
+    stored: Mapping[str, str] | None, current: Mapping[str, str], besides: Sequence[str] = ()
+) -> str:
     """`bit-exact: yes`, or why the resumed run will not repeat the bits of one that never stopped.
 
     `besides`: reasons of other kinds, such as parts that are not loaded.

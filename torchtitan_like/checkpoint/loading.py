@@ -51,27 +51,40 @@ def load_states(
 
 def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verify: str) -> None:
     """A step of ours: full, or the weights alone."""
-    from torchtitan_like.checkpoint.dcp_storage import METADATA, ExtentReader, load_planned, verify_rest
+    from torchtitan_like.checkpoint.dcp_storage import (
+        METADATA,
+        ExtentReader,
+        load_planned,
+        verify_rest,
+    )
     from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader
 
     path, group = start.path, votes.group
     assert path is not None and start.manifest is not None
     reader: Any
     if start.manifest["format_version"] == 1:
-        logger.warning(f"{path} was written in format 1, without hashes: what is read from it cannot be verified")
+        logger.warning(
+            f"{path} was written in format 1, without hashes: what is read from it cannot be verified"
+        )
         reader, others = CheckedReader(path), {}
     else:
         records = file_records(start.manifest)
         reader = ExtentReader(path, records)
         # What loading reads is verified as it is read; of the rest, the small files always.
-        others = {n: record for n, record in records.items() if verify == "full" or not n.startswith("shard-")}
+        others = {
+            n: record
+            for n, record in records.items()
+            if verify == "full" or not n.startswith("shard-")
+        }
     dicts = {key: state.state_dict() for key, state in states.items()}
     flat = {f"{key}.{name}": value for key, part in dicts.items() for name, value in part.items()}
     stored: dict[str, Any] = {}
     targets: dict[str, Any] = {}
 
     def look() -> None:
-        see(path / METADATA)  # rank 0 has found all files whole: what a node does not see is no damage
+        see(
+            path / METADATA
+        )  # rank 0 has found all files whole: what a node does not see is no damage
         stored.update(reader.read_metadata().state_dict_metadata)
 
     def load() -> None:
@@ -82,7 +95,11 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
     votes.all_do(look)
     # Every stage of a pipeline has names of its own. Counted, not gathered: of thousands of ranks they would be gigabytes.
     wanted = group.sum_async([name in flat for name in stored]).wait()
-    surplus = [name for name, num in zip(stored, wanted, strict=True) if not num and name.split(".")[0] in states]
+    surplus = [
+        name
+        for name, num in zip(stored, wanted, strict=True)
+        if not num and name.split(".")[0] in states
+    ]
     votes.all_do(load)
     if others:
         votes.all_do(lambda: verify_rest(path, others, reader.verified, group))
@@ -90,7 +107,9 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
         state.load_state_dict({name: targets[f"{key}.{name}"] for name in dicts[key]})
 
 
-def _load_weights(start: Start, model: Stateful, votes: Votes, identity: Identity, quantized: bool) -> None:
+def _load_weights(
+    start: Start, model: Stateful, votes: Votes, identity: Identity, quantized: bool
+) -> None:
     """The weights of another format, through the model's tables of names."""
     from torchtitan_like.checkpoint.dcp_storage import verify_rest
     from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
@@ -106,16 +125,25 @@ def _load_weights(start: Start, model: Stateful, votes: Votes, identity: Identit
     if start.format == "hf":
         for line in config_differences(path, spec.hf_config(args)):
             logger.warning(line)
-        load_hf(path, tensors, rows=spec.hf_names(args), tied=tied, quantized=quantized, votes=votes)
+        load_hf(
+            path, tensors, rows=spec.hf_names(args), tied=tied, quantized=quantized, votes=votes
+        )
         return
     if spec.meta_names is None:
-        raise CheckpointError(f"{path}: of {spec.name} no checkpoints of TorchTitan or Meta are known")
+        raise CheckpointError(
+            f"{path}: of {spec.name} no checkpoints of TorchTitan or Meta are known"
+        )
     read = load_torchtitan if start.format == "dcp" else load_meta
     read(path, tensors, rows=spec.meta_names(args), tied=tied, votes=votes)
 
 
 def _targets(
-    path: str, metadata: Mapping[str, Any], wanted: Mapping[str, Any], surplus: Sequence[str], *, may_convert: bool
+    path: str,
+    metadata: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    surplus: Sequence[str],
+    *,
+    may_convert: bool,
 ) -> dict[str, Any]:
     """What DCP is to fill: the tensors of `wanted`, or with `may_convert` new ones where the stored type is another.
 
@@ -133,8 +161,15 @@ def _targets(
             continue
         found = stored.properties.dtype
         if tuple(stored.size) != tuple(target.shape):
-            problems.append(f"{name} has shape {tuple(stored.size)}, this run needs {tuple(target.shape)}")
-        elif found != target.dtype and may_convert and found.is_floating_point and target.is_floating_point():
+            problems.append(
+                f"{name} has shape {tuple(stored.size)}, this run needs {tuple(target.shape)}"
+            )
+        elif (
+            found != target.dtype
+            and may_convert
+            and found.is_floating_point
+            and target.is_floating_point()
+        ):
             targets[name] = torch.empty_like(target, dtype=found, requires_grad=False)
             converted.add((found, target.dtype))
         elif found != target.dtype:

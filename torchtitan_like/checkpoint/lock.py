@@ -106,7 +106,9 @@ class FileLock:
         self._sleep(self.interval / 4)
         self._waited += self.interval / 4
         if self._waited >= self.patience and self._read() == text:
-            logger.warning(f"{self.path}: no sign of life from {_name(holder)}, the lock is taken over")
+            logger.warning(
+                f"{self.path}: no sign of life from {_name(holder)}, the lock is taken over"
+            )
             self._remove(text)
 
     def holder_here(self) -> str | None:
@@ -203,9 +205,7 @@ class FileLock:
                 logger.warning(f"{self.path} could not be refreshed: {error}")
 
     def _refusal(self, holder: Holder) -> str:
-        return (
-            f"{self._subject} belongs to a {self._holder} that is alive: {_name(holder)}. {self._remedy}"
-        )
+        return f"{self._subject} belongs to a {self._holder} that is alive: {_name(holder)}. {self._remedy}"
 
 
 class RunLock(FileLock):
@@ -217,9 +217,7 @@ class RunLock(FileLock):
             "Stop that one first, or choose another job.dump_folder, with one of these steps as "
             "checkpoint.initial_load_path if need be"
         )
-        super().__init__(
-            folder / LOCK, subject=str(folder), holder="run", remedy=remedy, **waiting
-        )
+        super().__init__(folder / LOCK, subject=str(folder), holder="run", remedy=remedy, **waiting)
 
 
 def _parse(text: str) -> Holder:

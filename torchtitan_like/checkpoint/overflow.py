@@ -15,7 +15,11 @@ def warn_of_overflow(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> N
     """Log the floating-point ones among `tensors` whose part on this rank has numbers beyond the range of `dtype`."""
     if dtype is None or not dtype.is_floating_point:
         return
-    names = [name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and _overflows(tensor, dtype)]
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and _overflows(tensor, dtype)
+    ]
     if names:
         logger.warning(
             f"{len(names)} tensors hold numbers that {str(dtype).removeprefix('torch.')} does not reach (its largest is "
@@ -26,6 +30,10 @@ def warn_of_overflow(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> N
 def _overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
     # bfloat16 reaches as far as float32, but for half a percent: not worth reading all weights once more.
-    if not local.is_floating_point() or not local.numel() or torch.finfo(local.dtype).max < 2 * torch.finfo(dtype).max:
+    if (
+        not local.is_floating_point()
+        or not local.numel()
+        or torch.finfo(local.dtype).max < 2 * torch.finfo(dtype).max
+    ):
         return False
     return bool(torch.stack(torch.aminmax(local)).to(dtype).isinf().any())

@@ -54,7 +54,9 @@ def check_writable(folder: Path) -> None:
             "another job.dump_folder"
         ) from error
     if found != token:
-        raise CheckpointError(f"{folder} does not give back what was written to it: its file system is faulty")
+        raise CheckpointError(
+            f"{folder} does not give back what was written to it: its file system is faulty"
+        )
 
 
 def write_marker(folder: Path) -> str:
@@ -65,7 +67,12 @@ def write_marker(folder: Path) -> str:
     return token
 
 
-def see(path: Path, is_it: Callable[[Path], bool] = Path.exists, patience: float = 10, sleep: Any = time.sleep) -> None:
+def see(
+    path: Path,
+    is_it: Callable[[Path], bool] = Path.exists,
+    patience: float = 10,
+    sleep: Any = time.sleep,
+) -> None:
     """Every rank: find what rank 0 sees; raises CheckpointError when it does not appear in `patience` seconds.
 
     Shared file systems show a new file a little later on other nodes.

@@ -29,7 +29,9 @@ class Expiry(NamedTuple):
 
     steps: list[tuple[int, Path]]  # oldest first
     newest_full: tuple[int, Path] | None
-    oldest_of_newest: int | None  # number of the `keep_latest_k`-th newest step; None: there are fewer
+    oldest_of_newest: (
+        int | None
+    )  # number of the `keep_latest_k`-th newest step; None: there are fewer
 
 
 def find_expired(
@@ -146,7 +148,9 @@ class Retention:
             try:
                 shutil.rmtree(path)
             except OSError as error:
-                logger.warning(f"{path} could not be deleted, and is tried again after the next save: {error}")
+                logger.warning(
+                    f"{path} could not be deleted, and is tried again after the next save: {error}"
+                )
 
 
 def _suffixes() -> itertools.chain[str]:

@@ -21,7 +21,13 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, check_sizes, write_file
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
-from torchtitan_like.checkpoint.probes import check_space, check_writable, remove_marker, see_marker, write_marker
+from torchtitan_like.checkpoint.probes import (
+    check_space,
+    check_writable,
+    remove_marker,
+    see_marker,
+    write_marker,
+)
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
 from torchtitan_like.checkpoint.votes import Votes
 
@@ -39,7 +45,9 @@ class Save:
 
     kind: Literal["full", "weights", "hf"]
     folder: Path  # where its step-N will stand
-    dtype: torch.dtype | None = None  # floating-point weights are converted to it; None keeps their own
+    dtype: torch.dtype | None = (
+        None  # floating-point weights are converted to it; None keeps their own
+    )
     is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
     suffix: str = ""  # of the folder's name; with one it is no step that a run starts from
 
@@ -110,7 +118,9 @@ class StepWriter:
         if self._lock is not None:
             self._lock.check()
         if final.exists():
-            raise CheckpointError(f"{final} exists already: a published checkpoint is never overwritten")
+            raise CheckpointError(
+                f"{final} exists already: a published checkpoint is never overwritten"
+            )
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
         check_space(staged, needed, 2 * self._votes.group.size + 8)
@@ -129,8 +139,14 @@ class StepWriter:
         self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
     ) -> dict[str, FileRecord]:
         config = staged / "config.toml"
-        records = {config.name: self._votes.leader_does(lambda: write_file(config, config_toml.encode()))}
-        write = partial(self._export, save.dtype or torch.float32) if save.kind == "hf" else self._write_native
+        records = {
+            config.name: self._votes.leader_does(lambda: write_file(config, config_toml.encode()))
+        }
+        write = (
+            partial(self._export, save.dtype or torch.float32)
+            if save.kind == "hf"
+            else self._write_native
+        )
         for part in self._votes.all_do(lambda: write(staged, tensors)):
             records.update(part)
         return records
@@ -142,11 +158,17 @@ class StepWriter:
 
         group = self._votes.group
         writer = ExtentWriter(staged, group.rank)
-        detached = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()}
-        dcp.save(detached, storage_writer=writer, process_group=group.group, no_dist=group.size == 1)
+        detached = {
+            name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()
+        }
+        dcp.save(
+            detached, storage_writer=writer, process_group=group.group, no_dist=group.size == 1
+        )
         return writer.records
 
-    def _export(self, dtype: torch.dtype, staged: Path, tensors: Mapping[str, Any]) -> dict[str, FileRecord]:
+    def _export(
+        self, dtype: torch.dtype, staged: Path, tensors: Mapping[str, Any]
+    ) -> dict[str, FileRecord]:
         from torchtitan_like.checkpoint.hf.folder import write_model
 
         return write_model(
@@ -159,7 +181,11 @@ class StepWriter:
         )
 
     def _publish(
-        self, staged: Path, final: Path, records: Mapping[str, FileRecord], content: Mapping[str, Any]
+        self,
+        staged: Path,
+        final: Path,
+        records: Mapping[str, FileRecord],
+        content: Mapping[str, Any],
     ) -> None:
         check_sizes(staged, records)
         write_manifest(staged, {**content, "files": dict(sorted(records.items()))})
@@ -173,7 +199,9 @@ def _num_bytes(value: Any, dtype: torch.dtype | None) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     is_converted = dtype is not None and value.is_floating_point()
-    return value.numel() * (dtype.itemsize if dtype is not None and is_converted else value.element_size())
+    return value.numel() * (
+        dtype.itemsize if dtype is not None and is_converted else value.element_size()
+    )
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -21,7 +21,9 @@ class SavingThread:
 
     def __init__(self, device: torch.device, at_start: Callable[[], None]) -> None:
         self._device = device
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
         self.run(at_start)
 
@@ -47,6 +49,8 @@ class SavingThread:
             call, future = item
             try:
                 future.set_result(call())
-            except BaseException as problem:  # DCP's own is no Exception; whoever waits must hear of any
+            except (
+                BaseException
+            ) as problem:  # DCP's own is no Exception; whoever waits must hear of any
                 future.set_exception(problem)
             del item, call, future  # what they hold may be a copy of the whole state

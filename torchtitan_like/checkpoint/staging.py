@@ -26,13 +26,17 @@ class Staging:
 
         The last copy's buffers are written again: its save must be over.
         """
-        on_gpu = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in state.values())
+        on_gpu = any(
+            isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in state.values()
+        )
         if not (self._pinned and on_gpu):
             return {name: self._copy_of(name, value, pinned=False) for name, value in state.items()}
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copies = {name: self._copy_of(name, value, pinned=True) for name, value in state.items()}
+            copies = {
+                name: self._copy_of(name, value, pinned=True) for name, value in state.items()
+            }
             self._event = self._stream.record_event()
         return copies
 
@@ -53,7 +57,9 @@ class Staging:
         local = getattr(value, "_local_tensor", value)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned and local.is_cuda)
+            buffer = torch.empty(
+                local.shape, dtype=local.dtype, pin_memory=pinned and local.is_cuda
+            )
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=pinned)
         if local is value:

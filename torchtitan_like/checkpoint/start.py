@@ -31,7 +31,11 @@ FORMAT_NAMES: dict[Format, str] = {
     "meta": "Meta's consolidated.*.pth files",
 }
 # What a folder without a manifest must hold to be of a format; the first that matches counts.
-_SIGNS: tuple[tuple[str, Format], ...] = ((".metadata", "dcp"), ("*.safetensors", "hf"), ("consolidated.*.pth", "meta"))
+_SIGNS: tuple[tuple[str, Format], ...] = (
+    (".metadata", "dcp"),
+    ("*.safetensors", "hf"),
+    ("consolidated.*.pth", "meta"),
+)
 _NOT_BY_ITSELF = "Move them away to begin anew; a run never does so by itself"
 
 
@@ -88,8 +92,13 @@ def decide_start(
         return [_new_run(section, folder, hf_assets_path)]
     steps = all_steps(folder)
     if section.load_step >= 0:
-        named, later = _named_step(section.load_step, folder, steps), [s for s in steps if s.step > section.load_step]
-        if not later or any(step.manifest and step.manifest.get("config") != config for step in later):
+        named, later = (
+            _named_step(section.load_step, folder, steps),
+            [s for s in steps if s.step > section.load_step],
+        )
+        if not later or any(
+            step.manifest and step.manifest.get("config") != config for step in later
+        ):
             return [named]
         # This very command has gone back already, and is started again, by torchrun or by Slurm.
         steps = [step for step in steps if step.step >= named.step]
@@ -105,7 +114,9 @@ def decide_start(
         first = _resume(full[0], f"newest full checkpoint{left_out}")
         return [first, *(_resume(older, "an older full checkpoint") for older in full[1:])]
     if damage:
-        raise DamagedError(f"{folder} holds no full checkpoint that is whole: {'; '.join(damage)}. {_NOT_BY_ITSELF}")
+        raise DamagedError(
+            f"{folder} holds no full checkpoint that is whole: {'; '.join(damage)}. {_NOT_BY_ITSELF}"
+        )
     if section.start == "resume":
         raise CheckpointError(
             f"checkpoint.start = 'resume', but {folder} holds no full checkpoint. Use start = 'auto' to begin a run"
@@ -116,7 +127,9 @@ def decide_start(
 def _resume(found: StepFolder, why: str) -> Start:
     """A start from a full step; its manifest holds the configuration that it was saved under."""
     manifest, config = found.manifest, found.path / "config.toml"
-    if manifest["format_version"] == 1 and config.exists():  # the first format kept it beside the manifest alone
+    if (
+        manifest["format_version"] == 1 and config.exists()
+    ):  # the first format kept it beside the manifest alone
         manifest = {**manifest, "config": config.read_text(encoding="utf-8")}
     return Start("resume", found.step, found.path, why, manifest.get("seed"), manifest=manifest)
 
@@ -133,7 +146,11 @@ def _nonfinite_after(folder: Path, step: int) -> str:
 
 def _new_run(section: Checkpoint, folder: Path, hf_assets_path: Path) -> Start:
     """A start that takes nothing from this folder, which must hold nothing for it."""
-    asked = "create_seed_checkpoint = true" if section.create_seed_checkpoint else f"start = {section.start!r}"
+    asked = (
+        "create_seed_checkpoint = true"
+        if section.create_seed_checkpoint
+        else f"start = {section.start!r}"
+    )
     present = [path.name for _, path in _checkpoints(folder)]
     if present:
         raise CheckpointError(
@@ -158,7 +175,9 @@ def _named_step(number: int, folder: Path, steps: list[StepFolder]) -> Start:
     """`checkpoint.load_step`: that one or none."""
     found = next((step for step in steps if step.step == number), None)
     if found is not None and found.damage:
-        raise DamagedError(f"checkpoint.load_step = {number}: {found.damage}. Name another step, or -1 for the newest")
+        raise DamagedError(
+            f"checkpoint.load_step = {number}: {found.damage}. Name another step, or -1 for the newest"
+        )
     if found is not None and found.is_full:
         return _resume(found, "checkpoint.load_step names it")
     known = ", ".join(str(step.step) for step in steps if step.is_full) or "none"
@@ -237,4 +256,6 @@ def _weights(section: Checkpoint, path: Path, why: str) -> Start:
             f"checkpoint.initial_load_in_hf = true, but {path} holds {FORMAT_NAMES[found]}, not {FORMAT_NAMES['hf']}. "
             "Leave it out: the format is detected"
         )
-    return Start("warm", 0, path, f"{why}; {FORMAT_NAMES[found]}", format=found, manifest=read_manifest(path))
+    return Start(
+        "warm", 0, path, f"{why}; {FORMAT_NAMES[found]}", format=found, manifest=read_manifest(path)
+    )

@@ -25,10 +25,21 @@ from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
+FORMAT_VERSION = (
+    2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
+)
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
 # What `write_manifest` and the writer of a step set; the rest of a manifest is the run's summary.
-MANIFEST_OWN_KEYS = {"format_version", "extent_bytes", "hash", "self", "kind", "step", "config", "files"}
+MANIFEST_OWN_KEYS = {
+    "format_version",
+    "extent_bytes",
+    "hash",
+    "self",
+    "kind",
+    "step",
+    "config",
+    "files",
+}
 CONFIG = "config.toml"  # of the run; in its exports too
 # Errors that a healthy manifest cannot have: a bad sector, a folder or a pipe of that name, a file without end.
 _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
@@ -66,7 +77,9 @@ def read_manifest(path: Path) -> Manifest | None:
         text = read_text(file)
     except (FileNotFoundError, NotADirectoryError):
         if file.is_symlink() or any(path.glob("shard-*.bin")):
-            raise DamagedError(f"{file} is missing: what the other files should hold is not known") from None
+            raise DamagedError(
+                f"{file} is missing: what the other files should hold is not known"
+            ) from None
         if (path / CONFIG).is_file() and any(path.glob("*.safetensors")):
             raise DamagedError(
                 f"{file} is missing, and {CONFIG} shows that this is an export of this program: its files cannot be "
@@ -83,11 +96,18 @@ def read_manifest(path: Path) -> Manifest | None:
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: it is no valid JSON ({error})") from error
     if not isinstance(manifest, dict) or not {"format_version", "kind", "step"} <= manifest.keys():
-        raise DamagedError(f"{file} is damaged: expected an object with format_version, kind and step")
+        raise DamagedError(
+            f"{file} is damaged: expected an object with format_version, kind and step"
+        )
     if manifest["format_version"] != 1 or "self" in manifest:
-        newer = isinstance(manifest["format_version"], int) and manifest["format_version"] > FORMAT_VERSION
+        newer = (
+            isinstance(manifest["format_version"], int)
+            and manifest["format_version"] > FORMAT_VERSION
+        )
         if manifest.pop("self", None) != _hash(manifest):
-            raise DamagedError(f"{file} is damaged: its text is not the one that was written (its own hash differs)")
+            raise DamagedError(
+                f"{file} is damaged: its text is not the one that was written (its own hash differs)"
+            )
         if newer:
             raise CheckpointError(
                 f"{file} was written by a newer version of this program (format_version "
@@ -102,11 +122,17 @@ def _check_files(file: Path, records: Any) -> None:
     try:
         for name, record in records.items():
             if not is_inside(name):
-                raise DamagedError(f"{file} names the file {name!r}: expected one in its own folder")
-            if type(record["size"]) is not int or not all(type(digest) is str for digest in record["extents"]):
+                raise DamagedError(
+                    f"{file} names the file {name!r}: expected one in its own folder"
+                )
+            if type(record["size"]) is not int or not all(
+                type(digest) is str for digest in record["extents"]
+            ):
                 raise TypeError(name)
     except (AttributeError, KeyError, TypeError) as error:
-        raise DamagedError(f"{file} is damaged: it does not say what its files hold ({error!r})") from error
+        raise DamagedError(
+            f"{file} is damaged: it does not say what its files hold ({error!r})"
+        ) from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -193,24 +219,34 @@ def read_step(number: int, path: Path) -> StepFolder | None:
 def is_inside(name: str) -> bool:
     """Return True if a path from a stored file stays in its folder: relative, without `..`."""
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    return (
+        bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    )
 
 
 def nonfinite_states(folder: Path) -> list[Path]:
     """Every `step-N.nonfinite` of `folder`, by number."""
-    found = [(_STEP.fullmatch(path.name.removesuffix(NONFINITE)), path) for path in folder.glob(f"*{NONFINITE}")]
+    found = [
+        (_STEP.fullmatch(path.name.removesuffix(NONFINITE)), path)
+        for path in folder.glob(f"*{NONFINITE}")
+    ]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:
     """What each file of a step holds; empty for format_version 1."""
-    return {name: FileRecord(f["size"], tuple(f["extents"])) for name, f in manifest.get("files", {}).items()}
+    return {
+        name: FileRecord(f["size"], tuple(f["extents"]))
+        for name, f in manifest.get("files", {}).items()
+    }
 
 
 def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
     """What names and sizes show at once; what is inside is verified by whoever reads it."""
     if manifest["step"] != number:
-        return f"{path} holds step {manifest['step']}, by its manifest: it has been renamed or copied"
+        return (
+            f"{path} holds step {manifest['step']}, by its manifest: it has been renamed or copied"
+        )
     try:
         check_sizes(path, file_records(manifest))
     except DamagedError as error:
@@ -225,7 +261,9 @@ def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
 def publish(staged: Path, final: Path) -> None:
     """Give a complete staged step its name. A published step is never overwritten."""
     if final.exists():
-        raise FileExistsError(f"{final} exists already: a published checkpoint is never overwritten")
+        raise FileExistsError(
+            f"{final} exists already: a published checkpoint is never overwritten"
+        )
     os.rename(staged, final)
     sync_path(final.parent)
     sync_path(final.parent.parent)  # the folder itself may be new

@@ -60,7 +60,9 @@ def _outcome(action: Callable[[], Any], rank: int) -> tuple[Any, Problem | None]
 
     try:
         return action(), None
-    except CheckpointException as problem:  # no Exception, but a BaseException; it names the ranks itself
+    except (
+        CheckpointException
+    ) as problem:  # no Exception, but a BaseException; it names the ranks itself
         cause = unwrap(problem)
         return None, (_kind(cause), str(cause))
     except CheckpointError as problem:

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping over parameters of any mix of meshes, on local shards."""
+"""Compute the gradient norm and clip gradients of parameters on different device meshes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU_CHUNK = 1 << 18
 
 @torch.no_grad()  # to_local() then returns the shard itself, not a view that autograd tracks
 def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """This rank's gradient shards, keyed by the number of ranks that hold a copy of the shard."""
+    """Return this rank's gradient shards, keyed by the number of ranks that hold a copy of each."""
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad: Any = parameter.grad
@@ -38,7 +38,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def local_norms(grads: Iterable[Tensor]) -> list[Tensor]:
-    """2-norms (0-dim, float64) of pieces of `grads`.
+    """Return the 2-norms (0-dim, float64) of pieces of `grads`.
 
     Squares of finite fp32 numbers cannot overflow in float64.
     """
@@ -51,26 +51,29 @@ def local_norms(grads: Iterable[Tensor]) -> list[Tensor]:
 
 
 def sum_of_squares(norms: Mapping[int, list[Tensor]]) -> Tensor:
-    """This rank's share of the squared gradient norm (0-dim); the square is the sum over all ranks.
+    """Return this rank's contribution to the squared gradient norm (0-dim).
 
-    norms: keyed by the number of copies of the shard. A shard with n copies counts with 1/n on each
-    of their ranks, so that a non-finite number in any copy reaches the sum.
+    The squared norm is the sum of the contributions of all ranks.
+    norms: keyed by the number of copies of the shard. Each of n copies contributes 1/n, so that a
+    non-finite number in any copy reaches the sum.
     """
     if not norms:
-        raise ValueError("no parameter has a gradient: was backward run?")
-    shares = []
+        raise ValueError(
+            "No parameter has a gradient. Expected at least one before clipping. "
+            "Call backward() first"
+        )
+    contributions = []
     for copies, values in norms.items():
         square = torch.stack(values).square().sum()
-        shares.append(square / copies if copies > 1 else square)
-    return sum(shares[1:], start=shares[0])
+        contributions.append(square / copies if copies > 1 else square)
+    return sum(contributions[1:], start=contributions[0])
 
 
 def global_norm(square: Tensor, all_ranks: ProcessGroup | None) -> Tensor:
-    """The 2-norm over all ranks from each rank's share of its square.
+    """Return the 2-norm over all ranks from each rank's contribution to the squared norm.
 
-    One all-reduce of one float64, so that the norm is equal on every rank, bit for bit. Ranks that
-    hold only copies take part: replicas then agree on all that follows from the norm (clipping,
-    skipping, stopping).
+    One all-reduce of one float64 makes the norm bitwise equal on every rank. Ranks that hold only
+    copies take part too. All replicas therefore make the same decision to clip, skip, or stop.
     """
     if all_ranks is not None:
         dist.all_reduce(square, group=all_ranks)
@@ -82,9 +85,9 @@ def clip_gradients(
 ) -> Tensor:
     """Scale all gradients in place so that their global 2-norm is at most `max_norm`.
 
-    Returns the norm before (0-dim, float64, equal on every rank). The host does not wait for it. A
-    non-finite gradient on any rank makes the norm non-finite, and with it every gradient; the
-    caller gates the update on the norm.
+    Returns the norm before clipping (0-dim, float64, equal on every rank). Does not block the host.
+    A non-finite gradient on any rank makes the norm and all gradients non-finite. The caller must
+    skip the update if the norm is not finite.
     """
     gradients = local_gradients(parameters)
     square = sum_of_squares({copies: local_norms(grads) for copies, grads in gradients.items()})

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: the loss of a large vocabulary without ever holding all logits."""
+"""Chunked cross-entropy: computes the loss of a large vocabulary without storing all logits."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from torchtitan_like.util.labels import IGNORED_LABEL
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# On CPU the softmax walks through a chunk in pieces of this many logits, which stay in a core's cache.
+# Logits that the CPU softmax processes at a time. They fit in a core's cache.
 TILE = 131_072
 
-# (logits, labels) -> losses (tokens,) and gradients, in place of the logits if it likes.
+# (logits, labels) -> losses (tokens,) and gradients of the logits. May overwrite the logits.
 SoftmaxBody = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class VocabShards:
-    """A vocabulary of `vocab_size` entries, cut over the ranks of `group` as `torch.chunk` cuts: the last may have less."""
+    """A vocabulary of `vocab_size` entries, sharded over the ranks of `group` like `torch.chunk`.
+
+    The last shards may be smaller or empty.
+    """
 
     group: ProcessGroup
     vocab_size: int
 
     @property
-    def largest(self) -> int:
-        """Entries of the rank that has most."""
+    def max_size(self) -> int:
+        """Number of entries of the largest shard."""
         return -(-self.vocab_size // self.group.size())
 
     @property
-    def first(self) -> int:
-        """The first entry of this rank."""
-        return min(self.group.rank() * self.largest, self.vocab_size)
+    def offset(self) -> int:
+        """Index of this rank's first entry."""
+        return min(self.group.rank() * self.max_size, self.vocab_size)
 
     @property
     def size(self) -> int:
-        """Entries of this rank, perhaps none."""
-        return min(self.largest, self.vocab_size - self.first)
+        """Number of this rank's entries. May be 0."""
+        return min(self.max_size, self.vocab_size - self.offset)
 
 
 def chunked_cross_entropy(
@@ -57,38 +60,44 @@ def chunked_cross_entropy(
     gathers_logits: bool = False,
     with_tokens: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]:
-    """A loss (hidden (tokens, dim), weight (vocab, dim), labels (tokens,)) -> 0-dim sum over labels other than -100.
+    """Build a cross-entropy loss that processes a few tokens at a time.
 
-    Logits are made for a few tokens at a time, in the dtype of `hidden`, at most `chunk_mib` MiB of them if they were
-    fp32 (0: all tokens at once); their softmax is fp32, or float64 for float64. Each chunk's gradients are taken while
-    its logits are there, so that nothing is computed twice; those of the weight are summed over chunks in fp32.
-    `compile_backend` compiles what happens between the matrix products.
+    The loss takes hidden (tokens, dim), weight (vocab, dim), and labels (tokens,). It returns the
+    0-dim sum over all labels other than -100. Forward also computes the gradients of each chunk, so
+    that backward does not compute the logits again.
 
-    With `shards` the weight is this rank's part of the vocabulary; hidden and labels are those of all ranks, and so is
-    the loss. The gradient of `hidden` is this rank's part of a sum. Logits stay where they are, and two numbers per token
-    are summed over the ranks and one is maximised; or, with `gathers_logits`, every rank computes the loss of all logits.
+    Logits have the dtype of `hidden`. The softmax is float64 for float64 logits, else fp32. Weight
+    gradients are summed over chunks in fp32 or float64.
 
-    With `with_tokens` the loss also returns the loss of each token, detached (`LossWithTokens`). The sum is the same.
+    chunk_mib: memory limit of a chunk's logits in fp32, in MiB. 0 means one chunk.
+    compile_backend: compiles the operations between the matrix products.
+    shards: `weight` is this rank's shard of the vocabulary. Hidden states, labels, and the loss are
+        equal on all ranks of the group. The gradient of `hidden` is a partial sum.
+    gathers_logits: all-gather the logits, so that every rank computes the whole loss. By default,
+        logits stay sharded: the ranks reduce one maximum and two sums per token.
+    with_tokens: also return the detached loss of each token (`LossWithTokens`).
     """
     body: SoftmaxBody = _softmax_in_tiles
     if compile_backend is not None:
-        body = partial(
-            torch.compile(_softmax, backend=compile_backend)
-        )  # as such, Dynamo of torch 2.11 would not take it
-    widest: int | None = None
+        # Dynamo of torch 2.11 rejects the compiled function without `partial`.
+        body = partial(torch.compile(_softmax, backend=compile_backend))
+    logits_per_token: int | None = None
     if shards is not None and gathers_logits:
-        body, widest = partial(_softmax_of_gathered, shards, body), shards.vocab_size
+        body = partial(_softmax_of_gathered, shards, body)
+        logits_per_token = shards.vocab_size
     elif shards is not None:
-        begin: Callable[..., Any] = _exponentials
-        end: Callable[..., Any] = _normalised
+        local_softmax: Callable[..., Any] = _local_softmax
+        gradient: Callable[..., Any] = _softmax_gradient
         if compile_backend is not None:
-            begin, end = (torch.compile(part, backend=compile_backend) for part in (begin, end))
-        body, widest = partial(_softmax_over_ranks, shards, begin, end), shards.largest
+            local_softmax = torch.compile(local_softmax, backend=compile_backend)
+            gradient = torch.compile(gradient, backend=compile_backend)
+        body = partial(_softmax_over_ranks, shards, local_softmax, gradient)
+        logits_per_token = shards.max_size
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor | LossWithTokens:
-        # As many chunks on every rank: the ranks meet in each.
-        chunk = _tokens_per_chunk(hidden.shape[0], widest or weight.shape[0], chunk_mib)
-        if not torch.is_grad_enabled():  # no gradient is wanted then, whatever the tensors say
+        # Each chunk has collectives, so all ranks must have the same number of chunks.
+        chunk = _tokens_per_chunk(hidden.shape[0], logits_per_token or weight.shape[0], chunk_mib)
+        if not torch.is_grad_enabled():  # `requires_grad` stays set under torch.no_grad()
             hidden, weight = hidden.detach(), weight.detach()
         total, tokens = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, body, with_tokens)
         return LossWithTokens(total, tokens) if with_tokens else total
@@ -97,50 +106,64 @@ def chunked_cross_entropy(
 
 
 def _tokens_per_chunk(num_tokens: int, vocab_size: int, chunk_mib: int) -> int:
-    """The fewest chunks that respect the limit, all of nearly one size."""
-    most = max((chunk_mib << 20) // (4 * vocab_size), 1) if chunk_mib else max(num_tokens, 1)
-    num_chunks = max(-(-num_tokens // most), 1)
+    """Return the chunk size that gives the fewest, nearly equal chunks within the limit."""
+    max_tokens = max((chunk_mib << 20) // (4 * vocab_size), 1) if chunk_mib else max(num_tokens, 1)
+    num_chunks = max(-(-num_tokens // max_tokens), 1)
     return max(-(-num_tokens // num_chunks), 1)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _softmax_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _softmax(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (tokens,) of logits (tokens, vocab) at labels, and their gradients: softmax minus one-hot, rounded once."""
-    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=_wide(logits))
+    """Return losses (tokens,) of logits (tokens, vocab) at labels, and the logits' gradients.
+
+    The gradient is softmax minus one-hot, rounded once.
+    """
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=_softmax_dtype(logits))
     labels = labels.unsqueeze(-1)
     losses = -log_probabilities.gather(-1, labels).squeeze(-1)
-    gradients = log_probabilities.exp_().scatter_add_(-1, labels, _minus_one(labels, log_probabilities.dtype))
+    gradients = log_probabilities.exp_().scatter_add_(
+        -1, labels, _minus_one(labels, log_probabilities.dtype)
+    )
     return losses, gradients.to(logits.dtype)
 
 
 def _softmax_in_tiles(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_softmax`; on CPU the gradients overwrite the logits and no wide copy of them is ever whole."""
+    """Compute `_softmax`. On CPU, gradients overwrite the logits tile by tile.
+
+    Only one tile at a time is converted to the softmax's dtype.
+    """
     if not logits.is_cpu:
         return _softmax(logits, labels)
-    all_losses, tokens = [], max(TILE // logits.shape[-1], 1)
-    for some_logits, some_labels in zip(logits.split(tokens), labels.split(tokens), strict=True):
-        losses, p, total = _losses(some_logits, some_labels)
-        index = some_labels.unsqueeze(-1)
-        some_logits.copy_(p.mul_(total.reciprocal_()).scatter_add_(-1, index, _minus_one(index, p.dtype)))
+    all_losses = []
+    tokens_per_tile = max(TILE // logits.shape[-1], 1)
+    tiles = zip(logits.split(tokens_per_tile), labels.split(tokens_per_tile), strict=True)
+    for tile, tile_labels in tiles:
+        losses, p, total = _losses(tile, tile_labels)
+        index = tile_labels.unsqueeze(-1)
+        tile.copy_(p.mul_(total.reciprocal_()).scatter_add_(-1, index, _minus_one(index, p.dtype)))
         all_losses.append(losses)
     return torch.cat(all_losses), logits
 
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (tokens,), softmax (tokens, vocab) and its sum (tokens, 1), by which the softmax is still to be divided.
+    """Return losses (tokens,), softmax (tokens, vocab), and the sum of the softmax (tokens, 1).
 
-    Half the time of log_softmax and exp on CPU, and more exact: torch's kernels add up a row one vector after the other,
-    which is off by 1e-5 at 128,000 entries. `sum` is not, so it corrects the kernel. The log-sum-exp follows from the
-    largest entry: log p_max = logit_max - logsumexp.
+    The caller must divide the softmax by its sum. On CPU, torch's softmax kernel sums a row
+    vector by vector, with an error of 1e-5 at 128,000 entries. `sum` is more exact and corrects it.
+
+    The log-sum-exp follows from the largest entry: log p_max = logit_max - logsumexp. This takes
+    half the time of log_softmax and exp.
     """
-    wide = logits.to(_wide(logits))
-    p = torch.softmax(wide, dim=-1)
+    fp32_logits = logits.to(_softmax_dtype(logits))
+    p = torch.softmax(fp32_logits, dim=-1)
     total = p.sum(-1, keepdim=True)
-    log_sum_exp = wide.amax(-1, keepdim=True) - (p.amax(-1, keepdim=True) / total).log_()
-    return (log_sum_exp - wide.gather(-1, labels.unsqueeze(-1))).squeeze(-1), p, total
+    log_p_max = (p.amax(-1, keepdim=True) / total).log_()
+    log_sum_exp = fp32_logits.amax(-1, keepdim=True) - log_p_max
+    target = fp32_logits.gather(-1, labels.unsqueeze(-1))
+    return (log_sum_exp - target).squeeze(-1), p, total
 
 
 def _minus_one(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,58 +171,65 @@ def _minus_one(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _softmax_over_ranks(
-    shards: VocabShards, begin: Callable[..., Any], end: Callable[..., Any], logits: Tensor, labels: Tensor
+    shards: VocabShards,
+    local_softmax: Callable[..., Any],
+    gradient: Callable[..., Any],
+    logits: Tensor,
+    labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `_softmax` for logits (tokens, entries of this rank); losses are those over the whole vocabulary.
+    """Compute `_softmax` over the whole vocabulary from the local logits (tokens, local entries).
 
-    The ranks agree on the highest logit of each token, then on the sum of exponentials and the label's logit, both
-    relative to it: exp(logit - highest) / sum is as exact as on one rank.
+    The ranks first reduce the maximum logit of each token. Relative to it, they then sum the
+    exponentials and the label's logit. exp(logit - maximum) / sum is as exact as on one rank.
     """
-    if shards.size == 0:  # the ranks meet all the same: a logit so low that it counts for nothing
+    if shards.size == 0:  # take part in the collectives with a logit that contributes nothing
         logits = logits.new_full((len(logits), 1), torch.finfo(logits.dtype).min)
-    local_labels = labels.unsqueeze(-1) - shards.first
-    is_here = (local_labels >= 0) & (local_labels < shards.size)
-    index = local_labels.where(is_here, 0)
-    peak, target, p, total = begin(logits, index)
-    highest = peak.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=shards.group)
-    # No rank has a label beyond the vocabulary: this look-up into nothing is the error that it is on one rank.
-    highest.expand(-1, shards.vocab_size).gather(-1, labels.unsqueeze(-1))
-    factor = (peak - highest).exp_()
-    sums = torch.stack([total * factor, (target - highest).where(is_here, 0)])
+    local_labels = labels.unsqueeze(-1) - shards.offset
+    is_local = (local_labels >= 0) & (local_labels < shards.size)
+    index = local_labels.where(is_local, 0)
+    local_max, target, p, total = local_softmax(logits, index)
+    global_max = local_max.clone()
+    dist.all_reduce(global_max, dist.ReduceOp.MAX, group=shards.group)
+    # A label outside of the vocabulary raises the same error as on one rank.
+    global_max.expand(-1, shards.vocab_size).gather(-1, labels.unsqueeze(-1))
+    factor = (local_max - global_max).exp_()
+    sums = torch.stack([total * factor, (target - global_max).where(is_local, 0)])
     dist.all_reduce(sums, group=shards.group)
-    gradients = end(p, factor / sums[0], index, is_here).to(logits.dtype)
+    gradients = gradient(p, factor / sums[0], index, is_local).to(logits.dtype)
     return (sums[0].log() - sums[1]).squeeze(-1), gradients[:, : shards.size]
 
 
-def _exponentials(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of logits (tokens, entries): highest, that at `index`, exp(logits - highest) and its sum; (tokens, 1) but one."""
-    wide = logits.to(_wide(logits))
-    # A token all of whose logits here are -inf has its highest elsewhere.
-    peak = wide.amax(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).min)
-    target = wide.gather(-1, index)
-    p = wide.sub_(peak).exp_()
-    return peak, target, p, p.sum(-1, keepdim=True)
+def _local_softmax(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the maximum, the logit at `index`, exp(logits - maximum), and the sum of the latter.
+
+    All are (tokens, 1), except the exponentials (tokens, entries).
+    """
+    fp32_logits = logits.to(_softmax_dtype(logits))
+    # If all local logits of a token are -inf, another rank has its maximum.
+    local_max = fp32_logits.amax(-1, keepdim=True).clamp(min=torch.finfo(fp32_logits.dtype).min)
+    target = fp32_logits.gather(-1, index)
+    p = fp32_logits.sub_(local_max).exp_()
+    return local_max, target, p, p.sum(-1, keepdim=True)
 
 
-def _normalised(p: Tensor, factor: Tensor, index: Tensor, is_here: Tensor) -> Tensor:
-    """Softmax minus one-hot."""
-    return p.mul_(factor).scatter_add_(-1, index, -is_here.to(p.dtype))
+def _softmax_gradient(p: Tensor, factor: Tensor, index: Tensor, is_local: Tensor) -> Tensor:
+    """Return softmax minus one-hot."""
+    return p.mul_(factor).scatter_add_(-1, index, -is_local.to(p.dtype))
 
 
 def _softmax_of_gathered(
     shards: VocabShards, body: SoftmaxBody, logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`body` for the logits of all ranks, and this rank's columns of their gradients."""
-    padded = F.pad(logits, (0, shards.largest - shards.size))
+    """All-gather the logits, apply `body`, and return the losses and this rank's gradients."""
+    padded = F.pad(logits, (0, shards.max_size - shards.size))
     pieces = [torch.empty_like(padded) for _ in range(shards.group.size())]
     dist.all_gather(pieces, padded, group=shards.group)
     losses, gradients = body(torch.cat(pieces, dim=-1)[:, : shards.vocab_size], labels)
-    return losses, gradients[:, shards.first : shards.first + shards.size]
+    return losses, gradients[:, shards.offset : shards.offset + shards.size]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Forward computes the gradients of the sum too; backward only scales them by what comes from above."""
+    """Forward also computes the gradients; backward multiplies them by the incoming gradient."""
 
     @staticmethod
     def forward(
@@ -211,32 +241,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         body: SoftmaxBody,
         with_tokens: bool,
     ) -> tuple[Tensor, Tensor]:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight) if wants_weight and len(hidden) == 0 else None
+        needs_d_hidden, needs_d_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
+        d_weight = torch.zeros_like(weight) if needs_d_weight and len(hidden) == 0 else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        token_losses = hidden.new_empty(len(hidden) if with_tokens else 0, dtype=_wide(hidden))
-        valid = labels != IGNORED_LABEL
+        token_losses = hidden.new_empty(
+            len(hidden) if with_tokens else 0, dtype=_softmax_dtype(hidden)
+        )
+        is_valid = labels != IGNORED_LABEL
         for start in range(0, len(hidden), chunk):
-            some = slice(start, start + chunk)
-            counts = valid[some]
-            losses, d_logits = body(hidden[some] @ weight.t(), labels[some] * counts)
-            losses = losses.where(counts, 0)
+            rows = slice(start, start + chunk)
+            is_valid_row = is_valid[rows]
+            losses, d_logits = body(hidden[rows] @ weight.t(), labels[rows] * is_valid_row)
+            losses = losses.where(is_valid_row, 0)
             total += losses.sum()
             if with_tokens:
-                token_losses[some] = losses
-            # Ignored tokens get no gradient by way of the narrow factors: (tokens, dim) is much less than (tokens, vocab).
-            mask = counts.unsqueeze(-1)
+                token_losses[rows] = losses
+            # Mask ignored tokens in (tokens, dim), which is much smaller than (tokens, vocab).
+            mask = is_valid_row.unsqueeze(-1)
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[some]).mul_(mask)
-            if wants_weight:
-                part = d_logits.t() @ (hidden[some] * mask)
-                d_weight = _add(d_weight, part, is_only=chunk >= len(hidden))
+                torch.mm(d_logits, weight, out=d_hidden[rows]).mul_(mask)
+            if needs_d_weight:
+                chunk_gradient = d_logits.t() @ (hidden[rows] * mask)
+                d_weight = _add(d_weight, chunk_gradient, is_only=chunk >= len(hidden))
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
-        # Never `total` itself: what is returned twice, as a result and to be kept, gets no gradient in a graph of torch 2.11.
         ctx.mark_non_differentiable(token_losses)
-        return total.to(_wide(hidden), copy=True), token_losses
+        # Return a copy: a compiled graph of torch 2.11 loses the gradient of `total` itself.
+        return total.to(_softmax_dtype(hidden), copy=True), token_losses
 
     @staticmethod
     @once_differentiable
@@ -247,22 +279,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = d_hidden * grad
         if d_weight is not None:
-            d_weight = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
+            d_weight = torch.mul(
+                d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype)
+            )
         return d_hidden, d_weight, None, None, None, None
 
 
 def sum_by_source(token_losses: Tensor, sources: Tensor, num_sources: int) -> Tensor:
-    """Sum the token losses of each source: (num_sources,) float64, the same on every device and run.
+    """Sum the token losses of each source. Returns (num_sources,) float64.
 
-    token_losses (rows * seq,), or of any shape with as many elements; sources (rows,): the source of each row.
+    The result is deterministic on every device.
+    token_losses: rows * seq elements, in any shape. sources (rows,): the source of each row.
     """
     rows = token_losses.view(len(sources), -1).sum(-1, dtype=torch.float64)
     numbers = torch.arange(num_sources, device=rows.device).unsqueeze(-1)
     return rows.where(sources == numbers, 0).sum(-1)
 
 
-def _add(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
-    """`total + part` in fp32 or wider; what is not a sum keeps its dtype."""
+def _add(total: Tensor | None, term: Tensor, *, is_only: bool) -> Tensor:
+    """Add `term` to `total` in fp32 or float64. The only term of a sum keeps its dtype."""
     if is_only:
-        return part
-    return part.to(_wide(part)) if total is None else total.add_(part)
+        return term
+    return term.to(_softmax_dtype(term)) if total is None else total.add_(term)

@@ -1,4 +1,4 @@
-"""Optimizers whose state exists from the start, has flat names, and which a non-finite gradient cannot corrupt."""
+"""Adam and AdamW with eager state, flat state names, and updates gated on finite gradients."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
 def _groups(named: list[tuple[str, Tensor]], section: OptimizerSection) -> list[dict[str, Any]]:
-    """Parameter groups: all decayed, except those whose name matches `optimizer.no_weight_decay`."""
-    exempt = {name for name, _ in named if any(fnmatch(name, pattern) for pattern in section.no_weight_decay)}
+    """Return parameter groups with and without weight decay, by `optimizer.no_weight_decay`."""
+    exempt = {
+        name
+        for name, _ in named
+        if any(fnmatch(name, pattern) for pattern in section.no_weight_decay)
+    }
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in named if n not in exempt]},
         {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
@@ -47,11 +51,14 @@ def _build(named: list[tuple[str, Tensor]], section: OptimizerSection) -> torch.
         weight_decay=section.weight_decay,
         fused=fused,
         foreach=section.implementation == "foreach",
-        capturable=is_on_gpu and not fused,  # counts steps on the GPU, where an update can be taken back
+        # Step counts are on the GPU, so that `step_or_restore` can revert them.
+        capturable=is_on_gpu and not fused,
     )
     for _, p in named:
         optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device if fused or is_on_gpu else "cpu"),
+            "step": torch.zeros(
+                (), dtype=torch.float32, device=p.device if fused or is_on_gpu else "cpu"
+            ),
             "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
         }
@@ -59,9 +66,10 @@ def _build(named: list[tuple[str, Tensor]], section: OptimizerSection) -> torch.
 
 
 def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Step unless `skip` is 1; on a GPU without reading `skip` on the host."""
+    """Step unless `skip` is 1. On a GPU, the host does not read `skip`."""
     if optimizer.defaults["fused"]:
-        optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name the fused kernels read
+        # The fused kernels read this attribute.
+        optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
     elif skip.is_cuda:
         step_or_restore(optimizer, skip)
@@ -74,10 +82,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Step, then restore every bit of weights and states if `skip` is 1.
+    """Step, then restore all weights and states bitwise if `skip` is 1.
 
-    For implementations that have no gate of their own. Bits are selected by integer products with 0
-    and 1, which not even a NaN survives. Needs memory for a copy of the weights and states.
+    For implementations without a gate. Needs memory for a copy of the weights and states. Integer
+    multiplication by 0 or 1 selects the bits, which also removes NaN.
     """
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -93,12 +101,13 @@ def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 
 
 class Optimizer:
-    """Adam or AdamW over named parameters, with one rule for bad numbers: `skip` = 1 leaves every weight as it is.
+    """Adam or AdamW over named parameters. A step with `skip` = 1 changes no weight.
 
-    `fused` reads `skip` on the device. `foreach` and `for-loop` have no such gate: on a GPU their
-    update is taken back there (`step_or_restore`), on the CPU the host reads `skip`.
-    Hyper-parameters come from the config and the schedule, never from a checkpoint; the state holds
-    tensors alone. `is_atomic`: a step updates all weights of all ranks or none.
+    The `fused` implementation reads `skip` on the device. `foreach` and `for-loop` cannot: on a
+    GPU, `step_or_restore` reverts their update; on the CPU, the host reads `skip`.
+
+    The state contains only tensors. Hyperparameters come from the config and the schedule, never
+    from a checkpoint. `is_atomic`: a step updates all weights of all ranks or none.
     """
 
     is_atomic = True
@@ -122,15 +131,16 @@ class Optimizer:
         return [p for _, p in self.named]
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the coming update."""
+        """Set the learning rate of the next update."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip all gradients to a global norm of `max_norm`; returns the norm before (0-dim, equal on every rank).
+        """Clip all gradients to a global norm of `max_norm`.
 
-        Raises RuntimeError when a parameter has none: an update without it would go unnoticed.
+        Returns the norm before clipping (0-dim, equal on every rank). Raises RuntimeError if a
+        parameter has no gradient.
         """
         self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
         return clip_gradients(self.parameters, max_norm, self.all_ranks)
@@ -138,12 +148,14 @@ class Optimizer:
     def _refuse_missing(self, names: Iterable[str]) -> None:
         if missing := list(names):
             raise RuntimeError(
-                f"no gradient has reached {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} ({len(missing)} of "
-                f"{len(self.named)} parameters): set requires_grad = False on what is not to be trained"
+                f"{len(missing)} of {len(self.named)} parameters have no gradient: "
+                f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Expected a "
+                "gradient for every trainable parameter. Set requires_grad = False on parameters "
+                "that are not trained"
             )
 
     def step(self, skip: Tensor) -> None:
-        """Update the weights, or leave them when `skip` (0-dim float, 0 or 1) is 1."""
+        """Update the weights unless `skip` (0-dim float, 0 or 1) is 1."""
         for optimizer in self._optimizers:
             _gated_step(optimizer, skip)
 
@@ -156,29 +168,35 @@ class Optimizer:
         yield from ((name, state[p]) for name, p in self.named)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Live state tensors under flat names, `state.<parameter>.<key>`: the same on every topology."""
-        return {f"state.{n}.{key}": value for n, state in self._named_state() for key, value in state.items()}
+        """Return the live state tensors under flat names, `state.<parameter>.<key>`.
+
+        The names do not depend on the topology.
+        """
+        return {
+            f"state.{n}.{key}": value
+            for n, state in self._named_state()
+            for key, value in state.items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy a loaded state into the live one. A checkpoint read in place needs no copy."""
+        """Copy a loaded state into the live state. Tensors that were read in place are skipped."""
         for name, value in self.state_dict().items():
             if value is not state_dict[name]:
                 value.copy_(state_dict[name])
 
 
 class OptimizerInBackward(Optimizer):
-    """Updates the weights of a block as soon as its gradients are complete and frees these at once.
+    """Update each block as soon as its gradients are complete, then free the gradients.
 
-    No gradient norm exists before the update, so nothing is clipped, and the gate is per block: one
-    with a non-finite number in a gradient is left as it is. A non-finite *loss* makes every
-    gradient non-finite (train.py), so it stops every weight on every rank; a single bad gradient
-    stops only the block's own shard.
+    The update precedes the gradient norm, so gradients are never clipped. Each block has its own
+    gate: a non-finite gradient skips the update of its block's local shard. A non-finite loss makes
+    every gradient non-finite (see train.py) and skips the update on every rank.
     """
 
     is_atomic = False
 
     def _make(self, section: OptimizerSection) -> list[torch.optim.Optimizer]:
-        self._halted: Tensor | None = None
+        self._skip_next: Tensor | None = None
         self._norms: dict[int, list[Tensor]] = {}
         blocks: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parameter in self.named:
@@ -188,14 +206,14 @@ class OptimizerInBackward(Optimizer):
     def _update_together(
         self, members: list[tuple[str, Tensor]], section: OptimizerSection
     ) -> torch.optim.Optimizer:
-        """One optimizer for these parameters, which steps when the last of them has its
-        gradient."""
+        """Build one optimizer that steps when all of its parameters have a gradient."""
         optimizer = _build(members, section)
-        complete: list[Tensor] = []  # in the order of the backward, in which norms are added up
+        complete: list[Tensor] = []  # in backward order, in which the norms are summed
 
         def on_gradient(parameter: Tensor) -> None:
             grad: Any = parameter.grad
-            if grad.is_cpu and torch.cuda.is_initialized():  # offloaded: torch 2.11 does not wait for the copy
+            if grad.is_cpu and torch.cuda.is_initialized():
+                # The gradient is offloaded, and torch 2.11 does not wait for the copy.
                 torch.cuda.current_stream().synchronize()
             complete.append(parameter)
             if len(complete) == len(members):
@@ -212,33 +230,35 @@ class OptimizerInBackward(Optimizer):
             norms = local_norms(grads)
             self._norms.setdefault(copies, []).extend(norms)
             all_norms += norms
-        skip = (torch.stack(all_norms).sum() * 0).ne(0).float()  # a product that is 0 or NaN
-        if self._halted is not None:
-            skip = torch.maximum(skip, self._halted)
+        skip = (torch.stack(all_norms).sum() * 0).ne(0).float()  # 0 * norm is 0 if finite, else NaN
+        if self._skip_next is not None:
+            skip = torch.maximum(skip, self._skip_next)
         _gated_step(optimizer, skip)
         for parameter in parameters:
             parameter.grad = None
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of the gradients already applied; `max_norm` cannot act on them (preflight says
-        so).
+        """Return the norm of the applied gradients. `max_norm` has no effect; preflight warns.
 
-        Raises RuntimeError when a block still waits for a gradient: its weights would never be
-        updated.
+        Raises RuntimeError if a block still waits for a gradient, because it was not updated.
         """
         waiting = {block_of(name) for name, parameter in self.named if parameter.grad is not None}
-        self._refuse_missing(name for name, p in self.named if p.grad is None and block_of(name) in waiting)
+        self._refuse_missing(
+            name for name, p in self.named if p.grad is None and block_of(name) in waiting
+        )
         norms, self._norms = self._norms, {}
         return global_norm(sum_of_squares(norms), self.all_ranks)
 
     def step(self, skip: Tensor) -> None:
-        """The weights are updated already; from now on `skip` = 1 holds for every coming gradient."""
-        self._halted = skip
+        """Apply `skip` to all later gradients. The weights are updated already."""
+        self._skip_next = skip
 
 
 def block_of(name: str) -> str:
-    """The block of a model that a parameter belongs to: `layers.3` of
-    `layers.3.attention.wq.weight`, else `output`."""
+    """Return a parameter's block, such as `layers.3` of `layers.3.attention.wq.weight`.
+
+    Outside of a list of layers, the block is the first module: `output` of `output.weight`.
+    """
     first, _, rest = name.partition(".")
     second = rest.partition(".")[0]
     return f"{first}.{second}" if second.isdigit() else first
@@ -249,9 +269,10 @@ def build_optimizer(
     section: OptimizerSection,
     all_ranks: ProcessGroup | None = None,
 ) -> Optimizer:
-    """Build the optimizer of `[optimizer]` over `named_parameters` (canonical names, ties once).
+    """Build the optimizer of `[optimizer]`.
 
-    all_ranks: the group of all ranks of the run, which sums the gradient norm; None for one rank.
+    named_parameters: canonical names; tied parameters appear once.
+    all_ranks: the group of all ranks of the run, for the gradient norm. None for one rank.
     """
     kind = OptimizerInBackward if section.early_step_in_backward else Optimizer
     return kind(named_parameters, section, all_ranks)

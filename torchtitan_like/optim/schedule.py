@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step: warm-up, stable, decay (WSD; Hu et al. 2024, arXiv 2404.06395)."""
+"""Warmup-stable-decay (WSD) learning-rate schedule, a pure function of the step.
+
+Source: Hu et al. 2024, arXiv:2404.06395.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
-# Share of the way down from the peak, left at `progress` in [0, 1] of the decay.
+# Decay multiplier, from 1 to 0, at `progress` in [0, 1] of the decay steps.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
@@ -24,11 +27,18 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Multiplies the peak learning rate.
+    """Multiplier of the peak learning rate for each step.
 
-    Steps count from 1. With w warm-up steps, horizon T and d decay steps (T - w, or round(T * decay_ratio)):
-    step s <= w has s / w; then 1; the last d steps up to T fall along the decay curve to `min_lr_factor`, where the
-    rate stays beyond T. The horizon does not depend on how many steps this run makes, so that a run may be extended.
+    Steps count from 1. Let w be the warmup steps, T the horizon, and d the decay steps, which are
+    T - w or round(T * decay_ratio):
+
+    * warmup, step s <= w: s / w;
+    * stable, w < s <= T - d: 1;
+    * decay, T - d < s <= T: falls along the decay curve from 1 to `min_lr_factor`;
+    * s > T: `min_lr_factor`, or 1 if d = 0.
+
+    The horizon does not depend on `training.steps` if `total_steps` is set. A run can then be
+    extended without a change of its schedule.
     """
 
     warmup_steps: int
@@ -38,21 +48,21 @@ class Schedule:
     min_lr_factor: float
 
     def factor(self, step: int) -> float:
-        """The multiplier of step `step` >= 1."""
+        """Return the multiplier of step `step` >= 1."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
-        into_decay = step - (self.horizon - self.decay_steps)
-        if into_decay <= 0 or self.decay_steps == 0:
+        decay_step = step - (self.horizon - self.decay_steps)
+        if decay_step <= 0 or self.decay_steps == 0:
             return 1.0
-        left = DECAYS[self.decay_type](min(1.0, into_decay / self.decay_steps))
-        return self.min_lr_factor + (1.0 - self.min_lr_factor) * left
+        multiplier = DECAYS[self.decay_type](min(1.0, decay_step / self.decay_steps))
+        return self.min_lr_factor + (1.0 - self.min_lr_factor) * multiplier
 
 
 def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
-    """Make the schedule of `[lr_scheduler]`; `total_steps` unset means this run's length.
+    """Build the schedule of `[lr_scheduler]`. The default horizon is `training_steps`.
 
-    A warm-up longer than the horizon is cut to it, and a decay that would start within the warm-up starts after it
-    (preflight has warned of both).
+    The warmup is at most as long as the horizon. The decay starts after the warmup. Preflight warns
+    if it shortens the warmup or the decay.
     """
     horizon = section.total_steps or training_steps
     warmup = min(section.warmup_steps, horizon)
@@ -64,9 +74,10 @@ def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
 
 @dataclass(frozen=True)
 class SavedSchedule:
-    """The schedule in a checkpoint: only compared on load, since the config's own is what counts.
+    """The checkpoint state of the schedule. Loading compares it and never changes the schedule.
 
-    `first_step` tells the first one that will be made, `peak_lr` is the rate that the schedule multiplies.
+    first_step: returns the first step that this run will train.
+    peak_lr: the learning rate that the schedule multiplies.
     """
 
     schedule: Schedule
@@ -77,13 +88,14 @@ class SavedSchedule:
         return {"json": json.dumps(asdict(self.schedule))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Warn, with the learning rate under both, when the checkpoint was made under another schedule."""
+        """Log a warning with both learning rates if the checkpoint has another schedule."""
         old = Schedule(**json.loads(state_dict["json"]))
         step = self.first_step()
         if old != self.schedule:
             logger.warning(
-                f"The learning-rate schedule has changed: at step {step} the old one (horizon {old.horizon} steps) "
-                f"gives {self.peak_lr * old.factor(step):.3e}, the new one (horizon {self.schedule.horizon}) "
-                f"{self.peak_lr * self.schedule.factor(step):.3e}. Set lr_scheduler.total_steps to keep the horizon "
-                "of a run that grows"
+                "The learning-rate schedule has changed since the checkpoint. "
+                f"Learning rate at step {step}: {self.peak_lr * old.factor(step):.3e} before "
+                f"(horizon {old.horizon} steps), {self.peak_lr * self.schedule.factor(step):.3e} "
+                f"now (horizon {self.schedule.horizon} steps). To extend a run without a change of "
+                "its horizon, set lr_scheduler.total_steps"
             )

@@ -47,7 +47,9 @@ class Limits:
         self._clock, self._section = clock, section
         self._used_percent = used_percent or used_memory_percent
         self._free_bytes = free_bytes or (lambda: torch.cuda.mem_get_info(device)[0])
-        self._looks_at_gpu = section.min_free_gpu_gib > 0 and (device.type == "cuda" or free_bytes is not None)
+        self._looks_at_gpu = section.min_free_gpu_gib > 0 and (
+            device.type == "cuda" or free_bytes is not None
+        )
         self._next_look = clock()
         self._has_warned_of_grace = False
         self.deadline = self._find_deadline(began) if keeps_time else None
@@ -77,7 +79,10 @@ class Limits:
         found = [Request.DEADLINE] if self.deadline is not None and now >= self.deadline else []
         if now >= self._next_look:
             self._next_look = now + INTERVAL
-            if self._section.max_cpu_mem_percent < 100 and self._used_percent() > self._section.max_cpu_mem_percent:
+            if (
+                self._section.max_cpu_mem_percent < 100
+                and self._used_percent() > self._section.max_cpu_mem_percent
+            ):
                 found.append(Request.HOST_MEMORY)
             if self._looks_at_gpu and self._gpu_is_full():
                 found.append(Request.GPU_MEMORY)
@@ -126,8 +131,17 @@ def used_memory_percent(root: Path = CGROUP) -> float:
 
     host: float = psutil.virtual_memory().percent
     try:
-        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("::")[2].strip().lstrip("/")
-        folders = [root / own, *(parent for parent in (root / own).parents if parent.is_relative_to(root))]
+        own = (
+            Path("/proc/self/cgroup")
+            .read_text(encoding="utf-8")
+            .rpartition("::")[2]
+            .strip()
+            .lstrip("/")
+        )
+        folders = [
+            root / own,
+            *(parent for parent in (root / own).parents if parent.is_relative_to(root)),
+        ]
     except OSError:
         return host
     return max([host, *(share for folder in folders if (share := _share_of(folder)) is not None)])
@@ -149,10 +163,14 @@ def end_of_slurm_job(environ: Mapping[str, str]) -> float | None:
     """When Slurm will end this job, in seconds since 1970; None outside a job, and for one without an end."""
     if "SLURM_JOB_ID" not in environ:
         return None
-    known = environ.get("SLURM_JOB_END_TIME")  # as it was when the job began; somebody may have changed it since
+    known = environ.get(
+        "SLURM_JOB_END_TIME"
+    )  # as it was when the job began; somebody may have changed it since
     command = ["scontrol", "show", "-d", "job", environ["SLURM_JOB_ID"]]
     try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None if known is None else float(known)
     ends = [word.partition("=")[2] for word in text.split() if word.startswith("EndTime=")]

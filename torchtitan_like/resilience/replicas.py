@@ -54,7 +54,9 @@ class Replicas:
         of_all = self._world.step_group.gather(bits_hash(hashes)).tolist()
         if any(of_all[rank] != of_all[ranks[0]] for ranks in sets for rank in ranks):
             # Only now by name: of thousands of ranks that takes gigabytes.
-            mine = {name: value for (name, _), value in zip(self._named, hashes.tolist(), strict=True)}
+            mine = {
+                name: value for (name, _), value in zip(self._named, hashes.tolist(), strict=True)
+            }
             found = differences(self._world.step_group.gather_objects(mine), sets)
             raise ReplicaError(
                 f"At step {step} replicas of the weights differ: {'; '.join(found)}. Nothing is saved. Start again from the "
@@ -85,10 +87,14 @@ def differences(of_ranks: Sequence[Mapping[str, int]], sets: Iterable[Sequence[i
     found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for ranks in sets:
         for name in of_ranks[ranks[0]]:
-            ((common, count), *others) = Counter(of_ranks[rank][name] for rank in ranks).most_common()
+            ((common, count), *others) = Counter(
+                of_ranks[rank][name] for rank in ranks
+            ).most_common()
             if others:
                 has_majority = 2 * count > len(ranks)
-                odd = tuple(rank for rank in ranks if not has_majority or of_ranks[rank][name] != common)
+                odd = tuple(
+                    rank for rank in ranks if not has_majority or of_ranks[rank][name] != common
+                )
                 found.setdefault((odd, has_majority), []).append(name)
     return [
         f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} on rank{'s' * (len(odd) > 1)} "

@@ -66,7 +66,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named():
     model[0].bias.requires_grad_(False)  # is not to be trained, and so not missed
     optimizer = build_optimizer(model.named_parameters(), section())
     model[2](torch.ones(8)).backward()
-    with pytest.raises(RuntimeError, match=r"no gradient has reached 0\.weight \(1 of 3 parameters\)"):
+    with pytest.raises(RuntimeError, match=r"^1 of 3 parameters have no gradient: 0\.weight\. .*requires_grad = False"):
         optimizer.clip_gradients(1.0)
 
 
@@ -149,7 +149,7 @@ def test_in_backward_a_block_that_waits_for_a_gradient_is_named():
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))
     (model[2](torch.ones(8)).sum() + model[0].weight.sum()).backward()
-    with pytest.raises(RuntimeError, match=r"no gradient has reached 0\.bias \(1 of 4 parameters\)"):
+    with pytest.raises(RuntimeError, match=r"^1 of 4 parameters have no gradient: 0\.bias\. .*requires_grad = False"):
         optimizer.clip_gradients(1.0)
 
 
