@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_named_and_not_saved(tmp_path, name, flips):
         return
     assert (codes, steps) == ([ExitCode.BAD_NUMBERS] * ranks, [2])
     log = (folder / "attempts/1/logs/rank0.log").read_text()
-    assert re.search(rf"At step {FLIPPED_AT} replicas of the weights differ: {re.escape(PARAMETER)} {who}", log), log
+    assert re.search(rf"Replicas of the weights differ at step {FLIPPED_AT}: {re.escape(PARAMETER)} {who}", log), log
     assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((folder / "exit.json").read_text())["code"] == 70
 
@@ -86,4 +86,4 @@ def test_a_flipped_bit_is_not_saved_at_a_stop_either(tmp_path):
     assert codes == [ExitCode.BAD_NUMBERS] * 2
     assert published_steps(folder / "checkpoint") == []
     log = (folder / "attempts/1/logs/rank0.log").read_text()
-    assert re.search(rf"replicas of the weights differ: {re.escape(PARAMETER)} on ranks 0, 1", log), log
+    assert re.search(rf"Replicas of the weights differ at step \d+: {re.escape(PARAMETER)} on ranks 0, 1", log), log

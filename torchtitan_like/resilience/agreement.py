@@ -1,4 +1,7 @@
-"""The agreement of a step: one int64 vector per rank, summed over all ranks while the step before runs."""
+"""The agreement of a step: one int64 vector per rank, summed over all ranks.
+
+The all-reduce overlaps with the previous step.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ class StepAgreement(NamedTuple):
     """One rank's contribution, or the sum over all ranks, which is equal on every rank.
 
     num_valid_tokens: labels of the step, counted once per data shard.
-    digest_low, digest_high: halves of the data digest (32 bits each, so that int64 holds their sum).
-    request_counts: ranks that send each `Request`.
+    digest_low, digest_high: 32-bit halves of the data digest. Their sums over ranks fit in int64.
+    request_counts: the number of ranks that send each `Request`.
     """
 
     num_valid_tokens: int
@@ -27,7 +30,7 @@ class StepAgreement(NamedTuple):
     def of_rank(
         cls, num_valid_tokens: int, data_digest: int, request_counts: Sequence[int]
     ) -> StepAgreement:
-        """Make one rank's contribution. data_digest: unsigned 64 bit."""
+        """Return one rank's contribution. data_digest: unsigned, 64 bits."""
         low = data_digest & 0xFFFFFFFF
         return cls(num_valid_tokens, low, data_digest >> 32, tuple(request_counts))
 

@@ -1,4 +1,4 @@
-"""The last thing a process does."""
+"""Exit a process without tearing down native libraries."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from typing import NoReturn
 
 from torchtitan_like.resilience.requests import SIGNALS
 
-LONGEST_WAIT = 60  # seconds for threads that have something to write
+MAX_WAIT_SECONDS = 60  # for threads that still write
 
 
 def end_process(code: int) -> NoReturn:
-    """End with `code` once all that Python has to write is written, without tearing down native libraries.
+    """Wait for Python threads, flush all output, and exit with `code`. Runs no native destructors.
 
-    NOTE: the threads of a destroyed gloo group race with the interpreter's finalisation: about 1 in 50 finished runs
-    ended with SIGSEGV (seen on torch 2.13), and a launcher then takes a completed job for a crash. As it would after a signal
-    that comes this late: it ends the waiting for threads, with the code; and so does the alarm, for one that hangs.
+    NOTE: threads of a destroyed gloo group race with the interpreter's finalization. On torch 2.13,
+    about 1 in 50 finished runs ended with SIGSEGV, which a launcher reports as a crash.
+
+    A signal during the wait exits at once with the same code, so that a late signal does not turn
+    a completed job into a failed one. An alarm does the same for a thread that hangs.
     """
     _flush()
     for signum in (*SIGNALS, signal.SIGALRM):
         signal.signal(signum, lambda *_: os._exit(code))
-    signal.alarm(LONGEST_WAIT)
-    # As the interpreter waits: idle workers of a ThreadPoolExecutor, such as the compiler's, end only when they are told to.
+    signal.alarm(MAX_WAIT_SECONDS)
+    # The interpreter calls this too: it stops idle workers of thread pools, such as the compiler's.
     threading._shutdown()  # type: ignore[attr-defined]
     logging.shutdown()
     _flush()
@@ -34,7 +36,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    """Flush stdout and stderr. A full disk or a closed pipe behind them does not change the exit code."""
+    """Flush stdout and stderr. A full disk or closed pipe does not change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

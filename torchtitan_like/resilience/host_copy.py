@@ -1,4 +1,4 @@
-"""Reading a device value without making the device wait."""
+"""Copy a device value to the host without blocking the device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 
 
 class HostCopy:
-    """A 0-dim device value on its way to the host; `read` a step or two later costs nothing."""
+    """An asynchronous copy of a 0-dim device value. `read` does not block a step or two later."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._host, self._event = value, None
+        self._host = value
+        self._event: torch.cuda.Event | None = None
         if value.is_cuda:
             self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
             self._host.copy_(value, non_blocking=True)
@@ -17,7 +18,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> float:
-        """Block until the copy is there; the value."""
+        """Block until the copy is complete and return the value."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._host)

@@ -1,4 +1,4 @@
-"""What ends a run from outside: a deadline, and memory that runs out."""
+"""External limits that end a run: the deadline, host memory, and GPU memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
-INTERVAL = 5.0  # seconds between two looks at the memory
+INTERVAL = 5.0  # seconds between two memory checks
 GIB = 1024**3
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class Limits:
-    """The limits of `[resilience]`: which of them this rank has reached.
+    """Checks which limits of `[resilience]` this rank has reached.
 
-    keeps_time: on one rank alone; the others hear of a deadline from it. ``began``: of the process, in seconds since 1970, as
-    ``clock`` counts.
+    keeps_time: True on one rank, which checks the deadline for all ranks.
+    start_time: start of the process in seconds since 1970, on the same scale as `clock`.
     """
 
     def __init__(
@@ -39,139 +39,142 @@ class Limits:
         device: torch.device,
         *,
         keeps_time: bool = True,
-        began: float | None = None,
+        start_time: float | None = None,
         clock: Callable[[], float] = time.time,
         used_percent: Callable[[], float] | None = None,
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._clock, self._section = clock, section
+        self._clock = clock
+        self._section = section
         self._used_percent = used_percent or used_memory_percent
         self._free_bytes = free_bytes or (lambda: torch.cuda.mem_get_info(device)[0])
-        self._looks_at_gpu = section.min_free_gpu_gib > 0 and (
+        self._checks_gpu = section.min_free_gpu_gib > 0 and (
             device.type == "cuda" or free_bytes is not None
         )
-        self._next_look = clock()
+        self._next_check = clock()
         self._has_warned_of_grace = False
-        self.deadline = self._find_deadline(began) if keeps_time else None
+        self.deadline = self._find_deadline(start_time) if keeps_time else None
 
-    def _find_deadline(self, began: float | None) -> float | None:
+    def _find_deadline(self, start_time: float | None) -> float | None:
         minutes, grace = self._section.max_runtime_minutes, self._section.grace_seconds
         if minutes == 0:
             return None
         if minutes != "auto":
-            deadline = (began_at() if began is None else began) + 60 * minutes
+            start = process_start_time() if start_time is None else start_time
+            deadline = start + 60 * minutes
         elif (end := end_of_slurm_job(os.environ)) is not None:
             deadline = end - grace
         else:
             logger.warning(
-                "resilience.max_runtime_minutes = 'auto' has no effect: this is no Slurm job, or one whose end is not known. "
-                "Give a number of minutes"
+                "resilience.max_runtime_minutes = 'auto' has no effect. Expected a Slurm job whose "
+                "end is known. Set a number of minutes"
             )
             return None
-        logger.info(
-            f"The run saves and ends at {datetime.fromtimestamp(deadline).astimezone().isoformat(' ', 'seconds')}"
-        )
+        date = datetime.fromtimestamp(deadline).astimezone().isoformat(" ", "seconds")
+        logger.info(f"The run will save a checkpoint and end at {date}")
         return deadline
 
     def reached(self) -> list[Request]:
-        """Clocks differ between ranks, memory between hosts: each rank tells of its own, and all act on it together."""
+        """Return a request for each limit that this rank has reached.
+
+        Clocks and memory differ between ranks, so each rank sends its requests to all others.
+        """
         now = self._clock()
-        found = [Request.DEADLINE] if self.deadline is not None and now >= self.deadline else []
-        if now >= self._next_look:
-            self._next_look = now + INTERVAL
+        requests: list[Request] = []
+        if self.deadline is not None and now >= self.deadline:
+            requests.append(Request.DEADLINE)
+        if now >= self._next_check:
+            self._next_check = now + INTERVAL
             if (
                 self._section.max_cpu_mem_percent < 100
                 and self._used_percent() > self._section.max_cpu_mem_percent
             ):
-                found.append(Request.HOST_MEMORY)
-            if self._looks_at_gpu and self._gpu_is_full():
-                found.append(Request.GPU_MEMORY)
-        return found
+                requests.append(Request.HOST_MEMORY)
+            if self._checks_gpu and self._is_gpu_full():
+                requests.append(Request.GPU_MEMORY)
+        return requests
 
     def grace_warning(self, step_seconds: float, save_seconds: float) -> str | None:
-        """Whether the scheduler's grace is too short for a save of this run: what to say of it, once.
+        """Return a warning, once, if the scheduler's grace period is too short for a checkpoint.
 
-        Twice a step and a save: a signal comes at the begin of a step, and the save after it may wait for the disk.
+        A signal may come at the start of a step, and saving may wait for the disk. The estimate is
+        twice the time of a step and a checkpoint.
         """
         needed, grace = 2 * (step_seconds + save_seconds), self._section.grace_seconds
         if needed <= grace or self._has_warned_of_grace:
             return None
         self._has_warned_of_grace = True
         return (
-            f"A scheduler's signal must come {needed:.0f} s before the kill (2 x (a step of {step_seconds:.1f} s + a save of "
-            f"{save_seconds:.1f} s)), and resilience.grace_seconds is {grace:g}: raise both it and the scheduler's notice "
-            "(sbatch --signal=B:USR1@SECONDS, or terminationGracePeriodSeconds)"
+            f"resilience.grace_seconds is {grace:g}, too short to save a checkpoint. Expected at "
+            f"least {needed:.0f} s: 2 x (step {step_seconds:.1f} s + checkpoint "
+            f"{save_seconds:.1f} s). Raise resilience.grace_seconds and the scheduler's notice "
+            "(sbatch --signal=B:USR1@SECONDS or terminationGracePeriodSeconds)"
         )
 
-    def _gpu_is_full(self) -> bool:
-        """What the allocator keeps in reserve counts as free: it is given back before anything is decided."""
-        least = self._section.min_free_gpu_gib * GIB
-        if self._free_bytes() >= least:
+    def _is_gpu_full(self) -> bool:
+        """Return True if too little GPU memory is free even with an empty allocator cache."""
+        min_free = self._section.min_free_gpu_gib * GIB
+        if self._free_bytes() >= min_free:
             return False
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return self._free_bytes() < least
+        return self._free_bytes() < min_free
 
 
-def began_at() -> float:
-    """When this process began, in seconds since 1970."""
+def process_start_time() -> float:
+    """Return the start of this process in seconds since 1970."""
     import psutil
 
-    began: float = psutil.Process().create_time()
-    return began
+    start_time: float = psutil.Process().create_time()
+    return start_time
 
 
 def used_memory_percent(root: Path = CGROUP) -> float:
-    """How much of the memory that this job may use is in use: the host's, or its cgroup's where that is fuller.
+    """Return the used memory in percent, of the host or of this job's cgroup, whichever is higher.
 
-    Caches that the kernel can take back do not count.
+    Excludes caches that the kernel can reclaim.
     """
-    import psutil  # 20 ms, for those who ask for it
+    import psutil  # takes 20 ms
 
     host: float = psutil.virtual_memory().percent
     try:
-        own = (
-            Path("/proc/self/cgroup")
-            .read_text(encoding="utf-8")
-            .rpartition("::")[2]
-            .strip()
-            .lstrip("/")
-        )
-        folders = [
-            root / own,
-            *(parent for parent in (root / own).parents if parent.is_relative_to(root)),
-        ]
+        line = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:
         return host
-    return max([host, *(share for folder in folders if (share := _share_of(folder)) is not None)])
+    cgroup = root / line.rpartition("::")[2].strip().lstrip("/")
+    folders = [cgroup, *(parent for parent in cgroup.parents if parent.is_relative_to(root))]
+    percents = [_used_cgroup_percent(folder) for folder in folders]
+    return max([host, *(percent for percent in percents if percent is not None)])
 
 
-def _share_of(folder: Path) -> float | None:
-    """Percent of a cgroup's (version 2) limit in use; None where it has none."""
+def _used_cgroup_percent(folder: Path) -> float | None:
+    """Return the used percentage of a version-2 cgroup's limit, or None without a limit."""
     try:
-        most = (folder / "memory.max").read_text(encoding="utf-8").strip()
+        limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
         used = int((folder / "memory.current").read_text(encoding="utf-8"))
         lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
     stat = dict(line.split() for line in lines)
-    return None if most == "max" else 100 * (used - int(stat.get("inactive_file", 0))) / int(most)
+    return None if limit == "max" else 100 * (used - int(stat.get("inactive_file", 0))) / int(limit)
 
 
 def end_of_slurm_job(environ: Mapping[str, str]) -> float | None:
-    """When Slurm will end this job, in seconds since 1970; None outside a job, and for one without an end."""
+    """Return when Slurm will end this job, in seconds since 1970.
+
+    Returns None outside of a job and for a job without a time limit.
+    """
     if "SLURM_JOB_ID" not in environ:
         return None
-    known = environ.get(
-        "SLURM_JOB_END_TIME"
-    )  # as it was when the job began; somebody may have changed it since
+    # The value from the start of the job. `scontrol update` may have changed the limit since.
+    initial_end = environ.get("SLURM_JOB_END_TIME")
     command = ["scontrol", "show", "-d", "job", environ["SLURM_JOB_ID"]]
     try:
         text = subprocess.run(
             command, capture_output=True, text=True, timeout=30, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return None if known is None else float(known)
+        return None if initial_end is None else float(initial_end)
     ends = [word.partition("=")[2] for word in text.split() if word.startswith("EndTime=")]
     return datetime.fromisoformat(ends[0]).timestamp() if ends and ends[0] != "Unknown" else None

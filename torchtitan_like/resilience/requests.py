@@ -1,4 +1,4 @@
-"""Requests: what one rank wants all ranks to do, such as stop or save a checkpoint.
+"""Requests: actions that one rank asks of all ranks, such as stopping or saving a checkpoint.
 
 A rank only *notes* a request. The step's all-reduce carries it as a count (see `agreement`), and
 all ranks act on it at the same step, at most two steps after the note.
@@ -16,7 +16,7 @@ from torchtitan_like.util.exit_codes import ExitCode
 
 
 class Request(IntEnum):
-    """The numbers are the order of the counts on the wire. Of several stops the first one wins."""
+    """A request. Its number is its index in a `StepAgreement`. Of several stops, the first wins."""
 
     BAD_NUMBERS = 0
     SAVE_FAILED = 1
@@ -48,12 +48,13 @@ EXIT_CODES = {
 SIGNALS = {
     signal.SIGINT: Request.INTERRUPT,
     signal.SIGTERM: Request.TERMINATE,
-    signal.SIGUSR1: Request.TERMINATE,  # Slurm's notice, without a launcher (torchrun dies of it)
+    # Slurm sends it before a job ends. Without torchrun only, because it kills torchrun.
+    signal.SIGUSR1: Request.TERMINATE,
 }
 
 
 class Stopped(BaseException):
-    """A signal before the first step: nothing is lost, and no other rank waits for an agreement."""
+    """A signal before the first step. No progress is lost, and no rank waits for an agreement."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(f"stopped before the first step ({request.name})")
@@ -61,11 +62,11 @@ class Stopped(BaseException):
 
 
 class Requests:
-    """The requests that this rank has noted since the last time they were sent."""
+    """The requests that this rank has noted and not yet sent."""
 
     def __init__(self) -> None:
         self._noted: set[Request] = set()
-        # True from the first step on, and while the process ends: signals are noted, not raised.
+        # If True, signals are noted instead of raised: from the first step on, and at the end.
         self.defer_signals = False
 
     def note(self, request: Request) -> None:
@@ -73,7 +74,7 @@ class Requests:
         self._noted.add(request)
 
     def take(self) -> list[int]:
-        """Return the counts to send, one per `Request`, and forget them. A request is sent once per note."""
+        """Return the counts to send, one per `Request`, and clear the noted requests."""
         # Swap before counting: a signal may arrive between any two operations.
         taken, self._noted = self._noted, set()
         return [int(request in taken) for request in Request]
@@ -84,7 +85,7 @@ class Requests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn the signals of `SIGNALS` into requests inside the block; restore the handlers after it.
+        """Convert signals to requests inside the block, and restore the handlers after it.
 
         Before the first step no request would be sent, so the first signal raises `Stopped`. Later
         signals are noted and do not interrupt its handling.

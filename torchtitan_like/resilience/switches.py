@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Switches:
-    """Reads the switch files of a run. On rank 0 alone: all ranks agree on its requests."""
+    """Reads the switch files of a run, on rank 0 only. The step's agreement shares the requests."""
 
     def __init__(self, run: Path, section: Resilience) -> None:
         paths = run_directory.switches(run, section.kill_switch_path, section.save_switch_path)

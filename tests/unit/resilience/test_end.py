@@ -35,7 +35,7 @@ pool = ThreadPoolExecutor(1)
 pool.submit(print, "asked", flush=True).result()
 pool.submit(lambda: (time.sleep(0.1), print("written", flush=True)))
 if "hangs" in sys.argv:
-    end.LONGEST_WAIT = 4
+    end.MAX_WAIT_SECONDS = 4
     threading.Thread(target=lambda: time.sleep(1000)).start()
 end.end_process(70)
 """

@@ -25,7 +25,7 @@ class Clock:
 
 
 def build(clock: Clock, *, section: Any = None, **replaced: Any) -> Limits:
-    return Limits(Resilience(**(section or {})), CPU, clock=clock, began=clock.now, **replaced)
+    return Limits(Resilience(**(section or {})), CPU, clock=clock, start_time=clock.now, **replaced)
 
 
 def test_nothing_ends_a_run_by_default() -> None:
@@ -61,7 +61,7 @@ def test_auto_ends_before_the_job_does(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     monkeypatch.delenv("SLURM_JOB_ID")
     assert build(clock, section={"max_runtime_minutes": "auto"}).deadline is None
-    assert "'auto' has no effect: this is no Slurm job" in caplog.text
+    assert "'auto' has no effect. Expected a Slurm job whose end is known" in caplog.text
 
 
 @pytest.mark.parametrize(("told", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)])
@@ -106,5 +106,5 @@ def test_a_grace_that_is_too_short_is_told_of_once() -> None:
     one = build(Clock(), section={"grace_seconds": 60})
     assert one.grace_warning(10, 20) is None
     warning = one.grace_warning(10, 21)
-    assert warning is not None and "62 s before the kill" in warning and "grace_seconds is 60" in warning
+    assert warning is not None and "Expected at least 62 s" in warning and "grace_seconds is 60," in warning
     assert one.grace_warning(10, 21) is None
