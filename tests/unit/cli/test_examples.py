@@ -14,16 +14,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Protocol
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.bundle import TOKENIZER
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TINY_RUN = (
-    "titan train debug_model.toml --training.steps 100 --checkpoint.interval 100 "
+    "titan train debug_model.toml --training.steps 100 --checkpoint.interval 50 "
     "--training.dataset shakespeare_validation --training.seq_len 32 --validation.enable false "
     "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4"
 )
@@ -46,11 +58,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def example_of(name: str) -> str:
+    """Return the example in the help of a command."""
+    (command,) = (one for one in cli.executable_commands() if one.name == name)
+    example: str = importlib.import_module(f"torchtitan_like.cli.{command.module}").EXAMPLE
+    return example
+
+
 def run_example(name: str, folder: Path, **env: str) -> str:
     """Run the example of a command in `folder`, in a process of its own. Returns its stdout."""
-    (command,) = (one for one in cli.executable_commands() if one.name == name)
-    example = importlib.import_module(f"torchtitan_like.cli.{command.module}").EXAMPLE
-    return run_titan(example, folder, **env)
+    return run_titan(example_of(name), folder, **env)
 
 
 def run_titan(command: str, folder: Path, **env: str) -> str:
@@ -64,8 +81,121 @@ def run_titan(command: str, folder: Path, **env: str) -> str:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+# Examples that other files run.
+TESTED_ELSEWHERE = (
+    "run ls",
+    "run watch",
+    "run compare",
+    "run save",
+    "run stop",  # tests/unit/cli/test_run.py
+    "run replay",  # tests/distributed/test_replay.py
+    "node check",
+    "node bench",  # tests/unit/node/test_node.py
+    "slurm init",
+    "slurm watchdog",
+    "slurm before",
+    "slurm after",  # tests/unit/slurm/test_commands.py
+)
+
+
+def test_every_example_has_a_test() -> None:
+    """A test of this file has the name of its command."""
+    for name in {command.name for command in cli.executable_commands()} - {*TESTED_ELSEWHERE}:
+        test = "test_" + name.replace(" ", "_").replace("-", "_")
+        assert callable(globals().get(test)), test
+
+
+class Example(Protocol):
+    """Run the example of a command in `folder`, in this process. Returns its stdout."""
+
+    def __call__(self, name: str, folder: Path, code: int = 0) -> str: ...
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
+    """Saves the seconds that a process needs to import torch."""
+
+    def run(name: str, folder: Path, code: int = 0) -> str:
+        monkeypatch.chdir(folder)
+        assert cli.main(shlex.split(example_of(name))[1:]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+# ---- titan train, check, generate
+
+
+def test_train(tmp_path: Path) -> None:
+    tiny = ["training.seq_len 32", "model.args.dim 32", "model.args.n_heads 4"]
+    tiny += ["model.args.n_layers 1", "validation.enable false"]
+    settings = " ".join(f"--{setting}" for setting in tiny)
+    run_titan(f"{example_of('train')} {settings}", tmp_path)
+    assert (tmp_path / "outputs/checkpoint/step-2/manifest.json").exists()
+
+
+def test_check(tmp_path: Path, example: Example) -> None:
+    output = example("check", tmp_path)
+    assert tomllib.loads(output)["training"]["steps"] == 100
+
+
+def test_generate(trained: Path, example: Example) -> None:
+    assert example("generate", trained).startswith("To be")
+
+
+# ---- titan ckpt
+
+
+def test_ckpt_ls(trained: Path, example: Example) -> None:
+    names = [line.split()[0] for line in example("ckpt ls", trained).splitlines()]
+    assert {"step-50", "step-100"} <= {*names}
+
+
+def test_ckpt_show(trained: Path, example: Example) -> None:
+    assert "step: 100" in example("ckpt show", trained).splitlines()
+
+
+def test_ckpt_verify(trained: Path, example: Example) -> None:
+    output = example("ckpt verify", trained)
+    assert "step-50" in output and "step-100" in output
+
+
+def test_ckpt_diff(trained: Path, example: Example) -> None:
+    output = example("ckpt diff", trained, code=1)
+    assert "model.tok_embeddings.weight" in output
+
+
+def test_ckpt_export(trained: Path, example: Example) -> None:
+    example("ckpt export", trained)
+    with safe_open(trained / "outputs/model/model.safetensors", "pt") as file:
+        assert file.get_tensor("model.norm.weight").dtype == torch.bfloat16
+
+
+def test_ckpt_convert(trained: Path, example: Example) -> None:
+    example("ckpt convert", trained)
+    assert torch.load(trained / "model.pt")["norm.weight"].dtype == torch.bfloat16
+
+
+def test_ckpt_consolidate(tmp_path: Path, example: Example) -> None:
+    tensors = {"a.weight": torch.arange(6.0).reshape(2, 3)}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "outputs/sharded"), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    example("ckpt consolidate", tmp_path)
+    (file,) = (tmp_path / "outputs/model").glob("*.safetensors")
+    assert torch.equal(load_file(file)["a.weight"], tensors["a.weight"])
+
+
+def test_ckpt_offload(trained: Path, example: Example) -> None:
+    output = example("ckpt offload", trained)
+    assert "step-100" in output and not Path("/archive/run-7").exists()
+
+
+def test_ckpt_interval(tmp_path: Path, example: Example) -> None:
+    assert "<- best" in example("ckpt interval", tmp_path)
 
 
 # ---- titan data
