@@ -6,8 +6,8 @@ imported; commands import what their own command line names.
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +24,7 @@ from torchtitan_like.config import (
 from torchtitan_like.config.cli import parse_arguments
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
+from torchtitan_like.util.modules import import_named, is_file_name
 
 CUSTOM_IMPORT = "experimental.custom_import"
 # Relative paths in the configurations of a source checkout start there.
@@ -78,9 +79,9 @@ def import_custom(config: JobConfig, module: str) -> None:
 
     if module:
         try:
-            importlib.import_module(module)
+            import_named(module)
         except Exception as error:  # user code may raise anything
-            expected = f"a module that can be imported; {type(error).__name__}: {error}"
+            expected = f"a module or a .py file that can be imported; {type(error).__name__}: {error}"
             raise ConfigError(
                 [Problem(CUSTOM_IMPORT, module, expected, "add the module's folder to PYTHONPATH")]
             ) from error
@@ -90,12 +91,12 @@ def import_custom(config: JobConfig, module: str) -> None:
     except KeyError as error:
         remedy, expected = "", f"a registered model: {error.args[0]}"
         if stored:
-            remedy = f"if you trust it: --{CUSTOM_IMPORT} {stored}, with its folder in PYTHONPATH"
+            remedy = f"if you trust it: --{CUSTOM_IMPORT} {stored}, with the folder of a module in PYTHONPATH"
             expected += f". The config asks for the module {stored!r}"
         raise ConfigError(
             [Problem("model.name", config.model.name, expected, remedy)]
         ) from error
-    if stored and stored != module:
+    if stored and stored != (os.path.abspath(module) if is_file_name(module) else module):
         print(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}", file=sys.stderr)
 
 

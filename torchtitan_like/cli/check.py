@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         expected = '"cpu" or "cuda"'
         problems.append(Problem("--device-type", arguments.device_type, expected, origin="command line"))
     settings = with_config(arguments.config, arguments.settings, sys.stderr)
+    sys.path.append(os.getcwd())  # where `titan train` also finds the module of experimental.custom_import
     try:
         if problems:
             raise ConfigError(problems)

@@ -31,13 +31,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
-    """Add `--experimental.custom_import MODULE`."""
+    """Add `--experimental.custom_import MODULE`, which may also be a .py file."""
     parser.add_argument(
         "--experimental.custom_import",
         dest="custom_import",
         metavar="MODULE",
         default="",
-        help="module to import first, found through PYTHONPATH, which registers the checkpoint's "
+        help="module (found through PYTHONPATH) or .py file to import first, which registers the checkpoint's "
         "model. The module that the checkpoint's own config names is never imported",
     )
 

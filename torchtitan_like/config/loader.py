@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,15 +12,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from torchtitan_like.config.aliases import modernise
+from torchtitan_like.config.cli import ORIGIN as COMMAND_LINE
 from torchtitan_like.config.cli import parse_arguments, suggest_key, wants_help
 from torchtitan_like.config.fields import Path, find, names_at
 from torchtitan_like.config.layers import Layer, delete, lay, read_files
 from torchtitan_like.config.problems import ConfigError, Problem, nearest
 from torchtitan_like.config.schema import JobConfig
+from torchtitan_like.util.modules import is_file_name
 
 # What pydantic adds to the place of a fault: in a table's own names, and in a value that could be of two types.
 _NO_KEYS = ("[key]", "int", "float")
 MOST_SUGGESTIONS = 50  # in one configuration
+CUSTOM_IMPORT = ("experimental", "custom_import")
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -76,6 +80,7 @@ def build_config(layers: list[Layer], problems: list[Problem] | None = None, *, 
     for layer in layers:
         leaves, findings = modernise(layer.leaves, layer.origin)
         leaves = [(path, _none_word(path, value)) for path, value in leaves]
+        leaves = [(path, _absolute_code_file(path, value, layer.origin)) for path, value in leaves]
         current.append(Layer(layer.origin, leaves))
         problems += [finding for finding in findings if finding.severity == "error"]
         notices += [finding for finding in findings if finding.severity == "warning"]
@@ -95,6 +100,17 @@ def _none_word(path: Path, value: Any) -> Any:
     """TOML has no null: the word "None" stands for it where None is allowed."""
     setting = find(path) if value == "None" else None
     return None if setting is not None and (setting.optional or setting.is_free) else value
+
+
+def _absolute_code_file(path: Path, value: Any, origin: str) -> Any:
+    """Return the absolute path of a Python file in experimental.custom_import, which is relative to its TOML file.
+
+    On the command line it is relative to the current folder. A name of a module, and any other value, stays as it is.
+    """
+    if path != CUSTOM_IMPORT or not isinstance(value, str) or not is_file_name(value):
+        return value
+    folder = FilePath() if origin == COMMAND_LINE else FilePath(origin).parent
+    return os.path.abspath(folder / os.path.expanduser(value))
 
 
 def _validate(

@@ -260,10 +260,12 @@ class FaultTolerance(Section):
 
 
 class Experimental(Section):
-    """Doors for code from outside this package."""
+    """Code from outside this package."""
 
     custom_import: str = Field(
-        "", description="Import path of a module loaded before the model is looked up, e.g. to register a model."
+        "",
+        description="Module imported before the model is looked up, for example to register it: its name, or the path "
+        "of a .py file, relative to the TOML file.",
     )
     custom_args_module: str = Field("", description="Deprecated name of job.custom_config_module.")
 

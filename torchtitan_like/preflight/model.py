@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from torchtitan_like.config.problems import Problem, nearest
 from torchtitan_like.models.attention_rules import unsupported_attention
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.preflight.rules.keys import MODEL_KEYS
+from torchtitan_like.util.modules import import_named
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -24,9 +24,9 @@ def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]
     module = config.experimental.custom_import
     if module:
         try:
-            importlib.import_module(module)
+            import_named(module)
         except Exception as error:  # user code may raise anything
-            expected = f"a module that can be imported; {type(error).__name__}: {error}"
+            expected = f"a module or a .py file that can be imported; {type(error).__name__}: {error}"
             return None, None, [Problem("experimental.custom_import", None, expected)]
     try:
         spec = get_spec(section.name)

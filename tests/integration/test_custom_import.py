@@ -1,0 +1,67 @@
+"""`experimental.custom_import`: a module or a file, the same for `titan check` and for each rank of `titan train`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import ROOT
+
+# Each process that imports it leaves a file next to it.
+CODE = """
+import os, pathlib
+(pathlib.Path(__file__).parent / f"imported-by-rank-{os.environ.get('RANK')}").touch()
+"""
+TOML = """
+extends = "debug_model.toml"
+[experimental]
+custom_import = "{name}"
+[model.args]
+dim = 32
+n_layers = 2
+n_heads = 4
+[training]
+seq_len = 32
+steps = 1
+[lr_scheduler]
+warmup_steps = 0
+[validation]
+enable = false
+[checkpoint]
+enable = false
+"""
+
+
+def titan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as the installed program does: the current folder is not on Python's path."""
+    env = {name: value for name, value in os.environ.items() if name != "NGPU"}
+    env |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torchtitan_like", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "current"),
+    [("my_code.py", "elsewhere"), ("my_code", "configs")],
+    ids=["a file next to the TOML", "a module of the current folder"],
+)
+def test_check_and_all_ranks_import_it(tmp_path: Path, name: str, current: str) -> None:
+    for folder in ("configs", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "configs/my_code.py").write_text(CODE)
+    (tmp_path / "configs/run.toml").write_text(TOML.format(name=name))
+    for arguments in (["check"], ["train", "--nproc", "2"]):
+        done = titan(tmp_path / current, arguments[0], "../configs/run.toml", *arguments[1:])
+        assert done.returncode == 0, done.stderr[-3000:]
+    imported = {path.name for path in (tmp_path / "configs").glob("imported-by-*")}
+    assert imported == {"imported-by-rank-None", "imported-by-rank-0", "imported-by-rank-1"}
+
+
+def test_a_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML.format(name="absent.py"))
+    done = titan(tmp_path, "check", "run.toml")
+    assert done.returncode == 78 and str(tmp_path / "absent.py") in done.stderr

@@ -1,0 +1,37 @@
+"""Import code that the user names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def is_file_name(name: str) -> bool:
+    """Return True if `name` is the path of a Python file, and False if it is the name of a module."""
+    return name.endswith(".py")
+
+
+def import_named(name: str) -> ModuleType:
+    """Import a module by its name, or a Python file by its path. A second call returns the same module.
+
+    Raises what the import raises.
+    """
+    if not is_file_name(name):
+        return importlib.import_module(name)
+    path = Path(name).expanduser().resolve()
+    key = f"file:{path}"  # cannot collide with the name of a module
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None and spec.loader is not None  # for any path that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
