@@ -1,4 +1,4 @@
-"""Write replay bundles: files from which `titan run replay` runs a non-finite step or a spike again.
+"""Write replay bundles, from which `titan run replay` repeats a non-finite step or a spike.
 
 docs/reference/metrics.md lists the keys of a bundle. `replay` reads them.
 """

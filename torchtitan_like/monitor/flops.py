@@ -1,9 +1,8 @@
-"""FLOP/s of devices, and the utilisations derived from them.
+"""Peak FLOP/s of devices, and model and hardware FLOPs utilization (MFU, HFU).
 
-All peaks are dense (without structured sparsity) bf16 rates of one card, in FLOP/s, from the makers' data sheets.
-Model FLOPs utilisation is PaLM's (Chowdhery et al. 2022, appendix B): observed tokens per second over those that the
-peak would allow when only the FLOPs of the model itself count. Hardware FLOPs utilisation counts recomputation too
-(Korthikanti et al. 2022, section 6.3).
+Peaks are dense bf16 rates of one card in FLOP/s, without structured sparsity, from data sheets.
+MFU (Chowdhery et al. 2022, PaLM, appendix B) counts the FLOPs of the model only. HFU also counts
+recomputation (Korthikanti et al. 2022, section 6.3).
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 
-# The words of a key must all stand in the device's name; the key with the most words wins ("H100 NVL" before "H100").
+# A key matches a device whose name has all of its words. The key with the most words wins:
+# "H100 NVL" before "H100".
 PEAK_FLOPS: dict[str, float] = {
     "V100": 125e12,  # fp16: it has no bf16
     "A6000": 154.85e12,
@@ -19,7 +19,7 @@ PEAK_FLOPS: dict[str, float] = {
     "A800": 312e12,
     "L40S": 362e12,
     "H20": 148e12,
-    "H100": 989e12,  # SXM: its name carries no word for the variant
+    "H100": 989e12,  # SXM: its name does not mention the variant
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H800": 989e12,
@@ -42,7 +42,7 @@ PEAK_FLOPS: dict[str, float] = {
     "TPU v6e": 918e12,
     "TPU v7": 1153.5e12,
 }
-# Cards that the runtime shows as several devices, each with an equal part of the card's peak.
+# Cards that the runtime shows as several devices, which share the card's peak equally.
 DEVICES_PER_CARD = {"MI250": 2, "MI250X": 2}
 # Of the bf16 rate, on hardware that has the format (fp8: Hopper, Ada, Blackwell, MI300; tf32: NVIDIA since Ampere).
 PRECISION_FACTOR = {"bf16": 1.0, "fp8": 2.0, "tf32": 0.5}
@@ -50,11 +50,14 @@ PRECISION_FACTOR = {"bf16": 1.0, "fp8": 2.0, "tf32": 0.5}
 _warned: set[str] = set()
 
 
-def peak_flops(device_name: str, override: float | None = None, precision: str = "bf16") -> float | None:
-    """FLOP/s of one device as the runtime counts devices, or None where it is not known.
+def peak_flops(
+    device_name: str, override: float | None = None, precision: str = "bf16"
+) -> float | None:
+    """Return the peak FLOP/s of one device as the runtime counts devices, or None if unknown.
 
-    ``override`` (``metrics.peak_flops``) wins. A device that is not in ``PEAK_FLOPS`` never borrows another's peak: one
-    warning names the remedy. ``"cpu"`` has no peak and needs no warning. ``precision``: a key of ``PRECISION_FACTOR``.
+    An unknown device is logged once as a warning, except "cpu", which has no peak.
+
+    override: `metrics.peak_flops`; returned if set. precision: a key of `PRECISION_FACTOR`.
     """
     if override is not None:
         return float(override)
@@ -71,43 +74,61 @@ def peak_flops(device_name: str, override: float | None = None, precision: str =
 
 
 def _find(device_name: str) -> str | None:
-    """The most specific key whose words all stand in the name; None for an unknown device or a MIG slice of one."""
+    """Return the most specific matching key; None for an unknown device or a MIG slice."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if "mig" in words:
         return None
-    found = [key for key in PEAK_FLOPS if words.issuperset(key.lower().split())]
-    return max(found, key=lambda key: (len(key.split()), PEAK_FLOPS[key]), default=None)  # "MI250X / MI250": the larger
+    keys = [key for key in PEAK_FLOPS if words.issuperset(key.lower().split())]
+    # "MI250X / MI250" matches two keys of one word: the larger peak wins.
+    return max(keys, key=lambda key: (len(key.split()), PEAK_FLOPS[key]), default=None)
 
 
 def mfu(flops_per_token: float, tps: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation in percent, ``100 * flops_per_token * tps / peak`` (``tps`` per device), or None."""
+    """Return MFU in percent, `100 * flops_per_token * tps / peak`; None without a peak.
+
+    tps: per device. peak: FLOP/s of one device.
+    """
     return None if peak is None else 100.0 * flops_per_token * tps / peak
 
 
-def hfu(flops_per_token: float, tps: float, peak: float | None, num_passes: float = 4.0) -> float | None:
-    """Hardware FLOPs utilisation in percent: what the device executed, recomputation included.
+def hfu(
+    flops_per_token: float, tps: float, peak: float | None, num_passes: float = 4.0
+) -> float | None:
+    """Return HFU in percent, which includes recomputation; None without a peak.
 
-    ``flops_per_token`` counts three passes (one forward, a backward of two). ``num_passes`` is 3 without recomputation
-    (HFU = MFU) and 4 when each block's forward runs twice (full activation checkpointing). None without a peak.
+    flops_per_token: of three passes, one forward and a backward of two. num_passes: 3 without
+    recomputation (HFU = MFU), 4 with full activation checkpointing, which repeats the forward.
     """
     model = mfu(flops_per_token, tps, peak)
     return None if model is None else model * num_passes / 3.0
 
 
 def estimate_tflops(
-    params_billion: float, num_passes: float, seq_len: int, global_batch_size: int, seconds: float, num_devices: int
+    params_billion: float,
+    num_passes: float,
+    seq_len: int,
+    global_batch_size: int,
+    seconds: float,
+    num_devices: int,
 ) -> float:
-    """TFLOP/s per device by the rule of thumb 2 FLOPs per parameter, token and pass (attention not counted).
+    """Estimate TFLOP/s per device from 2 FLOPs per parameter, token and pass, without attention.
 
-    ``params_B * num_passes * 2 * seq * GBS / (seconds * devices * 1e3)``: 3 passes give model FLOPs, 4 hardware FLOPs
-    with full recomputation (Megatron-LM, Narayanan et al. 2021).
+    `params_B * num_passes * 2 * seq * GBS / (seconds * devices * 1e3)`. 3 passes give model FLOPs,
+    4 hardware FLOPs with full recomputation (Megatron-LM, Narayanan et al. 2021).
     """
-    return params_billion * num_passes * 2 * seq_len * global_batch_size / (seconds * num_devices * 1e3)
+    return (
+        params_billion
+        * num_passes
+        * 2
+        * seq_len
+        * global_batch_size
+        / (seconds * num_devices * 1e3)
+    )
 
 
 def forward_flops_per_layer(batch_size: int, seq_len: int, dim: int) -> int:
-    """FLOPs of one transformer layer's forward pass: ``24 B s h^2 + 4 B s^2 h`` (Narayanan et al. 2021, appendix).
+    """Return the FLOPs of one layer's forward, `24 B s h^2 + 4 B s^2 h` (Narayanan et al. 2021).
 
-    For a plain multi-head layer with a feed-forward of 4 h and attention to all positions.
+    For a multi-head layer with a feed-forward of 4 h and attention to all positions.
     """
     return 24 * batch_size * seq_len * dim**2 + 4 * batch_size * seq_len**2 * dim

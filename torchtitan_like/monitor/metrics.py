@@ -66,7 +66,7 @@ class Metrics:
         return step == 1 or step % self._log_freq == 0 or step == self._last_step
 
     def log(self, step: int) -> Row:
-        """Write the rows of all steps since the last call, and show the row of `step`; return it."""
+        """Write the rows of all steps since the last call; show and return the row of `step`."""
         rows = self.rows.collect()
         row = self.rows.last_row
         assert row.get("step") == step, f"step {step} was not recorded"
@@ -137,7 +137,7 @@ class Metrics:
     # ---- start, checkpoints, end
 
     def rewind(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Move the rows beyond the loaded step (0: none) out of the files. See `RowFiles.rewind`."""
+        """Move the rows beyond the loaded step (0: none) out of the files."""
         if self._files is not None:
             self._files.rewind(step, saved)
 

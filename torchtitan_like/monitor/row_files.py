@@ -1,4 +1,4 @@
-"""Write metrics.jsonl and validation.jsonl, the record of a run from which all its numbers are read."""
+"""Write metrics.jsonl and validation.jsonl, which hold all numbers of a run."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class RowFiles:
             self._steps.sync()
         except OSError as error:
             raise StorageError(
-                f"The rows of past steps cannot be written: {error}. A checkpoint is published only "
-                "after the rows of its steps are on disk, so no checkpoint was saved. Free space or "
-                "repair the disk, then start the run again: it repeats the steps since the last "
-                "checkpoint"
+                f"The rows of past steps cannot be written: {error}. A checkpoint is published "
+                "only after the rows of its steps are on disk, so no checkpoint was saved. "
+                "Free space or repair the disk, then start the run again: it repeats the steps "
+                "since the last checkpoint"
             ) from error
 
     def rewind(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Move the rows beyond `step` to `*.discarded-<attempt>.jsonl`, so that no step occurs twice.
+        """Move the rows beyond `step` to `*.discarded-<attempt>.jsonl`. No step occurs twice then.
 
-        saved: summary of the checkpoint of `step`, if it is of this run directory. Logs a warning if
-        metrics.jsonl is not the file that it describes. Raises OSError.
+        saved: summary of the checkpoint of `step`, if it is of this run directory. Logs a warning
+        if metrics.jsonl is not the file that it describes. Raises OSError.
         """
         for file in (self._steps, self._validation):
             discarded = self._folder / f"{file.path.stem}.discarded-{self._attempt}.jsonl"
@@ -91,7 +91,7 @@ class RowFiles:
         self._validation.close()
 
     def _compare(self, expected: FileEnd) -> None:
-        """Log a warning if metrics.jsonl ends differently: another run wrote it, or it was changed."""
+        """Log a warning if metrics.jsonl ends differently: another run wrote or changed it."""
         size, row = self._steps.end()
         actual = FileEnd(size, row.get("step"), row.get("data_digest_chain"))
         if actual != expected:

@@ -59,7 +59,7 @@ def build_sinks(
     failures: WriteFailures,
     run_config: Mapping[str, object] | None = None,
 ) -> list[Sink]:
-    """Build the sinks of a rank: the console on all, dashboards on rank 0 or where the section asks.
+    """Build the sinks of a rank: the console, and dashboards on rank 0 or on all ranks.
 
     folder: the run directory. run_config: the configuration that W&B shows.
     """

@@ -1,6 +1,7 @@
 """Measure throughput between log lines: tokens/s, MFU, HFU, time spent on data, time to the end.
 
-Checkpoints and validation are pauses. Throughput leaves them out; the time to the end includes them.
+Checkpoints and validation are pauses. Throughput leaves them out.
+The time to the end includes them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def log_hardware(
     peak_text = f"{peak:.3e} FLOP/s" if peak else "n/a"
     logger.info(
         f"Peak FLOPS used for computing MFU: {peak_text}; "
-        f"{flops_per_token / 1e9:.3f} GFLOP per token = 6 (P - P_embedding) + 6 L H (2 head_dim) seq"
+        f"{flops_per_token / 1e9:.3f} GFLOP per token = "
+        "6 (P - P_embedding) + 6 L H (2 head_dim) seq"
     )
     return peak
 
@@ -166,7 +168,10 @@ class ThroughputClock:
         return num_tokens / (seconds * self._num_devices) if seconds > 0 else None
 
     def progress(self, step: int, last_step: int) -> Progress:
-        """Estimate the time to the last step. Pauses count, the first step of the process does not."""
+        """Estimate the time to the last step.
+
+        Pauses count. The first step of the process does not.
+        """
         num_steps = self._num_recorded - 1
         since = self._first_step_at
         if num_steps == 0:  # the first step is the only measurement

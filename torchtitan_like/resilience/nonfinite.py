@@ -96,7 +96,7 @@ class UpdateGate(Generic[Progress]):
         return len(self._history) > 1 and bool(self._history[-2].is_frozen.read())
 
     def last_good_progress(self) -> Progress | None:
-        """Return the progress before updates were frozen, None if they are not. Waits for the device."""
+        """Return the progress before updates were frozen, or None. Waits for the device."""
         good = self._good_steps()
         return None if len(good) == len(self._history) else good[-1].progress
 

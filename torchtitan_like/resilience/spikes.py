@@ -165,7 +165,8 @@ class SpikeDetector:
             kind = "divergence"
             self._windows[quantity] = self._new_window()
             logger.error(
-                f"DIVERGENCE: {description}, has lasted for {num_steps} steps and {quantity} is {value:.4g}"
+                f"DIVERGENCE: {description}, has lasted for {num_steps} steps "
+                f"and {quantity} is {value:.4g}"
             )
         else:
             is_fast = num_steps <= self._size // FAST_FRACTION

@@ -1,4 +1,4 @@
-"""A resume compares metrics.jsonl with what its checkpoint tells of it."""
+"""A resume compares metrics.jsonl with the size and last row that its checkpoint stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.monitor.test_metrics import run
 from torchtitan_like.monitor.metrics import Metrics
 
 
-def test_metrics_of_another_run_are_told(
+def test_a_changed_metrics_file_is_warned_about(
     build: Callable[..., Metrics], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -29,17 +29,17 @@ def test_metrics_of_another_run_are_told(
     changed = whole.replace(b'"data_digest_chain": "0000000000000004"', b'"data_digest_chain": "0000000000000005"')
     cases = {
         "its own": (whole, saved, ""),
-        "an older checkpoint's, which tells nothing": (b"", {}, ""),
+        "an older checkpoint, which stores neither": (b"", {}, ""),
         "of a run of two steps": (b"".join(lines[:2]), saved, "the last row of step 2"),
         "deleted": (None, saved, "has 0 bytes"),
         "garbled": (garbled, saved, f"has {saved['metrics_bytes'] - len(lines[1])} bytes"),
         "of other samples": (changed, saved, "0000000000000005"),
     }
-    for name, (content, told, words) in cases.items():
+    for name, (content, summary, words) in cases.items():
         caplog.clear()
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
-        build(log_freq=1, attempt=2).rewind(4, told)
+        build(log_freq=1, attempt=2).rewind(4, summary)
         warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
         assert [words in text for text in warnings] == [True] * bool(words), (name, warnings)

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: written under the right names by the right ranks, imported only when switched on."""
+"""TensorBoard and W&B: names of scalars, ranks that write, and imports only when enabled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_like.monitor.sinks import TensorBoard, WeightsAndBiases
 
 
 def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads from the event files below ``folder``."""
+    """Read the event files below `folder` with TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder))
@@ -31,10 +31,10 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path / "tb")
     for step in (1, 10):
         board.write(step, {"loss_metrics/global_avg_loss": 1.5 * step, "lr": 0.25, "mfu(%)": float("nan")})
-    # Not closed: what a dashboard sees while the run goes on.
-    found = scalars_of(board.folder)
-    assert found["loss_metrics/global_avg_loss"] == [(1, 1.5), (10, 15.0)]
-    assert found["lr"] == [(1, 0.25), (10, 0.25)]
+    # Not closed: a dashboard reads the file during the run.
+    curves = scalars_of(board.folder)
+    assert curves["loss_metrics/global_avg_loss"] == [(1, 1.5), (10, 15.0)]
+    assert curves["lr"] == [(1, 0.25), (10, 0.25)]
     board.close()
 
 
@@ -48,7 +48,7 @@ def test_each_step_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
     assert all(later > earlier for earlier, later in zip(sizes, sizes[1:], strict=False))
 
 
-def test_each_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_each_attempt_has_its_own_folder(tmp_path: Path) -> None:
     boards = [TensorBoard(tmp_path / "tb", wall_clock=lambda: 1.7e9) for _ in range(3)]
     assert len({board.folder for board in boards}) == 3
     assert {board.folder.parent for board in boards} == {tmp_path / "tb"}
