@@ -200,7 +200,7 @@ SHOWN = {
     "titan run ": lambda words: parse_titan(words[1:]),
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
-    "python slurm/notify.py ": lambda words: notify.ways(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
+    "python slurm/notify.py ": lambda words: notify.senders_of(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
     "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),

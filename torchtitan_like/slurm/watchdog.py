@@ -40,7 +40,7 @@ class Limits:
 def observe_job(
     name: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
 ) -> Observation:
-    """Return whether Slurm runs or queues a job `name` of this user. Raises OSError without an answer."""
+    """Return whether Slurm runs or queues a job `name` of this user. Raises OSError."""
     command = ["squeue", "--noheader", "--me", f"--name={name}", "--format=%i %T"]
     done = run(command, capture_output=True, text=True)
     if done.returncode != 0:

@@ -12,7 +12,7 @@ from torchtitan_like.slurm.templates import find_bad_nodes
 def cluster(
     sick: set[str] = frozenset(), cut_off: set[str] = frozenset(), calls: list | None = None
 ):
-    """An srun on which some nodes find themselves unfit, and some are reached by nobody."""
+    """Return a fake srun. `sick` nodes fail their own check; no node reaches `cut_off` nodes."""
 
     def run(command: Sequence[str], env: dict[str, str]) -> tuple[bool, str]:
         hosts = (
@@ -39,7 +39,7 @@ def cluster(
         (set(), {"n1"}, "--exclude=n1"),
     ],
 )
-def test_the_bad_nodes_are_named_and_no_others(
+def test_only_bad_nodes_are_excluded(
     capsys, sick: set[str], cut_off: set[str], expected: str
 ) -> None:
     code = find_bad_nodes.main(["--hosts", "n[1-5]"], cluster(sick, cut_off))
@@ -47,14 +47,14 @@ def test_the_bad_nodes_are_named_and_no_others(
     assert code == int(bool(sick or cut_off))
 
 
-def test_a_network_that_is_down_blames_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_node_is_excluded_if_the_network_is_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         find_bad_nodes.main(["--hosts", "n[1-4]"], cluster(cut_off={"n1", "n2", "n3", "n4"})) == 2
     )
     assert "no pair of nodes reaches each other" in capsys.readouterr().err
 
 
-def test_what_srun_is_asked() -> None:
+def test_commands_of_srun() -> None:
     calls: list = []
     find_bad_nodes.main(
         ["--hosts", "n[1-2]", "--gpus", "8", "--", "--cpus-per-task=4"], cluster(calls=calls)

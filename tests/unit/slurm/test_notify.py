@@ -29,7 +29,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def webhook(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict]]]:
-    """What was posted: path and body. A path with `refuse` is answered 403."""
+    """Return what was posted: path and body. The server answers 403 for a path with `refuse`."""
     posted = []
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -48,11 +48,11 @@ def webhook(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict]]]
         server.shutdown()
 
 
-def test_a_message_goes_by_all_ways(tmp_path: Path, webhook: list) -> None:
+def test_a_message_is_sent_in_all_ways(tmp_path: Path, webhook: list) -> None:
     text = "the run stands still\nsince 3:00"
-    options = ["--command", f"cat >{tmp_path}/told", "--mail", "you@example.org", "--webhook"]
+    options = ["--command", f"cat >{tmp_path}/received", "--mail", "you@example.org", "--webhook"]
     assert notify.main([text, *options]) == 0
-    assert (tmp_path / "told").read_text() == text
+    assert (tmp_path / "received").read_text() == text
     assert webhook == [(f"/{SECRET}", {"text": text})]
     assert (tmp_path / "words").read_text() == "-t -i\n"
     head, _, body = (tmp_path / "mail").read_text().partition("\n\n")
@@ -66,40 +66,40 @@ def test_standard_input_is_the_message(webhook: list, monkeypatch: pytest.Monkey
 
 
 def test_a_dry_run_sends_nothing(tmp_path: Path, webhook: list, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--command", f"touch {tmp_path}/told", "--mail", "you@example.org", "--webhook", "--dry-run"]
+    options = ["--command", f"touch {tmp_path}/received", "--mail", "you@example.org", "--webhook", "--dry-run"]
     assert notify.main(["x", *options]) == 0
-    said = capsys.readouterr().out
-    assert [line.split(" by ")[1].split()[0] for line in said.splitlines()] == ["command", "mail", "webhook:"]
-    assert webhook == [] and not (tmp_path / "told").exists() and not (tmp_path / "mail").exists()
-    assert SECRET not in said
+    output = capsys.readouterr().out
+    assert [line.split(" by ")[1].split()[0] for line in output.splitlines()] == ["command", "mail", "webhook:"]
+    assert webhook == [] and not (tmp_path / "received").exists() and not (tmp_path / "mail").exists()
+    assert SECRET not in output
 
 
-def test_a_way_that_fails_keeps_none_of_the_others(
+def test_all_ways_are_tried_if_one_fails(
     tmp_path: Path, webhook: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sendmail").write_text("#!/bin/sh\nexit 3\n")
     monkeypatch.setenv("NOTIFY_WEBHOOK", f"http://127.0.0.1:1/{SECRET}")
-    options = ["--command", "false", "--mail", "you@example.org", "--webhook", "--command", f"cat >{tmp_path}/told"]
+    options = ["--command", "false", "--mail", "you@example.org", "--webhook", "--command", f"cat >{tmp_path}/received"]
     assert notify.main(["x", *options]) == 1
-    said = capsys.readouterr().err
-    assert "not sent by command false: false returned 1" in said and "exit status 3" in said
-    assert "not sent by webhook: the server of NOTIFY_WEBHOOK is not reached" in said and SECRET not in said
-    assert (tmp_path / "told").read_text() == "x"
+    output = capsys.readouterr().err
+    assert "not sent by command false: false returned 1" in output and "exit status 3" in output
+    assert "not sent by webhook: the server of NOTIFY_WEBHOOK cannot be reached" in output and SECRET not in output
+    assert (tmp_path / "received").read_text() == "x"
 
 
 @pytest.mark.parametrize("address", [f"hooks.example.org/{SECRET}", f"http://x:a/{SECRET}", f"http://x/{SECRET} 2"])
-def test_an_address_that_is_none_is_not_shown(
+def test_a_malformed_address_is_not_printed(
     address: str, webhook: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NOTIFY_WEBHOOK", address)
     assert notify.main(["x", "--webhook"]) == 1
-    told = capsys.readouterr()
-    assert "not sent by webhook: the server of NOTIFY_WEBHOOK is not reached" in told.err
-    assert SECRET not in told.err + told.out
+    output = capsys.readouterr()
+    assert "not sent by webhook: the server of NOTIFY_WEBHOOK cannot be reached" in output.err
+    assert SECRET not in output.err + output.out
 
 
 def test_a_user_without_a_name_sends_by_number(webhook: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under somebody's number."""
+    """As in a container that runs under the number of a user."""
 
     def getuser() -> str:
         raise KeyError("getpwuid(): uid not found: 1234")
@@ -109,7 +109,7 @@ def test_a_user_without_a_name_sends_by_number(webhook: list, tmp_path: Path, mo
     assert f"From: {notify.os.getuid()}@" in (tmp_path / "mail").read_text() and len(webhook) == 1
 
 
-def test_a_webhook_that_refuses_is_told(webhook: list, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_of_403_is_reported(webhook: list, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NOTIFY_WEBHOOK", notify.os.environ["NOTIFY_WEBHOOK"] + "/refuse")
     assert notify.main(["x", "--webhook"]) == 1
     assert "answered 403" in capsys.readouterr().err
@@ -146,9 +146,9 @@ def test_a_mail_server_gets_the_password_after_encryption(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message_part"),
     [(["x"], "expected one of"), (["x", "--webhook"], "NOTIFY_WEBHOOK"), (["", "--command", "true"], "is empty")],
 )
-def test_what_cannot_be_sent(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_messages_and_ways(arguments: list[str], message_part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert notify.main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message_part in capsys.readouterr().err

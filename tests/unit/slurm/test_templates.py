@@ -56,20 +56,20 @@ def bash(script: str, *arguments: str, **env: str) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
 def test_every_script_explains_itself_and_does_nothing_else(slurm: Path, script: Path) -> None:
-    told = bash(script.name, "--help")
-    assert told.returncode == 0, told.stderr
-    assert len(told.stdout.splitlines()) > 3 and "SBATCH" not in told.stdout and "set -" not in told.stdout
+    done = bash(script.name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 3 and "SBATCH" not in done.stdout and "set -" not in done.stdout
     assert slurm.read_text() == ""
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
-def test_nothing_of_a_site_is_in_a_script(script: Path) -> None:
+def test_scripts_have_no_option_of_a_site(script: Path) -> None:
     options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     site = ("--partition", "--account", "--qos", "--constraint", "--gres", "--gpus", "--exclude", "--mail", "--mem")
     assert not [line for line in options if any(word in line for word in site)]
 
 
-def test_a_dry_run_shows_the_meeting_point_and_the_cores(slurm: Path, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_rendezvous_and_the_cores(slurm: Path, tmp_path: Path) -> None:
     done = bash(
         "train.slurm", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "out"),
         DRY_RUN="1", SLURM_JOB_ID="4711", SLURM_NNODES="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_CPUS_ON_NODE="96",
@@ -84,7 +84,7 @@ def test_a_dry_run_shows_the_meeting_point_and_the_cores(slurm: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("env", "code", "said"),
+    ("env", "code", "message"),
     [
         (
             {"NNODES": "4", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1"},
@@ -96,13 +96,13 @@ def test_a_dry_run_shows_the_meeting_point_and_the_cores(slurm: Path, tmp_path: 
         ({"SLURM_JOB_ID": "1"}, 1, "--job.config_file must name the config"),
     ],
 )
-def test_what_cannot_work_starts_nothing(slurm: Path, env: dict[str, str], code: int, said: str) -> None:
+def test_invalid_environments_start_nothing(slurm: Path, env: dict[str, str], code: int, message: str) -> None:
     done = bash("train.slurm", **env)
-    assert done.returncode == code and said in done.stderr
+    assert done.returncode == code and message in done.stderr
     assert slurm.read_text() == ""
 
 
-def test_a_config_that_cannot_work_starts_nothing(slurm: Path) -> None:
+def test_an_invalid_config_starts_nothing(slurm: Path) -> None:
     config = ["--job.config_file", "train_configs/debug_model.toml", "--training.stesp", "3"]
     done = bash("train.slurm", *config, SLURM_JOB_ID="1")
     assert done.returncode == 78 and "training.stesp" in done.stderr
@@ -132,7 +132,7 @@ def test_a_node_trains_on_all_its_gpus(
     assert bash("node.sh", NGPU="3").stdout == "NGPU=3 train\n"
 
 
-def test_a_chain_hangs_together(slurm: Path, tmp_path: Path) -> None:
+def test_each_job_of_a_chain_waits_for_the_previous_one(slurm: Path, tmp_path: Path) -> None:
     counts = f"n=$(wc -l <{tmp_path}/calls); echo $((100 + n))';cluster'"
     done = bash("submit_chain.sh", "3", "--after", "77", "--nodes=2", "train.slurm", "a b", FAKE_OUTPUT=counts)
     assert done.stdout.split() == ["101", "102", "103"], done.stderr
@@ -145,7 +145,7 @@ def test_a_chain_hangs_together(slurm: Path, tmp_path: Path) -> None:
     assert bash("submit_chain.sh", "x", "train.slurm").returncode == 78
 
 
-def test_jobs_that_submit_themselves_do_that_first(slurm: Path, tmp_path: Path) -> None:
+def test_cron_submits_itself_first(slurm: Path, tmp_path: Path) -> None:
     jobs = tmp_path / "cron.daily"
     jobs.mkdir()
     (jobs / "a.slurm").touch()
@@ -158,22 +158,22 @@ def test_jobs_that_submit_themselves_do_that_first(slurm: Path, tmp_path: Path) 
     assert other == f"sbatch {jobs}/a.slurm"
 
 
-def test_the_watchdog_looks_at_job_log_and_disk(slurm: Path, tmp_path: Path) -> None:
+def test_the_watchdog_observes_job_log_and_disk(slurm: Path, tmp_path: Path) -> None:
     run = tmp_path / "outputs"
     run.mkdir()
-    done = bash("watchdog.slurm", str(run), "train", NOTIFY=f"cat >>{tmp_path}/told", EVERY="2hours")
+    done = bash("watchdog.slurm", str(run), "train", NOTIFY=f"cat >>{tmp_path}/received", EVERY="2hours")
     assert done.returncode == 1
     first = slurm.read_text().splitlines()[0]
     assert (
         first
         == f"sbatch --begin=now+2hours --dependency=singleton --job-name=watchdog {TEMPLATES}/watchdog.slurm {run} train"
     )
-    assert (tmp_path / "told").read_text() == (
+    assert (tmp_path / "received").read_text() == (
         f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it does not exist"
     ), "and not of the disk"
 
 
-def test_old_logs_go(slurm: Path, tmp_path: Path) -> None:
+def test_old_logs_are_deleted(slurm: Path, tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in ("old.out", "new.out", "old.txt"))
     for file, days in ((old, 9), (new, 2), (other, 9)):
         file.touch()
@@ -184,7 +184,7 @@ def test_old_logs_go(slurm: Path, tmp_path: Path) -> None:
     assert not old.exists() and new.exists() and other.exists()
 
 
-def test_what_each_rank_has_left_at_each_start_is_cleaned_where_asked(tmp_path: Path) -> None:
+def test_files_of_each_rank_and_start_are_deleted_on_request(tmp_path: Path) -> None:
     """16,384 ranks leave 100,000 files at each start, and there are hundreds of starts in two months."""
     run = tmp_path / "outputs"
     going = [run / "attempts/1/logs/rank7.log", run / "attempts/1/heartbeat/rank-7.json",
@@ -219,7 +219,7 @@ def test_host_lists_are_expanded(slurm: Path, hosts: str, expected: str) -> None
     assert hostfile.splitlines() == [f"{host} slots=4" for host in expected.split()]
 
 
-def test_py_spy_runs_beside_a_job_without_its_gpus(slurm: Path, tmp_path: Path) -> None:
+def test_py_spy_runs_next_to_a_job_without_its_gpus(slurm: Path, tmp_path: Path) -> None:
     done = bash("pyspy_srun.sh", "7", str(tmp_path / "stacks"), "--native", FAKE_OUTPUT="echo ' 4'")
     assert done.returncode == 0, done.stderr
     srun = slurm.read_text().splitlines()[1]
@@ -228,8 +228,8 @@ def test_py_spy_runs_beside_a_job_without_its_gpus(slurm: Path, tmp_path: Path) 
     assert bash("pyspy_srun.sh", "7").returncode == 1, "it does not run"
 
 
-def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
-    """Each rank is a process that says the words and waits."""
+def test_py_spy_dumps_the_ranks_and_not_their_launchers(tmp_path: Path) -> None:
+    """Each rank is a process that prints a line and waits."""
     waits = ["-c", "print(flush=True); input()"]
     words = ["-m", "torchtitan_like.train"]
     bash_words = ["bash", "-c", "echo; read -r line", "python"]
@@ -253,8 +253,8 @@ def test_py_spy_sees_the_ranks_and_not_what_starts_them(tmp_path: Path) -> None:
     assert f"py-spy dump --pid {started[0].pid} --native >{tmp_path}/stack-" in line and "-rank3-" in line
 
 
-def test_only_nodes_without_users_processes_are_given_back(slurm: Path, tmp_path: Path) -> None:
-    """n1 has nothing left, n2 a process of Anna, n3 does not answer, and n4 is drained for another reason."""
+def test_only_nodes_without_processes_of_users_are_resumed(slurm: Path, tmp_path: Path) -> None:
+    """n1 has no process, n2 one of Anna, n3 does not answer, n4 is drained for another reason."""
     nodes = (
         "echo 'n1|Kill task failed'; echo 'n1|Kill task failed'; echo 'n2|Kill task failed'; echo 'n3|Kill task failed'"
     )
@@ -268,10 +268,10 @@ def test_only_nodes_without_users_processes_are_given_back(slurm: Path, tmp_path
     )
     for name in ("sinfo", "ps", "id", "ssh"):
         (tmp_path / "bin" / name).chmod(0o755)
-    told = bash("undrain_good_nodes.sh")
-    assert told.returncode == 1 and told.stdout == "scontrol update NodeName=n1 State=RESUME\n"
-    assert "n2 stays drained, as there are still:\n1002 anna 8 bash\n" in told.stderr
-    assert "n3 does not answer" in told.stderr and slurm.read_text() == ""
+    done = bash("undrain_good_nodes.sh")
+    assert done.returncode == 1 and done.stdout == "scontrol update NodeName=n1 State=RESUME\n"
+    assert "n2 stays drained, as there are still:\n1002 anna 8 bash\n" in done.stderr
+    assert "n3 does not answer" in done.stderr and slurm.read_text() == ""
     assert bash("undrain_good_nodes.sh", "--do").stdout == "n1 is resumed\n"
     assert slurm.read_text() == "scontrol update NodeName=n1 State=RESUME\n"
     assert bash("undrain_good_nodes.sh", "--yes").returncode == 78
@@ -328,7 +328,7 @@ def test_a_finished_run_is_not_started(config, capsys, step: int | None, expecte
     assert (Path(config["job"]["dump_folder"]) / "exit.json").exists() == (expected == "none")
 
 
-def test_a_finished_run_may_go_back(config, capsys) -> None:
+def test_a_finished_run_with_load_step_is_started(config, capsys) -> None:
     publish(config, 10)
     config["checkpoint"]["load_step"] = 4
     assert job.before(config) == 0
@@ -347,7 +347,7 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
     [
         (0, 0, 0, False),
         (75, 0, 75, True),
-        (75, 143, 75, True),  # exit.json knows better
+        (75, 143, 75, True),  # the code of exit.json counts
         (74, 0, 74, True),
         (65, 0, 65, False),
         (70, 0, 70, False),
@@ -356,10 +356,10 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
         (None, 137, 1, True),
         (None, 0, 1, True),
         (None, 78, 78, False),
-        (75, 78, 78, False),  # rank 0 was asked to stop when another had refused the config
+        (75, 78, 78, False),  # a rank has refused the config; rank 0 has then been stopped
     ],
 )
-def test_what_is_worth_another_start(config, capsys, exit_code, srun_code, code, again) -> None:
+def test_codes_after_which_a_job_is_queued_again(config, capsys, exit_code, srun_code, code, again) -> None:
     if exit_code is not None:
         ended(config, exit_code)
     assert job.after(config, 0, srun_code) == (75 if again else 0)
@@ -367,17 +367,17 @@ def test_what_is_worth_another_start(config, capsys, exit_code, srun_code, code,
 
 
 @pytest.mark.parametrize("variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_IN_VAIN", "1")])
-def test_what_keeps_a_job_from_being_queued_again(config, monkeypatch, variable) -> None:
+def test_variables_that_prevent_another_start(config, monkeypatch, variable) -> None:
     ended(config, 75)
     monkeypatch.setenv(*variable)
     assert job.after(config, 0, 0) == 0
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0), (4, 75)])
-def test_where_starts_cannot_be_counted_only_progress_brings_another(
+def test_uncounted_starts_need_progress_for_another_start(
     config, capsys, monkeypatch, step, expected
 ) -> None:
-    """The disk is full and stays so: it would be a start and a crash for ever."""
+    """On a full disk the job would start and crash forever."""
 
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -389,9 +389,9 @@ def test_where_starts_cannot_be_counted_only_progress_brings_another(
     assert ("cannot be counted, [Errno 28] No space left on device" in capsys.readouterr().err) == (expected == 0)
 
 
-def test_starts_without_progress_are_bounded_and_progress_counts_anew(config, monkeypatch) -> None:
+def test_starts_without_progress_are_bounded_and_progress_resets_the_count(config, monkeypatch) -> None:
     assert [job.after(config, 0, 1) for _ in range(3)] == [75, 75, 0]
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
-    assert [job.after(config, 0, 1) for _ in range(2)] == [75, 75], "a person has submitted it anew"
+    assert [job.after(config, 0, 1) for _ in range(2)] == [75, 75], "a person has submitted the job again"
     publish(config, 4)
     assert [job.after(config, first, 1) for first in (0, 4, 4, 4)] == [75, 75, 75, 0]

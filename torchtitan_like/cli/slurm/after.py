@@ -15,8 +15,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
         "Prints the exit code of the job: that in exit.json, or else 1. Returns 0 if the job is\n"
-        "over, and 75 if it should be queued again. Variables: REQUEUE, MAX_IN_VAIN, SLURM_JOB_ID,\n"
-        "SLURM_ARRAY_JOB_ID.\n\n"
+        "over, and 75 if it should be queued again. Variables: REQUEUE, MAX_IN_VAIN,\n"
+        "SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
         f"example: {EXAMPLE}"
     )
 

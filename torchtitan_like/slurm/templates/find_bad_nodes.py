@@ -3,11 +3,13 @@
     salloc --nodes=16 --gpus-per-node=8 --exclusive python DIR/find_bad_nodes.py --gpus 8
     python DIR/find_bad_nodes.py --hosts 'node-[1-16]'       # in an allocation that holds them
 
-First all nodes check themselves at once (titan node check). Then the good nodes all-reduce in pairs. If a pair fails, each
-of its nodes is tried again with a node of a good pair. A node that does not answer in --timeout seconds is bad. Options after
-`--` go to srun. --dry-run prints the commands of the first round.
+First all nodes check themselves at once (titan node check). Then the good nodes all-reduce in
+pairs. If a pair fails, each of its nodes is tried again with a node of a good pair. A node that
+does not answer in --timeout seconds is bad. Options after `--` go to srun. --dry-run prints the
+commands of the first round.
 
-Returns 0 if no node is bad, 1 if it has printed the option, and 2 if it cannot tell, for example because every pair fails.
+Returns 0 if no node is bad, 1 if it has printed the option, and 2 if it cannot tell, for example
+because every pair fails.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def check_alone(
 def check_pairs(
     pairs: Sequence[tuple[str, str]], run: Runner, options: Sequence[str], first_port: int
 ) -> list[bool]:
-    """Return whether the hosts of each pair reach each other. All pairs at once, each with its own port."""
+    """Return whether the hosts of each pair reach each other. All run at once, on own ports."""
 
     def try_pair(number: int) -> bool:
         pair = pairs[number]

@@ -4,13 +4,14 @@
     python DIR/notify.py "the run hangs" --command "wall"
     titan slurm watchdog job train --notify "python DIR/notify.py --webhook"
 
---webhook posts {"text": ...} to the address in NOTIFY_WEBHOOK, as Slack, Mattermost and others accept it. --mail uses
-sendmail, or the server in SMTP_HOST (host or host:port, default 587): encrypted, and with SMTP_USER and SMTP_PASSWORD if
-they are set. MAIL_FROM is the sender. --command gets the message on its standard input. Secrets are read only from the
-environment, and never printed.
+--webhook posts {"text": ...} to the address in NOTIFY_WEBHOOK, as Slack, Mattermost and others
+accept it. --mail uses sendmail, or the server in SMTP_HOST (host or host:port, default 587):
+encrypted, and with SMTP_USER and SMTP_PASSWORD if they are set. MAIL_FROM is the sender. --command
+gets the message on its standard input. Secrets are read only from the environment, and never
+printed.
 
-All ways are tried, even if one fails. Returns 0 if all succeed, 1 if one fails, and 2 if there is no message or no way.
---dry-run prints what would be done.
+All ways are tried, even if one fails. Returns 0 if all succeed, 1 if one fails, and 2 if there is
+no message or no way. --dry-run prints what would be done.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ TIMEOUT = 30  # seconds, for each way
 
 
 def run_command(command: str, text: str) -> None:
-    """Hand ``text`` to a shell command on its standard input. OSError when it fails."""
+    """Write `text` to the standard input of a shell command. Raises OSError if it fails."""
     done = subprocess.run(command, shell=True, input=text, text=True)
     if done.returncode != 0:
-        program = command.split(maxsplit=1)[0]  # without arguments: they may hold a secret
+        program = command.split(maxsplit=1)[0]  # its arguments may contain a secret
         raise OSError(f"{program} returned {done.returncode}")
 
 
 def post(address: str, text: str) -> None:
-    """Send {"text": ...} to a webhook. OSError when it is not taken: without the address, which is a secret."""
+    """Post {"text": ...} to a webhook. Raises OSError, without the address, which is a secret."""
     body = json.dumps({"text": text}).encode()
     try:
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
@@ -55,11 +56,11 @@ def post(address: str, text: str) -> None:
         ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", type(error).__name__)
-        raise OSError(f"the server of NOTIFY_WEBHOOK is not reached: {reason}") from None
+        raise OSError(f"the server of NOTIFY_WEBHOOK cannot be reached: {reason}") from None
 
 
 def user_name() -> str:
-    """Who runs this; in a container that knows no name for its user, the number."""
+    """Return the name of this user, or the number in a container without a name for it."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -67,7 +68,7 @@ def user_name() -> str:
 
 
 def mail(to: str, text: str, env: Mapping[str, str]) -> None:
-    """Send a mail whose subject is the first line of ``text``. OSError when it is not taken."""
+    """Send a mail. Its subject is the first line of `text`. Raises OSError."""
     host = socket.gethostname()
     message = EmailMessage()
     message["Subject"] = f"{host}: {text.splitlines()[0][:150]}"
@@ -77,7 +78,7 @@ def mail(to: str, text: str, env: Mapping[str, str]) -> None:
     if not env.get("SMTP_HOST"):
         program = shutil.which("sendmail", path=f"{env.get('PATH', '')}{os.pathsep}/usr/sbin")
         if program is None:
-            raise OSError("there is no sendmail; set SMTP_HOST to a mail server")
+            raise OSError("sendmail is not installed. Set SMTP_HOST to a mail server.")
         subprocess.run([program, "-t", "-i"], input=message.as_bytes(), check=True, timeout=TIMEOUT)
         return
     server, _, port = env["SMTP_HOST"].partition(":")
@@ -88,22 +89,24 @@ def mail(to: str, text: str, env: Mapping[str, str]) -> None:
         connection.send_message(message)
 
 
-def ways(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Callable[[str], None]]:
-    """What was asked for: how it is called -> what sends a text. ValueError when a way lacks what it needs."""
+def senders_of(
+    options: argparse.Namespace, env: Mapping[str, str]
+) -> dict[str, Callable[[str], None]]:
+    """Return label -> function that sends a text. Raises ValueError if options are missing."""
     if options.webhook and not env.get("NOTIFY_WEBHOOK"):
-        raise ValueError("--webhook needs the address in the environment variable NOTIFY_WEBHOOK")
-    # Only the program is shown: the arguments may hold a secret.
-    found: dict[str, Callable[[str], None]] = {
+        raise ValueError("--webhook has no address. Set the environment variable NOTIFY_WEBHOOK.")
+    # Labels show only the program, because its arguments may contain a secret.
+    senders: dict[str, Callable[[str], None]] = {
         f"command {one.split(maxsplit=1)[0]}": partial(run_command, one)
         for one in options.command
         if one.strip()
     }
-    found |= {f"mail to {one}": partial(mail, one, env=env) for one in options.mail}
+    senders |= {f"mail to {one}": partial(mail, one, env=env) for one in options.mail}
     if options.webhook:
-        found["webhook"] = partial(post, env["NOTIFY_WEBHOOK"])
-    if not found:
-        raise ValueError("expected one of --command, --mail, --webhook")
-    return found
+        senders["webhook"] = partial(post, env["NOTIFY_WEBHOOK"])
+    if not senders:
+        raise ValueError("no way is given: expected one of --command, --mail, --webhook")
+    return senders
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -123,24 +126,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Send the message. Returns the exit code."""
     options = parse(arguments)
     text = (sys.stdin.read() if options.message is None else options.message).strip()
     try:
         if not text:
             raise ValueError("the message is empty")
-        found = ways(options, os.environ)
+        senders = senders_of(options, os.environ)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     failed = False
-    for name, send in found.items():
+    for name, send in senders.items():
         if options.dry_run:
             print(f"would be sent by {name}: {text}")
             continue
         try:
             send(text)
-        except Exception as error:  # whatever it is, the other ways are tried
+        except Exception as error:  # of any kind: try the other ways
             failed = True
             print(f"not sent by {name}: {error}", file=sys.stderr)
     return int(failed)
