@@ -88,7 +88,7 @@ def begin_rank(argv: list[str]) -> None:
     except (ConfigError, SystemExit):  # reported when it is loaded again, for the run
         return
     folder = Path(config.job.dump_folder)
-    if RunLock(folder / config.checkpoint.folder).holder_here() is not None:
+    if RunLock(folder / config.checkpoint.folder).local_holder() is not None:
         return  # exit.json belongs to that run
     with suppress(OSError):
         (folder / EXIT).unlink(missing_ok=True)

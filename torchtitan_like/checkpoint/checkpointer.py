@@ -375,11 +375,11 @@ class Checkpointer:
         for save in saves:
             commit = partial(self._commit, save, step, tensors, **told)
             self._pending.append((save, step, self._thread.submit(commit)))
-        self._intervals.saved()
+        self._intervals.record_checkpoint()
         if not in_background:
             self.wait()
             return
-        self._intervals.stood(time.monotonic() - begin)
+        self._intervals.record_blocked(time.monotonic() - begin)
         logger.info(
             f"Staged step {step} in {time.monotonic() - begin:.2f} seconds; {self._intervals.cost()}"
         )
@@ -438,7 +438,7 @@ class Checkpointer:
                 self._newest_export = step
         if pending:
             seconds = time.monotonic() - begin
-            self._intervals.stood(seconds)
+            self._intervals.record_blocked(seconds)
             logger.info(
                 f"Training stood for {seconds:.2f} seconds for the save of step {pending[-1][1]}; {self._intervals.cost()}"
             )

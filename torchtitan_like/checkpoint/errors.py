@@ -1,13 +1,13 @@
-"""What can be wrong with a checkpoint, as the two errors that a caller must tell apart."""
+"""Errors of checkpoints, one class for each case that callers handle differently."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be written, found or read; the text says which, why, and what to do."""
+    """A checkpoint cannot be saved or loaded. The message names it, the cause, and the remedy."""
 
 
 class ChangedError(CheckpointError):
-    """Settings that make the run have changed since the checkpoint: somebody has to decide."""
+    """Settings that affect the result have changed since the checkpoint. The user must decide."""
 
 
 class DamagedError(CheckpointError):
-    """Bytes of a published checkpoint are missing or not those that were written: an earlier step may do instead."""
+    """A published checkpoint has missing or changed bytes. An earlier step may still be usable."""

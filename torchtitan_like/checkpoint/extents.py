@@ -1,4 +1,7 @@
-"""Files in extents of 4 MiB, each with a hash taken in memory just before it was written: write, record, verify, read."""
+"""Write and read files in extents of 4 MiB, each with a hash.
+
+An extent is hashed in memory immediately before it is written, and verified when it is read.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +20,34 @@ import xxhash
 from torchtitan_like.checkpoint.errors import DamagedError
 
 EXTENT = 4 * 2**20
-PIECE = 2**18  # bytes read and hashed at a time: what a core's own cache holds
+PIECE = 2**18  # bytes read and hashed at a time; fits in a core's cache
 WRITE_BEHIND = 2 * EXTENT
-NUM_ASKING = (
-    16  # threads that ask a file server for sizes: thousands of ranks write thousands of files
-)
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+NUM_STAT_THREADS = 16  # for the sizes of thousands of files on a file server
+Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file is known to hold."""
+    """The size and hashes of a file."""
 
     size: int  # bytes
     extents: tuple[str, ...]  # hexadecimal xxh3-128 of each EXTENT bytes; the last may be shorter
 
     def span(self, index: int) -> tuple[int, int]:
-        """First and one-past-last byte of extent `index`."""
+        """Return the start and end (exclusive) of extent `index`, in bytes."""
         return index * EXTENT, min((index + 1) * EXTENT, self.size)
 
 
 def hash_extent(data: Any) -> str:
-    """The hash of one extent's bytes (any contiguous buffer)."""
+    """Return the hash of one extent. data: any contiguous buffer."""
     digest: str = xxhash.xxh3_128_hexdigest(data)
     return digest
 
 
 class ExtentSink:
-    """A new file, written from front to back, unbuffered; each extent is hashed before its bytes leave memory.
+    """Writes a new file sequentially and unbuffered, and hashes each extent before it is written.
 
-    Leaving the `with` block without `close` leaves a file without a record. Every OSError carries the file's name.
+    `close` returns the record of the file. Every OSError contains the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,22 +58,22 @@ class ExtentSink:
         self._file = io.FileIO(path, "x")  # an existing file is never overwritten
 
     def write(self, data: Any) -> None:
-        """Append a one-dimensional buffer of bytes, which is not copied."""
-        rest = memoryview(data)
+        """Append a one-dimensional buffer of bytes, without a copy."""
+        remaining = memoryview(data)
         with naming(self.path):
-            while rest:
-                piece = rest[: EXTENT - self.size % EXTENT]
+            while remaining:
+                piece = remaining[: EXTENT - self.size % EXTENT]
                 self._hash.update(piece)
                 unwritten = piece
-                while unwritten:  # a write to a nearly full disk, or one beyond 2 GiB, is partial
+                while unwritten:  # a write is partial above 2 GiB or if the disk is nearly full
                     unwritten = unwritten[self._file.write(unwritten) :]
                 self.size += len(piece)
-                rest = rest[len(piece) :]
+                remaining = remaining[len(piece) :]
                 if self.size % EXTENT == 0:
                     self._end_extent()
 
     def close(self) -> FileRecord:
-        """Wait until the bytes are on disk; what was written."""
+        """Wait until the bytes are on disk, and return the file's record."""
         if self.size % EXTENT:
             self._end_extent()
         with naming(self.path):
@@ -83,7 +84,8 @@ class ExtentSink:
     def _end_extent(self) -> None:
         self._digests.append(self._hash.hexdigest())
         self._hash.reset()
-        # The disk works while the next extents are hashed, so that little is left for fsync: a third of a save's time.
+        # Start write-back while the next extents are hashed. fsync then has little left to write,
+        # which saves a third of the time.
         if self.size % WRITE_BEHIND == 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(
                 self._file.fileno(), self.size - WRITE_BEHIND, WRITE_BEHIND, os.POSIX_FADV_DONTNEED
@@ -97,74 +99,80 @@ class ExtentSink:
 
 
 def record_of(content: bytes) -> FileRecord:
-    """What a file of these bytes is known to hold."""
+    """Return the record of a file with these bytes."""
     view = memoryview(content)
     starts = range(0, len(view), EXTENT)
     return FileRecord(len(view), tuple(hash_extent(view[i : i + EXTENT]) for i in starts))
 
 
 def write_file(path: Path, content: bytes) -> FileRecord:
-    """Write a whole new file durably; what was written."""
+    """Write a new file durably and return its record."""
     with ExtentSink(path) as sink:
         sink.write(content)
         return sink.close()
 
 
 class ExtentSource:
-    """A recorded file, read by whole extents. Every extent read is verified before its bytes are handed out.
+    """Reads a recorded file in whole extents, and verifies each before it returns its bytes.
 
-    Raises DamagedError when an extent does not hold what was written. `verified` remembers those that do.
+    Raises DamagedError if the hash of an extent differs. `verified` contains the indices of all
+    verified extents.
     """
 
     def __init__(self, path: Path, record: FileRecord, buffer: memoryview | None = None) -> None:
-        """`buffer`: EXTENT writable bytes for what is not read in place (default: made when first needed)."""
+        """buffer: EXTENT writable bytes for reads that are not in place. By default, allocated."""
         self.path = path
         self.record = record
         self.verified: set[int] = set()
         self._buffer = buffer
-        self._held: int | None = None  # the extent that the buffer holds
+        self._buffered_extent: int | None = None  # index
         self._file = io.FileIO(path)
 
     def extent(self, index: int) -> memoryview:
-        """The bytes of an extent, in a buffer that the next call reuses."""
-        begin, end = self.record.span(index)
+        """Return the bytes of an extent, in a buffer that the next call reuses."""
+        start, end = self.record.span(index)
         if self._buffer is None:
             self._buffer = memoryview(bytearray(EXTENT))
-        view = self._buffer[: end - begin]
-        if self._held != index:
-            self._held = None
+        view = self._buffer[: end - start]
+        if self._buffered_extent != index:
+            self._buffered_extent = None
             self.read_extent(index, [view])
-            self._held = index
+            self._buffered_extent = index
         return view
 
-    def read_extent(self, index: int, into: Sequence[memoryview]) -> None:
-        """Read an extent straight into writable bytes, which together have exactly its length."""
-        begin, end = self.record.span(index)
-        assert sum(map(len, into)) == end - begin, (into, begin, end)
-        self._file.seek(begin)
+    def read_extent(self, index: int, views: Sequence[memoryview]) -> None:
+        """Read an extent into writable buffers, which together have exactly its length."""
+        start, end = self.record.span(index)
+        assert sum(map(len, views)) == end - start, (views, start, end)
+        self._file.seek(start)
         digest = xxhash.xxh3_128()
         with reading(self.path):
-            for view in into:
+            for view in views:
                 while len(view) and (count := self._file.readinto(view[:PIECE])):
                     digest.update(view[:count])
                     view = view[count:]
         if digest.hexdigest() != self.record.extents[index]:
             raise DamagedError(
-                f"{self.path} is damaged: extent {index} (bytes {begin} to {end}) is not what was written"
+                f"{self.path} is damaged: extent {index} (bytes {start} to {end}) does not have "
+                f"the hash in the manifest, {self.record.extents[index]}"
             )
         self.verified.add(index)
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`, writable bytes, with those of the file from `offset` on: whole extents in place, parts by copy."""
-        while into:
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill the writable buffer `target` with the file's bytes from `offset`.
+
+        Whole extents are read in place; parts of extents are copied.
+        """
+        while target:
             index = offset // EXTENT
-            begin, end = self.record.span(index)
-            length = min(end - offset, len(into))
-            if length == end - begin:
-                self.read_extent(index, [into[:length]])
+            start, end = self.record.span(index)
+            length = min(end - offset, len(target))
+            if length == end - start:
+                self.read_extent(index, [target[:length]])
             else:
-                into[:length] = self.extent(index)[offset - begin : offset - begin + length]
-            offset, into = offset + length, into[length:]
+                target[:length] = self.extent(index)[offset - start : offset - start + length]
+            offset += length
+            target = target[length:]
 
     def __enter__(self) -> ExtentSource:
         return self
@@ -174,62 +182,62 @@ class ExtentSource:
 
 
 def check_sizes(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """Every file is there and as long as recorded; reads no contents. Raises DamagedError for the first that is not."""
+    """Raise DamagedError for the first file that is missing or has another size."""
 
     def check(name: str) -> None:
         path, record = folder / name, records[name]
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise DamagedError(f"{path} is missing, of {record.size} bytes") from None
+            raise DamagedError(f"{path} is missing, expected {record.size} bytes") from None
         if size != record.size:
-            raise DamagedError(f"{path} holds {size} bytes, of {record.size} that were written")
+            raise DamagedError(f"{path} has {size} bytes, expected {record.size}")
 
-    with ThreadPoolExecutor(NUM_ASKING) as pool:
+    with ThreadPoolExecutor(NUM_STAT_THREADS) as pool:
         list(pool.map(check, records))
 
 
 def find_damage(
     folder: Path,
     records: Mapping[str, FileRecord],
-    wanted: Iterable[tuple[str, int]] | None = None,
+    extents: Iterable[tuple[str, int]] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[DamagedError]:
-    """Read and check the `wanted` extents (file name, index; default: all, and every file's length).
+    """Read and verify `extents`, pairs of file name and index. By default, all, and all file sizes.
 
-    Yields one DamagedError for each file of a wrong length and each damaged extent.
+    Yields one DamagedError for each file of a wrong size and for each damaged extent.
     """
-    good = dict(records)
-    if wanted is None:
+    readable = dict(records)
+    if extents is None:
         for name, record in records.items():
             try:
                 check_sizes(folder, {name: record})
             except DamagedError as error:
-                del good[name]
+                del readable[name]
                 yield error
-        wanted = all_extents(good)
+        extents = all_extents(readable)
     by_file: dict[str, list[int]] = {}
-    for name, index in wanted:
+    for name, index in extents:
         by_file.setdefault(name, []).append(index)
-    total = sum(
-        end - begin for name in by_file for begin, end in map(records[name].span, by_file[name])
-    )
-    done, buffer = 0, memoryview(bytearray(EXTENT))
+    spans = [records[name].span(index) for name in by_file for index in by_file[name]]
+    total_bytes = sum(end - start for start, end in spans)
+    num_bytes = 0
+    buffer = memoryview(bytearray(EXTENT))
     for name, indices in by_file.items():
         with ExtentSource(folder / name, records[name], buffer) as source:
             for index in indices:
-                begin, end = records[name].span(index)
+                start, end = records[name].span(index)
                 try:
-                    source.read_extent(index, [buffer[: end - begin]])
+                    source.read_extent(index, [buffer[: end - start]])
                 except DamagedError as error:
                     yield error
-                done += end - begin
+                num_bytes += end - start
                 if progress is not None:
-                    progress(done, total)
+                    progress(num_bytes, total_bytes)
 
 
 def all_extents(records: Mapping[str, FileRecord]) -> Iterator[tuple[str, int]]:
-    """(file name, index) of every extent, in the order of `records`."""
+    """Return (file name, index) of every extent, in the order of `records`."""
     return (
         (name, index) for name, record in records.items() for index in range(len(record.extents))
     )
@@ -237,7 +245,7 @@ def all_extents(records: Mapping[str, FileRecord]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name into an OSError of a read or write, which has none."""
+    """Add the file's name to an OSError of a read or write, which has none."""
     try:
         yield
     except OSError as error:
@@ -248,7 +256,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """As `naming`; and a sector that cannot be read is damage."""
+    """Add the file's name to an OSError, and raise DamagedError for an unreadable sector."""
     try:
         with naming(path):
             yield

@@ -1,4 +1,7 @@
-"""All that decides whether the same step gives the same bits: stored with a checkpoint, compared on resume."""
+"""The numeric fingerprint: everything that determines bitwise equality of a repeated step.
+
+A checkpoint stores it, and a resumed run compares it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ if TYPE_CHECKING:
 def numeric_fingerprint(
     config: JobConfig, device: torch.device, layout: Mapping[str, int]
 ) -> dict[str, str]:
-    """What decides about bits, in words. `layout`: degrees by the mesh's names."""
+    """Return the fingerprint, whose keys are stored in checkpoints.
+
+    layout: degrees by mesh dimension.
+    """
     training, optimizer, resilience = config.training, config.optimizer, config.resilience
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    parts = f"{', '.join(config.compile.components)} by {config.compile.backend}"
+    compiled = f"{', '.join(config.compile.components)} by {config.compile.backend}"
+    on_cpu = " on CPU" if training.enable_cpu_offload else ""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    found = {
+    fingerprint = {
         "torch": torch.__version__,
         "device": "cpu",
         "vector level": torch.backends.cpu.get_cpu_capability(),
@@ -30,28 +37,30 @@ def numeric_fingerprint(
         "micro-batch": str(training.local_batch_size),
         "dtypes": "/".join(dtypes),
         "loss chunk": f"{config.loss.chunk_mib} MiB",
-        "optimizer": f"{optimizer.name} {optimizer.implementation}{' on CPU' if training.enable_cpu_offload else ''}",
-        "compile": parts if config.compile.enable else "no",
+        "optimizer": f"{optimizer.name} {optimizer.implementation}{on_cpu}",
+        "compile": compiled if config.compile.enable else "no",
     }
     defaults = type(config.parallelism)()
-    chosen = [
-        (name, value) for name, value in config.parallelism if value != getattr(defaults, name)
+    options = [
+        f"{name} {value}"
+        for name, value in config.parallelism
+        if value != getattr(defaults, name) and not name.endswith("_degree")
     ]
-    if used := [f"{name} {value}" for name, value in chosen if not name.endswith("_degree")]:
-        found["parallelism"] = ", ".join(used)
+    if options:
+        fingerprint["parallelism"] = ", ".join(options)
     if resilience.on_spike == "skip" and resilience.spike_threshold:
-        found["spikes left out"] = (
+        fingerprint["spikes left out"] = (
             f"above {resilience.spike_threshold} in {resilience.spike_window} steps"
         )
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        fingerprint["device"] = torch.cuda.get_device_name(device)
+        fingerprint["CUDA"] = str(torch.version.cuda)
+        fingerprint["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return fingerprint
 
 
 def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """Each difference in words: `threads 1 -> 2`."""
+    """Return each difference as text, such as `threads 1 -> 2`."""
     return [
         f"{name} {stored.get(name, 'none')} -> {current.get(name, 'none')}"
         for name in dict.fromkeys((*stored, *current))
@@ -60,15 +69,17 @@ def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
 
 
 def resume_line(
-    stored: Mapping[str, str] | None, current: Mapping[str, str], besides: Sequence[str] = ()
+    stored: Mapping[str, str] | None,
+    current: Mapping[str, str],
+    other_differences: Sequence[str] = (),
 ) -> str:
-    """`bit-exact: yes`, or why the resumed run will not repeat the bits of one that never stopped.
+    """Describe whether a resumed run is bitwise equal to an uninterrupted run, and if not, why.
 
-    `besides`: reasons of other kinds, such as parts that are not loaded.
+    other_differences: reasons in addition to the fingerprint, such as state that is not loaded.
     """
     if stored is None:
-        return "bit-exact: unknown (the checkpoint does not say how it was computed)"
-    reasons = [*compare(stored, current), *besides]
+        return "bit-exact: unknown (the checkpoint has no numeric fingerprint)"
+    reasons = [*compare(stored, current), *other_differences]
     if current["device"] != "cpu" and current["deterministic"] == "no":
         reasons.append("debug.deterministic is false")
     return f"bit-exact: no ({'; '.join(reasons)})" if reasons else "bit-exact: yes"

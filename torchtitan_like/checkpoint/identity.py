@@ -1,4 +1,4 @@
-"""The model whose weights a checkpoint holds: what exports and loads of other formats need."""
+"""The model of a checkpoint, with what is needed to load and export other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving by the clock, and what saving costs."""
+"""Save checkpoints at time intervals, and measure what saving costs."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from collections.abc import Callable
 
 
 class Intervals:
-    """`checkpoint.interval_minutes`, and the share of the run for which training stood still to save.
+    """Times `checkpoint.interval_minutes` and the fraction of the run during which saving blocks.
 
-    Clocks differ between ranks: only one rank's answer counts, and the others are told.
+    Clocks differ between ranks, so one rank decides for all.
     """
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = 60 * minutes
         self._clock = clock
-        self._begin = self._last_save = clock()
-        self._stood = 0.0
-        self._num_saves = 0
+        self._start = self._last_save = clock()
+        self._blocked_seconds = 0.0
+        self._num_checkpoints = 0
 
     def are_over(self) -> bool:
-        """Have the minutes passed since the last save, or since the start? Never, when they are 0.
+        """Return True if the interval has passed since the last checkpoint or the start.
 
-        Said once: the minutes count anew from then on, as the save asked for comes some steps later.
+        Restarts the interval, because the checkpoint follows some steps later. Always False if the
+        interval is 0.
         """
         now = self._clock()
-        over = 0 < self._seconds <= now - self._last_save
-        if over:
+        is_over = 0 < self._seconds <= now - self._last_save
+        if is_over:
             self._last_save = now
-        return over
+        return is_over
 
-    def saved(self) -> None:
-        """Take note of a save: the minutes count anew."""
+    def record_checkpoint(self) -> None:
+        """Count a checkpoint and restart the interval."""
         self._last_save = self._clock()
-        self._num_saves += 1
+        self._num_checkpoints += 1
 
-    def stood(self, seconds: float) -> None:
-        """Take note that training stood still for a save."""
-        self._stood += seconds
+    def record_blocked(self, seconds: float) -> None:
+        """Add time for which saving blocked training."""
+        self._blocked_seconds += seconds
 
     def cost(self) -> str:
-        """`3 saves took 4.2 seconds, 1.05% of the run`."""
-        share = self._stood / max(self._clock() - self._begin, self._stood, 1e-9)
-        saves = "1 save" if self._num_saves == 1 else f"{self._num_saves} saves"
-        return f"{saves} took {self._stood:.1f} seconds, {share:.2%} of the run"
+        """Return a line such as `3 checkpoints took 4.2 seconds, 1.05% of the run`."""
+        run_seconds = max(self._clock() - self._start, self._blocked_seconds, 1e-9)
+        fraction = self._blocked_seconds / run_seconds
+        noun = "checkpoint" if self._num_checkpoints == 1 else "checkpoints"
+        return (
+            f"{self._num_checkpoints} {noun} took {self._blocked_seconds:.1f} seconds, "
+            f"{fraction:.2%} of the run"
+        )

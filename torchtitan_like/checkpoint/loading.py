@@ -12,7 +12,7 @@ import torch
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.probes import see
+from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
@@ -82,7 +82,7 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
     targets: dict[str, Any] = {}
 
     def look() -> None:
-        see(
+        wait_until_visible(
             path / METADATA
         )  # rank 0 has found all files whole: what a node does not see is no damage
         stored.update(reader.read_metadata().state_dict_metadata)

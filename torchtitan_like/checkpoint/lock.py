@@ -1,4 +1,4 @@
-"""Lock files: one writer of a folder or file at a time, identified by host, process and heartbeat."""
+"""Lock files for one writer of a folder or file, identified by host, process, and heartbeat."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class LockedError(CheckpointError):
 
 
 class FileLock:
-    """A lock file, held from `acquire` to `release`; a thread keeps its heartbeat fresh.
+    """A lock file with a heartbeat, held from `acquire` to `release`.
 
-    The file identifies its holder. A dead holder on this machine is replaced at once. A holder on
-    another machine, or one the file does not identify, is replaced when the heartbeat has not
-    changed for `patience` seconds of this process's own waiting, whatever the two clocks say.
+    The file identifies its holder. If the holder was a process of this machine that has died, the
+    lock is taken over at once. Otherwise, it is taken over if the heartbeat does not change for
+    `patience` seconds. The waiting process measures them, so clocks may differ between hosts.
     """
 
     def __init__(
@@ -45,60 +45,67 @@ class FileLock:
         patience: float = 35.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """For error messages: `subject` is what is locked, `holder` who locks it, `remedy` what to do."""
+        """Create the lock without taking it. The strings are parts of error messages.
+
+        subject: the locked folder or file. holder: a noun for the writer, such as `run`.
+        remedy: what to do if another process holds the lock.
+        """
         self.path = path
         self.interval = interval
         self.patience = patience
-        self._subject, self._holder, self._remedy = subject, holder, remedy
+        self._subject = subject
+        self._holder = holder
+        self._remedy = remedy
         self._sleep = sleep
-        self._me: Holder = {
+        self._content: Holder = {
             "host": socket.gethostname(),
             "machine": _machine(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": _start_ticks(os.getpid()),
             "job": os.environ.get("SLURM_JOB_ID"),
             "token": uuid.uuid4().hex,
             "beat": 0,
         }
-        self._watched: str | None = None  # text of a holder that may be dead
+        self._watched: str | None = None  # text of a lock file whose holder may be dead
         self._waited = 0.0  # seconds without a change of that text
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock, waiting out a holder that may be dead. Raises LockedError for a live one."""
+        """Take the lock. Waits if the holder may be dead; raises LockedError if it is alive."""
         while not self.try_acquire():
             pass
 
     def try_acquire(self) -> bool:
         """Take the lock, or wait `interval / 4` seconds for a holder that may be dead.
 
-        False: call it again. Several ranks can wait together, as no call takes long. Raises
-        LockedError, naming the holder, when another process that is alive holds the lock.
+        Returns False if the caller must call it again. Each call is short, so that all ranks can
+        wait together. Raises LockedError if a process that is alive holds the lock.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._create():
-            self._thread = threading.Thread(target=self._keep_fresh, name="file-lock", daemon=True)
+            self._thread = threading.Thread(target=self._refresh, name="file-lock", daemon=True)
             self._thread.start()
             return True
         text = self._read()
         if text is None:
-            return False  # its holder has just released it
+            return False  # the holder has just released the lock
         holder = _parse(text)
-        if holder.get("machine") == self._me["machine"]:
+        if holder.get("machine") == self._content["machine"]:
             if _is_alive(holder):
                 raise LockedError(self._refusal(holder))
-            logger.info(f"{self.path}: {_name(holder)} is dead, the lock is taken over")
+            logger.info(f"{self.path}: {_describe(holder)} is dead, taking over the lock")
             self._remove(text)
         else:
             self._watch(text, holder)
         return False
 
     def _watch(self, text: str, holder: Holder) -> None:
-        """Wait for a heartbeat of a process that cannot be seen from here; remove a silent lock."""
+        """Wait for a heartbeat from another machine, and remove the lock if none comes."""
         if self._watched is None:
             logger.info(
-                f"{self.path} is held by {_name(holder)}: waiting {self.patience:.0f} s for a sign of life"
+                f"{self.path} is held by {_describe(holder)}: waiting {self.patience:.0f} s for a "
+                "heartbeat"
             )
             self._watched = text
         elif text != self._watched:
@@ -107,46 +114,50 @@ class FileLock:
         self._waited += self.interval / 4
         if self._waited >= self.patience and self._read() == text:
             logger.warning(
-                f"{self.path}: no sign of life from {_name(holder)}, the lock is taken over"
+                f"{self.path}: no heartbeat from {_describe(holder)} in {self.patience:.0f} s, "
+                "taking over the lock"
             )
             self._remove(text)
 
-    def holder_here(self) -> str | None:
-        """Return the message of a LockedError if a live process of this machine holds the lock. Does not wait."""
+    def local_holder(self) -> str | None:
+        """Return a LockedError's message if a live process of this machine holds the lock.
+
+        Does not block.
+        """
         try:
             holder = _parse(self._read() or "")
         except OSError:
             return None
-        is_here = holder.get("machine") == self._me["machine"]
-        return self._refusal(holder) if is_here and _is_alive(holder) else None
+        is_local = holder.get("machine") == self._content["machine"]
+        return self._refusal(holder) if is_local and _is_alive(holder) else None
 
     def check(self) -> None:
-        """Raise CheckpointError unless the lock is still ours; called before anything is published."""
+        """Raise CheckpointError if this process has lost the lock. Call it before publishing."""
         for _ in range(5):
             text = self._read()
             if text is not None:
                 break
-            time.sleep(0.05)  # another run may have it in hand, and find that it is held
+            time.sleep(0.05)  # another process may have renamed the file to inspect it
         holder = _parse(text) if text is not None else {}
-        if holder.get("token") != self._me["token"]:
-            now = f"{_name(holder)} holds it now" if holder else "it is gone"
+        if holder.get("token") != self._content["token"]:
+            state = f"{_describe(holder)} holds it now" if holder else "it is gone"
             raise CheckpointError(
-                f"{self.path} was taken from this {self._holder} ({_name(self._me)}): {now}. Nothing "
-                "more is written, so that the files of two writers do not mix. Find out why this "
-                "process was silent for so long, or who removed the file"
+                f"{self.path} was taken from this {self._holder} ({_describe(self._content)}): "
+                f"{state}. Expected to hold the lock. Writing has stopped, so that two writers do "
+                "not mix their files. Check why this process was stalled, or who removed the file"
             )
 
     def release(self) -> None:
-        """Give the lock up, if it is still ours."""
+        """Release the lock if this process still holds it."""
         self._released.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         try:
             text = self._read()
-            if text is not None and _parse(text).get("token") == self._me["token"]:
+            if text is not None and _parse(text).get("token") == self._content["token"]:
                 self.path.unlink(missing_ok=True)
-        except OSError as error:  # how the run has ended is known by now, and must be told
+        except OSError as error:  # must not hide the outcome of the run
             logger.warning(f"{self.path} could not be removed: {error}")
 
     def __enter__(self) -> FileLock:
@@ -162,13 +173,13 @@ class FileLock:
         except FileExistsError:
             return False
         with os.fdopen(descriptor, "w") as file:
-            json.dump(self._content(), file)
+            json.dump(self._dated_content(), file)
             file.flush()
             os.fsync(file.fileno())
         return True
 
-    def _content(self) -> Holder:
-        return {**self._me, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    def _dated_content(self) -> Holder:
+        return {**self._content, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
 
     def _read(self) -> str | None:
         try:
@@ -177,51 +188,56 @@ class FileLock:
             return None
 
     def _remove(self, text: str) -> None:
-        """Remove the lock with this text. One that somebody else has put there meanwhile stays, or is put back."""
-        aside = self.path.with_name(f"{self.path.name}.{self._me['token']}")
+        """Remove the lock file if it has this text. Keeps or restores a newer lock file."""
+        temporary = self.path.with_name(f"{self.path.name}.{self._content['token']}")
         if self._read() != text:
             return
         try:
-            os.rename(self.path, aside)
+            os.rename(self.path, temporary)
         except FileNotFoundError:
-            return  # another run was faster
-        if aside.read_text(errors="replace") != text:
-            os.rename(aside, self.path)
+            return  # another process removed it first
+        if temporary.read_text(errors="replace") != text:
+            os.rename(temporary, self.path)
         else:
-            aside.unlink()
+            temporary.unlink()
 
-    def _keep_fresh(self) -> None:
-        aside = self.path.with_name(f"{self.path.name}.{self._me['token']}")
+    def _refresh(self) -> None:
+        """Update the heartbeat until `release`. Runs in a thread."""
+        temporary = self.path.with_name(f"{self.path.name}.{self._content['token']}")
         while not self._released.wait(self.interval):
             try:
                 text = self._read()
                 if text is None:
                     continue
-                if _parse(text).get("token") != self._me["token"]:
-                    return  # lost: `check` will say so, and the new holder's file is not ours to touch
-                self._me["beat"] += 1
-                write_atomically(self.path, json.dumps(self._content()), aside, durable=False)
+                if _parse(text).get("token") != self._content["token"]:
+                    return  # another process has the lock; `check` raises
+                self._content["beat"] += 1
+                heartbeat = json.dumps(self._dated_content())
+                write_atomically(self.path, heartbeat, temporary, durable=False)
             except OSError as error:
                 logger.warning(f"{self.path} could not be refreshed: {error}")
 
     def _refusal(self, holder: Holder) -> str:
-        return f"{self._subject} belongs to a {self._holder} that is alive: {_name(holder)}. {self._remedy}"
+        return (
+            f"{self._subject} belongs to a {self._holder} that is alive: {_describe(holder)}. "
+            f"{self._remedy}"
+        )
 
 
 class RunLock(FileLock):
-    """`run.lock`: the one run that may write into a checkpoint folder."""
+    """`run.lock`: the lock of a checkpoint folder. Only its holder may write there."""
 
     def __init__(self, folder: Path, **waiting: Any) -> None:
-        """`waiting`: interval, patience and sleep of `FileLock`."""
+        """waiting: interval, patience, and sleep of `FileLock`."""
         remedy = (
-            "Stop that one first, or choose another job.dump_folder, with one of these steps as "
-            "checkpoint.initial_load_path if need be"
+            "Stop that run first, or choose another job.dump_folder. To start from one of these "
+            "steps there, set checkpoint.initial_load_path"
         )
         super().__init__(folder / LOCK, subject=str(folder), holder="run", remedy=remedy, **waiting)
 
 
 def _parse(text: str) -> Holder:
-    """The holder that a lock file names; empty when it is torn, still being written, or malformed."""
+    """Return the holder in a lock file's text. Empty if the text is incomplete or malformed."""
     try:
         holder = json.loads(text)
     except (ValueError, RecursionError):
@@ -230,20 +246,21 @@ def _parse(text: str) -> Holder:
         return {}
     pid = holder.get("pid")
     is_process = type(pid) is int and 0 < pid < 2**31  # kill(0) and kill(-1) address many processes
-    texts = [holder.get(key) for key in ("host", "machine", "token")]
-    is_valid = is_process and all(isinstance(part, str) for part in texts)
+    strings = [holder.get(key) for key in ("host", "machine", "token")]
+    is_valid = is_process and all(isinstance(value, str) for value in strings)
     return holder if is_valid and isinstance(holder.get("started"), str | None) else {}
 
 
-def _name(holder: Holder) -> str:
+def _describe(holder: Holder) -> str:
     if not holder:
-        return "a process that the file does not name"
+        return "an unknown process"
     job = f", job {holder['job']}" if holder.get("job") else ""
-    return f"process {holder['pid']} on {holder['host']}{job}, last seen {holder.get('time', 'just now')}"
+    time_seen = holder.get("time", "just now")
+    return f"process {holder['pid']} on {holder['host']}{job}, last seen {time_seen}"
 
 
 def _machine() -> str:
-    """What makes pids comparable: the same boot of the same machine, seen from the same container."""
+    """Return an identifier of this boot and PID namespace, within which PIDs are comparable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -251,8 +268,8 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _started(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks, by which a reused pid is known; None without /proc."""
+def _start_ticks(pid: int) -> str | None:
+    """Return when a process started, in kernel ticks. Detects a reused PID. None without /proc."""
     fields = _stat(pid)
     return fields[19] if fields else None
 
@@ -272,7 +289,7 @@ def _is_alive(holder: Holder) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/<pid>/stat from its third field on: state first, start time twentieth."""
+    """Return the fields of /proc/<pid>/stat from the third, with the state first."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

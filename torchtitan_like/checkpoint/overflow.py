@@ -1,4 +1,4 @@
-"""Weights that a narrower type cannot hold: they would be infinite in the file, without an error."""
+"""Warn about weights that overflow to infinity when they are converted to a smaller dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger()
 
 
 def warn_of_overflow(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-    """Log the floating-point ones among `tensors` whose part on this rank has numbers beyond the range of `dtype`."""
+    """Log the floating-point tensors whose local shard has numbers beyond the range of `dtype`."""
     if dtype is None or not dtype.is_floating_point:
         return
     names = [
@@ -22,14 +22,15 @@ def warn_of_overflow(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> N
     ]
     if names:
         logger.warning(
-            f"{len(names)} tensors hold numbers that {str(dtype).removeprefix('torch.')} does not reach (its largest is "
-            f"{torch.finfo(dtype).max:g}), and that become infinite: {', '.join(names)}. bfloat16 and float32 reach them"
+            f"{len(names)} tensors overflow to infinity in {str(dtype).removeprefix('torch.')}: "
+            f"{', '.join(names)}. Expected numbers up to {torch.finfo(dtype).max:g}. Use "
+            "bfloat16 or float32"
         )
 
 
 def _overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-    # bfloat16 reaches as far as float32, but for half a percent: not worth reading all weights once more.
+    # bfloat16 has nearly the range of float32. A check would read all weights for half a percent.
     if (
         not local.is_floating_point()
         or not local.numel()

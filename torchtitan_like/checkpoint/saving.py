@@ -25,7 +25,7 @@ from torchtitan_like.checkpoint.probes import (
     check_space,
     check_writable,
     remove_marker,
-    see_marker,
+    wait_for_marker,
     write_marker,
 )
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
@@ -131,7 +131,7 @@ class StepWriter:
         if self._is_visible:
             return
         token = self._votes.leader_does(lambda: write_marker(staged))
-        self._votes.all_do(lambda: see_marker(staged, token))
+        self._votes.all_do(lambda: wait_for_marker(staged, token))
         self._votes.leader_does(lambda: remove_marker(staged))
         self._is_visible = True
 

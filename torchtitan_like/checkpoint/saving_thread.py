@@ -1,4 +1,4 @@
-"""The one thread that works on checkpoints: it owns the checkpoint group, so no save ever meets a training collective."""
+"""The checkpoint thread. Its own process group separates its collectives from those of training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class SavingThread:
-    """Runs what is submitted, one after the other, in the same order on every rank.
+    """Runs submitted calls one after the other. All ranks must submit them in the same order.
 
-    A daemon: a process that crashes must not wait for a save that its dead peers will never finish.
+    A daemon thread, so that a crashing process does not wait for peers that are dead.
     """
 
     def __init__(self, device: torch.device, at_start: Callable[[], None]) -> None:
@@ -28,17 +28,17 @@ class SavingThread:
         self.run(at_start)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue `call`."""
+        """Queue `call` and return its future."""
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future
 
     def run(self, call: Callable[[], T]) -> T:
-        """Run `call` after all that is queued, and wait for its result."""
+        """Run `call` after all queued calls, and wait for its result."""
         return self.submit(call).result()
 
     def close(self) -> None:
-        """End the thread after all that is queued."""
+        """End the thread after all queued calls."""
         self._calls.put(None)
 
     @torch.no_grad()
@@ -49,8 +49,6 @@ class SavingThread:
             call, future = item
             try:
                 future.set_result(call())
-            except (
-                BaseException
-            ) as problem:  # DCP's own is no Exception; whoever waits must hear of any
-                future.set_exception(problem)
-            del item, call, future  # what they hold may be a copy of the whole state
+            except BaseException as error:  # DCP raises a BaseException
+                future.set_exception(error)
+            del item, call, future  # free the state that they may reference

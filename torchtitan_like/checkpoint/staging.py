@@ -1,4 +1,4 @@
-"""Copies of the run's state on the host, for saves that are written while training goes on."""
+"""Copy the run's state to the host, so that checkpoints are written while training continues."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Staging:
-    """One reusable set of host buffers: the state of a step, safe from the next update of the weights.
+    """One reusable set of host buffers for the state of a step.
 
-    With `pinned` and a GPU the copies run beside the next step's forward and backward, on a stream of their own, and
-    `order_updates` must come before the weights change. Otherwise they are complete when `copy` returns.
+    With `pinned` and a GPU, copies run on a separate stream during the next forward and backward.
+    Call `order_updates` before the weights change. Otherwise `copy` is synchronous.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -22,9 +22,9 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """`state` with every tensor replaced by one in host memory (DTensors keep their layout); the rest as it is.
+        """Return `state` with every tensor copied to host memory. DTensors keep their layout.
 
-        The last copy's buffers are written again: its save must be over.
+        Overwrites the buffers of the last copy, so its checkpoint must be complete.
         """
         on_gpu = any(
             isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in state.values()
@@ -41,12 +41,12 @@ class Staging:
         return copies
 
     def order_updates(self) -> None:
-        """Let the current stream change the weights only after the copies. The host does not wait."""
+        """Make the current stream wait for the copies. The host does not wait."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> None:
-        """Block until the copies are complete: for any number of threads, each of which needs to know."""
+        """Block until the copies are complete. Any number of threads may call it."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -66,5 +66,5 @@ class Staging:
             return buffer
         from torch.distributed.tensor import DTensor
 
-        # Not `from_local`, which would move the buffer back to the mesh's device.
+        # `from_local` would move the buffer back to the mesh's device.
         return DTensor(buffer, value._spec, requires_grad=False)  # type: ignore[attr-defined]

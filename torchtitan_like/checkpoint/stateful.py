@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as torch's `Stateful` objects: one per key of `checkpoint.exclude_from_loading`.
+"""The state of a run: one `Stateful` object per key of `checkpoint.exclude_from_loading`.
 
-Tensors keep their live storage, so that a checkpoint is read in place; everything else is one JSON string per key,
-global and the same on every rank.
+State dicts contain the live tensors, so that a checkpoint is loaded in place. Other state is one
+JSON string per key, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ StateDict = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """As `torch.distributed.checkpoint.stateful.Stateful`, without importing it."""
+    """The protocol of `torch.distributed.checkpoint.stateful.Stateful`, without the import."""
 
     def state_dict(self) -> StateDict: ...
 
@@ -26,13 +26,16 @@ class Stateful(Protocol):
 
 
 class ModelState:
-    """All parameters and persistent buffers of this rank's parts of the model by canonical name; a tied weight once."""
+    """The parameters and persistent buffers of this rank's model parts, by canonical name.
+
+    A tied weight appears once.
+    """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parts = tuple(parts)
 
     def state_dict(self) -> StateDict:
-        """The live tensors (DTensor where sharded)."""
+        """Return the live tensors (DTensor where sharded)."""
         seen: set[int] = set()
         state: StateDict = {}
         for part in self.parts:
@@ -44,7 +47,7 @@ class ModelState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Copy in what is not live already: a checkpoint read in place needs no copy."""
+        """Copy `state_dict` into the live tensors. Tensors that were read in place are skipped."""
         for name, tensor in self.state_dict().items():
             if state_dict[name] is not tensor:
                 tensor.copy_(state_dict[name])
@@ -66,7 +69,7 @@ class JsonState:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run is: global, small, the same on every rank and on every topology."""
+    """The run's progress, which is the same on every rank and topology."""
 
     step: int = 0
     n_tokens_seen: int = 0

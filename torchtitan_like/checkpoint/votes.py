@@ -1,4 +1,4 @@
-"""Doing something on disk together: whatever goes wrong on one rank is raised on every rank."""
+"""Run actions on all ranks or on rank 0, and raise an error of any rank on every rank."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.distributed.world import HostGroup
 
 T = TypeVar("T")
-# An error's class, which a caller tells apart, and its text.
-Problem = tuple[type[CheckpointError], str]
-TOLD_APART = (DamagedError, LockedError)
+Problem = tuple[type[CheckpointError], str]  # an error's class and message
+# Subclasses of CheckpointError that keep their class on all ranks. Others become CheckpointError.
+PRESERVED_CLASSES = (DamagedError, LockedError)
 
 
 class Votes:
-    """Runs actions on the ranks of a group; nobody goes on before everybody is known to have succeeded."""
+    """Runs actions on the ranks of a group. No rank continues before all ranks have succeeded."""
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
         self.is_leader = group.rank == 0
 
     def all_do(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank; what each returned, in rank order.
+        """Run `action` on every rank. Returns the results in rank order.
 
-        Raises on every rank when any failed: DamagedError if all problems are damage, else CheckpointError.
+        If any rank fails, raises on every rank: DamagedError if all errors are, else
+        CheckpointError.
         """
         outcome = _outcome(action, self.group.rank)
-        # Vote: a rank that failed must not leave its peers inside the next step of the protocol.
+        # Without this exchange, peers would wait for a failed rank in the next collective.
         outcomes = self.group.gather_objects(outcome)
         problems = [problem for _, problem in outcomes if problem is not None]
         if problems:
-            texts = dict.fromkeys(text for _, text in problems)  # DCP tells every rank of all
-            kinds = {kind for kind, _ in problems}
-            kind = kinds.pop() if len(kinds) == 1 else CheckpointError
-            raise kind("; ".join(texts))
+            # DCP raises the same message on every rank.
+            messages = dict.fromkeys(message for _, message in problems)
+            classes = {error_class for error_class, _ in problems}
+            error_class = classes.pop() if len(classes) == 1 else CheckpointError
+            raise error_class("; ".join(messages))
         return [result for result, _ in outcomes]
 
     def leader_does(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 alone; its result, or its error, is everyone's."""
-        result, problem = self.group.leader_does(lambda: _outcome(action, 0))
+        """Run `action` on rank 0. All ranks return its result or raise its error."""
+        outcome, problem = self.group.leader_does(lambda: _outcome(action, 0))
         if problem is not None:
-            kind, text = problem
-            raise kind(text)
-        answer: T = result
-        return answer
+            error_class, message = problem
+            raise error_class(message)
+        result: T = outcome
+        return result
 
 
-def _kind(problem: BaseException) -> type[CheckpointError]:
-    return next((kind for kind in TOLD_APART if isinstance(problem, kind)), CheckpointError)
+def _error_class(error: BaseException) -> type[CheckpointError]:
+    return next((cls for cls in PRESERVED_CLASSES if isinstance(error, cls)), CheckpointError)
 
 
 def _outcome(action: Callable[[], Any], rank: int) -> tuple[Any, Problem | None]:
-    """Return (result, None), or None and the problem."""
+    """Return (result, None) or (None, problem)."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     from torchtitan_like.checkpoint.dcp_storage import unwrap
 
     try:
         return action(), None
-    except (
-        CheckpointException
-    ) as problem:  # no Exception, but a BaseException; it names the ranks itself
-        cause = unwrap(problem)
-        return None, (_kind(cause), str(cause))
-    except CheckpointError as problem:
-        return None, (_kind(problem), str(problem))
-    except Exception as problem:
-        return None, (CheckpointError, f"rank {rank}: {type(problem).__name__}: {problem}")
+    except CheckpointException as error:  # a BaseException of DCP, which already names the ranks
+        cause = unwrap(error)
+        return None, (_error_class(cause), str(cause))
+    except CheckpointError as error:
+        return None, (_error_class(error), str(error))
+    except Exception as error:
+        return None, (CheckpointError, f"rank {rank}: {type(error).__name__}: {error}")

@@ -62,7 +62,7 @@ def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
     With several machines this one may be about to join that run: then nothing is removed.
     """
     folder = Path(config["job"]["dump_folder"])
-    refusal = RunLock(folder / config["checkpoint"]["folder"]).holder_here()
+    refusal = RunLock(folder / config["checkpoint"]["folder"]).local_holder()
     if refusal is not None and num_nodes == 1:
         raise LaunchError(str(refusal), ExitCode.STORAGE)
     try:

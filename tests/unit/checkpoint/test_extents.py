@@ -74,7 +74,7 @@ def test_one_flipped_bit_is_found_where_it_is(tmp_path: Path, content: bytes, po
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(EXTENT, "holds 4194304 bytes, of 10485760"), (2 * EXTENT + EXTENT, "holds 12582912 bytes"), (None, "is missing")],
+    [(EXTENT, "has 4194304 bytes, expected 10485760"), (2 * EXTENT + EXTENT, "has 12582912 bytes"), (None, "is missing")],
 )
 def test_a_wrong_length_is_found_without_reading(tmp_path: Path, content: bytes, size: int | None, text: str) -> None:
     record = write(tmp_path / "file", content)

@@ -19,7 +19,7 @@ def test_minutes_count_from_the_start_and_from_each_save() -> None:
     assert not intervals.are_over()
     clock.now += 0.1
     assert intervals.are_over()
-    intervals.saved()
+    intervals.record_checkpoint()
     assert not intervals.are_over()
     clock.now += 150
     assert intervals.are_over()
@@ -44,12 +44,12 @@ def test_no_minutes_are_never_over() -> None:
 def test_cost() -> None:
     clock = Clock()
     intervals = Intervals(0, clock)
-    assert intervals.cost() == "0 saves took 0.0 seconds, 0.00% of the run"
+    assert intervals.cost() == "0 checkpoints took 0.0 seconds, 0.00% of the run"
     clock.now += 200
-    intervals.saved()
-    intervals.stood(1.5)
-    intervals.stood(0.5)
-    assert intervals.cost() == "1 save took 2.0 seconds, 1.00% of the run"
-    intervals.saved()
-    intervals.stood(2)
-    assert intervals.cost() == "2 saves took 4.0 seconds, 2.00% of the run"
+    intervals.record_checkpoint()
+    intervals.record_blocked(1.5)
+    intervals.record_blocked(0.5)
+    assert intervals.cost() == "1 checkpoint took 2.0 seconds, 1.00% of the run"
+    intervals.record_checkpoint()
+    intervals.record_blocked(2)
+    assert intervals.cost() == "2 checkpoints took 4.0 seconds, 2.00% of the run"

@@ -85,13 +85,13 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, monk
 
 def test_a_live_holder_on_this_machine_is_known_without_waiting(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path, sleep=never), RunLock(tmp_path, sleep=never)
-    assert second.holder_here() is None
+    assert second.local_holder() is None
     first.acquire()
-    message = second.holder_here()
+    message = second.local_holder()
     assert message is not None and f"belongs to a run that is alive: process {os.getpid()}" in message
     first.release()
     holder_elsewhere(tmp_path)
-    assert second.holder_here() is None, "nobody can tell from here"
+    assert second.local_holder() is None, "nobody can tell from here"
 
 
 def test_a_killed_holder_on_this_machine_is_succeeded_at_once(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_killed_holder_on_this_machine_is_succeeded_at_once(tmp_path: Path) ->
 
 def test_a_pid_given_to_another_process_does_not_hold(tmp_path: Path) -> None:
     lock = RunLock(tmp_path, sleep=never)
-    holder_elsewhere(tmp_path, machine=lock._me["machine"], pid=os.getpid(), started="1")
+    holder_elsewhere(tmp_path, machine=lock._content["machine"], pid=os.getpid(), started="1")
     lock.acquire()
     assert held(lock)
     lock.release()
@@ -124,7 +124,7 @@ def test_a_silent_holder_elsewhere_is_succeeded_after_the_wait(tmp_path: Path, c
     lock.acquire()
     assert 35 <= sum(waits) < 40
     assert held(lock)
-    assert "process 1 on node-7, job 812" in caplog.text and "no sign of life" in caplog.text
+    assert "process 1 on node-7, job 812" in caplog.text and "no heartbeat from" in caplog.text
     lock.release()
 
 
@@ -186,7 +186,7 @@ def test_a_malformed_holder_on_this_machine_is_waited_for(
     """It neither raises nor counts as alive: signals 0 to pid 0 and -1 always succeed."""
     waits: list[float] = []
     lock = RunLock(tmp_path, sleep=waits.append)
-    holder_elsewhere(tmp_path, machine=lock._me["machine"], **holder)
+    holder_elsewhere(tmp_path, machine=lock._content["machine"], **holder)
     lock.acquire()
     assert sum(waits) >= 35 and held(lock)
     lock.release()

@@ -15,7 +15,7 @@ from torchtitan_like.checkpoint.probes import (
     check_space,
     check_writable,
     remove_marker,
-    see_marker,
+    wait_for_marker,
     write_marker,
 )
 
@@ -40,8 +40,8 @@ def disk(monkeypatch: pytest.MonkeyPatch, **changes: int) -> list[Path]:
     ("needed", "files", "words"),
     [
         (9 * GIB, 100, None),
-        (10 * GIB, 1, "has 10.00 GiB free, a save needs 10.26 GiB"),  # with the margin
-        (GIB, 101, "room for 100 more files .inodes., a save needs 101"),
+        (10 * GIB, 1, "has 10.00 GiB free, a checkpoint needs 10.26 GiB"),  # with the margin
+        (GIB, 101, "room for 100 more files .inodes., a checkpoint needs 101"),
     ],
 )
 def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int, files: int, words: str | None) -> None:
@@ -74,7 +74,7 @@ def test_a_folder_that_can_be_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="no checkpoint can be written to .*file/below"):
+    with pytest.raises(CheckpointError, match="No checkpoint can be written to .*file/below"):
         check_writable(tmp_path / "file" / "below")
 
     def full(descriptor: int) -> None:
@@ -87,13 +87,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_bytes_that_come_back_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda path: bytes(16))
-    with pytest.raises(CheckpointError, match="its file system is faulty"):
+    with pytest.raises(CheckpointError, match="its file system is faulty.*Choose another job.dump_folder"):
         check_writable(tmp_path)
 
 
 def test_every_rank_sees_the_marker(tmp_path: Path) -> None:
     token = write_marker(tmp_path / "shared")
-    see_marker(tmp_path / "shared", token)
+    wait_for_marker(tmp_path / "shared", token)
     remove_marker(tmp_path / "shared")
     assert list((tmp_path / "shared").iterdir()) == []
 
@@ -103,8 +103,8 @@ def test_a_folder_of_the_same_name_on_another_disk(tmp_path: Path, stale: bool) 
     waits: list[float] = []
     if stale:
         write_marker(tmp_path)
-    with pytest.raises(CheckpointError, match="within 3 s. With several nodes it must lie on a file system"):
-        see_marker(tmp_path, "token", patience=3, sleep=waits.append)
+    with pytest.raises(CheckpointError, match="within 3 s. Expected a file system that all nodes share. Set job.dump_folder"):
+        wait_for_marker(tmp_path, "token", patience=3, sleep=waits.append)
     assert sum(waits) == pytest.approx(3, abs=0.2)
 
 
@@ -117,5 +117,5 @@ def test_a_marker_that_appears_late_is_seen(tmp_path: Path) -> None:
             (tmp_path / "there").rename(tmp_path / "here")
 
     token = write_marker(tmp_path / "there")
-    see_marker(tmp_path / "here", token, sleep=sleep)
+    wait_for_marker(tmp_path / "here", token, sleep=sleep)
     assert len(waits) == 3

@@ -83,7 +83,7 @@ def test_a_file_that_is_shorter_on_disk_than_what_was_written_is_not_published(c
         file.write_bytes(file.read_bytes()[:-1])
 
     once_written(checkpointer, cut)
-    with pytest.raises(CheckpointError, match="holds [0-9]+ bytes, of "):
+    with pytest.raises(CheckpointError, match="has [0-9]+ bytes, expected "):
         save(checkpointer)
     assert visible(checkpointer) == []
 

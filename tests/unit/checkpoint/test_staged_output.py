@@ -54,7 +54,7 @@ def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
     killed = StagedOutput(out)
     killed.path.mkdir()
     (killed.path / "half").write_text("half")
-    (tmp_path / "model.lock").write_text(json.dumps(killed._lock._me | {"pid": dead.pid}))
+    (tmp_path / "model.lock").write_text(json.dumps(killed._lock._content | {"pid": dead.pid}))
     others = [tmp_path / f"model{STAGED}mine", tmp_path / f"model-2{STAGED}00000000"]
     for path in others:
         path.mkdir()

@@ -102,7 +102,7 @@ REFUSED = [
     ({}, ["1000D"], "torch.distributed.checkpoint folder of another program.*no run can be resumed"),
     ({}, ["0H", "10H"], "weights alone \\(newest: step-10"),
     ({}, ["5x"], "step-5/manifest.json is missing.*Move them away"),
-    ({}, ["5!"], "step-5/shard-00000.bin holds 50 bytes, of 100.*Move them away"),
+    ({}, ["5!"], "step-5/shard-00000.bin has 50 bytes, expected 100.*Move them away"),
     ({}, ["5!", "10m", "15w"], "step-10/manifest.json is damaged.*step-5/shard-00000.bin"),
     (path("FULL"), ["5!"], "no full checkpoint that is whole"),
     ({"start": "resume"}, ["5!"], "no full checkpoint that is whole"),
@@ -190,7 +190,7 @@ def test_damage_is_told_from_other_mistakes(decide: Any, on_disk: list[str]) -> 
 
 def test_what_is_left_out_is_said(decide: Any) -> None:
     (start, *_) = decide({}, ["5", "10!"])
-    assert str(start).endswith("shard-00000.bin holds 50 bytes, of 100 that were written")
+    assert str(start).endswith("shard-00000.bin has 50 bytes, expected 100")
 
 
 def test_the_first_format_brings_its_configuration_too(tmp_path: Path) -> None:

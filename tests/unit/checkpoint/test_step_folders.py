@@ -162,7 +162,7 @@ def test_a_step_under_another_number_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(None, "is missing, of 100 bytes"), (99, "holds 99 bytes, of 100"), (101, "holds 101 bytes")]
+    ("size", "words"), [(None, "is missing, expected 100 bytes"), (99, "has 99 bytes, expected 100"), (101, "has 101 bytes")]
 )
 def test_missing_short_and_long_files_are_damage(tmp_path: Path, size: int | None, words: str) -> None:
     make_steps(tmp_path, "5", "6")

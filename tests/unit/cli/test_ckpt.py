@@ -53,7 +53,7 @@ def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.Cap
     expected = {
         "step-10": ("full", " B ", "0 s ago", "pinned"),
         "step-20": ("weights",),
-        "step-30": ("DAMAGED", "holds 50 bytes, of 100"),
+        "step-30": ("DAMAGED", "has 50 bytes, expected 100"),
         "step-40": ("DAMAGED", "manifest.json is damaged"),
         "step-50": ("torn", "no manifest.json"),
         "step-60": ("foreign", "Hugging Face safetensors"),
@@ -132,7 +132,7 @@ def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: py
     for name in ("step-1", "step-5", "hf/step-5"):
         assert f"{tmp_path / name}: whole, 100 B verified" in text
     assert f"{tmp_path / 'step-2' / SHARD} is damaged: extent 0 (bytes 0 to 100)" in text
-    assert f"{tmp_path / 'step-3' / SHARD} holds 50 bytes" in text
+    assert f"{tmp_path / 'step-3' / SHARD} has 50 bytes, expected 100" in text
     assert f"{tmp_path / 'step-4' / 'manifest.json'} is damaged" in text
     for broken in ("step-2", "step-3", "step-4"):
         assert run(capsys, "verify", tmp_path / broken)[0] == 1
@@ -332,7 +332,7 @@ def test_the_few_tensors_of_a_wider_type_lose_nothing(
 
 def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save({"fits": torch.tensor([65504.0]), "deep": {"not": torch.tensor([1.0, -1e5])}}, tmp_path / "m.pt")
-    for dtype, text in (("bfloat16", ""), ("float16", "1 tensors hold numbers that float16 does not reach")):
+    for dtype, text in (("bfloat16", ""), ("float16", "1 tensors overflow to infinity in float16")):
         caplog.clear()
         assert main(["ckpt", "convert", str(tmp_path / "m.pt"), str(tmp_path / dtype), "--to", "pt", "--dtype", dtype]) == 0
         assert text in caplog.text and ("deep.not" in caplog.text) == bool(text)
