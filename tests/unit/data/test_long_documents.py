@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text import tokenizer as tokenizer_module
-from torchtitan_like.data.text.fast_bpe import PATTERNS
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.text.word_patterns import PATTERNS
 from torchtitan_like.data.tokens import encoding
 
 from .conftest import ASSETS, write_jsonl

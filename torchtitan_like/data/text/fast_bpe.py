@@ -32,26 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_like.data.text.tokenizer import LLAMA3_PATTERN
-
-# How published tokenizers cut text into words: "pre_tokenizer" of their tokenizer.json.
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-GPT_OSS_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_ENDS}"
-)
-MISTRAL_NEMO_PATTERN = GPT_OSS_PATTERN.replace(f"{_CONTRACTIONS}?", "").replace(r"\p{N}{1,3}", r"\p{N}")
-PATTERNS = {
-    "GPT-2": GPT2_PATTERN,
-    "Llama 3": LLAMA3_PATTERN,
-    "Qwen 2": QWEN2_PATTERN,
-    "gpt-oss": GPT_OSS_PATTERN,
-    "Mistral Nemo": MISTRAL_NEMO_PATTERN,
-}
+from torchtitan_like.data.text.word_patterns import GPT2_PATTERN, PATTERNS
 
 _LETTERS_OF_CONTRACTIONS = "(?i:s|t|re|ve|m|ll|d)"  # by itself this shows what they fold to
 SEPARATOR = "<|special|>"  # no end of it is its beginning: in joined texts it is only where they are joined

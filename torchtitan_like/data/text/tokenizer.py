@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.text.word_patterns import LLAMA3_PATTERN, PATTERNS
 from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
@@ -43,11 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
-# How Llama 3 cuts text into words before it merges bytes (its published tokenizer.json, "pre_tokenizer").
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3_NUM_RANKS = 128_000
 LLAMA3_NUM_SPECIALS = 256
 
@@ -63,7 +59,7 @@ PART_CHARACTERS = 2**18
 # A longer part is refused: the `tokenizers` library takes some 310 bytes for each character.
 MAX_PART_CHARACTERS = 2**22
 
-# Where a text may be cut without another id: behind the match. No pattern in `fast_bpe.PATTERNS`,
+# Where a text may be cut without another id: behind the match. No pattern in `word_patterns.PATTERNS`,
 # and no pre-tokenizer in
 # `_cuts_of`, has a word that contains a character other than white space and then a blank, or a
 # letter or digit and then a
@@ -307,8 +303,6 @@ class _TiktokenTokenizer(Tokenizer):
 
 def _cuts_of(content: dict[str, Any]) -> re.Pattern[str] | None:
     """`Tokenizer.cuts` of a tokenizer.json: None unless all its steps are known to allow cuts."""
-    from torchtitan_like.data.text.fast_bpe import PATTERNS
-
     for token in content.get("added_tokens") or []:
         strips = token.get("lstrip") or token.get("rstrip") or token.get("single_word")
         if not token.get("special") and (strips or re.search(r"\s", token.get("content", ""))):
