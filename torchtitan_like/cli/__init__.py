@@ -108,6 +108,7 @@ COMMANDS = (
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
     Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
     Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
+    Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )
 
 

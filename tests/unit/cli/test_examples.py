@@ -229,6 +229,13 @@ def test_plan(tmp_path: Path) -> None:
     assert output.startswith("Llama 3 8B: 8.03 B parameters") and " 1. HSDP 2 x 8 " in output
 
 
+# ---- titan completion
+
+
+def test_completion(tmp_path: Path, example: Example) -> None:
+    assert "complete -o default -F _titan titan" in example("completion", tmp_path)
+
+
 # ---- titan download
 
 HUB_FILES = {
