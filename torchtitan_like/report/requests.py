@@ -27,9 +27,12 @@ def request_stop(run: Path) -> str:
     """Create the kill switch; return what happens next. Raises OSError, ValueError."""
     path = switch_files(run)[0].kill
     path.touch()
+    effect = "the run saves and ends with code 130"
+    if (run / EXIT).exists():
+        effect = "the run has ended already"
     return (
-        f"{path} is created: the run saves and ends with code 130. No run starts in this folder "
-        f"while the file exists. To allow runs again: titan run stop {run} --clear"
+        f"{path} is created: {effect}. No run starts in this folder while the file exists. "
+        f"To allow runs again: titan run stop {run} --clear"
     )
 
 

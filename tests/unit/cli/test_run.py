@@ -258,6 +258,7 @@ def test_requests_reach_the_trainer(run: Path, capsys: pytest.CaptureFixture[str
     assert switches.read() == []
     code, text = titan_run(capsys, "stop", run)
     assert code == 0 and f"titan run stop {run} --clear" in text
+    assert "KILL is created: the run saves and ends with code 130." in text
     assert switches.read() == [Request.KILL] == switches.read()
     assert titan_run(capsys, "stop", run, "--clear")[0] == 0
     assert switches.read() == []
@@ -282,6 +283,8 @@ def test_a_save_that_the_run_would_ignore_is_refused(
     (run / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')
     code, text = titan_run(capsys, "save", run)
     assert code == 2 and f"{run} has ended: done (code 0)" in text
+    code, text = titan_run(capsys, "stop", run)
+    assert code == 0 and "the run has ended already. No run starts in this folder" in text
     (run / "exit.json").unlink()
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("enable = true", "enable = false"))
