@@ -1,9 +1,9 @@
 """Reading batches and tokenizing text, against the least that either can cost.
 
-    python benchmarks/data.py [--rounds 9] [--copies 6] [--folder DIR]
-    python benchmarks/data.py --documents 10_000_000
-    python benchmarks/data.py --stream 10_000_000
-    python benchmarks/data.py --checks
+    python -m benchmarks.data [--rounds 9] [--copies 6] [--folder DIR]
+    python -m benchmarks.data --documents 10_000_000
+    python -m benchmarks.data --stream 10_000_000
+    python -m benchmarks.data --checks
 
 One thread; a process of its own for each row. Every round times each side once, in an order of its own, so that a noisy machine
 disturbs all alike. Tokens per second of CPU time; the table gives medians over rounds, and of the ratio within a round; then
@@ -48,8 +48,6 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
-
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training
 from torchtitan_like.data.build import build_train_batches
@@ -58,7 +56,8 @@ from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
-ASSETS = Path(__file__).resolve().parents[1] / "tests/assets/tokenizer"
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "tests/assets/tokenizer"
 SEQ_LEN, BATCH, NUM_BATCHES = 2048, 8, 200
 DOCUMENTS = {"300 characters": 300, "3,000 characters": 3000, "8,000 characters": 8000}
 Side = Callable[[], int]  # returns tokens
@@ -316,10 +315,10 @@ def streams(folder: Path, position: int, rounds: int) -> None:
 
 def in_a_process(function: str, *arguments: str) -> dict[str, Any]:
     """What a function of this file prints."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import data; data.{function}(*sys.argv[1:])"
+    code = f"import sys; from benchmarks import data; data.{function}(*sys.argv[1:])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
-    ran = subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.world import launched_as

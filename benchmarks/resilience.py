@@ -17,15 +17,12 @@ import argparse
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.distributed.world import HostGroup

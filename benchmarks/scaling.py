@@ -1,7 +1,7 @@
 """Weak scaling: the same samples for each rank, on one rank and on more; near-linear means that the rate of a rank stays.
 
-    python benchmarks/scaling.py --ranks 1,2 [--rounds 3] [--case S] [-- SETTINGS]
-    python benchmarks/scaling.py --ranks 1,2,4,8 --case M -- --compile.enable true
+    python -m benchmarks.scaling --ranks 1,2 [--rounds 3] [--case S] [-- SETTINGS]
+    python -m benchmarks.scaling --ranks 1,2,4,8 --case M -- --compile.enable true
 
 Every run is a process of its own (torchrun's, on several ranks of this machine), one size after the other within a round; the
 table gives medians over rounds of tokens per second, of all ranks and of one, and the efficiency: the rate of a rank over
@@ -23,8 +23,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from benchmarks.trainer import CASES, ROOT, Case, settings, spread
 
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> int:
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
     print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {device}, {places} devices or cores, torch {torch.__version__}, "
-          f"`python benchmarks/scaling.py {' '.join(argv)}`")  # fmt: skip
+          f"`python -m benchmarks.scaling {' '.join(argv)}`")  # fmt: skip
     print("\n| ranks | tokens per second | of one rank | efficiency |\n|---|---|---|---|")
     for i, size in enumerate(sizes):
         alone = [rates[i] for rates in rounds]

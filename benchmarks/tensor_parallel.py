@@ -14,10 +14,8 @@ import argparse
 import inspect
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +34,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.distributed.data_parallel import apply_data_parallel
 from torchtitan_like.distributed.dims import ParallelDims

@@ -1,6 +1,6 @@
 """The trainer against a bare PyTorch loop with the same architecture, data and optimizer.
 
-    python benchmarks/trainer.py [--rounds 5] [--cases S,M,XS,S2]
+    python -m benchmarks.trainer [--rounds 5] [--cases S,M,XS,S2]
 
 Each round starts both as processes of their own, one after the other, so that a noisy machine disturbs both alike;
 the table gives medians over rounds of each side and of the ratio within a round. One thread per rank. Throughput is in
@@ -249,7 +249,7 @@ def main() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {capability}, {os.cpu_count()} cores, torch "
           f"{torch.__version__}, Python {platform.python_version()}, {arguments.rounds} rounds, "
-          f"`python benchmarks/trainer.py --rounds {arguments.rounds} --cases {arguments.cases}`")  # fmt: skip
+          f"`python -m benchmarks.trainer --rounds {arguments.rounds} --cases {arguments.cases}`")  # fmt: skip
     print("\n| case | figure | trainer | bare loop | ratio |\n|---|---|---|---|---|")
     print("\n".join(rows))
 

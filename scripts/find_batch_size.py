@@ -24,8 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
-
 from torchtitan_like.util.jsonl import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]

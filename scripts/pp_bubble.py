@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from torchtitan_like.distributed.schedule_view import few_micro_batches, order_of, read_csv, simulate, timeline_lines
 from torchtitan_like.distributed.stages import SCHEDULES, Schedule

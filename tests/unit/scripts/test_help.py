@@ -23,39 +23,21 @@ def test_it_explains_itself_and_does_nothing_else(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
-    told = capsys.readouterr()
-    assert ended.value.code in (None, 0), told.err
-    is_typed = script.name not in STARTED_BY_SCRIPTS
-    if is_typed and re.search(r"^from (torchtitan_like|scripts)\b", script.read_text(), re.MULTILINE):
-        assert str(ROOT) in sys.path, "the package need not be installed"
-    assert len(told.out.splitlines()) > 5 and not list(tmp_path.iterdir())
+    printed = capsys.readouterr()
+    assert ended.value.code in (None, 0), printed.err
+    assert len(printed.out.splitlines()) > 5 and not list(tmp_path.iterdir())
 
 
-PATH_LINE = (
-    "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
-    "  # the package need not be installed\n"
-)
-OF_REPOSITORY = re.compile(r"^from (torchtitan_like|scripts|benchmarks)\b", re.MULTILINE)
-STARTED_BY_SCRIPTS = ("job.py",)  # with PYTHONPATH set
+def test_nothing_inserts_into_the_path() -> None:
+    """Scripts need the installed package, and benchmarks that import each other run as `python -m benchmarks.NAME`."""
+    files = [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("torchtitan_like/**/*.py")]
+    assert [path.name for path in files if "sys.path.insert" in path.read_text()] == []
 
 
-def test_all_scripts_find_the_package_in_the_same_way() -> None:
-    """One line before the first import of the repository, and no other change of sys.path there."""
-    wrong = []
-    for path in [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("benchmarks/*.py")]:
-        text = path.read_text()
-        first_import = OF_REPOSITORY.search(text)
-        if (
-            '__name__ == "__main__"' in text
-            and path.name not in STARTED_BY_SCRIPTS
-            and first_import is not None
-            and PATH_LINE not in text[: first_import.start()]
-        ):
-            wrong.append(f"{path.name}: the line is missing before its first import")
-        others = re.findall(r"^sys\.path\..*\n", text, re.MULTILINE)
-        wrong += [f"{path.name}: {line}" for line in others if line != PATH_LINE]
-    assert wrong == []
+def test_no_script_imports_a_script() -> None:
+    imports = re.compile(r"^\s*(from|import) scripts\b", re.MULTILINE)
+    files = [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("torchtitan_like/**/*.py")]
+    assert [path.name for path in files if imports.search(path.read_text())] == []
