@@ -4,6 +4,7 @@
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
+#   ./run_tests.sh --quick               the unit tests of the folders that changed (3 minutes at most)
 #   ./run_tests.sh --nightly             the long tests instead (marker "nightly"; installs the extra "interop")
 #   ./run_tests.sh --null-gpu            the CUDA paths on devices that compute nothing (45 minutes; see below)
 #   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
@@ -57,6 +58,21 @@ case "${1:-}" in
   --faults) exec "$PYTHON" -m tests.faults.campaign "${@:2}" ;;
   --nightly) exec "$PYTHON" -m pytest -m nightly "${@:2}" ;;
 esac
+
+# Print the unit tests of the folders with changes that are not committed, or else with those of the last commit.
+changed_unit_tests() {
+  local changed
+  changed=$(git diff --name-only HEAD; git ls-files --others --exclude-standard)
+  [ -n "$changed" ] || changed=$(git diff --name-only HEAD~1)
+  sed -nE 's#^(torchtitan_like|tests/unit)/([a-z_]+)/.*#tests/unit/\2#p; s#^scripts/.*#tests/unit/scripts#p' <<<"$changed" |
+    sort -u | while read -r folder; do [ ! -d "$folder" ] || echo "$folder"; done
+  echo tests/unit/test_house.py
+}
+
+if [ "${1:-}" = --quick ]; then
+  mapfile -t folders < <(changed_unit_tests)
+  set -- "${folders[@]}" "${@:2}"
+fi
 
 failed=()
 check() {
