@@ -85,7 +85,7 @@ class ReplayBundleWriter:
         The checkpoint is pinned unless this attempt has pinned `most_pins`.
         """
         row = next(row for row in self._nonfinite_rows if row["step"] == step)
-        self._checkpointer.look_back(step, partial(self._write_nonfinite, row, most_pins))
+        self._checkpointer.find_previous(step, partial(self._write_nonfinite, row, most_pins))
 
     def write_spike(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
         """Write the bundle of a spike's first step, with the limit of each quantity. Does not wait.
@@ -94,7 +94,7 @@ class ReplayBundleWriter:
         """
         if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]):
             write = partial(self._write_spike, {**row, "spike": limits})
-            self._checkpointer.look_back(row["step"], write)
+            self._checkpointer.find_previous(row["step"], write)
 
     # ---- on the checkpoint thread, where nothing is deleted meanwhile
 

@@ -107,7 +107,7 @@ def start_that_fails(argv):
     [
         (
             {"optimizer.lr": 1e-3, "model.args.dim": 64},
-            "model.args.dim 32 -> 64; optimizer.lr 0.0008 -> 0.001. Put them",
+            "model.args.dim 32 -> 64; optimizer.lr 0.0008 -> 0.001. Expected the stored values. Restore them",
         ),
         (
             {"model.args.n_layers": 3, "checkpoint.allow_change": "model.args.n_layers"},

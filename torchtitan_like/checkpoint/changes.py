@@ -1,4 +1,4 @@
-"""What may differ between the run that saved a checkpoint and the one that resumes it."""
+"""Decide which settings may change between a checkpoint and the run that resumes it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import build_config
 from torchtitan_like.config.problems import ConfigError
 
-# Patterns of settings -> the part of the run that they shape; the first match counts. A part's settings may not change,
-# unless the part is excluded from loading. "" shapes nothing that is learnt, "told" what a run is free to change and tells of.
-# What is read, and in which order, is compared by the data's fingerprint, whatever the settings (data.allow_change).
+# Patterns of settings -> the state of the run that they affect. The first match applies.
+# A setting of a state may not change, unless `checkpoint.exclude_from_loading` names the state.
+# "": does not affect the result. "logged": may change, and the run logs it.
+# Samples and their order have a fingerprint of their own (see `data.allow_change`).
 PARTS: tuple[tuple[str, str], ...] = (
     ("model.hf_assets_path", ""),
     ("model.tokenizer_path", ""),
@@ -34,7 +35,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("debug.moe_force_load_balance", "numerics"),
     ("training.global_batch_size", "dataloader"),
     ("training.batch_ramp", "dataloader"),
-    ("training.skip_steps", "told"),
+    ("training.skip_steps", "logged"),
     ("debug.seed", "train_state"),
     ("debug.*", ""),
     ("training.*", ""),
@@ -43,23 +44,22 @@ PARTS: tuple[tuple[str, str], ...] = (
     *(
         (f"{section}.*", "")
         for section in (
-            "job", "profiling", "metrics", "parallelism", "checkpoint", "activation_checkpoint", "compile", "comm",
-            "memory_estimation", "fault_tolerance", "validation", "resilience",
+            "job", "profiling", "metrics", "parallelism", "checkpoint", "activation_checkpoint",
+            "compile", "comm", "memory_estimation", "fault_tolerance", "validation", "resilience",
         )
     ),
 )  # fmt: skip
 
-# Settings whose value is worked out when a run starts (from the layout, or at random), and its name in a manifest.
+# Settings that a run may resolve at its start -> their names in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
-_UNSET = (None, -1)  # a resolved setting that the configuration leaves to the run
-HORIZON, STEPS = (
-    "lr_scheduler.total_steps",
-    "training.steps",
-)  # the first, unset, is the second, with which it may grow
+_UNSET = (None, -1)  # values of a setting that the run resolves
+# The horizon defaults to the steps, and may then change with them.
+HORIZON = "lr_scheduler.total_steps"
+STEPS = "training.steps"
 
 
 class Change(NamedTuple):
-    """A setting, its value in the checkpoint and the one of now; None: unset."""
+    """A setting with its stored and current values. None means unset."""
 
     key: str
     stored: Any
@@ -70,26 +70,28 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """`refused` would make another run of the one that is resumed."""
+    """The changed settings. The `refused` ones would change the result of the resumed run."""
 
     harmless: list[Change]
     refused: list[Change]
 
     def accepted(self) -> list[str]:
-        """Those of `harmless` that do shape the run: allowed by name or with the part they belong to, steps that are left out,
-        or a horizon that has moved with the run's last step.
+        """Return the accepted changes that affect the result.
+
+        These are allowed by `allow_change` or `exclude_from_loading`, or are `skip_steps` or a
+        horizon that has changed with `training.steps`.
         """
         return [str(change) for change in self.harmless if part_of(change.key)]
 
     def reordered(self) -> list[str]:
-        """Accepted changes that put the samples in another order."""
+        """Return the accepted changes that reorder the samples."""
         return [str(change) for change in self.harmless if part_of(change.key) == "dataloader"]
 
 
 def part_of(key: str) -> str:
-    """What a setting shapes: a part of the checkpoint, "numerics", "told", or "" for nothing that is learnt.
+    """Return the state that a setting affects, such as "model", or "numerics", "logged", or "".
 
-    Raises KeyError for a setting that no row of `PARTS` matches.
+    Raises KeyError if no row of `PARTS` matches.
     """
     for pattern, part in PARTS:
         if fnmatchcase(key, pattern):
@@ -105,27 +107,27 @@ def diff_settings(
 ) -> Changes:
     """Compare the configuration in a checkpoint (TOML text, or tables) with this run's tables.
 
-    A setting that one of the two does not know has its default there. The summaries hold what `RESOLVED` names, as far
-    as it is known; the stored one also the step. `checkpoint.allow_change` and `exclude_from_loading` of `current`
-    decide with `PARTS` what is refused.
-    Raises CheckpointError when the stored configuration cannot be read.
+    A missing setting has its default value. `PARTS`, `checkpoint.allow_change`, and
+    `checkpoint.exclude_from_loading` of `current` decide which changes are refused.
+
+    stored_summary: the step and the resolved values of the checkpoint (`RESOLVED`).
+    current_summary: the resolved values of this run.
+    Raises CheckpointError if the stored configuration cannot be read.
     """
     section = current.get("checkpoint", {})
     allowed, excluded = section.get("allow_change", ()), {*section.get("exclude_from_loading", ())}
-    if "train_state" in excluded:  # the data position follows from the step, which starts anew
+    if "train_state" in excluded:  # the run starts at step 0, and so does the data
         excluded.add("dataloader")
-    is_seed = (
-        stored_summary.get("step") == 0
-    )  # nothing has been learnt yet, and its layout was one rank
+    is_seed = stored_summary.get("step") == 0  # a seed checkpoint, without any training
 
     def is_free(key: str) -> bool:
         part, is_allowed = part_of(key), any(fnmatchcase(key, pattern) for pattern in allowed)
-        return part in ("", "told", *excluded) or (is_seed and part != "model") or is_allowed
+        return part in ("", "logged", *excluded) or (is_seed and part != "model") or is_allowed
 
     before, now = _complete(stored), _complete(current)
     changes = Changes([], [])
     for key in dict.fromkeys((*before, *now)):
-        if key == "job.config_file":  # never stored: it has no meaning in a file
+        if key == "job.config_file":  # never stored
             continue
         change = Change(key, before.get(key), now.get(key))
         if key in RESOLVED:
@@ -144,12 +146,13 @@ def diff_settings(
 
 
 def check_changes(changes: Changes) -> str | None:
-    """Raise ChangedError naming every refused change; else a line about the others, if there are any."""
+    """Raise ChangedError if a change is refused. Returns a line about other changes, or None."""
     if changes.refused:
         keys = json.dumps([change.key for change in changes.refused])
         raise ChangedError(
-            f"settings that would make another run of the one that saved the checkpoint: "
-            f"{'; '.join(map(str, changes.refused))}. Put them back, or accept them with checkpoint.allow_change = {keys}"
+            "Settings that affect the result have changed since the checkpoint: "
+            f"{'; '.join(map(str, changes.refused))}. Expected the stored values. Restore them, or "
+            f"accept the changes with checkpoint.allow_change = {keys}"
         )
     return (
         f"Changed since the checkpoint: {'; '.join(map(str, changes.harmless))}"
@@ -159,16 +162,18 @@ def check_changes(changes: Changes) -> str | None:
 
 
 def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting by its dotted key, under today's name, with today's defaults."""
+    """Return every setting by its dotted key, with current names and defaults."""
     try:
         given = parse_toml(tables) if isinstance(tables, str) else tables
         config = build_config([Layer("the checkpoint", list(leaves(given)))])
     except ConfigError as error:
         if error.partial is None:
             raise CheckpointError(
-                f"the configuration in the checkpoint cannot be read: {error}"
+                f"The configuration in the checkpoint cannot be read: {error}"
             ) from error
-        config = error.partial  # settings of another version: they mean nothing here
+        config = error.partial  # unknown settings of another version are ignored
     except ValueError as error:
-        raise CheckpointError(f"the configuration in the checkpoint is no TOML: {error}") from error
+        raise CheckpointError(
+            f"The configuration in the checkpoint is not valid TOML: {error}"
+        ) from error
     return {".".join(path): value for path, value in leaves(config.model_dump()) if value != {}}

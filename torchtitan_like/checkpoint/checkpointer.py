@@ -1,7 +1,8 @@
-"""When to save, what a save is, and which checkpoint a run starts from. A checkpoint that is visible is complete.
+"""Save, load, and clean up the checkpoints of a run. Every visible checkpoint is complete.
 
-All work on disk is done by the checkpoint thread (`SavingThread`), in the same order on every rank: in the foreground
-the trainer waits for it, in the background (`checkpoint.async_mode`) it goes on from a copy of the state.
+The checkpoint thread (`SavingThread`) does all work on disk, in the same order on every rank. In
+the foreground, the trainer waits for it. In the background (`checkpoint.async_mode`), the thread
+works on a copy of the state while training continues.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning
 )
 
-GRACE_SECONDS = 60.0  # for a save under way when the run crashes: the other ranks may still be able to finish it
+GRACE_SECONDS = 60.0  # for a pending checkpoint after a crash, which other ranks may still finish
 
 
 class Checkpointer:
-    """Saves and loads the run's state. All ranks call its methods together, but those that say otherwise."""
+    """Saves and loads the run's state. All ranks must call its methods together, unless noted."""
 
     def __init__(
         self,
@@ -70,12 +71,12 @@ class Checkpointer:
         self.section = section
         self.folder = Path(dump_folder) / section.folder
         self.saves = section.enable and not section.load_only
-        self.newest_step = 0  # of the last full state loaded or saved
+        self.newest_step = 0  # the last step whose full state was loaded or saved
         self._newest_export = -1
         self._identity, self._export_dtype = identity, getattr(torch, section.export_dtype)
         self._intervals = Intervals(section.interval_minutes)
         self._pending: list[tuple[Save, int, Future[Path]]] = []
-        self._looking: list[Future[Any]] = []
+        self._searches: list[Future[Any]] = []
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._votes = Votes(group)
         self._lock: RunLock | None = None
@@ -83,7 +84,7 @@ class Checkpointer:
         if not section.enable:
             return
         self._thread = SavingThread(device, group.adopt)
-        # One name for all ranks: they must stage into one folder.
+        # All ranks must stage into the same folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
         if (
             self._votes.is_leader
@@ -100,27 +101,27 @@ class Checkpointer:
     # ---- start
 
     def find_start(self, last_step: int, config: str = "") -> list[Start]:
-        """Decide where a run to `last_step` starts; what to try in order. Only rank 0 reads the folder. `config`: in TOML.
+        """Decide where a run to `last_step` starts. Returns the candidates in order of preference.
 
-        When there is something to do, every other run is kept out of the folder from here to `close`. Raises
-        CheckpointError, also when another run is at work there.
+        Only rank 0 reads the folder. If the run is unfinished, it holds the folder's lock until
+        `close`. Raises CheckpointError, also if another run holds the lock.
+        config: the configuration as TOML.
         """
         decide = partial(
             decide_start, self.section, self.folder, last_step, self._identity.hf_assets, config
         )
         if not self.section.enable:
             return decide()
-        decided: list[Start] = []  # on rank 0
+        candidates: list[Start] = []  # on rank 0
 
         def decide_step() -> int:
-            decided[:] = decide()
-            return decided[0].step
+            candidates[:] = decide()
+            return candidates[0].step
 
         def decide_locked() -> list[Start]:
-            starts = (
-                decide() if is_unfinished else decided
-            )  # again, now that nobody else can publish
-            # The manifest of a step is 40 MB where thousands of ranks have written it: of the others see `load`.
+            # Decide again under the lock: another run may have published a step in the meantime.
+            starts = decide() if is_unfinished else candidates
+            # A manifest of thousands of ranks takes 40 MB. `load` reads those of older steps again.
             return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
         is_unfinished = self._on_leader(decide_step) < last_step
@@ -130,18 +131,18 @@ class Checkpointer:
         return self._on_leader(decide_locked)
 
     def _on_leader(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0's checkpoint thread; all ranks return its result or raise its error."""
+        """Run `action` on rank 0's checkpoint thread. All ranks return its result or its error."""
         return self._thread.run(lambda: self._votes.leader_does(action))
 
     def _try_lock(self) -> bool:
-        """On rank 0: take the folder's lock, or wait for a moment. No call lasts as long as a time-out of the others."""
+        """Take the lock on rank 0, or wait for less time than the collectives' time-out."""
         assert self._lock is not None
         return self._lock.try_acquire()
 
     def finish_last_step(self, start: Start) -> None:
-        """Make the export of a run's last step, and remove what is unfinished, where a kill has prevented that.
+        """Complete the last step of a finished run that was killed: export it and remove stages.
 
-        For a run with nothing left to train. Leaves the folder alone while another run is at work in it.
+        Does nothing while another run holds the folder's lock.
         """
         if not self.saves:
             return
@@ -173,36 +174,42 @@ class Checkpointer:
         *,
         consider: Callable[[Start], None],
     ) -> None:
-        """Read the first of `starts` that is whole into `states`, in place; `consider` is called before each.
+        """Load the first undamaged checkpoint of `starts` into `states`, in place.
 
-        Raises DamagedError when none is whole, CheckpointError when one does not fit this run; on every rank.
+        Calls `consider` before each start except the first. On every rank, raises DamagedError if
+        all are damaged, and CheckpointError if one does not fit this run.
         """
         section = self.section
         load = partial(
-            load_states, states=states, votes=self._votes, identity=self._identity, exclude=section.exclude_from_loading,
-            verify=section.verify, quantized=section.initial_load_in_hf_quantized,
-        )  # fmt: skip
+            load_states,
+            states=states,
+            votes=self._votes,
+            identity=self._identity,
+            exclude=section.exclude_from_loading,
+            verify=section.verify,
+            quantized=section.initial_load_in_hf_quantized,
+        )
         for number, start in enumerate(starts):
             try:
-                if number > 0:  # the first has been considered before anything was built
+                if number > 0:  # the caller has considered the first start already
                     start = self._thread.run(partial(self._votes.leader_does, start.with_manifest))
                     consider(start)
                 self._thread.run(partial(load, start))
                 if start.manifest is not None:
-                    start.manifest.pop("files", None)  # large, and not needed any more
+                    start.manifest.pop("files", None)  # large, and no longer needed
                 return
             except DamagedError as damage:
-                logger.error(f"step-{start.step} is damaged and is not used: {damage}")
-                last = damage
-        raise last
+                logger.error(f"Skipping step-{start.step}, which is damaged: {damage}")
+                last_error = damage
+        raise last_error
 
     def claim(
         self, start: Start, on_published: Callable[[Save, Path, float], None] = lambda *_: None
     ) -> None:
-        """Make the folder this run's, once the start is loaded.
+        """Prepare the folder for this run after the start is loaded.
 
-        Unfinished stages go, steps beyond the start are renamed, and an export of it that a kill has prevented is made.
-        `on_published`: see `save`.
+        Removes stages, renames steps after the start, and writes an export of the start that a
+        killed run has not written. on_published: see `save`.
         """
 
         def tidy() -> None:
@@ -213,7 +220,7 @@ class Checkpointer:
             self._remove_stages()
             for path in supersede_later(self.folder, start.step, uuid.uuid4().hex[:8]):
                 logger.warning(
-                    f"The run restarts at step {start.step}: a later checkpoint is now {path.name}"
+                    f"Restarting at step {start.step}: renamed a later checkpoint to {path.name}"
                 )
             if start.path is not None and start.step == self.section.load_step:
                 (start.path / PIN).touch()  # the same command, started again, asks for it once more
@@ -225,10 +232,10 @@ class Checkpointer:
 
     def _remove_stages(self) -> None:
         for path in remove_stale_stages(self.folder):
-            logger.info(f"Removed the unfinished {path.name}")
+            logger.info(f"Removed the unfinished checkpoint {path.name}")
 
     def _is_export_missing(self, start: Start) -> bool:
-        """On rank 0: was the step of `start` to be exported too, and is that export not there?"""
+        """Return True if the step of `start` is due for export and has none. Call it on rank 0."""
         interval = self.section.hf_interval
         is_due = start.kind == "resume" and interval > 0 and start.step % interval == 0
         is_own = start.path is not None and start.path.parent == self.folder
@@ -238,7 +245,7 @@ class Checkpointer:
     def _make_missing_export(
         self, start: Start, on_published: Callable[[Save, Path, float], None] = lambda *_: None
     ) -> None:
-        """Export the stored weights of `start`. Raises CheckpointError as `save` does."""
+        """Export the stored weights of `start` if due. Raises CheckpointError like `save`."""
 
         def find() -> Start | None:
             if not self._is_export_missing(start):
@@ -256,7 +263,7 @@ class Checkpointer:
         except CheckpointError as error:
             if self.section.on_save_error == "stop":
                 raise
-            logger.error(f"step-{stored.step} (hf) could not be saved: {error}")
+            logger.error(f"Could not save step-{stored.step} (hf): {error}")
         else:
             self._newest_export = stored.step
 
@@ -288,12 +295,13 @@ class Checkpointer:
     # ---- save
 
     def due(self, step: int, last_step: int, save_asked: bool, export_asked: bool) -> list[Save]:
-        """The saves planned after this step, or asked for by all ranks' agreement."""
+        """Return the checkpoints to save after this step: planned, or requested by any rank."""
         section, saves = self.section, []
         if not self.saves:
             if save_asked or export_asked:
                 logger.warning(
-                    "SAVE and EXPORT ask in vain: nothing is saved, see checkpoint.enable and load_only"
+                    "Ignoring the SAVE/EXPORT request: this run saves no checkpoints. Set "
+                    "checkpoint.enable = true and checkpoint.load_only = false"
                 )
             return []
         is_last = step == last_step
@@ -307,7 +315,7 @@ class Checkpointer:
         return saves
 
     def due_at_end(self, step: int, *, is_finished: bool, export_asked: bool) -> list[Save]:
-        """What is still to be saved of a run that ends at `step`; nothing is under way (`wait`)."""
+        """Return the checkpoints to save when the run ends at `step`. Call `wait` first."""
         if not self.saves:
             return []
         full = (
@@ -334,7 +342,7 @@ class Checkpointer:
         )
 
     def is_overdue(self) -> bool:
-        """Have `checkpoint.interval_minutes` passed since the last save? For one rank, which then asks all."""
+        """Return True if `checkpoint.interval_minutes` have passed. One rank decides for all."""
         return self.saves and self._intervals.are_over()
 
     def save(
@@ -347,19 +355,19 @@ class Checkpointer:
         summary: Mapping[str, Any],
         on_published: Callable[[Save, Path, float], None],
     ) -> None:
-        """Write and publish a step in each form of `saves`; those of the step before are awaited first.
+        """Write and publish a step in each form of `saves`, after all earlier checkpoints.
 
-        In the foreground they are visible on return, or CheckpointError is raised on every rank. In the background a
-        failure is raised by the next call of `save` or `wait`; with `on_save_error = "continue"` it is only logged, and
-        the next save tries again. `on_published` is called on rank 0, on the checkpoint thread.
+        In the foreground, all are visible on return, or every rank raises CheckpointError. In the
+        background, the next call of `save` or `wait` raises it. With `on_save_error = "continue"`,
+        an error is only logged. `on_published` runs on the checkpoint thread of rank 0.
         """
         self.wait()
-        begin = time.monotonic()
-        full = any(save.kind == "full" for save in saves)
-        chosen = states if full else {"model": states["model"]}
+        start_time = time.monotonic()
+        is_full = any(save.kind == "full" for save in saves)
+        saved_states = states if is_full else {"model": states["model"]}
         tensors = {
             f"{key}.{name}": v
-            for key, state in chosen.items()
+            for key, state in saved_states.items()
             for name, v in state.state_dict().items()
         }
         in_background = self.section.async_mode != "disabled" and not saves[-1].is_last
@@ -367,22 +375,21 @@ class Checkpointer:
         logger.info(f"Saving step {step} ({forms}){' in the background' if in_background else ''}")
         if in_background:
             tensors = self._staging.copy(tensors)
-        told: dict[str, Any] = {
+        content: dict[str, Any] = {
             "config_toml": config_toml,
             "summary": summary,
             "on_published": on_published,
         }
         for save in saves:
-            commit = partial(self._commit, save, step, tensors, **told)
+            commit = partial(self._commit, save, step, tensors, **content)
             self._pending.append((save, step, self._thread.submit(commit)))
         self._intervals.record_checkpoint()
         if not in_background:
             self.wait()
             return
-        self._intervals.record_blocked(time.monotonic() - begin)
-        logger.info(
-            f"Staged step {step} in {time.monotonic() - begin:.2f} seconds; {self._intervals.cost()}"
-        )
+        seconds = time.monotonic() - start_time
+        self._intervals.record_blocked(seconds)
+        logger.info(f"Staged step {step} in {seconds:.2f} seconds; {self._intervals.cost()}")
 
     def _commit(self, save: Save, step: int, tensors: Mapping[str, Any], **rest: Any) -> Path:
         """On the checkpoint thread."""
@@ -392,7 +399,10 @@ class Checkpointer:
         return self._writer.commit(save, step, tensors, **rest)
 
     def pin_before(self, step: int) -> Callable[[], None]:
-        """Keep the newest full step before `step`, whatever comes; returns what takes that back. On rank 0; never blocks."""
+        """Pin the newest full step before `step`. Returns a function that removes the pin.
+
+        Never blocks. Call it on rank 0.
+        """
         if not self.saves:
             return lambda: None
 
@@ -401,9 +411,8 @@ class Checkpointer:
         def unpin() -> None:
             def remove() -> None:
                 pin = pinned.result()
-                if (
-                    pin is not None and pin.exists() and not pin.read_bytes()
-                ):  # nobody else wants to keep it
+                # A user who wants to keep the step writes a reason into the file.
+                if pin is not None and pin.exists() and not pin.read_bytes():
                     pin.unlink()
 
             self._thread.submit(remove)
@@ -411,11 +420,14 @@ class Checkpointer:
         return unpin
 
     def order_updates(self) -> None:
-        """Call before the weights change: the device then updates them after a copy under way. Never blocks."""
+        """Make the device wait for a pending copy before the weights change. Never blocks."""
         self._staging.order_updates()
 
     def has_failed(self) -> bool:
-        """Has a save in the background failed in a way that ends the run? Never blocks. For one rank, to tell all."""
+        """Return True if a background checkpoint has failed and must end the run.
+
+        Never blocks. Each rank may call it alone and then request a stop.
+        """
         if self.section.on_save_error == "continue":
             return False
         return any(
@@ -423,41 +435,46 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Block until every save under way is over. Raises its CheckpointError unless the run is to go on without it."""
-        begin, errors = time.monotonic(), []
+        """Block until all pending checkpoints are complete.
+
+        Raises CheckpointError if one has failed, unless `on_save_error` is "continue".
+        """
+        start_time = time.monotonic()
+        errors = []
         pending, self._pending = self._pending, []
         for save, step, future in pending:
             try:
                 future.result()
             except CheckpointError as error:
-                errors.append(f"step-{step} ({save.kind}) could not be saved: {error}")
+                errors.append(f"Could not save step-{step} ({save.kind}): {error}")
                 continue
             if save.kind == "full" and not save.suffix:
                 self.newest_step = step
             elif save.kind == "hf":
                 self._newest_export = step
         if pending:
-            seconds = time.monotonic() - begin
+            seconds = time.monotonic() - start_time
             self._intervals.record_blocked(seconds)
             logger.info(
-                f"Training stood for {seconds:.2f} seconds for the save of step {pending[-1][1]}; {self._intervals.cost()}"
+                f"Training waited {seconds:.2f} seconds for the checkpoint of step "
+                f"{pending[-1][1]}; {self._intervals.cost()}"
             )
         if not errors:
             return
         if pending[-1][0].is_last or self.section.on_save_error == "stop":
             raise CheckpointError("; ".join(errors))
         logger.error(
-            "SAVE FAILED, and training goes on (checkpoint.on_save_error = 'continue'); the next save tries again: "
-            + "; ".join(errors)
+            f"SAVE FAILED: {'; '.join(errors)}. Training continues until the next checkpoint "
+            "(checkpoint.on_save_error = 'continue')"
         )
 
     def save_nonfinite(
         self, step: int, states: Mapping[str, Stateful], **content: Any
     ) -> str | None:
-        """Write a state that holds an inf or nan as `step-N.nonfinite`, in the foreground; its path.
+        """Save a state with an inf or NaN as `step-N.nonfinite`, in the foreground.
 
-        Nothing is written if it exists, and None is returned if this run saves no checkpoints.
-        `content` is what `save` takes.
+        Returns its path, also if it exists already, or None if this run saves no checkpoints.
+        content: keyword arguments of `save`.
         """
         if not self.saves:
             return None
@@ -468,27 +485,26 @@ class Checkpointer:
             self.save([save], step, states, **content)
         return str(path)
 
-    def look_back(self, step: int, then: Callable[[Path | None], None]) -> None:
-        """Call `then` with the state to replay `step` from, None if there is none.
+    def find_previous(self, step: int, callback: Callable[[Path | None], None]) -> None:
+        """Call `callback` with the checkpoint from which `step` can be replayed, or None.
 
-        That is the state just before `step` if it was saved as non-finite, or else the newest full
-        step before `step` that this run has saved or loaded.
-
-        On the checkpoint thread, behind the saves under way, so that nothing is deleted meanwhile. On rank 0; never blocks.
+        This is the non-finite state of the step before, or the newest full step before `step`.
+        Never blocks. Call it on rank 0. The callback runs on the checkpoint thread after pending
+        checkpoints, so that no checkpoint is deleted in the meantime.
         """
 
-        def look() -> None:
+        def search() -> None:
             try:
-                then(self._state_before(step) if self.saves else None)
-            except Exception as error:  # no reason to end a run
-                logger.error(f"What step {step} is to leave behind is not kept: {error!r}")
+                callback(self._previous_checkpoint(step) if self.saves else None)
+            except Exception as error:  # must not end the run
+                logger.error(f"Could not record how to replay step {step}: {error!r}")
 
         if self.saves:
-            self._looking = [self._thread.submit(look)]
+            self._searches = [self._thread.submit(search)]
         else:
-            look()
+            search()
 
-    def _state_before(self, step: int) -> Path | None:
+    def _previous_checkpoint(self, step: int) -> Path | None:
         path = self.folder / f"step-{step - 1}{NONFINITE}"
         if path.is_dir():
             return path
@@ -498,12 +514,15 @@ class Checkpointer:
     # ---- end
 
     def close(self) -> None:
-        """Let a save under way end, delete what is due, free the folder. For each rank alone."""
+        """Wait for pending checkpoints, delete expired steps, and release the folder's lock.
+
+        Each rank may call it alone.
+        """
         if not self.section.enable:
             return
         if self._pending:
-            logger.warning("The run ends while a save is under way: waiting for it")
-        wait(self._looking + [future for _, _, future in self._pending], timeout=GRACE_SECONDS)
+            logger.warning(f"Waiting up to {GRACE_SECONDS:.0f} s for a pending checkpoint")
+        wait(self._searches + [future for _, _, future in self._pending], timeout=GRACE_SECONDS)
         if self._retention is not None:
             self._retention.close()
         if self._lock is not None:

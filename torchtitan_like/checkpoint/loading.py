@@ -1,4 +1,4 @@
-"""Filling a run from a checkpoint of any known format, in place, verified as it is read."""
+"""Load a checkpoint of any supported format into a run, in place, and verify it while reading."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def load_states(
     verify: str = "read",
     quantized: bool = False,
 ) -> None:
-    """Read the checkpoint of `start` into `states`, in place, on every rank together.
+    """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
-    A warm start reads the weights alone, from any format; a resume reads all keys but those in `exclude`. Raises
-    DamagedError when bytes are not those that were written, else CheckpointError; always on every rank.
+    A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
+    Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
+    of one rank is raised on every rank.
     """
-    begin = time.monotonic()
+    start_time = time.monotonic()
     keys = ["model"] if start.kind == "warm" else [key for key in states if key not in exclude]
     if start.format == "step":
         _load_step(start, {key: states[key] for key in keys}, votes, verify)
     else:
         _load_weights(start, states["model"], votes, identity, quantized)
-    left_out = sorted(set(states) - set(keys))
-    note = f" (not loaded: {', '.join(left_out)})" if left_out else ""
-    logger.info(f"Loaded {start.path} in {time.monotonic() - begin:.2f} seconds{note}")
+    not_loaded = sorted(set(states) - set(keys))
+    note = f" (not loaded: {', '.join(not_loaded)})" if not_loaded else ""
+    logger.info(f"Loaded {start.path} in {time.monotonic() - start_time:.2f} seconds{note}")
 
 
 def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verify: str) -> None:
-    """A step of ours: full, or the weights alone."""
+    """Load a native step, which is full or holds only the weights."""
     from torchtitan_like.checkpoint.dcp_storage import (
         METADATA,
         ExtentReader,
@@ -64,27 +65,28 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
     reader: Any
     if start.manifest["format_version"] == 1:
         logger.warning(
-            f"{path} was written in format 1, without hashes: what is read from it cannot be verified"
+            f"{path} has format 1, which has no hashes. Its content cannot be verified. To create "
+            "a checkpoint with hashes, save a new one"
         )
-        reader, others = CheckedReader(path), {}
+        reader = CheckedReader(path)
+        to_verify = {}
     else:
         records = file_records(start.manifest)
         reader = ExtentReader(path, records)
-        # What loading reads is verified as it is read; of the rest, the small files always.
-        others = {
-            n: record
-            for n, record in records.items()
-            if verify == "full" or not n.startswith("shard-")
+        # The reader verifies what it reads. Small files are always verified as a whole.
+        to_verify = {
+            name: record
+            for name, record in records.items()
+            if verify == "full" or not name.startswith("shard-")
         }
     dicts = {key: state.state_dict() for key, state in states.items()}
-    flat = {f"{key}.{name}": value for key, part in dicts.items() for name, value in part.items()}
+    flat = {f"{key}.{name}": value for key, names in dicts.items() for name, value in names.items()}
     stored: dict[str, Any] = {}
     targets: dict[str, Any] = {}
 
-    def look() -> None:
-        wait_until_visible(
-            path / METADATA
-        )  # rank 0 has found all files whole: what a node does not see is no damage
+    def read_metadata() -> None:
+        # Rank 0 sees all files, so a missing file on another node is a mount error, not damage.
+        wait_until_visible(path / METADATA)
         stored.update(reader.read_metadata().state_dict_metadata)
 
     def load() -> None:
@@ -92,17 +94,18 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
         load_planned(targets, reader, CheckedPlanner(path))
 
     votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
-    votes.all_do(look)
-    # Every stage of a pipeline has names of its own. Counted, not gathered: of thousands of ranks they would be gigabytes.
-    wanted = group.sum_async([name in flat for name in stored]).wait()
+    votes.all_do(read_metadata)
+    # Pipeline stages have different names. Counts are reduced, because gathering all names of
+    # thousands of ranks takes gigabytes.
+    counts = group.sum_async([name in flat for name in stored]).wait()
     surplus = [
         name
-        for name, num in zip(stored, wanted, strict=True)
-        if not num and name.split(".")[0] in states
+        for name, count in zip(stored, counts, strict=True)
+        if not count and name.split(".")[0] in states
     ]
     votes.all_do(load)
-    if others:
-        votes.all_do(lambda: verify_rest(path, others, reader.verified, group))
+    if to_verify:
+        votes.all_do(lambda: verify_rest(path, to_verify, reader.verified, group))
     for key, state in states.items():
         state.load_state_dict({name: targets[f"{key}.{name}"] for name in dicts[key]})
 
@@ -110,7 +113,7 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
 def _load_weights(
     start: Start, model: Stateful, votes: Votes, identity: Identity, quantized: bool
 ) -> None:
-    """The weights of another format, through the model's tables of names."""
+    """Load the weights of another format, with the model's tables of names."""
     from torchtitan_like.checkpoint.dcp_storage import verify_rest
     from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
     from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
@@ -118,7 +121,7 @@ def _load_weights(
     path, spec, args = start.path, identity.spec, identity.args
     assert path is not None
     tensors, tied = model.state_dict(), spec.tied(args)
-    if start.manifest is not None:  # an export of ours: its hashes are known
+    if start.manifest is not None:  # an export of this program, with hashes
         records = file_records(start.manifest)
         votes.leader_does(lambda: check_sizes(path, records))
         votes.all_do(lambda: verify_rest(path, records, {}, votes.group))
@@ -131,7 +134,8 @@ def _load_weights(
         return
     if spec.meta_names is None:
         raise CheckpointError(
-            f"{path}: of {spec.name} no checkpoints of TorchTitan or Meta are known"
+            f"{path} cannot be loaded into {spec.name}, which has no table of TorchTitan's or "
+            "Meta's names. Expected a native step or Hugging Face safetensors. Convert it first"
         )
     read = load_torchtitan if start.format == "dcp" else load_meta
     read(path, tensors, rows=spec.meta_names(args), tied=tied, votes=votes)
@@ -140,43 +144,48 @@ def _load_weights(
 def _targets(
     path: str,
     metadata: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    live: Mapping[str, Any],
     surplus: Sequence[str],
     *,
     may_convert: bool,
 ) -> dict[str, Any]:
-    """What DCP is to fill: the tensors of `wanted`, or with `may_convert` new ones where the stored type is another.
+    """Return the tensors for DCP to fill: the live ones, or new ones to convert from.
 
-    surplus: what is stored, and wanted by no rank.
+    DCP silently casts dtypes and ignores surplus entries. This function raises CheckpointError for
+    both, and for missing entries and other shapes.
 
-    DCP casts dtypes and ignores surplus entries silently; here both are errors, and a missing one is named.
+    surplus: stored entries that no rank loads.
+    may_convert: return a new tensor if the stored floating-point dtype differs from the live one.
     """
-    problems = [f"{name} is not in the checkpoint" for name in wanted if name not in metadata]
+    problems = [f"{name} is not in the checkpoint" for name in live if name not in metadata]
     problems += [f"{name} is in the checkpoint but not in this run" for name in surplus]
-    targets = dict(wanted)
-    converted: set[tuple[torch.dtype, torch.dtype]] = set()
-    for name in wanted.keys() & metadata.keys():
-        target, stored = wanted[name], metadata[name]
+    targets = dict(live)
+    conversions: set[tuple[torch.dtype, torch.dtype]] = set()
+    for name in live.keys() & metadata.keys():
+        target, stored = live[name], metadata[name]
         if not isinstance(target, torch.Tensor):
             continue
-        found = stored.properties.dtype
+        dtype = stored.properties.dtype
         if tuple(stored.size) != tuple(target.shape):
             problems.append(
                 f"{name} has shape {tuple(stored.size)}, this run needs {tuple(target.shape)}"
             )
         elif (
-            found != target.dtype
+            dtype != target.dtype
             and may_convert
-            and found.is_floating_point
+            and dtype.is_floating_point
             and target.is_floating_point()
         ):
-            targets[name] = torch.empty_like(target, dtype=found, requires_grad=False)
-            converted.add((found, target.dtype))
-        elif found != target.dtype:
-            problems.append(f"{name} is {found}, this run needs {target.dtype}")
+            targets[name] = torch.empty_like(target, dtype=dtype, requires_grad=False)
+            conversions.add((dtype, target.dtype))
+        elif dtype != target.dtype:
+            problems.append(f"{name} is {dtype}, this run needs {target.dtype}")
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{path} does not fit this run: " + "; ".join(problems[:10]) + more)
-    for found, needed in converted:
-        logger.info(f"{path} holds {found}: converted to {needed}")
+        raise CheckpointError(
+            f"{path} does not fit this run: {'; '.join(problems[:10])}{more}. Set [model] and the "
+            "dtypes to those of the checkpoint, or load another one"
+        )
+    for stored_dtype, live_dtype in conversions:
+        logger.info(f"Converted weights of {path} from {stored_dtype} to {live_dtype}")
     return targets

@@ -1,7 +1,11 @@
-"""One save from stage to publish: every rank writes, all vote, the manifest commits, the rename shows it.
+"""Write and publish one checkpoint.
 
-stage -> visibility, space -> every rank writes and hashes its files -> vote 1 (outcomes and records) -> rank 0 checks the
-sizes on disk, writes `manifest.json`, renames to `step-N`, fsyncs -> vote 2 (the outcome is everyone's) -> retention.
+1. Rank 0 creates a staging folder and checks free space. All ranks check that they see it.
+2. Every rank writes and hashes its files.
+3. All ranks exchange outcomes and file records. If any rank failed, all raise.
+4. Rank 0 checks the sizes on disk, writes `manifest.json`, renames the folder to `step-N`, and
+   syncs it. All ranks receive the outcome.
+5. Rank 0 deletes expired checkpoints.
 """
 
 from __future__ import annotations
@@ -41,24 +45,25 @@ logger = logging.getLogger()
 
 @dataclass(frozen=True)
 class Save:
-    """What one save is."""
+    """The form of one checkpoint to save."""
 
     kind: Literal["full", "weights", "hf"]
-    folder: Path  # where its step-N will stand
-    dtype: torch.dtype | None = (
-        None  # floating-point weights are converted to it; None keeps their own
-    )
-    is_last: bool = False  # nothing comes after it: it is written in the foreground, and its failure ends the run
-    suffix: str = ""  # of the folder's name; with one it is no step that a run starts from
+    folder: Path  # the parent folder of step-N
+    dtype: torch.dtype | None = None  # of floating-point weights; None keeps their dtype
+    is_last: bool = False  # written in the foreground; an error ends the run
+    suffix: str = ""  # of the folder's name; a run never starts from a step with a suffix
 
     @property
     def form(self) -> str:
-        """The kind, and the type of the weights where it was asked for: what log lines say."""
+        """The kind and the requested dtype, for log lines."""
         return f"{self.kind}, {str(self.dtype).removeprefix('torch.')}" if self.dtype else self.kind
 
 
 class StepWriter:
-    """Writes steps on the checkpoint thread of every rank together. `lock` and `retention` are rank 0's, else None."""
+    """Writes steps. Runs on the checkpoint threads of all ranks together.
+
+    `lock` and `retention` are None on all ranks except rank 0.
+    """
 
     def __init__(
         self,
@@ -69,9 +74,13 @@ class StepWriter:
         lock: RunLock | None,
         retention: Retention | None,
     ) -> None:
-        self._section, self._votes, self._identity, self._run_id = section, votes, identity, run_id
-        self._lock, self._retention = lock, retention
-        self._is_visible = False  # to every rank, as far as is known
+        self._section = section
+        self._votes = votes
+        self._identity = identity
+        self._run_id = run_id
+        self._lock = lock
+        self._retention = retention
+        self._is_folder_shared = False  # True after a successful check
 
     def commit(
         self,
@@ -83,20 +92,21 @@ class StepWriter:
         summary: Mapping[str, Any],
         on_published: Callable[[Save, Path, float], None],
     ) -> Path:
-        """Write and publish `step-N`; raises CheckpointError on every rank when any rank failed.
+        """Write and publish `step-N`. If any rank fails, raises CheckpointError on every rank.
 
-        `tensors`: flat names -> DTensor, tensor or string. `summary` goes into the manifest. `on_published` is told
-        what, where and in how many seconds, on rank 0.
+        tensors: flat names -> DTensor, tensor, or string.
+        summary: additional entries of the manifest.
+        on_published: called on rank 0 with the form, the path, and the duration in seconds.
         """
-        begin = time.monotonic()
+        start_time = time.monotonic()
         final = save.folder / f"step-{step}{save.suffix}"
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
-        if save.dtype is not None and save.kind != "hf":  # an export converts piece by piece
+        if save.dtype is not None and save.kind != "hf":  # an export converts while it writes
             warn_of_overflow(tensors, save.dtype)
             tensors = {name: _as_dtype(value, save.dtype) for name, value in tensors.items()}
         try:
             self._votes.leader_does(lambda: self._stage(save, staged, final, tensors))
-            self._see_each_other(staged)
+            self._check_shared_folder(staged)
             records = self._write_files(save, staged, tensors, config_toml)
             content = {"kind": save.kind, "step": step, "config": config_toml, **summary}
             self._votes.leader_does(lambda: self._publish(staged, final, records, content))
@@ -104,14 +114,14 @@ class StepWriter:
             if self._votes.is_leader:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
-        seconds = time.monotonic() - begin
+        seconds = time.monotonic() - start_time
         logger.info(f"Saved {final} ({save.form}) in {seconds:.2f} seconds")
         if self._retention is not None:
             try:
                 on_published(save, final, seconds)
                 self._retention.apply()
-            except Exception as error:  # the step is safe, and the others know: what comes after it must not undo that
-                logger.error(f"{final} is saved, but what follows a save has failed: {error}")
+            except Exception as error:  # the checkpoint itself is complete
+                logger.error(f"Saved {final}, but its event or retention failed: {error}")
         return final
 
     def _stage(self, save: Save, staged: Path, final: Path, tensors: Mapping[str, Any]) -> None:
@@ -119,21 +129,22 @@ class StepWriter:
             self._lock.check()
         if final.exists():
             raise CheckpointError(
-                f"{final} exists already: a published checkpoint is never overwritten"
+                f"{final} exists already: a published checkpoint is never overwritten. Choose "
+                "another job.dump_folder, or move the folder away"
             )
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
         check_space(staged, needed, 2 * self._votes.group.size + 8)
         check_writable(staged)
 
-    def _see_each_other(self, staged: Path) -> None:
-        """Before the first save: every rank, on every node, must see what rank 0 has put there."""
-        if self._is_visible:
+    def _check_shared_folder(self, staged: Path) -> None:
+        """Check before the first checkpoint that every rank sees the files of rank 0."""
+        if self._is_folder_shared:
             return
         token = self._votes.leader_does(lambda: write_marker(staged))
         self._votes.all_do(lambda: wait_for_marker(staged, token))
         self._votes.leader_does(lambda: remove_marker(staged))
-        self._is_visible = True
+        self._is_folder_shared = True
 
     def _write_files(
         self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
@@ -195,7 +206,7 @@ class StepWriter:
 
 
 def _num_bytes(value: Any, dtype: torch.dtype | None) -> int:
-    """What a value of the state takes on disk, its floating-point numbers as `dtype`."""
+    """Return the size of a value on disk, with floating-point tensors converted to `dtype`."""
     if not isinstance(value, torch.Tensor):
         return 0
     is_converted = dtype is not None and value.is_floating_point()
@@ -205,6 +216,6 @@ def _num_bytes(value: Any, dtype: torch.dtype | None) -> int:
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors converted; integers, bools and everything else as they are."""
+    """Convert floating-point tensors to `dtype`. Returns all other values unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.detach().to(dtype) if is_float else value

@@ -169,7 +169,7 @@ def test_names_and_settings_of_other_versions() -> None:
 
 @pytest.mark.parametrize("text", ["[training", "x = "])
 def test_a_stored_configuration_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(CheckpointError, match="is no TOML"):
+    with pytest.raises(CheckpointError, match="is not valid TOML"):
         diff_settings(text, load_config([]).model_dump(), {}, {})
 
 

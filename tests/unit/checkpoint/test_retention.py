@@ -202,8 +202,8 @@ def test_a_pin_that_says_why_outlives_the_one_that_is_taken_back(tmp_path: Path,
         assert found == pin.parent
         pin.write_text(why)
 
-    checkpointer.look_back(30, pin_it)
+    checkpointer.find_previous(30, pin_it)
     unpin()
-    checkpointer.look_back(30, lambda found: None)
+    checkpointer.find_previous(30, lambda found: None)
     checkpointer.close()
     assert pin.exists() == bool(why)
