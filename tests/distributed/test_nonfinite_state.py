@@ -81,4 +81,4 @@ def test_it_is_never_the_newest_step(tmp_path, interval, step, name, published, 
     assert published_steps(checkpoints)[-1].step == 8
     start = endings[0][1]
     assert f" at step {published[-1] if published else 0}: " in start
-    assert f"; not finite and left out: step-{step}.nonfinite" in start
+    assert f"; skipped because not finite: step-{step}.nonfinite" in start
