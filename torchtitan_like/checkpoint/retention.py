@@ -1,4 +1,4 @@
-"""Which published steps may go, and their deletion in the background."""
+"""Choose expired steps, and delete them in the background."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from torchtitan_like.checkpoint.step_folders import (
 
 logger = logging.getLogger()
 
-PIN = "PIN"  # a file of this name inside `step-N` keeps it for ever; who wants to keep it for good may write why
+PIN = "PIN"  # a file in `step-N` that prevents its deletion; users may write a reason into it
 _TRASH = ".trash-"
 
 
 class Expiry(NamedTuple):
-    """What retention deletes."""
+    """The expired steps."""
 
     steps: list[tuple[int, Path]]  # oldest first
     newest_full: tuple[int, Path] | None
-    oldest_of_newest: (
-        int | None
-    )  # number of the `keep_latest_k`-th newest step; None: there are fewer
+    oldest_of_newest: int | None  # number of the `keep_latest_k`-th newest step, if it exists
 
 
 def find_expired(
@@ -40,11 +38,11 @@ def find_expired(
     keep_latest_k: int,
     keep_every: int = 0,
 ) -> Expiry:
-    """Which of the steps in `folders`, oldest first, are not to be kept. `keep_latest_k` 0 keeps all.
+    """Return the expired steps of `folders`, which are sorted from the oldest. 0 keeps all.
 
-    Kept are the newest `keep_latest_k`, multiples of `keep_every`, pinned ones, step 0 (what the run began from) and the
-    newest full one, without which no run could go on. `is_full` returns None for what is no complete checkpoint: that is
-    neither counted nor deleted. It is called for as few steps as possible.
+    Kept are the newest `keep_latest_k`, multiples of `keep_every`, pinned steps, step 0, and the
+    newest full step. `is_full` returns None for an incomplete checkpoint, which is neither counted
+    nor deleted. It reads files, so it is called as rarely as possible.
     """
     num_newest, oldest_of_newest = 0, None
     newest_full: tuple[int, Path] | None = None
@@ -69,58 +67,63 @@ def find_expired(
 
 
 def newest_before(folder: Path, step: int) -> StepFolder | None:
-    """The newest full step before `step`, leaving out step 0, which is always kept."""
+    """Return the newest full step before `step`, except step 0, which is never deleted."""
     earlier = [(number, path) for number, path in numbered_folders(folder) if 0 < number < step]
-    found = (read_step(number, path) for number, path in reversed(earlier))
-    return next((step for step in found if step is not None and step.is_full), None)
+    steps = (read_step(number, path) for number, path in reversed(earlier))
+    return next((step for step in steps if step is not None and step.is_full), None)
 
 
 def pin_before(folder: Path, step: int) -> Path | None:
-    """Pin the newest full step before `step`; the PIN, None when there is no such step or it is pinned already."""
+    """Pin the newest full step before `step`. Returns its pin.
+
+    Returns None if there is no such step or it is pinned already.
+    """
     newest = newest_before(folder, step)
     if newest is None or (pin := newest.path / PIN).exists():
         return None
     pin.touch()
-    logger.info(f"Pinned {newest.path}: it stays until its file {PIN} is removed")
+    logger.info(f"Pinned {newest.path}. To unpin it, remove its file {PIN}")
     return pin
 
 
 class Retention:
-    """Deletes old steps of one folder without making a step wait. Only for the holder of the folder's lock.
+    """Deletes expired steps of a folder in a thread. Use it only while holding the folder's lock.
 
-    A step is renamed out of sight first, so that a deletion cut short never leaves half a checkpoint; what could not
-    be deleted, now or by an earlier run, is tried again each time.
+    A step is renamed before it is deleted, so that an interrupted deletion never leaves a partial
+    checkpoint. Failed deletions are retried after each checkpoint.
     """
 
     def __init__(self, folder: Path, *, keep_latest_k: int, keep_every: int = 0) -> None:
         self.folder = folder
         self.keep_latest_k = keep_latest_k
         self.keep_every = keep_every
-        self._looked: dict[Path, bool | None] = {}  # of steps seen before: see `find_expired`
+        self._is_full_cache: dict[Path, bool | None] = {}  # values of `_is_full`
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="retention")
 
     def apply(self) -> list[int]:
-        """Put the expired steps out of sight and have them deleted; returns their numbers.
+        """Rename the expired steps and start their deletion. Returns their numbers.
 
-        No manifest is read twice, but that of the newest full step before anything is deleted: the cost of a save
-        does not grow with the number of kept steps. A superseded step expires when `keep_latest_k` complete steps
-        with its number or a higher one are there.
+        Each manifest is read once, so that the cost does not grow with the number of kept steps.
+        The newest full step is read again before any deletion, because it may be damaged since.
+        A superseded step expires when `keep_latest_k` complete steps have at least its number.
         """
         folders = numbered_folders(self.folder) if self.keep_latest_k else []
         present = {path for _, path in folders}
-        self._looked = {path: full for path, full in self._looked.items() if path in present}
+        self._is_full_cache = {
+            path: full for path, full in self._is_full_cache.items() if path in present
+        }
         expiry = self._find_expired(folders)
         if expiry.steps and expiry.newest_full is not None:
-            self._looked.pop(expiry.newest_full[1])  # it may have been damaged since
+            self._is_full_cache.pop(expiry.newest_full[1])  # it may have been damaged since
             if not self._is_full(*expiry.newest_full):
-                self._looked.clear()
+                self._is_full_cache.clear()
                 expiry = self._find_expired(folders)
         for number, path in expiry.steps:
             self._discard(number, path)
         if expiry.oldest_of_newest is not None:
             for number, path in superseded_folders(self.folder):
                 if number <= expiry.oldest_of_newest and not (path / PIN).exists():
-                    logger.info(f"Deleting {path}: the run has passed step {number} again")
+                    logger.info(f"Deleting {path}: newer checkpoints replace step {number}")
                     self._discard(number, path)
         self._deleter.submit(self._empty_trash)
         return [number for number, _ in expiry.steps]
@@ -129,18 +132,18 @@ class Retention:
         return find_expired(folders, self._is_full, self.keep_latest_k, self.keep_every)
 
     def _is_full(self, number: int, path: Path) -> bool | None:
-        if path not in self._looked:
+        if path not in self._is_full_cache:
             step = read_step(number, path)
             is_whole = step is not None and step.damage is None
-            self._looked[path] = step.is_full if step is not None and is_whole else None
-        return self._looked[path]
+            self._is_full_cache[path] = step.is_full if step is not None and is_whole else None
+        return self._is_full_cache[path]
 
     def _discard(self, number: int, path: Path) -> None:
         candidates = (self.folder / f"{_TRASH}{number}{suffix}" for suffix in _suffixes())
         os.rename(path, next(trash for trash in candidates if not trash.exists()))
 
     def close(self) -> None:
-        """Wait until everything is deleted."""
+        """Wait until all expired steps are deleted."""
         self._deleter.shutdown()
 
     def _empty_trash(self) -> None:
@@ -149,7 +152,7 @@ class Retention:
                 shutil.rmtree(path)
             except OSError as error:
                 logger.warning(
-                    f"{path} could not be deleted, and is tried again after the next save: {error}"
+                    f"Could not delete {path}, retrying after the next checkpoint: {error}"
                 )
 
 

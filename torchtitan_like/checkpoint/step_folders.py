@@ -1,8 +1,11 @@
-"""The checkpoint folder as a list of steps: which are complete, which are damaged, which is newest.
+"""List, read, publish, and rename the steps of a checkpoint folder. Only rank 0 calls this module.
 
-A step is a directory `step-N` with a `manifest.json`; staged ones are called `step-N.tmp-<id>` and are never read.
-`step-N.nonfinite` is the complete state of a step that holds an inf or nan. No function here takes it for a step.
-Only rank 0 calls these functions; the others are told the outcome.
+| name | content |
+| --- | --- |
+| `step-N` | a published step, with a `manifest.json` |
+| `step-N.tmp-<id>` | a staged step, which is never read |
+| `step-N.nonfinite` | the complete state of a step with an inf or NaN, which is not a step |
+| `step-N.superseded-<id>` | a step after the one at which the run restarted |
 """
 
 from __future__ import annotations
@@ -25,11 +28,9 @@ from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = (
-    2  # 1 had neither "files" nor "self": such a step is read, but nothing of it is verified
-)
+FORMAT_VERSION = 2  # format 1 lacks "files" and "self": it is read without verification
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
-# What `write_manifest` and the writer of a step set; the rest of a manifest is the run's summary.
+# Keys that `write_manifest` and `StepWriter` set. All others are the run's summary.
 MANIFEST_OWN_KEYS = {
     "format_version",
     "extent_bytes",
@@ -41,10 +42,10 @@ MANIFEST_OWN_KEYS = {
     "files",
 }
 CONFIG = "config.toml"  # of the run; in its exports too
-# Errors that a healthy manifest cannot have: a bad sector, a folder or a pipe of that name, a file without end.
+# Errors that mean damage: a bad sector, a folder or pipe of that name, or an endless file.
 _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
-_NO_CONTENT = {CONFIG, "PIN"}  # files of a step that hold nothing of its state
-NONFINITE = ".nonfinite"  # suffix of a state with an inf or nan, kept for study
+_NO_STATE = {CONFIG, "PIN"}  # files of a step without state
+NONFINITE = ".nonfinite"  # suffix of a state with an inf or NaN, kept for debugging
 _STEP = re.compile(r"step-(\d+)")
 _SUPERSEDED = re.compile(r"step-(\d+)\.superseded-.*")
 
@@ -53,7 +54,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepFolder:
-    """A published checkpoint; `damage` says what is wrong with it, in a sentence, as far as names and sizes tell."""
+    """A published checkpoint. `damage` describes missing files and wrong sizes, or is None."""
 
     step: int
     path: Path
@@ -62,15 +63,15 @@ class StepFolder:
 
     @property
     def is_full(self) -> bool:
-        """True when training can resume from it: a save of weights cannot, a damaged one must not."""
+        """True if training can resume from it: it holds the full state and is not damaged."""
         return self.damage is None and self.manifest["kind"] == "full"
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a directory; None when there is none: the directory is no checkpoint of ours.
+    """Return the manifest of a folder, or None if the folder is not a checkpoint of this program.
 
-    Raises DamagedError when there is one that cannot be believed, CheckpointError when it cannot be looked at or is a
-    newer program's: no step must be given up for a missing permission or a file server that is away.
+    Raises DamagedError if the manifest is damaged. Raises CheckpointError if it cannot be read, for
+    example without permission, or if a newer version wrote it. The step is then still good.
     """
     file = path / MANIFEST
     try:
@@ -78,12 +79,12 @@ def read_manifest(path: Path) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         if file.is_symlink() or any(path.glob("shard-*.bin")):
             raise DamagedError(
-                f"{file} is missing: what the other files should hold is not known"
+                f"{file} is missing, so that the other files cannot be verified"
             ) from None
         if (path / CONFIG).is_file() and any(path.glob("*.safetensors")):
             raise DamagedError(
-                f"{file} is missing, and {CONFIG} shows that this is an export of this program: its files cannot be "
-                f"verified. To load it unverified, copy it without {CONFIG}"
+                f"{file} is missing, and {CONFIG} shows that this is an export of this program: "
+                f"its files cannot be verified. To load it unverified, copy it without {CONFIG}"
             ) from None
         return None
     except OSError as error:
@@ -106,19 +107,20 @@ def read_manifest(path: Path) -> Manifest | None:
         )
         if manifest.pop("self", None) != _hash(manifest):
             raise DamagedError(
-                f"{file} is damaged: its text is not the one that was written (its own hash differs)"
+                f"{file} is damaged: its content does not have the hash in its key self"
             )
         if newer:
             raise CheckpointError(
                 f"{file} was written by a newer version of this program (format_version "
-                f"{manifest['format_version']}, this one knows {FORMAT_VERSION}): use that version to read it"
+                f"{manifest['format_version']}, this one knows {FORMAT_VERSION}). "
+                "Use that version to read it"
             )
     _check_files(file, manifest.get("files", {}))
     return manifest
 
 
 def _check_files(file: Path, records: Any) -> None:
-    """Raise DamagedError unless a manifest's "files" is a table of records, all of files in its folder."""
+    """Raise DamagedError unless "files" of a manifest is a table of records in its own folder."""
     try:
         for name, record in records.items():
             if not is_inside(name):
@@ -136,13 +138,13 @@ def _check_files(file: Path, records: Any) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` durably; called last, when every other file of the step is on disk.
+    """Write `manifest.json` durably, after all other files of the step.
 
-    Values may be dataclasses (`FileRecord`). Adds `format_version`, how files are hashed, and `self`: the hash by which a
-    flipped bit of the manifest itself is found.
+    Values may be dataclasses (`FileRecord`). Adds the format version, the hash function, and the
+    key `self`, which is the hash of the manifest itself.
     """
-    form = {"format_version": FORMAT_VERSION, "extent_bytes": EXTENT, "hash": "xxh3_128"}
-    complete = json.loads(json.dumps({**form, **manifest}, default=dataclasses.asdict))
+    header = {"format_version": FORMAT_VERSION, "extent_bytes": EXTENT, "hash": "xxh3_128"}
+    complete = json.loads(json.dumps({**header, **manifest}, default=dataclasses.asdict))
     complete["self"] = _hash(complete)
     temporary = folder / f"{MANIFEST}.tmp"
     with naming(temporary):
@@ -150,60 +152,66 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _hash(manifest: Manifest) -> str:
-    """xxh3-128 of the manifest as canonical JSON: sorted keys, no spaces, without `self`."""
+    """Return the xxh3-128 of a manifest without `self` as JSON with sorted keys and no spaces."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return str(xxhash.xxh3_128_hexdigest(canonical.encode()))
 
 
 def all_steps(folder: Path) -> list[StepFolder]:
-    """Every `step-N` of `folder` with a manifest or nothing at all, oldest first, the damaged ones too.
+    """Return every step of `folder`, oldest first, including damaged and emptied ones.
 
-    Raises as `read_manifest` for others.
+    Raises CheckpointError like `read_manifest`.
     """
-    found = (read_step(number, path) for number, path in numbered_folders(folder))
-    return [step for step in found if step is not None]
+    steps = (read_step(number, path) for number, path in numbered_folders(folder))
+    return [step for step in steps if step is not None]
 
 
 def emptied(path: Path) -> str | None:
-    """Describe a folder that has lost all of a checkpoint, as cleaners of old files leave it; None for others."""
-    left = {file.name for file in path.rglob("*") if not file.is_dir()}
-    if left - _NO_CONTENT:
+    """Describe a folder whose state files were all deleted, for example by a cleaner of old files.
+
+    Returns None for other folders.
+    """
+    names = {file.name for file in path.rglob("*") if not file.is_dir()}
+    if names - _NO_STATE:
         return None
-    return f"{path} is empty" + (f" but for {', '.join(sorted(left))}" if left else "")
+    return f"{path} is empty" + (f" except for {', '.join(sorted(names))}" if names else "")
 
 
 def published_steps(folder: Path) -> list[StepFolder]:
-    """All complete checkpoints of `folder`, oldest first."""
+    """Return all complete checkpoints of `folder`, oldest first."""
     return [step for step in all_steps(folder) if step.damage is None]
 
 
 def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Every directory named `step-N` of `folder` with its number, in order, whatever is in it."""
+    """Return every `step-N` of `folder` with its number, in order, regardless of its content."""
     return _matching_folders(folder, _STEP)
 
 
 def superseded_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Steps that `supersede_later` has renamed, exports too, with their numbers."""
-    places = (folder, folder / HF_EXPORTS)
-    return [found for place in places for found in _matching_folders(place, _SUPERSEDED)]
+    """Return the steps and exports that `supersede_later` has renamed, with their numbers."""
+    parents = (folder, folder / HF_EXPORTS)
+    return [match for parent in parents for match in _matching_folders(parent, _SUPERSEDED)]
 
 
 def _matching_folders(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """One listing of the folder; the file system is not asked about each entry."""
+    """Return the matching folders and their numbers, with one listing and no stat per entry."""
     try:
         with os.scandir(folder) as entries:
-            found = [
+            folders = [
                 (int(match[1]), folder / entry.name)
                 for entry in entries
                 if (match := pattern.fullmatch(entry.name)) and entry.is_dir()
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found)
+    return sorted(folders)
 
 
 def read_step(number: int, path: Path) -> StepFolder | None:
-    """Read a step's manifest and compare names and sizes with it; None: no checkpoint, or gone meanwhile."""
+    """Read a step's manifest, and compare the names and sizes of its files.
+
+    Returns None if the folder is not a checkpoint or was deleted in the meantime.
+    """
     try:
         manifest = read_manifest(path)
         damage = emptied(path) if manifest is None else _damage(number, path, manifest)
@@ -225,7 +233,7 @@ def is_inside(name: str) -> bool:
 
 
 def nonfinite_states(folder: Path) -> list[Path]:
-    """Every `step-N.nonfinite` of `folder`, by number."""
+    """Return every `step-N.nonfinite` of `folder`, ordered by number."""
     found = [
         (_STEP.fullmatch(path.name.removesuffix(NONFINITE)), path)
         for path in folder.glob(f"*{NONFINITE}")
@@ -234,7 +242,7 @@ def nonfinite_states(folder: Path) -> list[Path]:
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:
-    """What each file of a step holds; empty for format_version 1."""
+    """Return the record of each file of a step. Empty for format_version 1."""
     return {
         name: FileRecord(f["size"], tuple(f["extents"]))
         for name, f in manifest.get("files", {}).items()
@@ -242,7 +250,7 @@ def file_records(manifest: Manifest) -> dict[str, FileRecord]:
 
 
 def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
-    """What names and sizes show at once; what is inside is verified by whoever reads it."""
+    """Describe missing files and wrong sizes, or return None. Readers verify the content."""
     if manifest["step"] != number:
         return (
             f"{path} holds step {manifest['step']}, by its manifest: it has been renamed or copied"
@@ -253,13 +261,13 @@ def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
         return str(error)
     except OSError as error:
         if error.errno != errno.EIO:
-            raise CheckpointError(f"{path} cannot be looked at: {error}") from error
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         return str(error)
     return None
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a complete staged step its name. A published step is never overwritten."""
+    """Rename a complete staged step to its final name. Never overwrites a published step."""
     if final.exists():
         raise FileExistsError(
             f"{final} exists already: a published checkpoint is never overwritten"
@@ -270,10 +278,10 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:
-    """Rename every `step-N` beyond `step`, exports too: the run restarts before them and will write them again."""
+    """Rename all steps and exports after the restart at `step`. Returns the new paths."""
     renamed = []
-    for place in (folder, folder / HF_EXPORTS):
-        for number, path in numbered_folders(place):
+    for parent in (folder, folder / HF_EXPORTS):
+        for number, path in numbered_folders(parent):
             if number > step:
                 target = path.with_name(f"{path.name}.superseded-{run_id}")
                 os.rename(path, target)
@@ -282,12 +290,13 @@ def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:
 
 
 def stale_stages(folder: Path) -> list[Path]:
-    """What an interrupted save has left in a checkpoint folder, or a save under way has staged."""
-    return [path for place in (folder, folder / HF_EXPORTS) for path in place.glob("step-*.tmp-*")]
+    """Return the staged steps of a checkpoint folder, of interrupted and of running saves."""
+    parents = (folder, folder / HF_EXPORTS)
+    return [path for parent in parents for path in parent.glob("step-*.tmp-*")]
 
 
 def remove_stale_stages(folder: Path) -> list[Path]:
-    """Remove what an interrupted save has left behind. Only for the holder of the folder's lock."""
+    """Remove staged steps of interrupted saves. Call it only while holding the folder's lock."""
     stale = stale_stages(folder)
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)

@@ -140,7 +140,7 @@ def test_emptied_folders_of_steps_are_damage(tmp_path: Path) -> None:
     (tmp_path / "step-15/sharded").mkdir(parents=True)
     five, ten, fifteen = all_steps(tmp_path)
     assert five.damage is None
-    assert ten.damage == f"{tmp_path / 'step-10'} is empty but for config.toml"
+    assert ten.damage == f"{tmp_path / 'step-10'} is empty except for config.toml"
     assert fifteen.damage == f"{tmp_path / 'step-15'} is empty"
 
 
