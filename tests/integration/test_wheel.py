@@ -45,7 +45,6 @@ def titan(installed: Path, folder: Path, *words: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.nightly
 def test_titan_works_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     assert "titan = torchtitan_like.cli:main" in next(installed.glob("*.dist-info/entry_points.txt")).read_text()
     checked = titan(installed, tmp_path, "check", "debug_model.toml", "--world-size", "1", "--training")
@@ -55,6 +54,12 @@ def test_titan_works_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     trained = titan(installed, tmp_path, "train", "debug_model.toml", "--nproc", "1", *TINY.split(), *caches)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert (tmp_path / "outputs/checkpoint/step-1/manifest.json").exists()
+    step = "outputs/checkpoint/step-1"
+    exported = titan(installed, tmp_path, "ckpt", "export", step, "exported")
+    assert exported.returncode == 0, exported.stderr
+    assert (tmp_path / "exported/tokenizer.json").exists()
+    generated = titan(installed, tmp_path, "generate", step, "--prompt", "ROMEO:", "--num-tokens", "2")
+    assert generated.returncode == 0 and generated.stdout.startswith("ROMEO:"), generated.stderr
     written = titan(installed, tmp_path, "slurm", "init", "slurm")
     assert written.returncode == 0 and (tmp_path / "slurm/train.slurm").exists(), written.stderr
     assert trained.stdout.splitlines()[-2].startswith("Resume (the same command, more steps): ")

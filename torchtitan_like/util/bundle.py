@@ -23,6 +23,6 @@ def find_config(path: str, folder: Path = Path()) -> Path:
 
 def find_assets(path: str) -> str:
     """Return the folder of tokenizer and assets: the bundled one for the default, if that does not exist here."""
-    if path == TOKENIZER_IN_REPOSITORY and not Path(path).exists():
+    if Path(path) == Path(TOKENIZER_IN_REPOSITORY) and not Path(path).exists():
         return str(TOKENIZER)
     return path
