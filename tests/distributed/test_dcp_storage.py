@@ -239,7 +239,9 @@ def test_a_file_of_a_wrong_length_is_found_before_anything_is_read(
         os.truncate(path, path.stat().st_size + (1 if change == "longer" else -1))
     for kind, message, was_read in run_ranks(load_damaged, 2, str(damaged), step[1]):
         assert (kind, was_read) == (DamagedError, False)
-        assert f"{path} {'is missing' if change == 'missing' else 'holds'}" in message
+        size = path.stat().st_size if path.exists() else None
+        expected = f"{path} is missing, expected " if size is None else f"{path} has {size} bytes, expected "
+        assert expected in message
 
 
 class Intruder:

@@ -1,11 +1,12 @@
-"""Native steps: torch's distributed checkpoint (DCP), with its standard planners, over files in hashed extents.
+"""Storage of native steps: torch's distributed checkpoint (DCP) over files in hashed extents.
 
     dcp.save(state, storage_writer=ExtentWriter(folder, rank), process_group=group)
     load_planned(state, ExtentReader(folder, records), CheckedPlanner(folder))
 
-Every rank that has something to write writes one file, `shard-00000.bin`: its items one after the other, each from a
-multiple of 64 bytes on, padded with zeros; a tensor is its elements in C order, anything else the planner's own bytes.
-`.metadata` is DCP's pickle; where it says how an item is stored stands (file name, offset, length in bytes).
+Each rank with items writes one file, such as `shard-00000.bin`. Items follow each other, aligned to
+64 bytes and padded with zeros. A tensor is stored as its elements in C order, any other item as the
+bytes of the planner. `.metadata` is DCP's pickle. Its storage data of an item is the tuple (file
+name, offset in bytes, length in bytes).
 """
 
 from __future__ import annotations
@@ -53,17 +54,16 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path, write_atomically
 
 METADATA = ".metadata"
-ALIGNMENT = (
-    64  # bytes; a multiple of every element's size, so that no extent ends within an element
-)
+ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 BOUNCE = 4 * EXTENT
 
 
 class ExtentWriter(StorageWriter):
-    """Writes one step into `folder`, which exists and is new.
+    """Writes one step into `folder`, which must be new and empty.
 
-    After `dcp.save` `records` holds what this rank has written: its shard, if it had anything to write, and on rank 0
-    `.metadata`. Tensors in host memory are written from where they are; others pass through a buffer of a few extents.
+    After `dcp.save`, `records` contains the files of this rank: its shard, if it has items, and on
+    rank 0 `.metadata`. Tensors in host memory are written without a copy. Others pass through a
+    buffer of a few extents.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
@@ -84,7 +84,7 @@ class ExtentWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items in the plan's order: the same state gives the same bytes."""
+        """Write the items in the order of the plan, so that equal states give equal files."""
         results = []
         if plan.items:
             with ExtentSink(self.folder / self.shard) as sink:
@@ -100,18 +100,18 @@ class ExtentWriter(StorageWriter):
         self, sink: ExtentSink, item: WriteItem, planner: SavePlanner, bounce: _Bounce
     ) -> WriteResult:
         sink.write(bytes(-sink.size % ALIGNMENT))
-        begin = sink.size
+        offset = sink.size
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             for piece in bounce.pieces(data.detach()):
                 sink.write(piece)
         else:
             sink.write(data.getbuffer())
-        length = sink.size - begin
-        return WriteResult(item.index, length, (self.shard, begin, length))
+        length = sink.size - offset
+        return WriteResult(item.index, length, (self.shard, offset, length))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata` durably, last; called on rank 0 when every rank has written its shard."""
+        """Write `.metadata` durably. DCP calls it on rank 0 after all ranks have written."""
         metadata.storage_data = {
             result.index: result.storage_data for rank in results for result in rank
         }
@@ -128,17 +128,17 @@ class ExtentWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # one is made for each save; DCP never reuses it for another folder
+        return False  # DCP must not reuse the writer for another folder
 
 
 class _Bounce:
-    """Turns tensors into the bytes of their elements, C order, through a host buffer where they cannot be used as is."""
+    """Converts tensors to bytes in C order. Uses a host buffer unless contiguous on the CPU."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The tensor's bytes in order; each piece is valid until the next is asked for."""
+        """Yield the tensor's bytes in order. Each piece is valid until the next one."""
         if tensor.numel() == 0:
             return
         if tensor.is_cpu and tensor.is_contiguous():
@@ -151,15 +151,15 @@ class _Bounce:
             yield _as_bytes(staged)
         else:
             rows = BOUNCE // tensor[0].nbytes
-            for part in tensor.split(rows) if rows else tensor.unbind():
-                yield from self.pieces(part)
+            for block in tensor.split(rows) if rows else tensor.unbind():
+                yield from self.pieces(block)
 
 
 class ExtentReader(StorageReader):
-    """Reads a step written by ExtentWriter, straight into the state's own tensors.
+    """Reads a step of `ExtentWriter` directly into the tensors of the state.
 
-    Every extent is verified against `records` before what it holds is used; `verified` tells which ones were read.
-    Nothing is read before every file is known to have its recorded size. trust: unpickle any class.
+    Verifies every extent against `records` before its content is used. `verified` contains the
+    extents that were read. Checks the sizes of all files first. trust: unpickle any class.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class ExtentReader(StorageReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """What the step holds. Raises DamagedError, or CheckpointError for a class that is refused.
+        """Return the metadata. Raises DamagedError, or CheckpointError for a refused class.
 
-        To be called before `dcp.load` too, which makes a mere text of what is raised in here.
+        Call it before `dcp.load`, which would convert these errors to text.
         """
         if self._metadata is None:
             content = bytearray(self._record(METADATA).size)
@@ -189,7 +189,7 @@ class ExtentReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Check that the files are there (rank 0: all of them). Raises DamagedError."""
+        """Check the sizes of all files on the coordinator. Raises DamagedError."""
         if is_coordinator:
             check_sizes(self.folder, self.records)
 
@@ -203,7 +203,7 @@ class ExtentReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every file this rank needs once, from front to back."""
+        """Read every file that this rank needs once, sequentially."""
         stored = self.read_metadata().storage_data
         by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
         for item in plan.items:
@@ -233,7 +233,7 @@ class ExtentReader(StorageReader):
         return future
 
     def _box(self, offset: int, item: ReadItem, target: torch.Tensor) -> _Box | None:
-        """The item's box of the stored tensor, which begins at byte `offset`; None for one without elements."""
+        """Return the item's box of the stored tensor at byte `offset`, or None if it is empty."""
         if not target.numel():
             return None
         entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
@@ -246,7 +246,7 @@ class ExtentReader(StorageReader):
     def _record(self, name: str) -> FileRecord:
         if name not in self.records:
             raise DamagedError(
-                f"{self.folder / name} is not among the files recorded in the manifest"
+                f"{self.folder / name} is not recorded in the manifest, but .metadata refers to it"
             )
         return self.records[name]
 
@@ -260,13 +260,14 @@ class ExtentReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # made for one folder, with its records
+        return False  # DCP must not reuse the reader for another folder
 
 
 def load_planned(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner) -> None:
-    """What `dcp.load` does, on this rank alone: its planner cuts every rank's reads by the metadata, and asks no other rank.
+    """Load `state` like `dcp.load`, but without collectives. `state` must be flat or empty.
 
-    So nothing is gathered, and an error is raised as it is, on the rank that met it: callers vote. `state` is flat, or empty.
+    The planner needs only the metadata, so nothing is gathered. An error is raised only on the rank
+    where it occurs. Callers must share it, for example with `Votes`.
     """
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=False)
@@ -276,7 +277,7 @@ def load_planned(state: dict[str, Any], reader: StorageReader, planner: LoadPlan
 
 
 class _Box:
-    """A box of a stored tensor and the tensor that receives it, filled from stretches of the stored elements."""
+    """A box of a stored tensor, and the target tensor that receives its elements."""
 
     def __init__(
         self,
@@ -287,82 +288,88 @@ class _Box:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        self.stored, self.starts, self.lengths, self.target, self.dtype = (
-            stored,
-            starts,
-            lengths,
-            target,
-            dtype,
-        )
+        self.stored = stored
+        self.starts = starts
+        self.lengths = lengths
+        self.target = target
+        self.dtype = dtype
         strides = contiguous_strides(stored)
-        # The stretch of stored elements, in C order, from the box's first to its last; and of bytes in the file.
+        # The range of stored elements in C order from the box's first to its last, and its bytes.
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
         self.offset = offset
         self.begin = offset + self.first * dtype.itemsize
         self.end = offset + (self.first + last + 1) * dtype.itemsize
-        # The target as such a stretch itself, where both are without gaps: rows, or all, of the stored tensor.
-        is_gapless = last + 1 == target.numel() and target.is_contiguous()
-        self.flat = target.view(-1) if is_gapless else None
+        # A flat view of the target if the box is contiguous in the file and in the target.
+        is_contiguous = last + 1 == target.numel() and target.is_contiguous()
+        self.flat = target.view(-1) if is_contiguous else None
         self.bytes = (
             _as_bytes(self.flat)
             if self.flat is not None and target.is_cpu and target.dtype == dtype
             else None
         )
 
-    def put_bytes(self, content: memoryview, at: int) -> None:
-        """Copy what belongs to the box of stored bytes; `at`: where in the file they begin. Casts where needed."""
-        self.put(
-            torch.frombuffer(content, dtype=self.dtype), (at - self.offset) // self.dtype.itemsize
-        )
+    def put_bytes(self, content: memoryview, offset: int) -> None:
+        """Copy the box's elements from bytes at `offset` in the file. Casts if needed."""
+        elements = torch.frombuffer(content, dtype=self.dtype)
+        self.put(elements, (offset - self.offset) // self.dtype.itemsize)
 
     def put(self, elements: torch.Tensor, first: int) -> None:
-        """Copy what belongs to the box of `elements` (n,), the stored ones from number `first` on."""
+        """Copy the box's elements from `elements` (n,), which start at stored element `first`."""
         if self.flat is not None:
             self.flat[first - self.first : first - self.first + len(elements)].copy_(elements)
             return
         for bounds in rectangles(self.stored, first, first + len(elements)):
             sizes = [stop - start for start, stop in bounds]
-            part, elements = elements[: math.prod(sizes)].view(sizes), elements[math.prod(sizes) :]
-            here, there = [], []
-            for (start, stop), begin, length in zip(bounds, self.starts, self.lengths, strict=True):
-                low, high = max(start, begin), min(stop, begin + length)
-                here.append(slice(low - start, max(low, high) - start))
-                there.append(slice(low - begin, max(low, high) - begin))
-            self.target[tuple(there)].copy_(part[tuple(here)])
+            block = elements[: math.prod(sizes)].view(sizes)
+            elements = elements[math.prod(sizes) :]
+            source_slices = []
+            target_slices = []
+            for (start, stop), box_start, length in zip(
+                bounds, self.starts, self.lengths, strict=True
+            ):
+                low = max(start, box_start)
+                high = max(low, min(stop, box_start + length))
+                source_slices.append(slice(low - start, high - start))
+                target_slices.append(slice(low - box_start, high - box_start))
+            self.target[tuple(target_slices)].copy_(block[tuple(source_slices)])
 
 
 def _read_boxes(source: ExtentSource, boxes: Sequence[_Box]) -> None:
-    """Fill `boxes`, from front to back; an extent that belongs to them as a whole is read where it shall be."""
+    """Fill `boxes` sequentially. Extents that lie entirely in boxes are read in place."""
     by_extent: dict[int, list[_Box]] = {}
     for box in boxes:
         for index in range(box.begin // EXTENT, -(-box.end // EXTENT)):
             by_extent.setdefault(index, []).append(box)
-    for index, found in sorted(by_extent.items()):
-        begin, end = source.record.span(index)
-        if (views := _in_place(found, begin, end)) is not None:
+    for index, extent_boxes in sorted(by_extent.items()):
+        start, end = source.record.span(index)
+        if (views := _in_place_views(extent_boxes, start, end)) is not None:
             source.read_extent(index, views)
             continue
-        for box in found:
-            low, high = max(box.begin, begin), min(box.end, end)
-            box.put_bytes(source.extent(index)[low - begin : high - begin], low)
+        for box in extent_boxes:
+            low, high = max(box.begin, start), min(box.end, end)
+            box.put_bytes(source.extent(index)[low - start : high - start], low)
 
 
-def _in_place(boxes: Sequence[_Box], begin: int, end: int) -> list[memoryview] | None:
-    """The memory of an extent's boxes, and some for the padding between them; None where they do not fill it so."""
+def _in_place_views(boxes: Sequence[_Box], start: int, end: int) -> list[memoryview] | None:
+    """Return views of the boxes' memory for an extent, with scratch memory for the padding.
+
+    Returns None if the boxes do not cover the extent except for padding.
+    """
     views: list[memoryview] = []
-    at = begin
+    offset = start
     for box in boxes:
-        low, high = max(box.begin, begin), min(box.end, end)
-        if box.bytes is None or not 0 <= low - at < ALIGNMENT:
+        low, high = max(box.begin, start), min(box.end, end)
+        if box.bytes is None or not 0 <= low - offset < ALIGNMENT:
             return None
-        views += [memoryview(bytearray(low - at)), box.bytes[low - box.begin : high - box.begin]]
-        at = high
-    return [*views, memoryview(bytearray(end - at))] if end - at < ALIGNMENT else None
+        padding = memoryview(bytearray(low - offset))
+        views += [padding, box.bytes[low - box.begin : high - box.begin]]
+        offset = high
+    return [*views, memoryview(bytearray(end - offset))] if end - offset < ALIGNMENT else None
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous tensor on the host."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
@@ -372,30 +379,33 @@ def verify_rest(
     verified: Mapping[str, set[int]],
     group: HostGroup,
 ) -> None:
-    """Verify what no rank has read, split over the ranks, which call this together; `verified`: what this one has.
+    """Verify the extents that no rank has read, split over the ranks. A collective.
 
+    verified: the extents that this rank has verified.
     Raises DamagedError on the rank that finds damage.
     """
-    seen = {
+    verified_extents = {
         (name, index)
-        for mine in group.gather_objects(verified)
-        for name in mine
-        for index in mine[name]
+        for rank_verified in group.gather_objects(verified)
+        for name in rank_verified
+        for index in rank_verified[name]
     }
-    rest = [extent for extent in all_extents(records) if extent not in seen]
-    rank = group.rank
-    mine = rest[len(rest) * rank // group.size : len(rest) * (rank + 1) // group.size]
-    for error in find_damage(folder, records, mine):
+    remaining = [extent for extent in all_extents(records) if extent not in verified_extents]
+    start = len(remaining) * group.rank // group.size
+    end = len(remaining) * (group.rank + 1) // group.size
+    for error in find_damage(folder, records, remaining[start:end]):
         raise error
 
 
-def unwrap(problem: CheckpointException) -> CheckpointError:
-    """DCP's error as ours, with every failed rank's words: DamagedError when any rank has found damage."""
-    texts, damaged = [], False
-    for rank, (error, _) in problem.failures.items():
-        damaged |= isinstance(error, DamagedError)
-        text = (
-            str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        )
-        texts.append(f"rank {rank}: {text}")
-    return (DamagedError if damaged else CheckpointError)("; ".join(texts))
+def unwrap(error: CheckpointException) -> CheckpointError:
+    """Convert DCP's error, with the messages of all failed ranks.
+
+    Returns a DamagedError if any rank has found damage.
+    """
+    messages = []
+    is_damaged = False
+    for rank, (failure, _) in error.failures.items():
+        is_damaged |= isinstance(failure, DamagedError)
+        prefix = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
+        messages.append(f"rank {rank}: {prefix}{failure}")
+    return (DamagedError if is_damaged else CheckpointError)("; ".join(messages))
