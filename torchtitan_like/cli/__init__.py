@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -114,7 +116,18 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` names. Returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has ended. Without this, Python reports it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         from torchtitan_like import __version__
 

@@ -51,6 +51,8 @@ def run_checked(action: Callable[[], int]) -> int:
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         return action()
+    except BrokenPipeError:
+        raise
     except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
         print(error, file=sys.stderr)
         return DAMAGED if isinstance(error, DamagedError) else FAILED
@@ -60,6 +62,8 @@ def run_report(action: Callable[[], int]) -> int:
     """Call `action`, which only reads files of runs, and return its code. Print an expected error: 2."""
     try:
         return action()
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return FAILED

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shlex
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +116,15 @@ def test_a_command_with_verbs_lists_them(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["ckpt"]) == 2
     assert cli.main(["ckpt", "verfy"]) == 2
     assert "titan ckpt: there is no command 'verfy'. Did you mean `titan ckpt verify`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["completion", "bash"]])
+def test_a_closed_pipe_ends_a_command_quietly(words: list[str], tmp_path: Path) -> None:
+    """As in `titan train --help | head`."""
+    command = [sys.executable, "-m", "torchtitan_like", *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
