@@ -86,9 +86,8 @@ class Checkpointer:
         self._thread = SavingThread(device, group.adopt)
         # All ranks must stage into the same folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
-        if (
-            self._votes.is_leader
-        ):  # also to load alone: one run writes metrics, logs and config beside the checkpoints
+        if self._votes.is_leader:
+            # Also with `load_only`: one run at a time writes metrics and logs next to the folder.
             self._lock = RunLock(self.folder)
         if self._votes.is_leader and self.saves:
             self._retention = Retention(
@@ -426,7 +425,7 @@ class Checkpointer:
     def has_failed(self) -> bool:
         """Return True if a background checkpoint has failed and must end the run.
 
-        Never blocks. Each rank may call it alone and then request a stop.
+        Never blocks. Any rank may call it independently and then request a stop.
         """
         if self.section.on_save_error == "continue":
             return False
@@ -516,7 +515,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for pending checkpoints, delete expired steps, and release the folder's lock.
 
-        Each rank may call it alone.
+        Any rank may call it independently.
         """
         if not self.section.enable:
             return

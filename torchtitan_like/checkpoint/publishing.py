@@ -22,11 +22,11 @@ STAGED = ".partial-"  # followed by eight random hexadecimal digits
 
 
 class StagedOutput:
-    """An output that appears as `final` when it is complete. Use it in a `with` block, in one process.
+    """An output that becomes visible as `final` when it is complete.
 
-    Entering takes `<final>.lock` and removes what a killed process has staged. Leaving removes what
-    was not published, and the lock. Raises CheckpointError (LockedError when another process writes
-    the same output).
+    Use it in a `with` block, in one process. Entering takes `<final>.lock` and removes the stages
+    of killed processes. Leaving removes an unpublished stage and the lock. Raises LockedError if
+    another process writes the same output.
     """
 
     def __init__(self, final: Path) -> None:
@@ -58,15 +58,15 @@ class StagedOutput:
             self._lock.release()
 
     def refuse_existing(self) -> None:
-        """Raise CheckpointError when there is something under the final name already."""
+        """Raise CheckpointError if a file or folder with the final name exists."""
         if self.final.exists() or self.final.is_symlink():
             raise CheckpointError(f"{self.final} exists already: choose another name")
 
     def publish(self, manifest: Manifest | None = None) -> None:
-        """Give the staged output its name; first write the manifest of a folder that has one.
+        """Write the manifest, if given, and rename the staged output to its final name.
 
-        Everything else must have been written and verified. Raises CheckpointError when this process
-        has lost the lock.
+        All other files must be written and verified. Raises CheckpointError if this process has
+        lost the lock.
         """
         self._lock.check()
         self.refuse_existing()
@@ -76,9 +76,9 @@ class StagedOutput:
 
 
 def verify_together(folder: Path, records: Mapping[str, FileRecord], votes: Votes) -> None:
-    """Read every file back and compare size and hashes; the ranks share the work.
+    """Read every file and verify its size and hashes. The ranks share the work.
 
-    Raises DamagedError on every rank when a file is missing or differs from what was written.
+    Raises DamagedError on every rank if a file is missing or differs from its record.
     """
     from torchtitan_like.checkpoint.dcp_storage import verify_rest
     from torchtitan_like.checkpoint.extents import check_sizes

@@ -234,11 +234,12 @@ def is_inside(name: str) -> bool:
 
 def nonfinite_states(folder: Path) -> list[Path]:
     """Return every `step-N.nonfinite` of `folder`, ordered by number."""
-    found = [
+    candidates = [
         (_STEP.fullmatch(path.name.removesuffix(NONFINITE)), path)
         for path in folder.glob(f"*{NONFINITE}")
     ]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+    states = sorted((int(match[1]), path) for match, path in candidates if match)
+    return [path for _, path in states]
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:

@@ -1,7 +1,7 @@
-"""Read the pickles of a checkpoint without running what they name.
+"""Read the pickles of a checkpoint without running code.
 
-A pickle may import any function and call it, so loading one is running a program. This module is
-the only one that unpickles files (docs/guides/security.md, "What is trusted"). It knows two kinds:
+A pickle may import and call any function, so loading one can run a program. This module is the only
+one that unpickles files (docs/guides/security.md, "What is trusted"). It reads two kinds:
 
 * `.metadata` of torch.distributed.checkpoint: a pickle of the classes in `METADATA_GLOBALS`.
 * What `torch.save` writes (`.pt` files, items of a DCP file): torch reads it with `weights_only`.
@@ -48,7 +48,7 @@ _CLASSES: tuple[type, ...] = (
 )  # fmt: skip
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
-# Everything that a `.metadata` may name: (module, name) -> what it gets.
+# All globals that a `.metadata` may use: (module, name) -> object.
 METADATA_GLOBALS: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
     **{
@@ -63,20 +63,20 @@ METADATA_GLOBALS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
 }
-# A pickle can set attributes of what it names. The built-in types refuse that, these do not.
+# A pickle can set attributes of its globals. Built-in types reject this, these classes do not.
 _WRITABLE: tuple[Any, ...] = (*_CLASSES, *_MEM_FORMAT_ENCODING)
-_LONGEST_LIST = 1_000_000  # elements; torch extends a list to whatever index a `.metadata` gives
+_MAX_LIST_LENGTH = 1_000_000  # torch extends a list to any index that a `.metadata` contains
 _REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+)")
 _REASON_MARK = "WeightsUnpickler error: "
 
 
 class _ForbiddenGlobalError(Exception):
-    """A pickle names what is not in the list; the text is its dotted name."""
+    """A pickle uses a global that is not in the list. The message is its dotted name."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Look the name up in the list; nothing is imported."""
+        """Look the name up in the list. Imports nothing."""
         try:
             return METADATA_GLOBALS[module_name, global_name]
         except KeyError:
@@ -84,9 +84,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(content: bytes | bytearray, file: Path, *, trust: bool = False) -> Metadata:
-    """Unpickle a `.metadata`; `file` is its path, for messages. trust: unpickle whatever it names.
+    """Unpickle a `.metadata`. file: its path, for messages. trust: allow any global.
 
-    Raises CheckpointError if it names another class, DamagedError if it is not DCP metadata.
+    Raises CheckpointError if it uses another class, DamagedError if it is not DCP metadata.
     """
     with _as_checkpoint_error(file):
         if trust:
@@ -104,22 +104,25 @@ def load_saved(
 ) -> Any:
     """Load what `torch.save` wrote: tensors and plain Python values, on the CPU.
 
-    `file` is named in messages. trust: unpickle whatever it names. Raises CheckpointError if it
-    names another class, DamagedError if it cannot be read.
+    file: its path, for messages. trust: allow any global. Raises CheckpointError if it uses another
+    class, DamagedError if it cannot be read.
     """
     with _as_checkpoint_error(file):
         try:
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
         except pickle.UnpicklingError as problem:
-            if not _knows_torchao(str(problem)):
+            if not _import_torchao(str(problem)):
                 raise
         if not isinstance(source, Path):
             source.seek(0)
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
 
 
-def _knows_torchao(problem: str) -> bool:
-    """Import torchao, which lists its tensor types, if one of them was refused. True if it is there."""
+def _import_torchao(problem: str) -> bool:
+    """Import torchao if torch refused one of its types. Returns True if torchao is installed.
+
+    The import adds torchao's types to torch's list of safe types.
+    """
     match = _REFUSED_BY_TORCH.search(problem)
     if match is None or not match[1].startswith("torchao."):
         return False
@@ -131,7 +134,7 @@ def _knows_torchao(problem: str) -> bool:
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a DCP folder, without its free unpickling. trust: with it."""
+    """torch's reader of a DCP folder, restricted to the listed globals. trust: allow any global."""
 
     def __init__(self, path: Path, *, trust: bool = False) -> None:
         super().__init__(path)
@@ -152,7 +155,7 @@ class CheckedReader(FileSystemReader):
 
 
 class CheckedPlanner(DefaultLoadPlanner):
-    """torch's load planner, without its free unpickling of what is no tensor. trust: with it."""
+    """torch's load planner, restricted to the listed globals. trust: allow any global."""
 
     def __init__(self, folder: Path, *, trust: bool = False) -> None:
         super().__init__()
@@ -165,12 +168,12 @@ class CheckedPlanner(DefaultLoadPlanner):
 
 
 class CheckedEmptyPlanner(CheckedPlanner, _EmptyStateDictLoadPlanner):
-    """As `CheckedPlanner`, for an empty state dict, which receives everything that is stored."""
+    """A `CheckedPlanner` that loads all stored entries into an empty state dict."""
 
 
 @contextmanager
 def _as_checkpoint_error(file: Path) -> Iterator[None]:
-    """Turn what torch and pickle raise into CheckpointError (a refused class) or DamagedError."""
+    """Convert errors of torch and pickle to CheckpointError (a refused class) or DamagedError."""
     try:
         yield
     except _ForbiddenGlobalError as problem:
@@ -180,9 +183,8 @@ def _as_checkpoint_error(file: Path) -> Iterator[None]:
     except pickle.UnpicklingError as problem:
         if match := _REFUSED_BY_TORCH.search(str(problem)):
             raise _refusal(file, match[1]) from None
-        reason = (
-            str(problem).split(_REASON_MARK)[-1].split("\n")[0]
-        )  # torch adds advice to load it anyway
+        # torch appends advice to load the file without `weights_only`.
+        reason = str(problem).split(_REASON_MARK)[-1].split("\n")[0]
         raise DamagedError(f"{file} cannot be read: UnpicklingError: {reason}") from problem
     except (
         ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
@@ -206,7 +208,7 @@ def _refusal(file: Path, name: str) -> CheckpointError:
 
 @contextmanager
 def _unchanged_classes(file: Path) -> Iterator[None]:
-    """Raise CheckpointError, and put everything back, if a listed class has changed afterwards."""
+    """Restore the listed classes, and raise CheckpointError if the block has changed them."""
     before = [dict(vars(owner)) for owner in _WRITABLE]
     try:
         yield
@@ -226,7 +228,7 @@ def _unchanged_classes(file: Path) -> Iterator[None]:
 
 
 def _check_metadata(metadata: Any, file: Path) -> None:
-    """Raise DamagedError unless every field has its type and every path stays in the folder."""
+    """Raise DamagedError if a field has another type or a path leaves the folder."""
     is_metadata = isinstance(metadata, Metadata) and type(metadata.state_dict_metadata) is dict
     if not is_metadata or not isinstance(metadata.storage_data, dict):
         raise DamagedError(f"{file} cannot be read: it does not hold the metadata of a checkpoint")
@@ -238,24 +240,23 @@ def _check_metadata(metadata: Any, file: Path) -> None:
                 f"{file} cannot be read: it describes {name!r} as {type(entry).__name__}"
             )
     files: set[str] = set()
-    for index, where in metadata.storage_data.items():
-        is_ours = type(where) is tuple and len(where) == 3
-        path, offset, length = (
-            where if is_ours else (where.relative_path, where.offset, where.length)
-        )
+    for index, location in metadata.storage_data.items():
+        if type(location) is tuple and len(location) == 3:  # of `ExtentWriter`
+            path, offset, length = location
+        else:
+            path, offset, length = location.relative_path, location.offset, location.length
         is_typed = type(path) is str and type(offset) is int and type(length) is int
         if type(index) is not MetadataIndex or not is_typed or offset < 0 or length < 0:
-            raise DamagedError(f"{file} cannot be read: it stores an item at {where!r}")
+            raise DamagedError(f"{file} cannot be read: it stores an item at {location!r}")
         files.add(path)
     if outside := sorted(path for path in files if not is_inside(path)):
         raise DamagedError(
             f"{file} names {outside[0]!r}: expected a file in the checkpoint's own folder"
         )
-    for name, path in (
-        metadata.planner_data or {}
-    ).items():  # where an item is in nested dicts and lists
-        if not path or not all(type(key) is str or key in range(_LONGEST_LIST) for key in path):
-            raise DamagedError(f"{file} cannot be read: it puts {name!r} at {path!r}")
+    # The planner's data contain the path of each item in nested dicts and lists.
+    for name, keys in (metadata.planner_data or {}).items():
+        if not keys or not all(type(key) is str or key in range(_MAX_LIST_LENGTH) for key in keys):
+            raise DamagedError(f"{file} cannot be read: it puts {name!r} at {keys!r}")
 
 
 def _is_tensor_entry(entry: Any) -> bool:
