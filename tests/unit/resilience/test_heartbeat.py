@@ -86,13 +86,13 @@ def test_a_hung_rank_writes_the_stacks_of_all_threads_once(
 
 
 @pytest.mark.parametrize(
-    ("age", "host", "parent", "stall_seconds", "is_killed"),
+    ("age", "host", "is_own_child", "stall_seconds", "is_killed"),
     [
-        (81.0, socket.gethostname(), os.getpid(), 80.0, True),
-        (79.0, socket.gethostname(), os.getpid(), 80.0, False),
-        (1e6, "another-host", os.getpid(), 80.0, False),
-        (1e6, socket.gethostname(), 0, 80.0, False),  # the process id belongs to another process by now
-        (1e6, socket.gethostname(), os.getpid(), float("inf"), False),  # before the first step
+        (81.0, socket.gethostname(), True, 80.0, True),
+        (79.0, socket.gethostname(), True, 80.0, False),
+        (1e6, "another-host", True, 80.0, False),
+        (1e6, socket.gethostname(), False, 80.0, False),  # the process id belongs to another process by now
+        (1e6, socket.gethostname(), True, float("inf"), False),  # before the first step
     ],
 )
 def test_a_failing_rank_kills_its_hung_peers(
@@ -100,14 +100,14 @@ def test_a_failing_rank_kills_its_hung_peers(
     monkeypatch: pytest.MonkeyPatch,
     age: float,
     host: str,
-    parent: int,
+    is_own_child: bool,
     stall_seconds: float,
     is_killed: bool,
 ) -> None:
     clock = Clock()
     Heartbeat(tmp_path, RankPosition(clock), 3, clock).check()
     clock.now += 1e4  # the failing rank is older than all others, and is not killed
-    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(os, "getppid", lambda: os.getpid() if is_own_child else 0)
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # as under torchrun: ranks 1 to 3 are on this node
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as peer:
