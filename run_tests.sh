@@ -79,23 +79,36 @@ check() {
   echo "+ $*"
   "$@" || failed+=("$*")
 }
-told=$(mktemp)
-trap 'rm -f "$told"' EXIT
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
 
 PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 check "$PYTHON" -m ruff check .
 check shellcheck -x run_train.sh run_tests.sh .ci/run scripts/*.sh \
   torchtitan_like/slurm/templates/*.sh torchtitan_like/slurm/templates/*.slurm
-"$PYTHON" -m mypy >"$told" 2>&1 & # while the first tests use one core
-typed=$!
+"$PYTHON" -m mypy >"$types" 2>&1 &
+type_check=$!
 
-echo "+ $PYTHON -m pytest $*"
-"$PYTHON" -m pytest "$@"
-code=$?
+# Run pytest, and keep its first code that is not 0.
+code=0
+run_pytest() {
+  echo "+ $PYTHON -m pytest $*"
+  "$PYTHON" -m pytest "$@" && return
+  local result=$?
+  [ "$code" -ne 0 ] || code=$result
+}
+
+if [ $# -eq 0 ]; then
+  # Unit tests use one core each. The others start several ranks and need the machine for themselves.
+  run_pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/unit
+  run_pytest tests/distributed tests/integration tests/faults tests/slurm
+else
+  run_pytest "$@"
+fi
 
 echo "+ $PYTHON -m mypy"
-wait "$typed" || failed+=("$PYTHON -m mypy")
-cat "$told"
+wait "$type_check" || failed+=("$PYTHON -m mypy")
+cat "$types"
 echo "Total time: $((SECONDS - started)) s"
 for name in ${failed[@]+"${failed[@]}"}; do
   echo "FAILED: $name" >&2
