@@ -91,7 +91,10 @@ from torchtitan_like.validation import BrokenOff, losses_of_texts
 
 @dataclass
 class StepInput:
-    """The batch of a step (None beyond the last), its agreement in progress, and the seconds to read it."""
+    """The batch of a step, its agreement in progress, and the seconds it took to read the batch.
+
+    batch: None beyond the last step.
+    """
 
     batch: Batch | None
     agreement: PendingAgreement
@@ -145,7 +148,7 @@ class Trainer:
         seed_everything(self.seed)
         self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
-        # Data. A mismatch with the checkpoint is raised before the model is built, which takes minutes.
+        # Data. Building the model takes minutes: a mismatch with the checkpoint is raised before.
         self.spec = get_spec(config.model.name)
         self.args = resolve_args(self.spec, config.model.flavor, config.model.args)
         data = build_data(
@@ -192,7 +195,9 @@ class Trainer:
         self.activation_offload = model.offload
         self.overflow: OverflowDetector | None = None
         if config.debug.detect_overflow:
-            self.overflow = OverflowDetector(self.parts, config.debug, self.position.step_and_micro_batch)
+            self.overflow = OverflowDetector(
+                self.parts, config.debug, self.position.step_and_micro_batch
+            )
         if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, self.spec.init_table(self.args), self.seed)
@@ -237,9 +242,7 @@ class Trainer:
         if self.after_update is not None:
             self.after_update()
         # The position of the data, whichever parts of the checkpoint were excluded.
-        self.progress = replace(
-            self.progress, step=self.start.step, position=self.batches.position
-        )
+        self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         checkpointer.claim(self.start, partial(self._published, self.start.step))
 
         # Non-finite steps and spikes. CPU offload keeps weights, and so the gate, on the host.
@@ -480,7 +483,9 @@ class Trainer:
         if self.pipeline is not None:
             seed = derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers)
             seed_device(seed, self.world.device)
-            loss, token_losses = self.pipeline.step(*self.feed.to_device(local, slice(None)), max(1, num_valid))
+            loss, token_losses = self.pipeline.step(
+                *self.feed.to_device(local, slice(None)), max(1, num_valid)
+            )
             if sources is not None and token_losses is not None:
                 loss_by_source = sum_by_source(token_losses, sources.flatten(), num_sources)
         else:
@@ -491,7 +496,9 @@ class Trainer:
                 seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
                 output = self.parts[0](*self.feed.to_device(local, micro))
                 if sources is not None:
-                    loss_by_source = loss_by_source + sum_by_source(output.tokens, sources[micro], num_sources)
+                    loss_by_source = loss_by_source + sum_by_source(
+                        output.tokens, sources[micro], num_sources
+                    )
                 share = total_of(output) / max(1, num_valid)
                 # A non-finite loss must reach every gradient, and so the global norm, on every rank.
                 losses.append(share.detach())
@@ -680,9 +687,7 @@ class Trainer:
             self.progress = good
             weights = f"the weights are those of step {self.progress.step}"
             if not self.optimizer.is_atomic:
-                weights = (
-                    "some weights may have been updated before it showed, so nothing is saved"
-                )
+                weights = "some weights may have been updated before it showed, so nothing is saved"
             logger.error(
                 f"Step {good.step + 1} had a non-finite loss or gradient: {weights}, "
                 "and the run stops"

@@ -103,9 +103,10 @@ def _none_word(path: Path, value: Any) -> Any:
 
 
 def _absolute_code_file(path: Path, value: Any, origin: str) -> Any:
-    """Return the absolute path of a Python file in experimental.custom_import, which is relative to its TOML file.
+    """Return the absolute path of a Python file in experimental.custom_import.
 
-    On the command line it is relative to the current folder. A name of a module, and any other value, stays as it is.
+    The path is relative to its TOML file, or to the current folder on the command line. Names of
+    modules and other settings are returned unchanged.
     """
     if path != CUSTOM_IMPORT or not isinstance(value, str) or not is_file_name(value):
         return value

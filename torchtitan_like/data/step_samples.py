@@ -63,7 +63,7 @@ def read_step(
     is_streamed = any(named.source.streaming for named in sources)
     with tempfile.TemporaryDirectory() as folder:
         if is_streamed:
-            # A run may be reading its own windows, and deletes those that it has read.
+            # Do not share windows with a run: it deletes each window that it has read.
             _link_downloads(data, dump_folder, Path(folder))
             if data.cache_folder:
                 data = data.model_copy(update={"cache_folder": f"{folder}/{_WINDOWS}"})

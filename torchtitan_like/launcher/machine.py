@@ -48,7 +48,9 @@ def count_visible(num_gpus: int, visible: str | None) -> int:
 
 def _list_gpus() -> list[str]:
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace")
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace"
+        )
     except OSError:
         return []
     return [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]

@@ -17,7 +17,7 @@ NUM_CPU_RANKS = 2  # of "auto", on a machine without GPUs
 
 
 class Option(NamedTuple):
-    """`--name` on the command line; ``variable`` in the environment counts where the option is not given."""
+    """`--name` on the command line, or else ``variable`` in the environment."""
 
     name: str
     variable: str
@@ -31,14 +31,25 @@ class Option(NamedTuple):
 
 
 OPTIONS = (
-    Option("nproc", "NGPU", "N", "ranks on this machine; auto: one per GPU, or 2 without GPUs; default: 1"),
-    Option("nnodes", "NNODES", "N", "machines, or MIN:MAX for a run that continues with fewer or more"),
+    Option(
+        "nproc",
+        "NGPU",
+        "N",
+        "ranks on this machine; auto: one per GPU, or 2 without GPUs; default: 1",
+    ),
+    Option(
+        "nnodes", "NNODES", "N", "machines, or MIN:MAX for a run that continues with fewer or more"
+    ),
     Option("node-rank", "NODE_RANK", "N", "number of this machine; default: in order of arrival"),
     Option("master-addr", "MASTER_ADDR", "HOST", "address of one machine; the same on all of them"),
     Option("master-port", "MASTER_PORT", "PORT", f"port on that machine; default: {DEFAULT_PORT}"),
     Option("rdzv-id", "RDZV_ID", "NAME", "name of the run at that port; default: torchtitan_like"),
-    Option("max-restarts", "MAX_RESTARTS", "N", "restarts of all ranks after a rank died; default: 0"),
-    Option("log-rank", "LOG_RANK", "RANKS", "local ranks whose output is shown, as 0,1; default: 0"),
+    Option(
+        "max-restarts", "MAX_RESTARTS", "N", "restarts of all ranks after a rank died; default: 0"
+    ),
+    Option(
+        "log-rank", "LOG_RANK", "RANKS", "local ranks whose output is shown, as 0,1; default: 0"
+    ),
     Option(
         "log-prefix",
         "LOG_PREFIX",
@@ -52,7 +63,12 @@ OPTIONS = (
         "keep each rank on cores near its GPU: node, socket, exclusive or core-complex",
     ),
     Option("nccl-debug-to", "NCCL_DEBUG_TO", "DIR", "folder for NCCL's log, one file per process"),
-    Option("known-bad-gpus", "KNOWN_BAD_GPUS", "FILE", "file of GPU UUIDs, one per line, that must not be used"),
+    Option(
+        "known-bad-gpus",
+        "KNOWN_BAD_GPUS",
+        "FILE",
+        "file of GPU UUIDs, one per line, that must not be used",
+    ),
 )
 
 
@@ -81,12 +97,22 @@ class Launch:
     @property
     def uses_torchrun(self) -> bool:
         """Return True if one process alone is not enough."""
-        return self.num_ranks * self.max_nodes > 1 or self.max_restarts > 0 or self.numa_binding != ""
+        return (
+            self.num_ranks * self.max_nodes > 1 or self.max_restarts > 0 or self.numa_binding != ""
+        )
 
 
-def read_options(arguments: Mapping[str, str | None], environ: Mapping[str, str], machine: Machine) -> Launch:
-    """Check the options. ``arguments``: those of the command line by `Option.key`. Raises LaunchError."""
-    given = {option.key: arguments.get(option.key) or environ.get(option.variable, "") for option in OPTIONS}
+def read_options(
+    arguments: Mapping[str, str | None], environ: Mapping[str, str], machine: Machine
+) -> Launch:
+    """Check the options. Raises LaunchError.
+
+    ``arguments``: options of the command line by `Option.key`.
+    """
+    given = {
+        option.key: arguments.get(option.key) or environ.get(option.variable, "")
+        for option in OPTIONS
+    }
     num_ranks = machine.num_gpus or NUM_CPU_RANKS
     if given["nproc"] != AUTO:
         num_ranks = _positive(given["nproc"] or "1")
@@ -133,7 +159,8 @@ def refuse_known_bad(machine: Machine, path: str) -> None:
     bad = [gpu for gpu in machine.gpu_list if any(uuid in gpu for uuid in listed)]
     if bad:
         raise LaunchError(
-            f"{machine.host} has GPUs that {path} lists, so nothing is started: {', '.join(bad)}", code=1
+            f"{machine.host} has GPUs that {path} lists, so nothing is started: {', '.join(bad)}",
+            code=1,
         )
 
 
@@ -165,7 +192,9 @@ def _positive(text: str) -> int:
 
 
 def _log_rank(text: str, num_ranks: int) -> str:
-    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text) or any(int(rank) >= num_ranks for rank in text.split(",")):
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text) or any(
+        int(rank) >= num_ranks for rank in text.split(",")
+    ):
         raise LaunchError(
             f"LOG_RANK (--log-rank) must be ranks of this machine, 0 to {num_ranks - 1}, "
             f"with commas between them, got {text!r}. Correct the list."
@@ -176,16 +205,22 @@ def _log_rank(text: str, num_ranks: int) -> str:
 def _role(prefix: str, host: str) -> str:
     roles = {"rank": "rank", "host": f"{host}:", "digits": re.sub(r"[^0-9]", "", host) + ":"}
     if prefix not in roles:
-        raise LaunchError(f"LOG_PREFIX (--log-prefix) must be rank, host or digits, got {prefix!r}. Choose one.")
+        raise LaunchError(
+            f"LOG_PREFIX (--log-prefix) must be rank, host or digits, got {prefix!r}. Choose one."
+        )
     return roles[prefix]
 
 
-def _rendezvous(given: Mapping[str, str], nnodes: str, min_nodes: int, max_nodes: int) -> tuple[str, ...]:
+def _rendezvous(
+    given: Mapping[str, str], nnodes: str, min_nodes: int, max_nodes: int
+) -> tuple[str, ...]:
     if max_nodes == 1:
         return ("--nnodes=1",)
     address, port = given["master_addr"], given["master_port"] or DEFAULT_PORT
     if not address:
-        raise LaunchError(f"NNODES={nnodes} needs the address of one machine. Set MASTER_ADDR (--master-addr).")
+        raise LaunchError(
+            f"NNODES={nnodes} needs the address of one machine. Set MASTER_ADDR (--master-addr)."
+        )
     if not given["node_rank"]:
         name = given["rdzv_id"] or "torchtitan_like"
         endpoint = f"--rdzv_endpoint={address}:{port}"

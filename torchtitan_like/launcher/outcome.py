@@ -104,14 +104,20 @@ def report_end(
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        print(f"{exit_folder / EXIT} does not state how the run has ended: {error}", file=sys.stderr)
+        print(
+            f"{exit_folder / EXIT} does not state how the run has ended: {error}", file=sys.stderr
+        )
         return CRASH
     if end is not None and (code == 0 or stop is not None or code == end.code):
         return _report_agreed(config, end, start)
     if code == 0:
-        if start.num_nodes > 1:  # rank 0 wrote the file into a folder that this machine does not see
+        if (
+            start.num_nodes > 1
+        ):  # rank 0 wrote the file into a folder that this machine does not see
             return 0
-        print(f"The run has ended with code 0, but has left no {exit_folder / EXIT}", file=sys.stderr)
+        print(
+            f"The run has ended with code 0, but has left no {exit_folder / EXIT}", file=sys.stderr
+        )
         return CRASH
     early = ExitCode(code) if code in CODES.values() else stop
     if early is not None and not _has_started(folder, start.since):
@@ -146,14 +152,20 @@ def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
         print("\n".join(summary(config, folder, start, int(end.step or 0))))
     else:
         where = "before the first step" if end.step is None else f"at step {end.step}"
-        print(f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}", file=sys.stderr)
+        print(
+            f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}",
+            file=sys.stderr,
+        )
     return end.code
 
 
 def _report_refusal(folder: Path, first: FirstError | None) -> int:
     _write_exit(folder, RunEnd(ExitCode.BAD_CONFIG.reason, int(ExitCode.BAD_CONFIG), None))
     reason = "its message is above" if first is None else describe_error(first.record)
-    print(f"Nothing was started: a rank has refused the configuration (code 78): {reason}", file=sys.stderr)
+    print(
+        f"Nothing was started: a rank has refused the configuration (code 78): {reason}",
+        file=sys.stderr,
+    )
     return int(ExitCode.BAD_CONFIG)
 
 
@@ -164,7 +176,9 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     It is LOST_PEER if ranks left only the errors of others that were lost. exit.json then has that code.
     """
     attempts = folder / ATTEMPTS
-    with suppress(OSError, ValueError):  # of a rank that was asked to stop because another had crashed
+    with suppress(
+        OSError, ValueError
+    ):  # of a rank that was asked to stop because another had crashed
         if read_exit(folder).step is None:
             (folder / EXIT).unlink()
     first = _first_error(folder, since)
@@ -202,7 +216,9 @@ def _first_error(folder: Path, since: float) -> FirstError | None:
     """
     candidates = []
     for attempt in reversed(numbered_attempts(folder)):
-        record = read_first_error(attempt) or min(read_errors(attempt), key=itemgetter("time"), default=None)
+        record = read_first_error(attempt) or min(
+            read_errors(attempt), key=itemgetter("time"), default=None
+        )
         if record is not None:
             if record["time"] >= since:
                 candidates.append(FirstError(attempt, record, ranks_with_errors(attempt)))
@@ -273,4 +289,8 @@ def with_option(command: str, key: str, value: int) -> str:
 def quoted(word: str) -> str:
     """Quote a word for a shell. An assignment before a command (NAME=value) is not quoted as a whole."""
     name, is_assignment, value = word.partition("=")
-    return f"{name}={shlex.quote(value)}" if is_assignment and name.isidentifier() else shlex.quote(word)
+    return (
+        f"{name}={shlex.quote(value)}"
+        if is_assignment and name.isidentifier()
+        else shlex.quote(word)
+    )

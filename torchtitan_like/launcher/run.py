@@ -36,12 +36,17 @@ else:
 
 PACKAGE = "torchtitan_like"
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
-TYPED = "TYPED"  # environment variable: the whole command that a script above this one shows to the user
-PROGRAM = "TITAN_PROGRAM"  # environment variable, set by run_train.sh: the first word of what was typed
+# Environment variables. TYPED: the whole command, if another script started this one.
+TYPED = "TYPED"
+PROGRAM = (
+    "TITAN_PROGRAM"  # environment variable, set by run_train.sh: the first word of what was typed
+)
 PYTHON = "TITAN_PYTHON"  # environment variable, set by run_train.sh: the Python of the ranks, which may be a wrapper
 # Variables of another launcher: this run has its own, or none.
 OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-SHUTDOWN_SECONDS = "1800"  # torchrun kills ranks 30 s after a signal; a last checkpoint may take longer
+SHUTDOWN_SECONDS = (
+    "1800"  # torchrun kills ranks 30 s after a signal; a last checkpoint may take longer
+)
 # How each signal is passed on, and the exit code if nothing is started yet.
 SIGNALS = {
     signal.SIGINT: (signal.SIGINT, ExitCode.INTERRUPTED),
@@ -51,9 +56,10 @@ SIGNALS = {
 
 
 class SignalRelay:
-    """Passes signals on to the run, which saves and ends. Before the run starts, a signal raises LaunchError.
+    """Passes signals on to the run, which saves a checkpoint and ends.
 
-    The run has a process group of its own, so that a Ctrl-C reaches it once, from here.
+    Before the run starts, a signal raises LaunchError. The run has a process group of its own, so
+    that a Ctrl-C reaches it once, from this process.
     """
 
     def __init__(self) -> None:
@@ -63,7 +69,7 @@ class SignalRelay:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals, except those that are ignored already. At the end, ignore them all."""
+        """Handle the signals of `SIGNALS` that are not ignored already. Ignore all of them afterwards."""
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
@@ -120,7 +126,10 @@ def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Se
 
 
 def _launch(
-    relay: SignalRelay, options: Mapping[str, str | None], settings: Sequence[str], words: Sequence[str]
+    relay: SignalRelay,
+    options: Mapping[str, str | None],
+    settings: Sequence[str],
+    words: Sequence[str],
 ) -> int:
     from torchtitan_like.launcher.outcome import Start, prepare_run_folder, report_end
 
@@ -178,7 +187,9 @@ def check_config(
         command = [python, "-m", PACKAGE, "check", "--training", *device]
         command += ["--world-size", str(plan.num_ranks * nodes), *settings]
         # A Ctrl-C must reach the launcher alone: the check gets a process group of its own.
-        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+        done = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp
+        )
         if done.returncode != 0:
             raise LaunchError("", shell_code(done.returncode))
         resolved = done.stdout
@@ -212,12 +223,16 @@ def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine
     dropped = (*OTHER_LAUNCHERS, TYPED, PROGRAM, PYTHON)
     child = {name: value for name, value in environ.items() if name not in dropped}
     # This package, even if the current folder holds another copy. (Python 3.10 looks there first.)
-    paths = dict.fromkeys([str(ROOT), os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)])
+    paths = dict.fromkeys(
+        [str(ROOT), os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
     child |= {
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
-        "TORCHTITAN_LIKE_LAUNCHER": str(os.getpid()),  # the run saves and ends when this process is killed
+        "TORCHTITAN_LIKE_LAUNCHER": str(
+            os.getpid()
+        ),  # the run saves and ends when this process is killed
     }
     child.setdefault("OMP_NUM_THREADS", str(max(machine.num_cores // plan.num_ranks, 1)))
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
@@ -234,9 +249,18 @@ def typed_command(environ: Mapping[str, str], words: Sequence[str]) -> str:
     if typed := environ.get(TYPED):
         return typed
     of_several = {"NNODES", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "NODE_RANK"}
-    names = [option.variable for option in OPTIONS if option.variable in of_several] if environ.get("NNODES") else []
+    names = (
+        [option.variable for option in OPTIONS if option.variable in of_several]
+        if environ.get("NNODES")
+        else []
+    )
     # run_train.sh sets NGPU=auto where the user has not set it.
-    names = [*(["NGPU"] if environ.get("NGPU") != AUTO else []), *names, "MAX_RESTARTS", "CONFIG_FILE"]
+    names = [
+        *(["NGPU"] if environ.get("NGPU") != AUTO else []),
+        *names,
+        "MAX_RESTARTS",
+        "CONFIG_FILE",
+    ]
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
     program = environ.get(PROGRAM)
     start = [program] if program else [*titan_words(), "train"]

@@ -19,13 +19,14 @@ from torchtitan_like.util.files import WriteFailures, write_atomically
 logger = logging.getLogger()
 
 INTERVAL = 5.0  # seconds between two checks
-# Limits the load on a shared file system: writes per second over all ranks, and a rank's longest pause in seconds.
+# Limits of the load on a shared file system: writes per second over all ranks, and the longest
+# pause of a rank in seconds.
 MAX_WRITES_PER_SECOND = 500
 MAX_PAUSE = 30
 
 
 class Heartbeat:
-    """Writes ``heartbeat/rank-<r>.json`` of an attempt from a thread, when the rank's position has changed.
+    """Writes ``heartbeat/rank-<r>.json`` from a thread when the rank's position has changed.
 
     A rank that stays at one position of a step, or at one batch of a validation, for longer than
     `RankPosition.stall_seconds` also writes, once per position, the stacks of all its threads

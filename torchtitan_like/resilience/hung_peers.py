@@ -40,7 +40,10 @@ def kill_hung_peers(
             heartbeat = json.loads(file.read_text(encoding="utf-8"))
             pid = heartbeat["pid"]
             seconds = clock() - heartbeat["time"]
-            is_peer = pid != os.getpid() and (heartbeat["host"], psutil.Process(pid).ppid()) == own_process
+            is_peer = (
+                pid != os.getpid()
+                and (heartbeat["host"], psutil.Process(pid).ppid()) == own_process
+            )
             if is_peer and seconds > stall_seconds:
                 logger.error(f"{file.stem} has stood still for {seconds:.0f} s, and is killed")
                 os.kill(pid, signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_a_config_of_the_package_can_be_extended(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "debug_model.toml"\n[training]\nsteps = 3')
     config = load_config(["--job.config_file", str(tmp_path / "mine.toml")])
     assert (config.training.steps, config.model.flavor) == (3, "debugmodel")
-    (tmp_path / "debug_model.toml").write_text("[training]\nseq_len = 7")  # a file beside it wins
+    (tmp_path / "debug_model.toml").write_text("[training]\nseq_len = 7")  # a file next to it takes precedence
     assert load_config(["--job.config_file", str(tmp_path / "mine.toml")]).training.seq_len == 7
 
 

@@ -45,7 +45,7 @@ ENDS = 'echo \'{"reason": "%s", "code": %s, "step": 7}\' >outputs/exit.json'
 
 @dataclass
 class Shell:
-    """Calls `titan train` in this process, or run_train.sh, and reads the traces of what it has started."""
+    """Calls `titan train` in this process, or run_train.sh, and reads the logs of the fake Python."""
 
     folder: Path
     env: dict[str, str]

@@ -45,7 +45,8 @@ class StepPositions:
         for first, size in sizes[1:]:
             steps, position, before = self._levels[-1]
             self._levels.append((first - 1, position + (first - 1 - steps) * before, size))
-        self._skip_steps, self._skipped = skip_steps, list[range]()
+        self._skip_steps = skip_steps
+        self._skipped: list[range] = []
         num_skipped = 0
         for first, last in skip_steps:
             begin = first - 1 + num_skipped
