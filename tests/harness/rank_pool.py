@@ -228,7 +228,8 @@ class RankPool:
     def _how_it_died(self, rank: int) -> str:
         self._processes[rank].join(5)
         code = self._processes[rank].exitcode
-        return f"the process ended without an answer (exit code {code}; a negative one is a signal's number)"
+        how = f"the process ended without an answer (exit code {code}; a negative one is a signal's number)"
+        return "\n".join([how, self._stack_file(rank).read_text()]).rstrip()
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stacks-{rank}"
@@ -254,6 +255,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
     if os.getppid() != parent:  # it died before the line above
         os._exit(0)
     with open(stack_file, "w") as stacks:
+        faulthandler.enable(file=stacks, all_threads=True)  # where a fatal signal struck
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
