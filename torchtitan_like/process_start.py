@@ -18,6 +18,7 @@ from types import FrameType
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import open_closed_streams
 from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
 
 # Environment variable: the process id of the launcher, which the process ends with.
@@ -72,12 +73,13 @@ def _is_running(pid: int) -> bool:
 
 
 def begin_rank(argv: list[str]) -> None:
-    """Prepare a rank: signals, the launcher's death, and no exit.json of an earlier attempt in the run folder.
+    """Prepare a rank: streams, signals, the launcher's death; remove the exit.json of an earlier attempt.
 
-    Python's garbage collector rests until `GarbageCollection` decides about it: while modules are
-    imported it would walk all of them again and again, and find next to nothing.
+    Disables Python's garbage collector until `GarbageCollection` decides about it. During imports
+    it would visit all modules again and again, and free next to nothing.
     """
     gc.disable()
+    open_closed_streams()
     exit_on_signals()
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     die_with_launcher(signal.SIGKILL if is_under_torchrun else signal.SIGTERM)

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torchtitan_like.util.output import open_closed_streams
+
 USAGE_ERROR = 2
 
 
@@ -116,6 +118,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` names. Returns its exit code."""
+    open_closed_streams()
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

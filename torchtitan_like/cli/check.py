@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config import ConfigError, Problem, dump_toml
     from torchtitan_like.config.problems import report
     from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.output import show_error
 
     world_size = arguments.world_size
     problems = []
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device_type not in (None, "cpu", "cuda"):
         expected = '"cpu" or "cuda"'
         problems.append(Problem("--device-type", arguments.device_type, expected, origin="command line"))
-    settings = with_config(arguments.config, arguments.settings, sys.stderr)
+    settings = with_config(arguments.config, arguments.settings, show_error)
     sys.path.append(os.getcwd())  # where `titan train` also finds the module of experimental.custom_import
     try:
         if problems:
@@ -56,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
                 device_type=arguments.device_type,
             )
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return os.EX_CONFIG
     if warnings:
-        print(report(warnings), file=sys.stderr)
+        show_error(report(warnings))
     sys.stdout.write(dump_toml(config))
     return os.EX_OK

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from torchtitan_like.util.bundle import find_config
 
@@ -24,10 +23,12 @@ class HelpWithSettings(argparse.Action):
         parser.exit()
 
 
-def with_config(config: str | None, settings: Sequence[str], log: TextIO) -> list[str]:
-    """Return the settings with --job.config_file in front. The name of a bundled config becomes its path.
+def with_config(
+    config: str | None, settings: Sequence[str], log: Callable[[str], None]
+) -> list[str]:
+    """Return the settings with --job.config_file in front.
 
-    ``log`` receives a line that says so.
+    The name of a bundled config becomes its path: ``log`` receives a line with that path.
     """
     words = list(settings)
     if config is not None:
@@ -41,7 +42,7 @@ def with_config(config: str | None, settings: Sequence[str], log: TextIO) -> lis
         path = find_config(value)
         if path == Path(value).expanduser():
             continue
-        print(f"Using the bundled configuration {path}", file=log)
+        log(f"Using the bundled configuration {path}")
         if has_value:
             words[index] = f"{name}={path}"
         else:

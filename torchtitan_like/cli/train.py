@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.launcher.options import OPTIONS
@@ -33,11 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train. Returns the exit code."""
     from torchtitan_like.launcher.run import launch
+    from torchtitan_like.util.output import show
 
     config = arguments.config
     names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
     if config is None and "__job.config_file" not in names:
         config = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG
-    settings = with_config(config, arguments.settings, sys.stdout)
+    settings = with_config(config, arguments.settings, show)
     options = {option.key: getattr(arguments, option.key) for option in OPTIONS}
     return launch(options, settings, arguments.words)

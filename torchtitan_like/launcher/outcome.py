@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-import sys
 import tempfile
 from contextlib import suppress
 from operator import itemgetter
@@ -17,6 +16,7 @@ from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.process_start import CODES
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     EXIT,
@@ -104,20 +104,15 @@ def report_end(
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        print(
-            f"{exit_folder / EXIT} does not state how the run has ended: {error}", file=sys.stderr
-        )
+        show_error(f"{exit_folder / EXIT} does not state how the run has ended: {error}")
         return CRASH
     if end is not None and (code == 0 or stop is not None or code == end.code):
         return _report_agreed(config, end, start)
     if code == 0:
-        if (
-            start.num_nodes > 1
-        ):  # rank 0 wrote the file into a folder that this machine does not see
+        # On several machines, rank 0 may write the file into a folder that this one does not see.
+        if start.num_nodes > 1:
             return 0
-        print(
-            f"The run has ended with code 0, but has left no {exit_folder / EXIT}", file=sys.stderr
-        )
+        show_error(f"The run has ended with code 0, but has left no {exit_folder / EXIT}")
         return CRASH
     early = ExitCode(code) if code in CODES.values() else stop
     if early is not None and not _has_started(folder, start.since):
@@ -136,7 +131,7 @@ def _write_exit(folder: Path, end: RunEnd) -> None:
     try:
         write_exit(folder, end)
     except OSError as error:
-        print(f"Cannot write {folder / EXIT}: {error}", file=sys.stderr)
+        show_error(f"Cannot write {folder / EXIT}: {error}")
 
 
 def _has_started(folder: Path, since: float) -> bool:
@@ -149,23 +144,17 @@ def _has_started(folder: Path, since: float) -> bool:
 def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
     folder = Path(config["job"]["dump_folder"])
     if end.code == ExitCode.DONE:
-        print("\n".join(summary(config, folder, start, int(end.step or 0))))
+        show("\n".join(summary(config, folder, start, int(end.step or 0))))
     else:
         where = "before the first step" if end.step is None else f"at step {end.step}"
-        print(
-            f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}",
-            file=sys.stderr,
-        )
+        show_error(f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}")
     return end.code
 
 
 def _report_refusal(folder: Path, first: FirstError | None) -> int:
     _write_exit(folder, RunEnd(ExitCode.BAD_CONFIG.reason, int(ExitCode.BAD_CONFIG), None))
     reason = "its message is above" if first is None else describe_error(first.record)
-    print(
-        f"Nothing was started: a rank has refused the configuration (code 78): {reason}",
-        file=sys.stderr,
-    )
+    show_error(f"Nothing was started: a rank has refused the configuration (code 78): {reason}")
     return int(ExitCode.BAD_CONFIG)
 
 
@@ -184,7 +173,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     first = _first_error(folder, since)
     if first is None:
         where = f"in {attempts}: it was killed, or its error is above and could not be written"
-        print(f"The run has crashed, and no rank has left an error {where}", file=sys.stderr)
+        show_error(f"The run has crashed, and no rank has left an error {where}")
         return code
     attempt, record, ranks = first
     if record["phase"] == "config":
@@ -204,7 +193,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     if record["phase"] == "data":  # one rank read damaged data, and the others lost it
         code = ExitCode.BAD_DATA
         _write_exit(folder, RunEnd(ExitCode.BAD_DATA.reason, int(code), record["step"]))
-    print("\n".join(lines), file=sys.stderr)
+    show_error("\n".join(lines))
     return int(code)
 
 

@@ -27,6 +27,7 @@ from torchtitan_like.launcher.options import (
     torchrun_arguments,
 )
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import flush_or_discard, show, show_error
 from torchtitan_like.util.run_directory import LAUNCHER_FOLDER
 
 if sys.version_info >= (3, 11):
@@ -101,7 +102,7 @@ class SignalRelay:
         if not self.is_starting:
             raise LaunchError("Stopped: nothing was started.", code)
         self.passed_on = passed_on
-        print(f"Passing {passed_on.name} on to the run, which saves and ends.", file=sys.stderr)
+        show_error(f"Passing {passed_on.name} on to the run, which saves and ends.")
         self._send(passed_on)
 
     def _send(self, signum: signal.Signals) -> None:
@@ -121,8 +122,11 @@ def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Se
             return _launch(relay, options, settings, words)
         except LaunchError as error:
             if message := str(error):  # a failed check has printed its own
-                print(message, file=sys.stderr)
+                show_error(message)
             return error.code
+        finally:
+            flush_or_discard(sys.stdout)
+            flush_or_discard(sys.stderr)
 
 
 def _launch(
@@ -139,7 +143,7 @@ def _launch(
     command_typed = typed_command(environ, words)
     machine = inspect_machine(environ)
     if machine.gpu_list:
-        print(f"{machine.host}: {', '.join(machine.gpu_list)}", flush=True)
+        show(f"{machine.host}: {', '.join(machine.gpu_list)}")
     plan = read_options(options, environ, machine)
     environ = child_environment(environ, plan, machine)
     config = check_config(python, plan, machine, settings, environ)
@@ -148,7 +152,7 @@ def _launch(
         Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
     start = Start(since, plan.max_nodes, command_typed, titan_words())
     command = run_command(python, plan, folder)
-    print(f"+ {shown_command(command, settings, environ['OMP_NUM_THREADS'])}", flush=True)
+    show(f"+ {shown_command(command, settings, environ['OMP_NUM_THREADS'])}")
     with _launcher_folder() as launcher_folder:
         if launcher_folder is not None:
             environ[LAUNCHER_FOLDER] = str(launcher_folder)

@@ -9,10 +9,13 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 
@@ -123,8 +126,16 @@ def test_a_closed_pipe_ends_a_command_quietly(words: list[str], tmp_path: Path) 
     """As in `titan train --help | head`."""
     command = [sys.executable, "-m", "torchtitan_like", *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
+    with closed_pipe() as stdout:
+        done = subprocess.run(command, cwd=tmp_path, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("output", [closed_pipe, full_disk])
+def test_a_broken_configuration_returns_78_without_stderr(
+    output: Callable[[], AbstractContextManager[int]],
+) -> None:
+    command = [sys.executable, "-m", "torchtitan_like", "check", "debug_model.toml", "--no.key", "1"]
+    with output() as stderr:
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr)
+    assert (done.returncode, done.stdout) == (78, b"")

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT, listen_to_signals
 from torchtitan_like import cli
 from torchtitan_like.checkpoint.lock import RunLock
@@ -27,6 +28,7 @@ from torchtitan_like.util.bundle import TRAIN_CONFIGS
 # Stands in for PYTHON. It logs its arguments and environment, and answers for the check and for the ranks.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here={here}
+trap '' PIPE # as in Python
 case "$1 $2 $3" in
   "-m torchtitan_like check")
     printf '%q ' "$@" >>"$here/checks"; echo >>"$here/checks"
@@ -52,7 +54,9 @@ class Shell:
     capfd: pytest.CaptureFixture[str]
     is_script: bool = False
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE, **variables: str
+    ) -> subprocess.Popen[str]:
         """Start a process of its own."""
         titan = [self.env["PYTHON"], "-m", "torchtitan_like", "train"]
         return subprocess.Popen(
@@ -60,8 +64,8 @@ class Shell:
             env={**self.env, **variables},
             cwd=self.folder,
             text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             preexec_fn=listen_to_signals,  # a script cannot undo what it inherits
         )
 
@@ -376,6 +380,40 @@ def test_the_code_is_that_of_exit_json_unless_the_run_has_crashed(shell: Shell, 
     assert result.returncode == code
     assert text in result.stdout + result.stderr
     assert ("--prompt" in result.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [(ENDS % ("done", 0), 0), (ENDS % ("requeue", 75), 75), ("exit 1", 1), ("exit 78", 78)],
+    ids=["done", "requeue", "crash", "refused"],
+)
+@pytest.mark.parametrize("output", [closed_pipe, full_disk])
+def test_output_that_cannot_be_written_changes_no_exit_code(
+    shell: Shell, output: Callable[[], AbstractContextManager[int]], run: str, code: int
+) -> None:
+    with output() as file:
+        process = shell.start(RUN=run, stdout=file, stderr=file)
+        assert process.wait(timeout=200) == code
+    assert shell.was_started
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("output", [closed_pipe, full_disk])
+def test_a_refused_configuration_returns_78_without_output(
+    shell: Shell, output: Callable[[], AbstractContextManager[int]], buffered: str
+) -> None:
+    """The line about the bundled configuration is printed before the check."""
+    with output() as file:
+        process = shell.start(CONFIG_CODE="78", PYTHONUNBUFFERED=buffered, stdout=file, stderr=file)
+        assert process.wait(timeout=200) == 78
+    assert not shell.was_started
+
+
+def test_closed_streams_change_no_exit_code(shell: Shell) -> None:
+    command = [shell.env["PYTHON"], "-m", "torchtitan_like", "train"]
+    script = f"{shlex.join(command)} >&- 2>&-"
+    env = {**shell.env, "RUN": ENDS % ("requeue", 75)}
+    assert subprocess.run(["bash", "-c", script], cwd=shell.folder, env=env, timeout=200).returncode == 75
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
