@@ -39,9 +39,23 @@ enable = false
 def titan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command as the installed program does: the current folder is not on Python's path."""
     env = {name: value for name, value in os.environ.items() if name != "NGPU"}
-    env |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    python_path = os.pathsep.join([str(ROOT), str(folder.parent / "path")])
+    env |= {"PYTHONPATH": python_path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torchtitan_like", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+# A model whose functions import another module when they are called.
+LAZY_CODE = """
+import dataclasses
+from torchtitan_like.models import get_spec, register
+
+def check(args):
+    import my_checks
+    return my_checks.problems(args)
+
+register(dataclasses.replace(get_spec("llama3"), name="lazy", check=check))
+"""
 
 
 @pytest.mark.parametrize(
@@ -50,9 +64,11 @@ def titan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ids=["a file next to the TOML", "a module of the current folder"],
 )
 def test_check_and_all_ranks_import_it(tmp_path: Path, name: str, current: str) -> None:
-    for folder in ("configs", "elsewhere"):
+    for folder in ("configs", "elsewhere", "path"):
         (tmp_path / folder).mkdir()
     (tmp_path / "configs/my_code.py").write_text(CODE)
+    # The current folder comes first.
+    (tmp_path / "path/my_code.py").write_text("raise ImportError('from PYTHONPATH')")
     (tmp_path / "configs/run.toml").write_text(TOML.format(name=name))
     for arguments in (["check"], ["train", "--nproc", "2"]):
         done = titan(tmp_path / current, arguments[0], "../configs/run.toml", *arguments[1:])
@@ -65,3 +81,12 @@ def test_a_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML.format(name="absent.py"))
     done = titan(tmp_path, "check", "run.toml")
     assert done.returncode == 78 and str(tmp_path / "absent.py") in done.stderr
+
+
+def test_functions_of_a_module_import_modules_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(TOML.format(name="my_code"))
+    (tmp_path / "my_code.py").write_text(LAZY_CODE)
+    (tmp_path / "my_checks.py").write_text("def problems(args):\n    return []\n")
+    for command in ("check", "train"):
+        done = titan(tmp_path, command, "run.toml", "--model.name", "lazy")
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config import ConfigError, Problem, dump_toml
     from torchtitan_like.config.problems import report
     from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.modules import searching_modules_in
     from torchtitan_like.util.output import show_error
 
     world_size = arguments.world_size
@@ -45,11 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         expected = '"cpu" or "cuda"'
         problems.append(Problem("--device-type", arguments.device_type, expected, origin="command line"))
     settings = with_config(arguments.config, arguments.settings, show_error)
-    sys.path.append(os.getcwd())  # where `titan train` also finds the module of experimental.custom_import
     try:
         if problems:
             raise ConfigError(problems)
-        with redirect_stdout(sys.stderr):  # a custom_import module may print
+        # The ranks of `titan train` and torchrun find the modules of experimental.custom_import in
+        # the current folder. Such a module may print.
+        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
             config, warnings = load_checked(
                 settings,
                 None if world_size is None else int(world_size),

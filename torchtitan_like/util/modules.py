@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -35,3 +37,19 @@ def import_named(name: str) -> ModuleType:
         del sys.modules[key]
         raise
     return module
+
+
+@contextmanager
+def searching_modules_in(folder: Path) -> Iterator[None]:
+    """Search `folder` first for modules, as `python -m` searches the current folder.
+
+    It covers more than one import: functions of a module may import other modules when they are
+    called.
+    """
+    entry = str(folder)
+    sys.path[:0] = [entry]
+    try:
+        yield
+    finally:
+        if entry in sys.path:  # user code may remove it
+            sys.path.remove(entry)

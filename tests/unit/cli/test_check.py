@@ -42,6 +42,13 @@ def test_what_an_imported_module_prints_is_no_part_of_it(
     assert parse_toml(captured.out)["experimental"]["custom_import"] == "talkative" and "hello" in captured.err
 
 
+def test_the_search_path_of_modules_is_restored() -> None:
+    before = list(sys.path)
+    assert check(["train_configs/debug_model.toml"]) == 0
+    assert check(["train_configs/debug_model.toml", "--training.stepz", "7"]) == 78
+    assert sys.path == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
