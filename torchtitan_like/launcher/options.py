@@ -35,7 +35,8 @@ OPTIONS = (
         "nproc",
         "NGPU",
         "N",
-        "ranks on this machine; auto: one per GPU, or 2 without GPUs; default: 1",
+        "ranks on this machine; auto: one per GPU, or 2 without GPUs; "
+        "default: 1, and auto on several machines",
     ),
     Option(
         "nnodes", "NNODES", "N", "machines, or MIN:MAX for a run that continues with fewer or more"
@@ -113,15 +114,13 @@ def read_options(
         option.key: arguments.get(option.key) or environ.get(option.variable, "")
         for option in OPTIONS
     }
-    num_ranks = machine.num_gpus or NUM_CPU_RANKS
-    if given["nproc"] != AUTO:
-        num_ranks = _positive(given["nproc"] or "1")
     nnodes = given["nnodes"] or "1"
     min_nodes, _, most = nnodes.partition(":")
     max_nodes = most if ":" in nnodes else min_nodes
     bounds = _positive(min_nodes), _positive(max_nodes)
     if bounds[0] > bounds[1]:
         raise LaunchError(f"NNODES=MIN:MAX (--nnodes) needs MIN <= MAX, got {nnodes}. Swap them.")
+    num_ranks = _num_ranks(given["nproc"], bounds[1], machine)
     max_restarts = given["max_restarts"] or "0"
     if not max_restarts.isdecimal():
         raise LaunchError(
@@ -180,6 +179,19 @@ def torchrun_arguments(launch: Launch, log_folder: Path) -> list[str]:
         "--log-dir",
         str(log_folder),
     ]
+
+
+def _num_ranks(nproc: str, num_nodes: int, machine: Machine) -> int:
+    """Return the ranks of this machine. By default several machines use all of their GPUs."""
+    nproc = nproc or (AUTO if num_nodes > 1 else "1")
+    if nproc != AUTO:
+        return _positive(nproc)
+    if num_nodes > 1 and machine.has_amd_gpus and machine.num_gpus == 0:
+        raise LaunchError(
+            f"NGPU={AUTO} (--nproc) counts NVIDIA GPUs only, and {machine.host} has AMD GPUs. "
+            "Expected the number of ranks on each machine. Set NGPU (--nproc), for example to 8."
+        )
+    return machine.num_gpus or NUM_CPU_RANKS
 
 
 def _positive(text: str) -> int:

@@ -279,6 +279,24 @@ def test_an_option_wins_over_its_variable() -> None:
     assert (launch.num_ranks, launch.max_restarts) == (7, 5)
 
 
+@pytest.mark.parametrize(("num_gpus", "num_ranks"), [(8, 8), (0, 2)])
+@pytest.mark.parametrize("nnodes", ["2", "1:2"])
+def test_several_machines_use_all_gpus_by_default(nnodes: str, num_gpus: int, num_ranks: int) -> None:
+    machine = MACHINE._replace(num_gpus=num_gpus)
+    options = {"nnodes": nnodes, "master_addr": "node-1"}
+    assert read_options(options, {}, machine).num_ranks == num_ranks
+    assert read_options(options, {"NGPU": "1"}, machine).num_ranks == 1
+    assert read_options(options | {"nnodes": "1"}, {}, machine).num_ranks == 1
+
+
+def test_several_machines_with_amd_gpus_need_a_number_of_ranks() -> None:
+    machine = MACHINE._replace(has_amd_gpus=True)
+    options = {"nnodes": "2", "master_addr": "node-1"}
+    with pytest.raises(LaunchError, match="node-1 has AMD GPUs"):
+        read_options(options, {}, machine)
+    assert read_options(options | {"nproc": "4"}, {}, machine).num_ranks == 4
+
+
 @pytest.mark.parametrize(("prefix", "role"), [("rank", "rank"), ("host", "node-1:"), ("digits", "1:")])
 def test_lines_start_with_what_was_asked_for(prefix: str, role: str) -> None:
     assert read_options({"log_prefix": prefix}, {}, MACHINE).role == role
