@@ -1,4 +1,7 @@
-"""Decide which settings may change between a checkpoint and the run that resumes it."""
+"""Decide which settings may change between a checkpoint and the run that resumes it.
+
+Each setting declares the state of the run that it affects (`Affected` in config/facts.py).
+"""
 
 from __future__ import annotations
 
@@ -8,47 +11,11 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
+from torchtitan_like.config.facts import Affected
+from torchtitan_like.config.fields import find
 from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import build_config
 from torchtitan_like.config.problems import ConfigError
-
-# Patterns of settings -> the state of the run that they affect. The first match applies.
-# A setting of a state may not change, unless `checkpoint.exclude_from_loading` names the state.
-# "": does not affect the result. "logged": may change, and the run logs it.
-# Samples and their order have a fingerprint of their own (see `data.allow_change`).
-PARTS: tuple[tuple[str, str], ...] = (
-    ("model.hf_assets_path", ""),
-    ("model.tokenizer_path", ""),
-    ("model.print_after_conversion", ""),
-    ("model.*", "model"),
-    ("quantize.*", "model"),
-    ("experimental.custom_import", "model"),
-    ("experimental.*", ""),
-    ("optimizer.implementation", ""),
-    ("optimizer.*", "optimizer"),
-    ("training.max_norm", "optimizer"),
-    ("lr_scheduler.*", "lr_scheduler"),
-    ("data.*", ""),
-    ("training.dtype", "model"),
-    ("training.mixed_precision_*", "numerics"),
-    ("debug.matmul_precision", "numerics"),
-    ("debug.moe_force_load_balance", "numerics"),
-    ("training.global_batch_size", "dataloader"),
-    ("training.batch_ramp", "dataloader"),
-    ("training.skip_steps", "logged"),
-    ("debug.seed", "train_state"),
-    ("debug.*", ""),
-    ("training.*", ""),
-    ("loss.chunk_mib", ""),
-    ("fault_tolerance.semi_sync_method", "numerics"),
-    *(
-        (f"{section}.*", "")
-        for section in (
-            "job", "profiling", "metrics", "parallelism", "checkpoint", "activation_checkpoint",
-            "compile", "comm", "memory_estimation", "fault_tolerance", "validation", "resilience",
-        )
-    ),
-)  # fmt: skip
 
 # Settings that a run may resolve at its start -> their names in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
@@ -81,22 +48,21 @@ class Changes(NamedTuple):
         These are allowed by `allow_change` or `exclude_from_loading`, or are `skip_steps` or a
         horizon that has changed with `training.steps`.
         """
-        return [str(change) for change in self.harmless if part_of(change.key)]
+        return [str(change) for change in self.harmless if affected_state(change.key) != "nothing"]
 
     def reordered(self) -> list[str]:
         """Return the accepted changes that reorder the samples."""
-        return [str(change) for change in self.harmless if part_of(change.key) == "dataloader"]
+        return [
+            str(change) for change in self.harmless if affected_state(change.key) == "dataloader"
+        ]
 
 
-def part_of(key: str) -> str:
-    """Return the state that a setting affects, such as "model", or "numerics", "logged", or "".
-
-    Raises KeyError if no row of `PARTS` matches.
-    """
-    for pattern, part in PARTS:
-        if fnmatchcase(key, pattern):
-            return part
-    raise KeyError(key)
+def affected_state(key: str) -> Affected:
+    """Return the state that a setting affects. Raises KeyError if there is no such setting."""
+    setting = find(tuple(key.split(".")))
+    if setting is None:
+        raise KeyError(key)
+    return setting.affects
 
 
 def diff_settings(
@@ -107,7 +73,7 @@ def diff_settings(
 ) -> Changes:
     """Compare the configuration in a checkpoint (TOML text, or tables) with this run's tables.
 
-    A missing setting has its default value. `PARTS`, `checkpoint.allow_change`, and
+    A missing setting has its default value. The affected states, `checkpoint.allow_change`, and
     `checkpoint.exclude_from_loading` of `current` decide which changes are refused.
 
     stored_summary: the step and the resolved values of the checkpoint (`RESOLVED`).
@@ -121,8 +87,10 @@ def diff_settings(
     is_seed = stored_summary.get("step") == 0  # a seed checkpoint, without any training
 
     def is_free(key: str) -> bool:
-        part, is_allowed = part_of(key), any(fnmatchcase(key, pattern) for pattern in allowed)
-        return part in ("", "logged", *excluded) or (is_seed and part != "model") or is_allowed
+        state = affected_state(key)
+        is_allowed = any(fnmatchcase(key, pattern) for pattern in allowed)
+        is_untrained = is_seed and state != "model"
+        return state in ("nothing", "future_samples", *excluded) or is_untrained or is_allowed
 
     before, now = _complete(stored), _complete(current)
     changes = Changes([], [])

@@ -1,4 +1,4 @@
-"""What all ranks of a run have to have in common."""
+"""Check that all ranks have read the same settings."""
 
 from __future__ import annotations
 
@@ -7,34 +7,46 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan_like.config.fields import find
 from torchtitan_like.config.layers import leaves
 from torchtitan_like.config.problems import ConfigError, Problem, show
 from torchtitan_like.config.schema import JobConfig
 
-# Where things lie may differ from node to node; so may what a run is called.
-_PLACES = ("path", "folder", "file", "csv", "description")
-
 
 def check_agreement(config: JobConfig, gather: Callable[[Any], list[Any]]) -> None:
-    """A collective. Raises ConfigError, on all ranks, where two of them have other settings: each has read its own file."""
-    ours = _shared(config)
-    digest = hashlib.sha256(json.dumps(ours, default=str, sort_keys=True).encode()).digest()
-    if len(set(gather(digest))) == 1:  # of thousands of ranks the texts would be megabytes
+    """Compare the settings of all ranks. Each has read its own files and arguments. A collective.
+
+    gather: returns the values of all ranks, in the order of ranks.
+    Raises ConfigError on all ranks if two of them have different settings.
+    """
+    settings = shared_settings(config)
+    text = json.dumps(settings, default=str, sort_keys=True)
+    # Thousands of ranks would send megabytes of settings, so they compare digests first.
+    if len(set(gather(hashlib.sha256(text.encode()).digest()))) == 1:
         return
-    first, *others = gather(ours)
+    first, *others = gather(settings)
     problems: dict[str, Problem] = {}
-    for rank, theirs in enumerate(others, start=1):
-        for key in {**first, **theirs}:
-            if first.get(key) != theirs.get(key):
-                expected = f"the same on every rank; rank {rank} has {show(theirs.get(key))}"
+    for rank, other in enumerate(others, start=1):
+        for key in {**first, **other}:
+            if first.get(key) != other.get(key):
+                expected = f"the same on every rank; rank {rank} has {show(other.get(key))}"
                 remedy = "start all nodes with one config file and the same arguments"
-                problems.setdefault(key, Problem(key, first.get(key), expected, remedy, "rank 0"))
-    if problems:  # none: 1 and 1.0
+                problem = Problem(key, first.get(key), expected, remedy, "rank 0")
+                problems.setdefault(key, problem)
+    if problems:  # none if the digests differ by 1 and 1.0
         raise ConfigError(problems.values())
 
 
-def _shared(config: JobConfig) -> dict[str, Any]:
-    """Every setting that is no place, by its dotted key; of the texts also their order, in which they are read."""
-    found = [(path, value) for path, value in leaves(config.model_dump()) if value != {}]
-    shared = {".".join(path): value for path, value in found if not path[-1].endswith(_PLACES)}
-    return shared | {f"{name}.sources": list(getattr(config, name).sources) for name in ("data", "validation")}
+def shared_settings(config: JobConfig) -> dict[str, Any]:
+    """Return the settings that must be the same on all ranks, by dotted key.
+
+    The order of the sources is one of them: mixtures depend on it.
+    """
+    shared = {}
+    for path, value in leaves(config.model_dump()):
+        setting = find(path)
+        if value != {} and not (setting is not None and setting.ranks_may_differ):
+            shared[".".join(path)] = value
+    for name in ("data", "validation"):
+        shared[f"{name}.sources"] = list(getattr(config, name).sources)
+    return shared

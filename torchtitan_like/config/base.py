@@ -1,24 +1,38 @@
-"""What all sections share: strict types, special kinds of values, and rules over several keys of one section."""
+"""The base class of all sections, and the types of their values."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from torchtitan_like.config.facts import Facts
 from torchtitan_like.config.rules import Rule, broken_rules
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@dataclass(frozen=True)
+class Expected:
+    """Metadata of a type: a description of its valid values, for errors and documents."""
+
+    description: str
+
+
 class Section(BaseModel):
-    """One TOML table. It refuses unknown keys, wrong types and values out of range. It converts nothing."""
+    """One TOML table. It refuses unknown keys, wrong types and values out of range.
+
+    No value is converted to another type.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    # Facts about all settings of this section and of the sections in it.
+    facts: ClassVar[Facts] = Facts()
     # Rules over several keys of this section, checked after each key is valid by itself.
     rules: ClassVar[tuple[Rule[Any], ...]] = ()
 
@@ -56,41 +70,26 @@ def _minutes_or_auto(value: object) -> float | str:
     return float(value)
 
 
-# A path. `~` becomes the home folder when the configuration is loaded.
-HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
+# A path. `~` becomes the home folder when the configuration is loaded. Ranks may have other paths.
+EXPAND_HOME = AfterValidator(os.path.expanduser)
+HomePath = Annotated[str, EXPAND_HOME]
 MinusOneOrPositive = Annotated[
-    int,
-    AfterValidator(_minus_one_or_positive),
-    Field(json_schema_extra={"expected": "-1 or an integer > 0"}),
+    int, AfterValidator(_minus_one_or_positive), Expected("-1 or an integer > 0")
 ]
 KeepCount = Annotated[
-    int,
-    Field(ge=0, json_schema_extra={"expected": "0 or an integer >= 2"}),
-    AfterValidator(_not_one),
+    int, Field(ge=0), AfterValidator(_not_one), Expected("0 or an integer >= 2")
 ]
-BatchRamp = Annotated[
-    list[int], Field(json_schema_extra={"expected": "a list [start, increment, samples]"})
-]
-Steps = Annotated[list[int], Field(json_schema_extra={"expected": "a list of steps"})]
-StepRanges = Annotated[
-    list[list[int]],
-    Field(json_schema_extra={"expected": "a list of pairs of steps, [[first, last], ...]"}),
-]
-StepWeights = Annotated[
-    list[list[int | float]],
-    Field(json_schema_extra={"expected": "a list of pairs, [[step, weight], ...]"}),
-]
+BatchRamp = Annotated[list[int], Expected("a list [start, increment, samples]")]
+Steps = Annotated[list[int], Expected("a list of steps")]
+StepRanges = Annotated[list[list[int]], Expected("a list of pairs of steps, [[first, last], ...]")]
+StepWeights = Annotated[list[list[int | float]], Expected("a list of pairs, [[step, weight], ...]")]
 Minutes = Annotated[
     float | Literal["auto"],
     PlainValidator(_minutes_or_auto),  # a union's own validator reports a wrong value twice
-    Field(
-        json_schema_extra={"expected": f'a number of minutes >= 0 and <= {MOST_MINUTES}, or "auto"'}
-    ),
+    Expected(f'a number of minutes >= 0 and <= {MOST_MINUTES}, or "auto"'),
 ]
 NthOrOp = Annotated[
     str,
-    Field(
-        pattern=r"^(op|[1-9][0-9]*)$",
-        json_schema_extra={"expected": '"op" or a positive integer in quotes ("2")'},
-    ),
+    Field(pattern=r"^(op|[1-9][0-9]*)$"),
+    Expected('"op" or a positive integer in quotes ("2")'),
 ]

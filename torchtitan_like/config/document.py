@@ -1,4 +1,7 @@
-"""The schema as text: ``--help`` and docs/reference/config.md (``python -m torchtitan_like.config.document``)."""
+"""The schema as text: `--help` and docs/reference/config.md.
+
+Run `python -m torchtitan_like.config.document > docs/reference/config.md` after a change.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,23 @@ from typing import Any
 
 from torchtitan_like.config.aliases import MOVED_SECTIONS, RENAMED, RENAMED_CONVERTERS
 from torchtitan_like.config.base import Section
+from torchtitan_like.config.facts import Need
 from torchtitan_like.config.fields import Path, Setting, settings_of
+from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.schema import JobConfig
 from torchtitan_like.config.toml_text import toml_value
 
 _USAGE = """\
 usage: python -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]
 
-Settings come from a TOML file ([section], key = value), which may start from another one (extends = "base.toml"); the
-command line overrides them.
-  --section.key value     or --section.key=value; - and _ in names mean the same
-  --section.switch        sets it to true; --section.no_switch to false; --section.switch=false works too
-  --section.list a,b      items separated by commas; a list of lists is written a,b c,d
-  --section.key None      unsets what may be unset
-  --model.args.dim 256    tables with names of your own: --data.sources.NAME.path FILE
+A TOML file has the settings ([section], key = value). It may extend another file (extends =
+"base.toml"). The command line overrides both.
+  --section.key value     or --section.key=value; - and _ in names are the same
+  --section.switch        sets it to true; --section.no_switch to false; --section.switch=false too
+  --section.list a,b      a list; its items are separated by commas
+  --section.lists a,b c,d a list of lists
+  --section.key None      unsets a setting that may be unset
+  --model.args.dim 256    a table with names of your own, such as --data.sources.NAME.path FILE
 Check without training:   titan check X.toml [--section.key value ...] [--world-size N]
 """
 
@@ -31,42 +37,57 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m torchtitan_like.config.document > docs/reference/config.md`; a test compares the two. -->
 
-A run is described by one TOML file. The line `extends = "base.toml"` makes it start from another one, next to it or in the
-package. `--section.key value` on the command line overrides the file, the file overrides the one it extends, and that
-overrides the defaults below. Names and defaults are those of TorchTitan v0.2.2 where it has the setting.
-
-Values are checked for type, choice and range before anything starts, and all problems are reported together:
+One TOML file describes a run. Check it before you start the run:
 
 ```
 titan check llama3_8b.toml --world-size 64
 ```
 
-prints the resolved configuration (exit code 0) or the problems (exit code 78). With `--training` it checks as training
-does: files must exist, and settings whose feature is not available yet are errors instead of warnings.
+The command prints the resolved configuration (exit code 0) or all problems at once (exit code 78). With `--training` it is
+as strict as training: files must exist, and requests for features that are not available yet are errors instead of warnings.
 
-A setting of a feature that is off is never refused. One warning lists the settings without effect that were written on
-top of the file that switches the feature off.
+## Precedence
 
-Each rank reads the file and its arguments by itself. They compare what they have read: all end with 78 where nodes were started
-with other settings. Only where things lie (paths, folders) may differ from node to node.
+A setting has the value of the first of these that contains it:
 
-In a path `~` is the home folder. TOML has no null; where None is allowed, the word `"None"` stands for it.
+1. the command line: `--section.key value`
+2. the TOML file
+3. the file that it extends: `extends = "base.toml"`, relative to the TOML file, or the name of a file in the package
+4. the default below
+
+Names and defaults are those of TorchTitan v0.2.2 where it has the setting.
+
+## How to read the tables
+
+- **Paths**: `~` is the home folder.
+- **Unset**: TOML has no null. Write `"None"` where None is allowed.
+- **Needs**: unless this condition holds, the setting has no effect. That is never an error. One warning lists the settings
+  without effect that were written on top of the file that disables their feature.
+- **Fixed on resume**: the setting affects the result, and a resumed run with another value is refused. To accept the change,
+  add the key to `checkpoint.allow_change`, or do not load the state in parentheses (`checkpoint.exclude_from_loading`).
+  Changes of datasets and samples have a check of their own; see `data.allow_change`.
+
+Each rank reads the file and its arguments by itself. All ranks end with exit code 78 if their settings differ. Only paths,
+`job.config_file` and `job.description` may differ from node to node.
 """
 
 
-def _sections(section: type[Section] = JobConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
-    """Every table of the schema that holds settings, with its path."""
+def _sections(
+    section: type[Section] = JobConfig, path: Path = ()
+) -> Iterator[tuple[Path, type[Section]]]:
+    """Yield every table of the schema that contains settings, with its path."""
     for setting in settings_of(section, path):
         inner = setting.section
         if inner is None:
             continue
         inner_path = (*setting.path, "<name>") if setting.is_named_tables else setting.path
-        if any(one.section is None for one in settings_of(inner)):
+        if any(inner_setting.section is None for inner_setting in settings_of(inner)):
             yield inner_path, inner
         yield from _sections(inner, inner_path)
 
 
-def _plain(section: type[Section], path: Path) -> list[Setting]:
+def _settings(section: type[Section], path: Path) -> list[Setting]:
+    """Return the settings of a section, without sub-tables."""
     return [setting for setting in settings_of(section, path) if setting.section is None]
 
 
@@ -79,38 +100,62 @@ def _default(setting: Setting) -> str:
     return "empty" if value == {} else toml_value(value)
 
 
+def _conditions(needs: tuple[Need, ...]) -> str:
+    """Return the conditions of needs as a sentence, with short keys inside their section, or ""."""
+    conditions = dict.fromkeys(need.condition.replace("{key}", need.key) for need in needs)
+    return f"Needs {'; '.join(conditions)}." if conditions else ""
+
+
+def _meaning(setting: Setting) -> str:
+    """Return the description of a setting and its own facts."""
+    states = {"nothing": "", "future_samples": ""}
+    fixed = states.get(setting.affects, f"Fixed on resume ({setting.affects}).")
+    sentences = [setting.description, _conditions(setting.facts.needs), fixed]
+    return " ".join(filter(None, sentences))
+
+
 def help_text() -> str:
-    """All settings, grouped by section, with type, choices, default and meaning."""
+    """Return all settings, grouped by section, with type, choices, default and meaning."""
     lines = [_USAGE]
     for path, section in _sections():
-        lines.append(f"[{'.'.join(path)}]  {(section.__doc__ or '').splitlines()[0]}")
-        for setting in _plain(section, path):
+        title = (section.__doc__ or "").splitlines()[0]
+        lines.append(f"[{'.'.join(path)}]  {title} {_conditions(section.facts.needs)}".rstrip())
+        for setting in _settings(section, path):
             key = f"{setting.key}.<name>" if setting.is_free else setting.key
-            about = f"{setting.expected}; default: {_default(setting)}. {setting.field.description}"
+            text = f"{setting.expected}; default: {_default(setting)}. {_meaning(setting)}"
+            indent = " " * 8
             lines.append(f"  --{key}")
-            lines += textwrap.wrap(about, width=112, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(
+                text, width=112, initial_indent=indent, subsequent_indent=indent
+            )
         lines.append("")
     return "\n".join(lines)
 
 
 def markdown() -> str:
-    """The text of docs/reference/config.md."""
+    """Return the text of docs/reference/config.md."""
     parts = [_INTRODUCTION]
     for path, section in _sections():
-        parts.append(f"## [{'.'.join(path)}]\n\n{section.__doc__}\n")
+        title = f"{section.__doc__} {_conditions(section.facts.needs)}".rstrip()
+        parts.append(f"## [{'.'.join(path)}]\n\n{title}\n")
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
-        parts += [_row(setting) for setting in _plain(section, path)]
+        parts += [_row(setting) for setting in _settings(section, path)]
         parts.append("")
-    parts.append("## Older names\n\nAccepted, with a notice:\n")
+    parts.append("## Not available yet\n")
+    parts.append("These settings are accepted, so that files of TorchTitan load. Training needs:\n")
+    parts += [f"- `{rule.key}`: {rule.remedy}" for rule in NOT_AVAILABLE]
+    parts.append("\n## Older names\n\nThese names are accepted with a warning:\n")
     moved = {**RENAMED, **{(*old, "*"): (*new, "*") for old, new in MOVED_SECTIONS.items()}}
     parts += [f"- `{'.'.join(old)}` is `{'.'.join(new)}`" for old, new in moved.items()]
     parts += [f'- the converter `"{old}"` is `"{new}"`' for old, new in RENAMED_CONVERTERS.items()]
-    parts.append("- keys of `[parallelism]` written under `[training]` or `[experimental]`\n")
+    parts.append("- keys of `[parallelism]` in `[training]` or `[experimental]`\n")
     return "\n".join(parts)
 
 
 def _row(setting: Setting) -> str:
-    cells = (f"`{setting.path[-1]}`", setting.expected, f"`{_default(setting)}`", setting.field.description or "")
+    """Return the row of a setting in its section's table."""
+    name = f"`{setting.path[-1]}`"
+    cells = (name, setting.expected, f"`{_default(setting)}`", _meaning(setting))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

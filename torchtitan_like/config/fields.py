@@ -1,4 +1,4 @@
-"""Reading the schema: which key is of which kind, in words and as Python types."""
+"""Read the schema: the type, default, description and facts of each setting."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from torchtitan_like.config.base import Section
+from torchtitan_like.config.base import EXPAND_HOME, Expected, HomePath, Section
+from torchtitan_like.config.facts import Affected, Facts, Need
 from torchtitan_like.config.schema import JobConfig
 
 Path = tuple[str, ...]
 
 
 class Setting:
-    """One key of the schema as seen from outside: its type, default, description.
+    """One key of the schema: its type, default, description and facts.
 
-    A table of tables by name (``data.sources``) is a Setting too; ``below`` leads to the keys of one of its tables.
+    A table of named tables (`data.sources`) is a Setting too. Keys of one of its tables have the
+    name `<name>` in their path.
     """
 
     def __init__(self, path: Path, field: FieldInfo) -> None:
@@ -32,14 +34,15 @@ class Setting:
 
     @property
     def is_free(self) -> bool:
-        """True for a table whose keys the schema does not know (``model.args``)."""
+        """True for a table whose keys are not in the schema (`model.args`)."""
         return get_origin(self.kind) is dict and self.section is None
 
     @property
     def section(self) -> type[Section] | None:
-        """The section class if this is a table, or the class of each table if it is a table of tables."""
+        """The section class if this is a table, or the class of each table in a table of tables."""
         candidate = get_args(self.kind)[1] if get_origin(self.kind) is dict else self.kind
-        return candidate if isinstance(candidate, type) and issubclass(candidate, Section) else None
+        is_section = isinstance(candidate, type) and issubclass(candidate, Section)
+        return candidate if is_section else None
 
     @property
     def is_named_tables(self) -> bool:
@@ -53,11 +56,15 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What a right value looks like, e.g. ``an integer > 0``."""
-        extra = self.field.json_schema_extra
-        text = str(extra["expected"]) if isinstance(extra, dict) and "expected" in extra else _describe(self.kind)
-        text += _limits(self.field.metadata) if not isinstance(extra, dict) else ""
+        """A description of valid values, such as `an integer > 0`."""
+        metadata = self.field.metadata
+        described = [item.description for item in metadata if isinstance(item, Expected)]
+        text = described[0] if described else _describe(self.kind) + _limits(metadata)
         return f"{text}, or None" if self.optional else text
+
+    @property
+    def description(self) -> str:
+        return self.field.description or ""
 
     @property
     def default(self) -> Any:
@@ -67,9 +74,56 @@ class Setting:
     def is_required(self) -> bool:
         return self.field.is_required()
 
+    @property
+    def facts(self) -> Facts:
+        """The facts that the field itself declares."""
+        extra = self.field.json_schema_extra
+        facts = extra["facts"] if isinstance(extra, dict) else None
+        return facts if isinstance(facts, Facts) else Facts()
+
+    @property
+    def affects(self) -> Affected:
+        """The state of a run that the setting affects, by its field or the innermost section.
+
+        Raises LookupError if neither declares it.
+        """
+        declared = [self.facts, *(section.facts for _, section in reversed(self._sections()))]
+        for facts in declared:
+            if facts.affects is not None:
+                return facts.affects
+        raise LookupError(f"{self.key} does not declare what it affects")
+
+    @property
+    def needs(self) -> list[Need]:
+        """The needs of its sections, outermost first, then its own.
+
+        The switch of a section does not need itself.
+        """
+        sections = self._sections()
+        needs = [need.in_section(key) for key, section in sections for need in section.facts.needs]
+        needs += [need.in_section(".".join(self.path[:-1])) for need in self.facts.needs]
+        return [need for need in needs if need.key != self.key]
+
+    @property
+    def ranks_may_differ(self) -> bool:
+        """True if each rank may have a value of its own: paths, and fields that declare it."""
+        is_path = EXPAND_HOME in self.field.metadata or HomePath in get_args(self.field.annotation)
+        return is_path or self.facts.ranks_may_differ
+
+    def _sections(self) -> list[tuple[str, type[Section]]]:
+        """The sections around the setting, outermost first, each with its dotted key."""
+        sections = []
+        for depth in range(1, len(self.path)):
+            path = self.path[:depth]
+            table = find(path)
+            is_table_of_tables = table is not None and table.is_named_tables and table.path == path
+            if table is not None and table.section is not None and not is_table_of_tables:
+                sections.append((".".join(path), table.section))
+        return sections
+
 
 def _strip_optional(annotation: Any) -> tuple[Any, bool]:
-    """The type without Annotated and without ``| None``, and whether None is allowed."""
+    """Return the type without Annotated and without `| None`, and True if None is allowed."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -78,10 +132,11 @@ def _strip_optional(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_DESCRIPTIONS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def _describe(kind: Any) -> str:
+    """Return a description of the values of a type."""
     if get_origin(kind) is Literal:
         words = [f'"{word}"' for word in get_args(kind)]
         return words[0] if len(words) == 1 else "one of " + ", ".join(words)
@@ -92,10 +147,11 @@ def _describe(kind: Any) -> str:
         return "a list of lists of strings" if get_origin(item) is list else "a list of strings"
     if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, Section)):
         return "a table of settings"
-    return _WORDS.get(kind, "a value")
+    return _DESCRIPTIONS.get(kind, "a value")
 
 
 def _limits(metadata: list[Any]) -> str:
+    """Return a description of the limits of a number or a string, such as ` > 0`, or ""."""
     parts = []
     for limit in metadata:
         if isinstance(limit, annotated_types.Gt):
@@ -112,13 +168,16 @@ def _limits(metadata: list[Any]) -> str:
 
 
 def settings_of(section: type[Section], prefix: Path = ()) -> Iterator[Setting]:
-    """The keys of one section, in order, sub-tables not opened."""
+    """Yield the keys of one section in order. A sub-table is one key."""
     for name, field in section.model_fields.items():
         yield Setting((*prefix, name), field)
 
 
 def all_settings(section: type[Section] = JobConfig, prefix: Path = ()) -> Iterator[Setting]:
-    """Every key of the schema, sub-tables opened. Tables by name appear as themselves and, opened, under ``<name>``."""
+    """Yield every key of the schema, with the keys of sub-tables in place of the sub-tables.
+
+    A table of named tables is yielded, and then the keys of one table under `<name>`.
+    """
     for setting in settings_of(section, prefix):
         if setting.section is None:
             yield setting
@@ -130,7 +189,7 @@ def all_settings(section: type[Section] = JobConfig, prefix: Path = ()) -> Itera
 
 
 def find(path: Path) -> Setting | None:
-    """The Setting that describes ``path``, or None. Keys inside a free table are described by the table."""
+    """Return the Setting of a path, or None. For a key in a free table it is the table's."""
     section: type[Section] = JobConfig
     setting = None
     rest = list(path)
@@ -150,10 +209,14 @@ def find(path: Path) -> Setting | None:
 
 
 def names_at(path: Path) -> list[str]:
-    """The names that may follow ``path``; empty where the schema has no table or the names are free."""
+    """Return the names of the keys below a path.
+
+    Empty if the path is not a table, or if users name its keys.
+    """
     if not path:
         return list(JobConfig.model_fields)
     setting = find(path)
     if setting is None or setting.section is None:
         return []
-    return [] if setting.is_named_tables and setting.path == path else list(setting.section.model_fields)
+    has_user_names = setting.is_named_tables and setting.path == path
+    return [] if has_user_names else list(setting.section.model_fields)

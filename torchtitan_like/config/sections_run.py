@@ -1,33 +1,39 @@
-"""Sections about the run itself: job, profiling, metrics, communication, debugging."""
+"""Sections about the run itself: job, profiling, metrics, communication, failures, debugging."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from torchtitan_like.config.base import HomePath, Minutes, Section, Steps
+from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
 
 
 class Job(Section):
-    """The run as a whole: where it writes and how it is described."""
+    """The run as a whole: its run directory and its description."""
 
-    config_file: str | None = Field(
-        None, description="TOML file to read; for the command line only. Relative to the current directory."
-    )
-    dump_folder: HomePath = Field(
-        "./outputs", min_length=1, description="Run directory: everything the run writes lies below it."
-    )
-    description: str = Field("default job", description="Free text, printed when the run starts.")
-    print_config: bool = Field(False, description="Print the resolved configuration as TOML when the run starts.")
-    save_config_file: HomePath | None = Field(
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+
+    config_file: str | None = field(
         None,
-        description="Also write the resolved configuration as JSON to this file (rank 0), relative to job.dump_folder.",
+        "TOML file to read, relative to the current directory. Only for the command line.",
+        ranks_may_differ=True,
     )
-    custom_config_module: str = Field(
-        "", description="Import path of a module whose JobConfig is merged into this schema."
+    dump_folder: HomePath = field(
+        "./outputs", "Run directory. The run writes all its files below it.", min_length=1
+    )
+    description: str = field(
+        "default job", "Free text. The run logs it at the start.", ranks_may_differ=True
+    )
+    print_config: bool = field(False, "Print the resolved configuration as TOML at the start.")
+    save_config_file: HomePath | None = field(
+        None,
+        "JSON file to which rank 0 also writes the resolved configuration, relative to "
+        "job.dump_folder.",
+    )
+    custom_config_module: str = field(
+        "", "Import path of a module whose JobConfig is merged into this schema."
     )
 
     rules: ClassVar[tuple[Rule[Job], ...]] = (
@@ -42,27 +48,45 @@ class Job(Section):
 
 
 class Profiling(Section):
-    """Traces of the profiler and snapshots of accelerator memory."""
+    """Profiler traces and snapshots of GPU memory."""
 
-    enable_profiling: bool = Field(False, description="Record a trace on every rank each profile_freq steps.")
-    save_traces_folder: HomePath = Field("profile_traces", description="Folder of the traces, below job.dump_folder.")
-    profile_freq: int = Field(10, gt=0, description="Length of one profiling cycle in steps: wait, warm up, record.")
-    profiler_active: int = Field(1, gt=0, description="Steps recorded at the end of each cycle.")
-    profiler_warmup: int = Field(
-        3, ge=0, description="Steps before the recorded ones in which the profiler already runs but keeps nothing."
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    TRACING: ClassVar[Need] = enabled("enable_profiling")
+
+    enable_profiling: bool = field(
+        False, "Record a profiler trace on every rank, once every profile_freq steps."
     )
-    enable_memory_snapshot: bool = Field(
-        False, description="Write a memory snapshot each profile_freq steps and when memory runs out."
+    save_traces_folder: HomePath = field(
+        "profile_traces", "Folder of the traces, below job.dump_folder.", needs=TRACING
     )
-    save_memory_snapshot_folder: HomePath = Field(
-        "memory_snapshot", description="Folder of the memory snapshots, below job.dump_folder."
+    profile_freq: int = field(
+        10, "Steps of one profiling cycle: waiting, warmup, recording.", gt=0
+    )
+    profiler_active: int = field(
+        1, "Steps to record at the end of each cycle.", gt=0, needs=TRACING
+    )
+    profiler_warmup: int = field(
+        3,
+        "Steps before the recorded ones. The profiler runs and discards its data.",
+        ge=0,
+        needs=TRACING,
+    )
+    enable_memory_snapshot: bool = field(
+        False, "Write a memory snapshot every profile_freq steps and when memory runs out."
+    )
+    save_memory_snapshot_folder: HomePath = field(
+        "memory_snapshot",
+        "Folder of the memory snapshots, below job.dump_folder.",
+        needs=enabled("enable_memory_snapshot"),
     )
 
     rules: ClassVar[tuple[Rule[Profiling], ...]] = (
         Rule(
             "short-profiling-cycle",
             "profile_freq",
-            lambda section: section.enable_profiling and section.profile_freq < section.num_steps_traced,
+            lambda section: (
+                section.enable_profiling and section.profile_freq < section.num_steps_traced
+            ),
             lambda section: (
                 f"at least profiler_warmup + profiler_active = {section.num_steps_traced}"
             ),
@@ -80,172 +104,223 @@ class Profiling(Section):
 
 
 class Metrics(Section):
-    """What is printed and recorded while training. metrics.jsonl is always written."""
+    """Log lines and metrics during training. The run always writes metrics.jsonl."""
 
-    log_freq: int = Field(
-        10, gt=0, description="Print and record metrics every this many steps (and at the first step of a run)."
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    REPORTING: ClassVar[Need] = Need(
+        "enable_tensorboard",
+        "{key} = true",
+        lambda value, config: value or config.metrics.enable_wandb,
     )
-    enable_tensorboard: bool = Field(False, description="Write TensorBoard files.")
-    disable_color_printing: bool = Field(False, description="Print step lines without terminal colours.")
-    save_tb_folder: HomePath = Field(
-        "tb", description="Folder of the TensorBoard files, below job.dump_folder; each run adds <date-time>."
+
+    log_freq: int = field(
+        10, "Log and record metrics every this many steps, and at the first step of a run.", gt=0
     )
-    save_for_all_ranks: bool = Field(
+    enable_tensorboard: bool = field(False, "Write TensorBoard files.")
+    disable_color_printing: bool = field(False, "Print step lines without terminal colors.")
+    save_tb_folder: HomePath = field(
+        "tb",
+        "Folder of the TensorBoard files, below job.dump_folder. Each run adds <date-time>.",
+        needs=REPORTING,
+    )
+    save_for_all_ranks: bool = field(
         False,
-        description="Every rank writes TensorBoard or W&B metrics of its own, not only one that knows the loss.",
+        "Write TensorBoard or W&B metrics on every rank, not only on one that computes the loss.",
+        needs=REPORTING,
     )
-    enable_wandb: bool = Field(False, description="Report metrics to Weights & Biases (install the extra `wandb`).")
-    peak_flops: float | None = Field(
+    enable_wandb: bool = field(
+        False, "Report metrics to Weights & Biases. Install the extra `wandb`."
+    )
+    peak_flops: float | None = field(
         None,
+        "Peak FLOP/s of one device, for MFU. Unset: the value for the device's name. "
+        "No MFU is reported for unknown devices.",
         gt=0,
-        description="Peak FLOP/s of one device, for MFU. Unset: by the device's name; unknown devices have no MFU.",
     )
-    data_loading_alarm: float = Field(
-        0.25, gt=0, le=1, description="Warn when waiting for data takes more than this share of the time (0 to 1)."
+    data_loading_alarm: float = field(
+        0.25, "Warn if the run waits for data for more than this fraction of the time.", gt=0, le=1
     )
 
 
-MOST_SECONDS = 1_000_000_000  # 31 years: what waits counts in nanoseconds, and 300 years are too many of them
+# 31 years. Timers count in nanoseconds, and overflow after 300 years.
+MOST_SECONDS = 1_000_000_000
 
 
 class Comm(Section):
-    """Process groups: time limits and the flight recorder."""
+    """Process groups: timeouts and the flight recorder."""
 
-    init_timeout_seconds: int = Field(
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    RECORDING: ClassVar[Need] = above(0, "trace_buf_size")
+
+    init_timeout_seconds: int = field(
         300,
+        "Timeout of collectives in seconds, until the first step of a process is done.",
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds a collective may take until the first step of a process is done.",
     )
-    train_timeout_seconds: int = Field(
-        100, gt=0, le=MOST_SECONDS, description="Seconds a collective may take after the first step of a process."
+    train_timeout_seconds: int = field(
+        100,
+        "Timeout of collectives in seconds, after the first step of a process.",
+        gt=0,
+        le=MOST_SECONDS,
     )
-    checkpoint_timeout_seconds: int = Field(
+    checkpoint_timeout_seconds: int = field(
         1800,
+        "Seconds that ranks wait for the slowest rank while they save or load a checkpoint. "
+        "Allow for the slowest disk. A hung disk costs this much time.",
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds ranks wait for the slowest one in a save or a load: longer than its disk may take, and not longer "
-        "than a hung one may cost.",
     )
-    trace_buf_size: int = Field(
+    trace_buf_size: int = field(
         20000,
+        "Collectives that the flight recorder of each rank keeps. Each needs 3 to 4 KiB of host "
+        "memory: 60 to 80 MiB a rank for 20000. 0 disables it.",
         ge=0,
-        description="Collectives that each rank's flight recorder keeps in memory; 0 switches it off. Each takes 3 to 4 KiB "
-        "of host memory, which grows until the recorder is full: by 60 to 80 MiB a rank at 20000.",
     )
-    save_traces_folder: HomePath = Field(
+    save_traces_folder: HomePath = field(
         "comm_traces",
-        description="Folder of the flight recorder's dumps, below job.dump_folder. A rank that has been in a step for 80 % of "
-        "its time-out writes one.",
+        "Folder of the flight recorder's dumps, below job.dump_folder. A rank writes one after "
+        "80 % of the timeout in one step.",
+        needs=RECORDING,
     )
-    save_traces_file_prefix: str = Field("rank_", description="Start of each dump's file name; the rank follows.")
-    mode: Literal["default", "fake_backend", "local_tensor"] = Field(
+    save_traces_file_prefix: str = field(
+        "rank_", "Start of each dump's file name. The rank follows.", needs=RECORDING
+    )
+    mode: Literal["default", "fake_backend", "local_tensor"] = field(
         "default",
-        description="default: real communication. fake_backend: one process plays one of many, without exchange. "
-        "local_tensor: one process computes all ranks.",
+        "default: real communication. fake_backend: one process runs as one of many ranks and "
+        "exchanges nothing. local_tensor: one process computes all ranks.",
     )
 
 
 class Resilience(Section):
-    """When a run stops by itself, and what becomes of bad numbers."""
+    """When a run stops by itself, and how it handles non-finite values and loss spikes."""
 
-    kill_switch_path: HomePath = Field(
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    DETECTING_SPIKES: ClassVar[Need] = above(0, "spike_threshold")
+
+    kill_switch_path: HomePath = field(
         "KILL",
+        "While this file exists, a running job saves and ends, and no job starts. Only you remove "
+        "it. Relative to job.dump_folder.",
         min_length=1,
-        description="While this file is there no run starts, and one that runs saves and ends; only you remove it. Relative "
-        "to job.dump_folder.",
     )
-    save_switch_path: HomePath = Field(
-        "SAVE", min_length=1, description="`touch` this file to save once; it is removed. Relative to job.dump_folder."
+    save_switch_path: HomePath = field(
+        "SAVE",
+        "Create this file to save a checkpoint. The run removes it. Relative to job.dump_folder.",
+        min_length=1,
     )
-    max_runtime_minutes: Minutes = Field(
+    max_runtime_minutes: Minutes = field(
         0.0,
-        description="Save and end with code 75 (start again to continue) so many minutes after the process has begun; "
-        '"auto": grace_seconds before the end of the Slurm job. 0: never.',
+        "Save and end with exit code 75 (start again to continue) this many minutes after the "
+        'process started. "auto": grace_seconds before the Slurm job ends. 0: never.',
     )
-    grace_seconds: float = Field(
+    grace_seconds: float = field(
         600.0,
+        "Seconds between the scheduler's signal and its kill. The run warns if twice the measured "
+        "time of a step and a checkpoint is longer.",
         ge=0,
-        description="Seconds that the scheduler leaves between its signal and the kill. The run warns when a step and a save, "
-        "as measured and doubled, take longer.",
     )
-    max_cpu_mem_percent: float = Field(
+    max_cpu_mem_percent: float = field(
         100.0,
+        "Save and end with exit code 75 if the used memory of the host, or of the job's cgroup, "
+        "exceeds this percentage. It ends a leaking run before the kernel kills it. 100: never.",
         gt=0,
         le=100,
-        description="Save and end with code 75 when more of a host's memory, or of the job's share of it (cgroup), is in use: "
-        "before the kernel kills a run that leaks. 100: never.",
     )
-    min_free_gpu_gib: float = Field(
+    min_free_gpu_gib: float = field(
         0.0,
+        "Save and end with exit code 75 if a GPU has less free memory in GiB, after its cache was "
+        "emptied. 0: never.",
         ge=0,
-        description="Save and end with code 75 when a GPU has less memory left although its cache was emptied. 0: never.",
     )
-    on_nonfinite: Literal["stop", "skip"] = Field(
+    on_nonfinite: Literal["stop", "skip"] = field(
         "stop",
-        description="A step with a non-finite loss or gradient changes no weight. stop: the run then saves the weights from "
-        "before it and ends. skip: it goes on with the next step.",
+        "A step with a non-finite loss or gradient never changes the weights. stop: save the "
+        "weights from before the step and end. skip: continue with the next step.",
     )
-    max_nonfinite_in_a_row: int = Field(
-        3, gt=0, description='With on_nonfinite = "skip": one more non-finite step in a row than this ends the run.'
+    max_nonfinite_in_a_row: int = field(
+        3,
+        "Consecutive non-finite steps that are skipped. One more ends the run.",
+        gt=0,
+        needs=one_of("on_nonfinite", "skip"),
     )
-    spike_threshold: float = Field(
+    spike_threshold: float = field(
         8.0,
+        "A loss or gradient norm is a spike if its modified z-score over the last spike_window "
+        "steps is higher. Spikes are logged and the previous checkpoint is pinned. "
+        "0 disables detection.",
         ge=0,
-        description="A loss or gradient norm is a spike when its modified z-score over the last spike_window steps is higher. "
-        "It is told of, and the newest checkpoint before it is pinned. 0: nothing is looked for.",
     )
-    spike_window: int = Field(128, gt=7, description="Steps over which spikes are judged; before these there are none.")
-    on_spike: Literal["log", "skip"] = Field(
+    spike_window: int = field(
+        128,
+        "Steps over which the z-score is computed. The first steps of a run are not judged.",
+        gt=7,
+        needs=DETECTING_SPIKES,
+    )
+    on_spike: Literal["log", "skip"] = field(
         "log",
-        description="skip: the update of a step whose gradient norm is a spike is left out, decided on the device. Norms that "
-        "stay high become the rule after half a window.",
+        "skip: the device skips the update of a step whose gradient norm is a spike. Norms that "
+        "stay high for half a window are normal again.",
+        needs=DETECTING_SPIKES,
     )
-    replica_check_freq: int = Field(
+    replica_check_freq: int = field(
         100,
+        "Compare the weights of data-parallel replicas bit for bit, at the first log step after "
+        "this many steps and before each save. Different replicas end the run with exit code 70. "
+        "0: never.",
         ge=0,
-        description="Compare the weights of all data-parallel replicas bit for bit at the first log step after this many "
-        "steps, and before each save; a run whose replicas differ ends with code 70, unsaved, and names rank and "
-        "parameter. 0: never.",
     )
 
 
 class MemoryEstimation(Section):
     """Estimate the memory of a run instead of training."""
 
-    enable: bool = Field(False, description="Estimate peak memory for this configuration instead of training.")
-    disable_fake_mode: bool = Field(False, description="Estimate with real tensors instead of fake ones.")
+    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+
+    enable: bool = field(False, "Estimate peak memory for this configuration instead of training.")
+    disable_fake_mode: bool = field(False, "Estimate with real tensors instead of fake ones.")
 
 
 class FaultTolerance(Section):
-    """Replicas that train on when one of them dies (torchft)."""
+    """Replicas that continue to train when one of them fails (torchft)."""
 
-    enable: bool = Field(False, description="Train as one of several replicas that survive each other's failures.")
-    process_group: Literal["gloo", "nccl"] = Field("gloo", description="Backend of the group between replicas.")
-    process_group_timeout_ms: int = Field(
-        10000, gt=0, description="Milliseconds a collective between replicas may take."
+    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+
+    enable: bool = field(
+        False, "Train as one of several replicas that survive each other's failures."
     )
-    replica_id: int = Field(0, ge=0, description="Number of this replica, counted from 0.")
-    group_size: int = Field(0, ge=0, description="Number of replicas; the data is divided among them.")
-    min_replica_size: int = Field(1, gt=0, description="Fewest live replicas with which a step is taken.")
-    semi_sync_method: Literal["local_sgd", "diloco"] | None = Field(
-        None, description="Synchronise replicas only now and then: local_sgd or diloco. Unset: at every step."
+    process_group: Literal["gloo", "nccl"] = field(
+        "gloo", "Backend of the process group between replicas."
     )
-    sync_steps: int = Field(5, gt=0, description="Steps between two synchronisations of a semi_sync_method.")
-    should_quantize: bool = Field(False, description="Send quantised gradients between replicas (diloco).")
-    fragment_sync_delay: int = Field(
-        0, ge=0, description="Steps between sending a model fragment and applying what came back (streaming diloco)."
+    process_group_timeout_ms: int = field(
+        10000, "Timeout of a collective between replicas in milliseconds.", gt=0
     )
-    fragment_update_alpha: float = Field(
+    replica_id: int = field(0, "Number of this replica, counted from 0.", ge=0)
+    group_size: int = field(0, "Number of replicas. They share the dataset.", ge=0)
+    min_replica_size: int = field(1, "Fewest live replicas for a step.", gt=0)
+    semi_sync_method: Literal["local_sgd", "diloco"] | None = field(
+        None,
+        "Method that synchronizes replicas once in sync_steps steps. Unset: at every step.",
+        affects="numerics",
+    )
+    sync_steps: int = field(5, "Steps between two synchronizations of semi_sync_method.", gt=0)
+    should_quantize: bool = field(False, "Quantize gradients between replicas (diloco).")
+    fragment_sync_delay: int = field(
+        0,
+        "Steps between sending a model fragment and applying the received one (streaming diloco).",
+        ge=0,
+    )
+    fragment_update_alpha: float = field(
         0.0,
+        "Weight of the local parameters when a fragment is merged. 0 uses the global ones.",
         ge=0,
         le=1,
-        description="Weight of the local parameters when a fragment is merged; 0 takes the global ones.",
     )
-    module_fqns_per_model_fragment: list[list[str]] = Field(
-        [], description="Names of the modules of each model fragment, one list per fragment."
+    module_fqns_per_model_fragment: list[list[str]] = field(
+        [], "Names of the modules of each model fragment, one list per fragment."
     )
-    num_fragments: int = Field(1, gt=0, description="Number of fragments the model is cut into (diloco).")
+    num_fragments: int = field(1, "Number of model fragments (diloco).", gt=0)
 
     rules: ClassVar[tuple[Rule[FaultTolerance], ...]] = (
         Rule(
@@ -260,65 +335,93 @@ class FaultTolerance(Section):
 
 
 class Experimental(Section):
-    """Code from outside this package."""
+    """User code."""
 
-    custom_import: str = Field(
+    custom_import: str = field(
         "",
-        description="Module imported before the model is looked up, for example to register it: its name, or the path "
-        "of a .py file, relative to the TOML file.",
+        "Module to import before the model is looked up, for example to register a model: its "
+        "name, or the path of a .py file relative to the TOML file.",
+        affects="model",
     )
-    custom_args_module: str = Field("", description="Deprecated name of job.custom_config_module.")
+    custom_args_module: str = field(
+        "", "Deprecated name of job.custom_config_module.", affects="nothing"
+    )
 
 
 class Debug(Section):
     """Reproducibility and numerical precision."""
 
-    seed: int | None = Field(
+    DETECTING_OVERFLOW: ClassVar[Need] = enabled("detect_overflow")
+
+    seed: int | None = field(
         None,
+        "Seed of the initial weights, the sample order and dropout. Unset: drawn at random, "
+        "logged, and saved in checkpoints.",
         ge=0,
         lt=2**63,
-        description="Seed of weights, data order and dropout. Unset: drawn at random, printed, saved.",
+        affects="train_state",
     )
-    deterministic: bool = Field(
+    deterministic: bool = field(
         False,
-        description="Use deterministic algorithms everywhere, on GPUs too. Slower; needed for bitwise equal reruns.",
+        "Use deterministic algorithms, on GPUs too. Slower, but equal runs are equal bit for bit.",
+        affects="nothing",
     )
-    deterministic_warn_only: bool = Field(
-        False, description="With deterministic: warn instead of failing where no deterministic algorithm exists."
-    )
-    moe_force_load_balance: bool = Field(
-        False, description="Route tokens to experts evenly, whatever the router says. For speed measurements only."
-    )
-    matmul_precision: Literal["highest", "high", "medium"] = Field(
-        "highest", description="Precision of float32 matrix products (torch.set_float32_matmul_precision)."
-    )
-    detect_overflow: bool = Field(
+    deterministic_warn_only: bool = field(
         False,
-        description="Look at weights, inputs and outputs of every module in the forward pass; the first inf or nan ends the "
-        "run, which names the module; on GPUs at the next log step. Slow.",
+        "Warn instead of failing where no deterministic algorithm exists.",
+        affects="nothing",
+        needs=enabled("deterministic"),
     )
-    detect_overflow_frames: int = Field(
+    moe_force_load_balance: bool = field(
+        False,
+        "Route tokens evenly to experts and ignore the router. For speed measurements only.",
+        affects="numerics",
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = field(
+        "highest",
+        "Precision of float32 matrix products (torch.set_float32_matmul_precision).",
+        affects="numerics",
+    )
+    detect_overflow: bool = field(
+        False,
+        "Check weights, inputs and outputs of every module in the forward pass. The first inf or "
+        "nan ends the run and its module is logged; on GPUs at the next log step. Slow.",
+        affects="nothing",
+    )
+    detect_overflow_frames: int = field(
         21,
+        "Modules to log, with absolute minimum and maximum, up to the first non-finite one.",
         gt=0,
-        description="With detect_overflow: modules that are shown, with abs min and max, up to the first bad one.",
+        affects="nothing",
+        needs=DETECTING_OVERFLOW,
     )
-    trace_batch_nums: Steps = Field(
-        [], description="With detect_overflow: steps of which every module is logged, with abs min and max."
+    trace_batch_nums: Steps = field(
+        [],
+        "Steps at which every module is logged, with absolute minimum and maximum.",
+        affects="nothing",
+        needs=DETECTING_OVERFLOW,
     )
-    abort_after_batch_num: int = Field(
-        0, ge=0, description="With detect_overflow: end the run, as a crash does, behind this step. 0: never."
+    abort_after_batch_num: int = field(
+        0,
+        "Abort the run after this step, as a crash would. 0: never.",
+        ge=0,
+        affects="nothing",
+        needs=DETECTING_OVERFLOW,
     )
-    launch_blocking: bool = Field(
+    launch_blocking: bool = field(
         False,
-        description="Wait for each GPU kernel (CUDA_LAUNCH_BLOCKING=1), so that an error shows the line that it comes from. "
-        "Slow.",
+        "Wait for each GPU kernel (CUDA_LAUNCH_BLOCKING=1), so that an error names the line that "
+        "caused it. Slow.",
+        affects="nothing",
     )
 
     rules: ClassVar[tuple[Rule[Debug], ...]] = (
         Rule(
             "traced-step-below-one",
             "trace_batch_nums",
-            lambda section: section.detect_overflow and min(section.trace_batch_nums, default=1) < 1,
+            lambda section: (
+                section.detect_overflow and min(section.trace_batch_nums, default=1) < 1
+            ),
             "step numbers, which are counted from 1",
             "write [1, 5], for example",
             ("detect_overflow",),

@@ -1,70 +1,100 @@
-"""Sections about size: parallelism, checkpoints, activation memory, compilation, low precision."""
+"""Sections about scale: parallelism, checkpoints, activation memory, compilation, low precision."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from torchtitan_like.config.base import HomePath, KeepCount, MinusOneOrPositive, NthOrOp, Section
 from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
+from torchtitan_like.config.facts import Facts, Need, above, converter, enabled, field, one_of
 from torchtitan_like.config.rules import Rule
 
 
 class Parallelism(Section):
-    """Degrees of each kind of parallelism; their product is the number of ranks."""
+    """Degrees of each kind of parallelism. Their product is the number of ranks."""
 
-    data_parallel_replicate_degree: int = Field(
-        1, gt=0, description="Copies of the weights (DDP; together with sharding: HSDP)."
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    TENSOR: ClassVar[Need] = above(1, "tensor_parallel_degree")
+    PIPELINE: ClassVar[Need] = above(1, "pipeline_parallel_degree")
+    CONTEXT: ClassVar[Need] = above(1, "context_parallel_degree")
+    EXPERT: ClassVar[Need] = above(1, "expert_parallel_degree")
+    EVEN_STAGES: ClassVar[Need] = Need(
+        "module_fqns_per_model_part",
+        "{key} to be unset",
+        lambda names, _: names is None,
+        "it lists the modules of each stage",
     )
-    data_parallel_shard_degree: MinusOneOrPositive = Field(
+
+    data_parallel_replicate_degree: int = field(
+        1, "Replicas of the weights (DDP, or HSDP together with sharding).", gt=0
+    )
+    data_parallel_shard_degree: MinusOneOrPositive = field(
         -1,
-        description="Ranks over which weights, gradients and optimizer states are cut (FSDP2). -1: left-over ranks.",
+        "Ranks over which weights, gradients and optimizer states are sharded (FSDP2). "
+        "-1: all remaining ranks.",
     )
-    data_parallel_impl: Literal["fsdp2", "simple_fsdp", "ddp"] = Field(
+    data_parallel_impl: Literal["fsdp2", "simple_fsdp", "ddp"] = field(
         "fsdp2",
-        description="fsdp2: torch's fully_shard and replicate. simple_fsdp: weights gathered inside the traced graph, "
-        "for the compiler to place. ddp: all data-parallel ranks replicate; needs data_parallel_shard_degree = 1.",
+        "fsdp2: torch's fully_shard and replicate. simple_fsdp: weights are gathered inside the "
+        "traced graph, and the compiler schedules it. ddp: all data-parallel ranks replicate; "
+        "needs data_parallel_shard_degree = 1.",
     )
-    simple_fsdp_bucketing: bool = Field(
+    simple_fsdp_bucketing: bool = field(
         False,
-        description="With simple_fsdp and a compiled model: one collective for all weights of a block instead of one each.",
+        "With simple_fsdp and a compiled model: one collective for all weights of a block instead "
+        "of one for each weight.",
     )
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = Field(
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = field(
         "default",
-        description="Free gathered weights after the forward pass. default: always, except with pipelines.",
+        "Free gathered weights after the forward pass. default: always, except with pipelines.",
     )
-    fsdp_prefetch_depth: int = Field(
+    fsdp_prefetch_depth: int = field(
         1,
+        "FSDP2: number of blocks whose weights are gathered ahead, in forward and backward. A "
+        "larger value hides longer collectives, and needs the memory of more gathered blocks.",
         gt=0,
-        description="FSDP2: blocks whose weights are gathered ahead, in forward and backward. Each further one hides longer "
-        "collectives and costs the memory of one more gathered block.",
     )
-    tensor_parallel_degree: int = Field(1, gt=0, description="Ranks over which each layer is cut.")
-    enable_sequence_parallel: bool = Field(
+    tensor_parallel_degree: int = field(1, "Ranks over which each layer is sharded.", gt=0)
+    enable_sequence_parallel: bool = field(
         True,
-        description="With tensor parallelism: also split the sequence between layers, for norms and the residual stream.",
+        "Also shard the sequence between layers, in norms and the residual stream.",
+        needs=TENSOR,
     )
-    disable_loss_parallel: bool = Field(
-        False, description="Gather the logits before the loss instead of computing it on vocabulary shards."
-    )
-    enable_async_tensor_parallel: bool = Field(
+    disable_loss_parallel: bool = field(
         False,
-        description="Send and fetch activations while they are multiplied. Needs a compiled model, sequence parallelism, and "
-        "GPUs that read each other's memory (NVLink).",
+        "Gather the logits before the loss instead of computing it on vocabulary shards.",
+        needs=TENSOR,
     )
-    pipeline_parallel_degree: int = Field(1, gt=0, description="Ranks over which the layers are distributed in order.")
-    module_fqns_per_model_part: list[list[str]] | None = Field(
-        None, description="Names of the modules of each pipeline stage, one list per stage. Unset: split evenly."
+    enable_async_tensor_parallel: bool = field(
+        False,
+        "Overlap the communication of activations with matrix products. Needs a compiled model, "
+        "sequence parallelism, and GPUs that read each other's memory (NVLink).",
     )
-    pipeline_parallel_first_stage_less_layers: int = Field(
-        1, ge=0, description="Layers the first stage has less than the others, to balance the embedding."
+    pipeline_parallel_degree: int = field(
+        1, "Ranks over which the layers are distributed in order.", gt=0
     )
-    pipeline_parallel_last_stage_less_layers: int = Field(
-        1, ge=0, description="Layers the last stage has less than the others, to balance the output layer."
+    module_fqns_per_model_part: list[list[str]] | None = field(
+        None,
+        "Names of the modules of each pipeline stage, one list per stage. Unset: split evenly.",
+        needs=PIPELINE,
     )
-    pipeline_parallel_layers_per_stage: int | None = Field(
-        None, gt=0, description="Layers per stage. Unset: as many stages per rank as the schedule needs at least."
+    pipeline_parallel_first_stage_less_layers: int = field(
+        1,
+        "By how many layers the first stage is smaller than the others, to balance the embedding.",
+        ge=0,
+        needs=(PIPELINE, EVEN_STAGES),
+    )
+    pipeline_parallel_last_stage_less_layers: int = field(
+        1,
+        "By how many layers the last stage is smaller than the others, to balance the output layer.",
+        ge=0,
+        needs=(PIPELINE, EVEN_STAGES),
+    )
+    pipeline_parallel_layers_per_stage: int | None = field(
+        None,
+        "Layers per stage. Unset: the fewest stages per rank that the schedule allows.",
+        gt=0,
+        needs=(PIPELINE, EVEN_STAGES),
     )
     pipeline_parallel_schedule: Literal[
         "1F1B",
@@ -76,31 +106,56 @@ class Parallelism(Section):
         "DualPipeV",
         "PipelineScheduleSingle",
         "PipelineScheduleMulti",
-    ] = Field("1F1B", description="Order in which micro-batches pass through the stages.")
-    pipeline_parallel_schedule_csv: HomePath = Field(
-        "", description="CSV file of a schedule, for PipelineScheduleSingle and PipelineScheduleMulti."
+    ] = field("1F1B", "Order in which micro-batches pass through the stages.", needs=PIPELINE)
+    pipeline_parallel_schedule_csv: HomePath = field(
+        "",
+        "CSV file of a schedule, for PipelineScheduleSingle and PipelineScheduleMulti.",
+        needs=PIPELINE,
     )
-    pipeline_parallel_microbatch_size: int = Field(
-        1, gt=0, description="Samples per pipeline micro-batch; must divide training.local_batch_size."
+    pipeline_parallel_microbatch_size: int = field(
+        1,
+        "Samples per pipeline micro-batch. It must divide training.local_batch_size.",
+        gt=0,
+        needs=PIPELINE,
     )
-    pipeline_parallel_expert_parallel_overlap: bool = Field(
-        True, description="Overlap expert communication with computation (DualPipeV only)."
+    pipeline_parallel_expert_parallel_overlap: bool = field(
+        True, "Overlap expert communication with computation (DualPipeV only).", needs=PIPELINE
     )
-    context_parallel_degree: int = Field(1, gt=0, description="Ranks over which each sequence is cut.")
-    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = Field(
-        "headtail", description="How positions are dealt to ranks so that causal attention is balanced. None: in order."
+    context_parallel_degree: int = field(1, "Ranks over which each sequence is sharded.", gt=0)
+    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = field(
+        "headtail",
+        "How the positions of a sequence are assigned to ranks, to balance causal attention. "
+        "None: in order.",
+        needs=(
+            CONTEXT,
+            one_of(
+                "context_parallel_rotate_method",
+                "allgather",
+                "alltoall",
+                reason='with "ulysses" all ranks do the same work',
+            ),
+        ),
     )
-    context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = Field(
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = field(
         "allgather",
-        description="How attention sees the whole sequence. allgather: keys and values gathered at once. alltoall: passed "
-        "on in a ring. ulysses: each rank takes some heads of the whole sequence.",
+        "How attention reads the whole sequence. allgather: keys and values are gathered at once. "
+        "alltoall: they are passed around a ring. ulysses: each rank computes some heads of the "
+        "whole sequence.",
+        needs=CONTEXT,
     )
-    expert_parallel_degree: int = Field(1, gt=0, description="Ranks over which the experts are distributed.")
-    expert_tensor_parallel_degree: int = Field(
-        1, gt=0, description="Ranks over which each expert is cut: 1, or tensor_parallel_degree."
+    expert_parallel_degree: int = field(
+        1, "Ranks over which the experts are distributed.", gt=0
     )
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = Field(
-        "standard", description="Communication of tokens to experts: standard all-to-all, or DeepEP."
+    expert_tensor_parallel_degree: int = field(
+        1,
+        "Ranks over which each expert is sharded: 1, or tensor_parallel_degree.",
+        gt=0,
+        needs=EXPERT,
+    )
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = field(
+        "standard",
+        "How tokens are sent to experts: standard all-to-all, or DeepEP.",
+        needs=EXPERT,
     )
 
     rules: ClassVar[tuple[Rule[Parallelism], ...]] = (
@@ -123,7 +178,8 @@ class Parallelism(Section):
                 and bool(section.pipeline_parallel_schedule_csv)
                 and not section.pipeline_parallel_schedule.startswith("PipelineSchedule")
             ),
-            "empty unless pipeline_parallel_schedule is PipelineScheduleSingle or PipelineScheduleMulti",
+            "empty unless pipeline_parallel_schedule is PipelineScheduleSingle or "
+            "PipelineScheduleMulti",
             'set pipeline_parallel_schedule = "PipelineScheduleMulti"',
             ("pipeline_parallel_schedule", "pipeline_parallel_degree"),
         ),
@@ -131,158 +187,264 @@ class Parallelism(Section):
 
 
 class Checkpoint(Section):
-    """Saving and resuming."""
+    """Saving checkpoints, and starting from them."""
 
-    enable: bool = Field(False, description="Save checkpoints and resume from them.")
-    enable_ft_dataloader_checkpoints: bool = Field(
-        True, description="With fault tolerance: each replica also saves its own data position."
+    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+    SAVING: ClassVar[Need] = Need(
+        "load_only", "{key} = false", lambda load_only, _: not load_only, "nothing is saved"
     )
-    folder: HomePath = Field(
-        "checkpoint", min_length=1, description="Folder of the checkpoints step-N, below job.dump_folder."
+    EXPORTING: ClassVar[Need] = Need(
+        "last_save_in_hf",
+        "{key} = true or checkpoint.hf_interval > 0",
+        lambda value, config: value or config.checkpoint.hf_interval > 0,
     )
-    interval: int = Field(500, gt=0, description="Save every this many steps, and at the end.")
-    interval_minutes: float = Field(
-        0.0, ge=0, description="Also save when this many minutes have passed since the last save; 0 switches this off."
+    LOADING: ClassVar[Need] = Need(
+        "start",
+        '{key} = "auto" or "resume"',
+        lambda start, config: start != "scratch" and not config.checkpoint.create_seed_checkpoint,
+        "nothing is loaded",
     )
-    initial_load_path: HomePath | None = Field(
-        None,
-        description="Checkpoint to start from when the run has none of its own: a step-N of this program, a folder of "
-        "Hugging Face safetensors, of torch.distributed.checkpoint, or of Meta's consolidated.*.pth. The format is "
-        "detected.",
+    LOADING_INITIAL: ClassVar[tuple[Need, ...]] = (
+        Need(
+            "start",
+            '{key} = "auto" or "warm"',
+            lambda start, _: start != "resume",
+            'with "resume" there must be a checkpoint of this run',
+        ),
+        Need(
+            "load_step", "{key} = -1", lambda step, _: step < 0, "that step of this run is loaded"
+        ),
     )
-    initial_load_model_only: bool = Field(
+
+    enable: bool = field(False, "Save checkpoints and resume from them.")
+    enable_ft_dataloader_checkpoints: bool = field(
         True,
-        description="Take only the weights from initial_load_path; optimizer, schedule and data start anew. false: "
-        "continue the run of that full checkpoint, from its step, in a folder of its own.",
+        "Each replica also saves its own position in the dataset.",
+        needs=enabled("fault_tolerance.enable"),
     )
-    initial_load_in_hf: bool = Field(
-        False,
-        description="Refuse initial weights that are not Hugging Face safetensors. Without initial_load_path they are "
-        "those of model.hf_assets_path.",
+    folder: HomePath = field(
+        "checkpoint", "Folder of the checkpoints step-N, below job.dump_folder.", min_length=1
     )
-    initial_load_in_hf_quantized: bool = Field(
-        False, description="The initial weights are quantised Hugging Face safetensors."
-    )
-    last_save_model_only: bool = Field(
-        True, description="The last save holds the weights alone. Set it to false to extend a finished run later."
-    )
-    last_save_in_hf: bool = Field(
-        False,
-        description="Write the last save as Hugging Face safetensors; needs last_save_model_only. Costs no more than a "
-        "native save of the weights.",
-    )
-    hf_interval: int = Field(
-        0,
+    interval: int = field(500, "Save every this many steps, and at the end.", gt=0, needs=SAVING)
+    interval_minutes: float = field(
+        0.0,
+        "Also save if this many minutes have passed since the last checkpoint. 0: never.",
         ge=0,
-        description="Also export the weights as Hugging Face safetensors every this many steps, to hf/step-N in "
-        "checkpoint.folder, where nothing deletes them; 0 switches this off. Takes no longer than a native save of the "
-        "same bytes (docs/guides/checkpoint.md).",
+        needs=SAVING,
     )
-    hf_executor: Literal["direct", "consolidate"] = Field(
+    initial_load_path: HomePath | None = field(
+        None,
+        "Checkpoint to start from if the run has none of its own. The format is detected: a "
+        "step-N of this program, or a folder of Hugging Face safetensors, of "
+        "torch.distributed.checkpoint, or of Meta's consolidated.*.pth.",
+        needs=LOADING_INITIAL,
+    )
+    initial_load_model_only: bool = field(
+        True,
+        "Load only the weights of initial_load_path; optimizer, schedule and data start anew. "
+        "false: continue the run of that full checkpoint, from its step, in a folder of its own.",
+        needs=(Need("initial_load_path", "{key}", lambda path, _: bool(path)), *LOADING_INITIAL),
+    )
+    initial_load_in_hf: bool = field(
+        False,
+        "Refuse initial weights that are not Hugging Face safetensors. Without initial_load_path "
+        "the weights in model.hf_assets_path are loaded.",
+        needs=LOADING_INITIAL,
+    )
+    initial_load_in_hf_quantized: bool = field(
+        False,
+        "The initial weights are quantized Hugging Face safetensors.",
+        needs=LOADING_INITIAL,
+    )
+    last_save_model_only: bool = field(
+        True,
+        "The last checkpoint holds only the weights. Set it to false to extend a finished run "
+        "later.",
+        needs=SAVING,
+    )
+    last_save_in_hf: bool = field(
+        False,
+        "Write the last checkpoint as Hugging Face safetensors. Needs last_save_model_only. It is "
+        "as fast as a native checkpoint of the weights.",
+        needs=SAVING,
+    )
+    hf_interval: int = field(
+        0,
+        "Export the weights as Hugging Face safetensors every this many steps, to hf/step-N in "
+        "checkpoint.folder. Nothing deletes these exports. They are as fast as native "
+        "checkpoints (docs/guides/checkpoint.md). 0: never.",
+        ge=0,
+        needs=SAVING,
+    )
+    hf_executor: Literal["direct", "consolidate"] = field(
         "direct",
-        description="Has no effect: all ranks write the final Hugging Face safetensors together. "
-        "Accepted so that older TOML files load.",
+        "No effect: all ranks together write the final Hugging Face safetensors. Accepted so that "
+        "older TOML files load.",
+        needs=(EXPORTING, SAVING),
     )
-    hf_shard_gb: float = Field(
-        5.0, gt=0, description="Size of each file of Hugging Face safetensors in GB (10^9 bytes), at most."
+    hf_shard_gb: float = field(
+        5.0,
+        "Maximum size of a file of Hugging Face safetensors in GB (10^9 bytes).",
+        gt=0,
+        needs=(EXPORTING, SAVING),
     )
-    export_dtype: Literal["float16", "bfloat16", "float32"] = Field(
+    export_dtype: Literal["float16", "bfloat16", "float32"] = field(
         "float32",
-        description="Type of the weights in a last save with last_save_model_only, and in Hugging Face safetensors.",
+        "Type of the weights in Hugging Face safetensors, and in a last checkpoint with "
+        "last_save_model_only.",
+        needs=SAVING,
     )
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = field(
         "disabled",
-        description="Write checkpoints in the background; with_pinned_mem stages them in page-locked memory.",
+        "async: write checkpoints in the background. async_with_pinned_mem: also stage them in "
+        "page-locked memory.",
+        needs=SAVING,
     )
-    on_save_error: Literal["stop", "continue"] = Field(
+    on_save_error: Literal["stop", "continue"] = field(
         "stop",
-        description="When a save, or a write to another file of the run, fails: stop the run with code 74, or continue and "
-        "try again later. The last save of a run must succeed.",
+        "After a failed save, or a failed write to another file of the run. stop: end with exit "
+        "code 74. continue: try again later; the last checkpoint of a run must succeed.",
+        needs=SAVING,
     )
-    keep_latest_k: KeepCount = Field(
-        10, description="Number of newest checkpoints kept, at least 2; older ones are deleted. 0 keeps all."
+    keep_latest_k: KeepCount = field(
+        10,
+        "Number of newest checkpoints to keep, at least 2. Older ones are deleted. 0: keep all.",
+        needs=SAVING,
     )
-    keep_every: int = Field(
+    keep_every: int = field(
         0,
+        "Keep checkpoints of steps that are divisible by this number. 0: none. Checkpoints with a "
+        "file PIN are always kept.",
         ge=0,
-        description="Checkpoints of steps divisible by this are kept for ever; 0: none. So is one with a file PIN.",
+        needs=(above(0, "keep_latest_k", reason="nothing is deleted"), SAVING),
     )
-    load_step: int = Field(-1, ge=-1, description="Step to resume from; -1 is the newest.")
-    exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = Field(
-        [], description="Parts of a checkpoint that are not loaded."
-    )
-    verify: Literal["read", "full"] = Field(
+    load_step: int = field(-1, "Step to resume from. -1: the newest.", ge=-1)
+    exclude_from_loading: list[
+        Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
+    ] = field([], "States of a checkpoint that are not loaded.", needs=LOADING)
+    verify: Literal["read", "full"] = field(
         "read",
-        description="Loading compares all it reads with the hashes taken when it was saved. full: also what no rank needs.",
+        "Compare data with the hashes in the checkpoint. read: the data that ranks read. full: "
+        "also the data that no rank needs.",
+        needs=LOADING,
     )
-    allow_change: list[str] = Field(
+    allow_change: list[str] = field(
         [],
-        description='Patterns of settings that may differ from those of the run that is resumed, e.g. ["optimizer.lr"] '
-        'or ["model.*"]. Without them a change of what is computed is refused.',
+        'Patterns of settings that may differ from the resumed run, e.g. ["optimizer.lr"] or '
+        '["model.*"]. Without them, changes that affect the result are refused.',
+        needs=(
+            LOADING,
+            Need(
+                "start",
+                '{key} = "auto" or "resume"',
+                lambda start, _: start != "warm",
+                "no run is resumed",
+            ),
+        ),
     )
-    enable_first_step_checkpoint: bool = Field(
-        False, description="Also save after the first step, to learn early whether saving works."
+    enable_first_step_checkpoint: bool = field(
+        False, "Also save after the first step, to learn early if saving works.", needs=SAVING
     )
-    create_seed_checkpoint: bool = Field(False, description="Save the initial weights as step-0 on one rank and end.")
-    load_only: bool = Field(False, description="Load checkpoints but save none.")
-    start: Literal["auto", "resume", "warm", "scratch"] = Field(
+    create_seed_checkpoint: bool = field(
+        False, "Save the initial weights as step-0 on one rank and end."
+    )
+    load_only: bool = field(False, "Load checkpoints but save none.")
+    start: Literal["auto", "resume", "warm", "scratch"] = field(
         "auto",
-        description="auto: newest checkpoint of this run, else initial_load_path, else new weights. resume: there must "
-        "be a checkpoint. warm: weights of initial_load_path at step 0. scratch: new weights.",
+        "auto: newest checkpoint of this run, else initial_load_path, else new weights. resume: a "
+        "checkpoint of this run must exist. warm: weights of initial_load_path at step 0. "
+        "scratch: new weights.",
     )
 
     rules: ClassVar[tuple[Rule[Checkpoint], ...]] = CHECKPOINT_RULES
 
 
 class ActivationCheckpoint(Section):
-    """Trading computation for the memory of activations."""
+    """Save memory for activations by computing them twice."""
 
-    mode: Literal["selective", "full", "memory_budget", "offload", "none"] = Field(
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    SELECTIVE: ClassVar[Need] = one_of("mode", "selective")
+    BUDGETING: ClassVar[Need] = one_of("mode", "memory_budget")
+    RECOMPUTING: ClassVar[Need] = one_of("mode", "selective", "full")
+
+    mode: Literal["selective", "full", "memory_budget", "offload", "none"] = field(
         "selective",
-        description="none: keep all activations. full: recompute each block. selective: see selective_ac_option. "
-        "memory_budget: let the compiler choose. offload: keep activations in host memory.",
+        "none: keep all activations. full: recompute each block. selective: see "
+        "selective_ac_option. memory_budget: the compiler chooses. offload: keep activations in "
+        "host memory.",
     )
-    selective_ac_option: NthOrOp = Field(
-        "2", description='A number n: recompute every n-th block. "op": recompute all but expensive operations.'
+    selective_ac_option: NthOrOp = field(
+        "2",
+        'A number n: recompute every n-th block. "op": recompute all but expensive operations.',
+        needs=SELECTIVE,
     )
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = Field(
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         ["moe.router.gate"],
-        description='With "op": parts of module names; products with weights of these modules\' shapes are recomputed.',
+        "Parts of module names. Matrix products with weights of these modules' shapes are "
+        "recomputed.",
+        needs=Need(
+            "selective_ac_option",
+            'activation_checkpoint.mode = "selective" with selective_ac_option = "op"',
+            lambda option, config: (
+                option == "op" and config.activation_checkpoint.mode == "selective"
+            ),
+        ),
     )
-    per_op_sac_save_reduce_scatter: bool = Field(
+    per_op_sac_save_reduce_scatter: bool = field(
         True,
-        description='With "op": keep the outputs of reduce-scatters (tensor and sequence parallel) instead of sending '
-        "again. Costs 2 activations (batch x seq x dim / tensor_parallel_degree) per block.",
+        'With "op": keep the outputs of reduce-scatters of tensor and sequence parallelism, to '
+        "communicate once. Costs 2 activations (batch x seq x dim / tensor_parallel_degree) per "
+        "block.",
     )
-    early_stop: bool = Field(False, description="Stop recomputing a block as soon as all that is needed is there.")
-    memory_budget: float = Field(
-        0.5, ge=0, le=1, description="With memory_budget: share of activation memory to keep; 0 is as full, 1 as none."
-    )
-    visualize_memory_budget_pareto: bool = Field(
+    early_stop: bool = field(
         False,
-        description="With memory_budget: write pictures of time against memory (memory_budget_pareto_....svg) to where the run "
-        "is started. Needs matplotlib.",
+        "Stop recomputing a block as soon as all needed activations exist.",
+        needs=RECOMPUTING,
     )
-    preserve_rng_state: bool = Field(
-        True, description="Restore the random state for recomputation, so that dropout repeats itself."
+    memory_budget: float = field(
+        0.5,
+        "Fraction of activation memory to keep. 0 is the same as full, 1 the same as none.",
+        ge=0,
+        le=1,
+        needs=BUDGETING,
     )
-    determinism_check: Literal["default", "none"] = Field(
-        "default", description="Compare shapes and types of recomputed tensors with the first ones, or not."
+    visualize_memory_budget_pareto: bool = field(
+        False,
+        "Write plots of time against memory, memory_budget_pareto_*.svg, to the current directory. "
+        "Needs matplotlib.",
+        needs=BUDGETING,
     )
-    debug: bool = Field(False, description="Record the operations of each block to explain a failed determinism check.")
+    preserve_rng_state: bool = field(
+        True,
+        "Restore the random state for recomputation, so that dropout is the same.",
+        needs=RECOMPUTING,
+    )
+    determinism_check: Literal["default", "none"] = field(
+        "default",
+        "default: compare shapes and types of recomputed tensors with the original ones. none: do "
+        "not compare.",
+        needs=RECOMPUTING,
+    )
+    debug: bool = field(
+        False,
+        "Record the operations of each block, to explain a failed determinism check.",
+        needs=RECOMPUTING,
+    )
 
 
 class Compile(Section):
     """torch.compile."""
 
-    enable: bool = Field(False, description="Compile the parts listed in components.")
-    components: list[Literal["model", "loss"]] = Field(
-        ["model", "loss"], description="What is compiled: model (block by block), loss."
+    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+
+    enable: bool = field(False, "Compile what components lists.")
+    components: list[Literal["model", "loss"]] = field(
+        ["model", "loss"], "What to compile: the model (block by block), the loss."
     )
-    backend: str = Field(
+    backend: str = field(
         "inductor",
+        "Backend of torch.compile. The module of experimental.custom_import can register one.",
         min_length=1,
-        description="Backend of torch.compile. Your own: register it in experimental.custom_import.",
     )
 
     @property
@@ -294,58 +456,72 @@ class Compile(Section):
 class Float8Linear(Section):
     """float8 matrix products in linear layers (converter quantize.linear.float8)."""
 
-    enable_fsdp_float8_all_gather: bool = Field(False, description="Gather FSDP weights in float8.")
-    precompute_float8_dynamic_scale_for_fsdp: bool = Field(
-        False, description="Compute the scales of all weights in one pass after each optimizer step."
+    facts: ClassVar[Facts] = Facts(needs=(converter("quantize.linear.float8"),))
+
+    enable_fsdp_float8_all_gather: bool = field(False, "Gather FSDP weights in float8.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = field(
+        False,
+        "Compute the scales of all weights in one pass after each optimizer step.",
+        needs=enabled("enable_fsdp_float8_all_gather"),
     )
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
-        None, description="Scaling recipe; unset: tensorwise with the settings of this section."
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = field(
+        None, "Scaling recipe. Unset: tensorwise with the settings of this section."
     )
-    filter_fqns: list[str] = Field([], description="Linear layers whose names contain one of these stay as they are.")
-    emulate: bool = Field(False, description="Compute as float8 would, on devices without it. For tests.")
+    filter_fqns: list[str] = field(
+        [], "Linear layers whose names contain one of these are not converted."
+    )
+    emulate: bool = field(False, "Emulate float8 on devices without it. For tests.")
 
 
 class MXLinear(Section):
     """MXFP8 matrix products in linear layers (converter quantize.linear.mx)."""
 
-    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = Field(
-        "triton", description="Kernel that casts along the other dimension."
+    facts: ClassVar[Facts] = Facts(needs=(converter("quantize.linear.mx"),))
+
+    mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = field(
+        "triton", "Kernel that casts along dimension 1."
     )
-    recipe_name: str = Field("mxfp8_cublas", description="MX recipe of torchao.")
-    filter_fqns: list[str] = Field(
-        ["output"], description="Linear layers whose names contain one of these stay as they are."
+    recipe_name: str = field("mxfp8_cublas", "MX recipe of torchao.")
+    filter_fqns: list[str] = field(
+        ["output"], "Linear layers whose names contain one of these are not converted."
     )
 
 
 class Float8GroupedMM(Section):
-    """float8 in the experts' grouped products (converter quantize.grouped_mm.float8)."""
+    """float8 in grouped matrix products of experts (converter quantize.grouped_mm.float8)."""
 
-    fqns: list[str] = Field([], description="Modules whose names contain one of these are converted.")
+    facts: ClassVar[Facts] = Facts(needs=(converter("quantize.grouped_mm.float8"),))
+
+    fqns: list[str] = field([], "Modules whose names contain one of these are converted.")
 
 
 class MXGroupedMM(Section):
-    """MXFP8 in the experts' grouped products (converter quantize.grouped_mm.mx)."""
+    """MXFP8 in grouped matrix products of experts (converter quantize.grouped_mm.mx)."""
 
-    recipe_name: str = Field("mxfp8", description="MX recipe of torchao.")
-    fqns: list[str] = Field([], description="Modules whose names contain one of these are converted.")
+    facts: ClassVar[Facts] = Facts(needs=(converter("quantize.grouped_mm.mx"),))
+
+    recipe_name: str = field("mxfp8", "MX recipe of torchao.")
+    fqns: list[str] = field([], "Modules whose names contain one of these are converted.")
 
 
 class QuantizeLinear(Section):
     """Low precision in linear layers."""
 
-    float8: Float8Linear = Field(Float8Linear(), description="float8 in linear layers.")
-    mx: MXLinear = Field(MXLinear(), description="MXFP8 in linear layers.")
+    float8: Float8Linear = field(Float8Linear(), "float8 in linear layers.")
+    mx: MXLinear = field(MXLinear(), "MXFP8 in linear layers.")
 
 
 class QuantizeGroupedMM(Section):
-    """Low precision in the experts' grouped matrix products."""
+    """Low precision in grouped matrix products of experts."""
 
-    float8: Float8GroupedMM = Field(Float8GroupedMM(), description="float8 in grouped products.")
-    mx: MXGroupedMM = Field(MXGroupedMM(), description="MXFP8 in grouped products.")
+    float8: Float8GroupedMM = field(Float8GroupedMM(), "float8 in grouped products.")
+    mx: MXGroupedMM = field(MXGroupedMM(), "MXFP8 in grouped products.")
 
 
 class Quantize(Section):
-    """Settings of the quantising converters of model.converters."""
+    """Settings of the quantizing converters in model.converters."""
 
-    linear: QuantizeLinear = Field(QuantizeLinear(), description="Linear layers.")
-    grouped_mm: QuantizeGroupedMM = Field(QuantizeGroupedMM(), description="Grouped matrix products.")
+    facts: ClassVar[Facts] = Facts(affects="model")
+
+    linear: QuantizeLinear = field(QuantizeLinear(), "Linear layers.")
+    grouped_mm: QuantizeGroupedMM = field(QuantizeGroupedMM(), "Grouped matrix products.")

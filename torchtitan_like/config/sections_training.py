@@ -1,4 +1,4 @@
-"""Sections about what is learnt and from what: model, optimizer, schedule, training, data, loss, validation."""
+"""Sections about the model and its training: optimizer, schedule, batches, datasets, validation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,52 @@ from torchtitan_like.config.base import (
     StepRanges,
     StepWeights,
 )
+from torchtitan_like.config.facts import Facts, Need, above, enabled, field
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 
 
 class Model(Section):
-    """Which model, in which size."""
+    """The model and its size."""
 
-    name: str = Field("llama3", description="Registered name of the model.")
-    flavor: str = Field(
+    facts: ClassVar[Facts] = Facts(affects="model")
+
+    name: str = field("llama3", "Registered name of the model.")
+    flavor: str = field(
         "debugmodel",
-        description="Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. docs/guides/models.md lists all.",
+        "Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. "
+        "docs/guides/models.md lists all.",
     )
-    hf_assets_path: HomePath = Field(
+    hf_assets_path: HomePath = field(
         TOKENIZER_IN_REPOSITORY,
+        "Folder of the tokenizer and, for weights in Hugging Face's format, of config.json and the "
+        "index. Relative to the current directory. If the default does not exist, the tokenizer of "
+        "the package is used.",
         min_length=1,
-        description="Folder with the tokenizer and, for weights in Hugging Face's format, config.json and the index. "
-        "Relative to the current directory. If the default does not exist, the tokenizer of the package is used.",
+        affects="nothing",
     )
-    tokenizer_path: HomePath | None = Field(
-        None, description="Deprecated: folder or file of the tokenizer, if it does not lie in model.hf_assets_path."
+    tokenizer_path: HomePath | None = field(
+        None,
+        "Deprecated: folder or file of the tokenizer, if it is not in model.hf_assets_path.",
+        affects="nothing",
     )
     converters: list[
-        Literal["quantize.linear.float8", "quantize.grouped_mm.float8", "quantize.linear.mx", "quantize.grouped_mm.mx"]
-    ] = Field([], description="Converters applied to the model, in this order.")
-    print_after_conversion: bool = Field(False, description="Print the model after the converters were applied.")
-    args: dict[str, Any] = Field(
-        {}, description="Sizes that override the flavor's, e.g. dim = 512 or n_layers = 8. Any argument of the model."
+        Literal[
+            "quantize.linear.float8",
+            "quantize.grouped_mm.float8",
+            "quantize.linear.mx",
+            "quantize.grouped_mm.mx",
+        ]
+    ] = field([], "Converters to apply to the model, in this order.")
+    print_after_conversion: bool = field(
+        False,
+        "Print the model after the converters.",
+        affects="nothing",
+        needs=Need("converters", "a converter in {key}", lambda converters, _: bool(converters)),
+    )
+    args: dict[str, Any] = field(
+        {},
+        "Arguments of the model that override the flavor's, e.g. dim = 512 or n_layers = 8.",
     )
 
     @property
@@ -57,65 +76,98 @@ class Model(Section):
 class Optimizer(Section):
     """The optimizer."""
 
-    name: Literal["Adam", "AdamW"] = Field("AdamW", description="Optimizer: Adam or AdamW (decoupled weight decay).")
-    lr: float = Field(8e-4, gt=0, description="Peak learning rate; the schedule multiplies it.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the running mean of gradients.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the running mean of squared gradients.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
-    weight_decay: float = Field(0.1, ge=0, description="Weight decay; AdamW multiplies it with the learning rate.")
-    implementation: Literal["for-loop", "foreach", "fused"] = Field(
+    facts: ClassVar[Facts] = Facts(affects="optimizer")
+
+    name: Literal["Adam", "AdamW"] = field(
+        "AdamW", "Optimizer: Adam or AdamW (decoupled weight decay)."
+    )
+    lr: float = field(8e-4, "Peak learning rate. The schedule multiplies it.", gt=0)
+    beta1: float = field(0.9, "Decay of the running mean of gradients.", ge=0, lt=1)
+    beta2: float = field(0.95, "Decay of the running mean of squared gradients.", ge=0, lt=1)
+    eps: float = field(1e-8, "Added to the denominator of the update.", gt=0)
+    weight_decay: float = field(
+        0.1, "Weight decay. AdamW multiplies it with the learning rate.", ge=0
+    )
+    implementation: Literal["for-loop", "foreach", "fused"] = field(
         "fused",
-        description="fused: one kernel per group, fastest on CPU too. foreach: a few. for-loop: per parameter.",
+        "fused: one kernel per parameter group, the fastest on CPU too. foreach: a few kernels. "
+        "for-loop: kernels for each parameter.",
+        affects="nothing",
     )
-    early_step_in_backward: bool = Field(
+    early_step_in_backward: bool = field(
         False,
-        description="Update each parameter as soon as its gradient is complete and free it. No gradient clipping.",
+        "Update each parameter as soon as its gradient is complete, and free the gradient. "
+        "Gradients are not clipped.",
     )
-    no_weight_decay: list[str] = Field(
+    no_weight_decay: list[str] = field(
         [],
-        description='Patterns of names of parameters without weight decay, e.g. ["*norm*", "tok_embeddings.*"]; each matches '
-        "one or more.",
+        'Patterns of parameter names without weight decay, e.g. ["*norm*", "tok_embeddings.*"]. '
+        "Each pattern must match a parameter.",
+        needs=above(0, "weight_decay"),
     )
 
 
 class LRScheduler(Section):
-    """The learning rate over the steps: warm-up, stable phase, decay."""
+    """Learning rate schedule: warmup, stable phase, decay."""
 
-    warmup_steps: int = Field(200, ge=0, description="Steps of linear warm-up from 0 to optimizer.lr.")
-    total_steps: int | None = Field(
-        None,
-        gt=0,
-        description="Step at which the decay ends. Unset: training.steps; set it so that a run can be extended.",
+    facts: ClassVar[Facts] = Facts(affects="lr_scheduler")
+    DECAYING: ClassVar[Need] = Need(
+        "decay_ratio", "{key} > 0, or unset", lambda ratio, _: ratio != 0, "nothing decays"
     )
-    decay_ratio: float | None = Field(
+
+    warmup_steps: int = field(200, "Steps of linear warmup from 0 to optimizer.lr.", ge=0)
+    total_steps: int | None = field(
         None,
+        "Step at which the decay ends. Unset: training.steps. Set it to extend a run later.",
+        gt=0,
+    )
+    decay_ratio: float | None = field(
+        None,
+        "Fraction of total_steps that the decay takes, after a stable phase. Unset: all steps "
+        "after the warmup.",
         ge=0,
         le=1,
-        description="Share of total_steps in which the rate decays, after a stable phase. Unset: all but the warm-up.",
     )
-    decay_type: Literal["linear", "sqrt", "cosine"] = Field(
-        "linear", description="Shape of the decay: linear, sqrt (1 - square root), cosine."
+    decay_type: Literal["linear", "sqrt", "cosine"] = field(
+        "linear", "Shape of the decay: linear, sqrt (1 - square root), cosine.", needs=DECAYING
     )
-    min_lr_factor: float = Field(
-        0.0, ge=0, le=1, description="Share of the peak learning rate that is left at the end of the decay."
+    min_lr_factor: float = field(
+        0.0,
+        "Fraction of the peak learning rate at the end of the decay.",
+        ge=0,
+        le=1,
+        needs=DECAYING,
     )
 
 
 class DataLoader(Section):
     """Worker processes that prepare batches."""
 
-    num_workers: int = Field(0, ge=0, description="Worker processes per rank; 0 prepares batches in the main process.")
-    persistent_workers: bool = Field(
-        False, description="Keep workers alive between validations; those of the training text live as long as the run."
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    USING_WORKERS: ClassVar[Need] = above(0, "num_workers")
+
+    num_workers: int = field(
+        0, "Worker processes per rank. 0: the main process prepares batches.", ge=0
     )
-    pin_memory: bool = Field(False, description="No effect: batches go to a GPU through page-locked memory either way.")
-    prefetch_factor: int | None = Field(
-        None, gt=0, description="Batches each worker prepares ahead. Unset: PyTorch's default."
+    persistent_workers: bool = field(
+        False,
+        "Keep workers alive between validations. Workers of the training dataset always live as "
+        "long as the run.",
+        needs=USING_WORKERS,
+    )
+    pin_memory: bool = field(
+        False, "No effect: batches are always copied to a GPU through page-locked memory."
+    )
+    prefetch_factor: int | None = field(
+        None,
+        "Batches that each worker prepares ahead. Unset: PyTorch's default.",
+        gt=0,
+        needs=USING_WORKERS,
     )
 
 
 def _are_step_ranges(ranges: list[list[int]]) -> bool:
-    """Return True for pairs [first, last] with 1 <= first <= last, in order of their first steps."""
+    """Return True for pairs [first, last] with 1 <= first <= last, in order of `first`."""
     are_pairs = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in ranges)
     return are_pairs and sorted(ranges, key=lambda pair: pair[0]) == ranges
 
@@ -128,50 +180,75 @@ def _are_step_weights(pairs: list[list[int | float]]) -> bool:
 
 
 class Training(Section):
-    """Batches, steps, numerics of training."""
+    """Batches, steps and numerics of training."""
 
-    dataset: str = Field(
-        "c4_test", description="Name of the training text (see docs); ignored where [data.sources] names the text."
+    dataset: str = field(
+        "c4_test",
+        "Name of the training dataset. Ignored if [data.sources] names the datasets.",
+        affects="nothing",
     )
-    dataset_path: HomePath | None = Field(
-        None, description="File, folder or glob of the training text, in place of where `dataset` lies."
+    dataset_path: HomePath | None = field(
+        None,
+        "File, folder or glob of the training dataset, instead of the one that `dataset` names.",
+        affects="nothing",
     )
-    local_batch_size: int = Field(8, gt=0, description="Samples of one micro-batch on each data-parallel rank.")
-    global_batch_size: MinusOneOrPositive = Field(
+    local_batch_size: int = field(
+        8, "Samples per micro-batch on each data-parallel rank.", gt=0, affects="nothing"
+    )
+    global_batch_size: MinusOneOrPositive = field(
         -1,
-        description="Samples per step over all ranks = local_batch_size x data-parallel ranks x accumulation. "
-        "-1: without accumulation.",
+        "Samples per step over all ranks = local_batch_size x data-parallel ranks x gradient "
+        "accumulation. -1: without accumulation.",
+        affects="dataloader",
     )
-    batch_ramp: BatchRamp = Field(
+    batch_ramp: BatchRamp = field(
         [],
-        description="[start, increment, samples]: the first steps read `start` samples, and `increment` more after every equal "
-        "part of `samples`, until it is global_batch_size. []: all steps read as many.",
+        "Grow the batch: the first steps read `start` samples, up to global_batch_size. "
+        "`increment` is added at equal intervals, spread over the first `samples` samples. "
+        "[]: the batch does not grow.",
+        affects="dataloader",
     )
-    seq_len: int = Field(2048, gt=0, description="Tokens per sample.")
-    max_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this total L2 norm.")
-    steps: int = Field(10000, gt=0, description="Steps to train, counted from the beginning of the first run.")
-    enable_cpu_offload: bool = Field(
-        False, description="Keep parameters, gradients and optimizer states in host memory (FSDP2, needs a GPU)."
+    seq_len: int = field(2048, "Tokens per sample.", gt=0, affects="nothing")
+    max_norm: float = field(
+        1.0, "Gradients are clipped to this total L2 norm.", gt=0, affects="optimizer"
     )
-    dtype: Literal["bfloat16", "float32", "float64"] = Field(
-        "float32", description="Type in which weights and optimizer states are stored."
+    steps: int = field(
+        10000, "Steps to train, counted from the start of the first run.", gt=0, affects="nothing"
     )
-    mixed_precision_param: Literal["bfloat16", "float32", "float64"] = Field(
-        "bfloat16", description="Type in which the model computes."
+    enable_cpu_offload: bool = field(
+        False,
+        "Keep parameters, gradients and optimizer states in host memory (FSDP2, needs a GPU).",
+        affects="nothing",
     )
-    mixed_precision_reduce: Literal["bfloat16", "float32", "float64"] = Field(
-        "float32", description="Type in which gradients are reduced."
+    dtype: Literal["bfloat16", "float32", "float64"] = field(
+        "float32", "Type of the stored weights and optimizer states.", affects="model"
     )
-    gc_freq: int = Field(
-        50, ge=0, description="Python's garbage is collected every this many steps on all ranks; 0 leaves it to Python."
+    mixed_precision_param: Literal["bfloat16", "float32", "float64"] = field(
+        "bfloat16", "Type in which the model computes.", affects="numerics"
     )
-    gc_debug: bool = Field(False, description="Collect garbage at every step and report cycles that hold tensors.")
-    skip_steps: StepRanges = Field(
+    mixed_precision_reduce: Literal["bfloat16", "float32", "float64"] = field(
+        "float32", "Type in which gradients are reduced.", affects="numerics"
+    )
+    gc_freq: int = field(
+        50,
+        "Collect Python's garbage every this many steps on all ranks. 0: Python decides.",
+        ge=0,
+        affects="nothing",
+    )
+    gc_debug: bool = field(
+        False,
+        "Collect garbage at every step and report cycles that hold tensors.",
+        affects="nothing",
+        needs=above(0, "gc_freq"),
+    )
+    skip_steps: StepRanges = field(
         [],
-        description="Steps whose samples are left out, [[first, last], ...], after a loss spike say: the step `first` reads "
-        "what would have come after `last`. Each pair counts the steps of a run with the pairs before it.",
+        "Skip the samples of these steps, for example after a loss spike: step `first` reads the "
+        "samples that follow step `last`. The numbers of a pair count the steps of a run that has "
+        "skipped the earlier pairs.",
+        affects="future_samples",
     )
-    dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the training data.")
+    dataloader: DataLoader = field(DataLoader(), "Worker processes of the training dataset.")
 
     rules: ClassVar[tuple[Rule[Training], ...]] = (
         Rule(
@@ -185,7 +262,8 @@ class Training(Section):
             "unreachable-batch-ramp",
             "batch_ramp",
             lambda section: bool(section.batch_ramp) and not section.reaches_global_batch_size(),
-            "[start, increment, samples], all > 0, where start + a multiple of increment is global_batch_size",
+            "[start, increment, samples], all > 0, where start + a multiple of increment is "
+            "global_batch_size",
             "write [16, 16, 1000000] with global_batch_size = 64, for example",
             ("global_batch_size",),
         ),
@@ -195,61 +273,77 @@ class Training(Section):
         """Return True if `batch_ramp` is well formed and ends at `global_batch_size`."""
         if len(self.batch_ramp) != 3 or min(self.batch_ramp) < 1:
             return False
-        grows_by = self.global_batch_size - self.batch_ramp[0]
-        return grows_by > 0 and grows_by % self.batch_ramp[1] == 0
+        growth = self.global_batch_size - self.batch_ramp[0]
+        return growth > 0 and growth % self.batch_ramp[1] == 0
 
     def batch_sizes(self, last: int) -> list[tuple[int, int]]:
-        """(first step, samples per step) for every batch size of the run, the last of which is ``last``.
+        """Return (first step, samples per step) for every batch size of the run.
 
-        As Megatron-LM's ``--rampup-batch-size``: each size holds until its part of the ramp's samples has been read.
+        Each size lasts until its share of the ramp's samples has been read, as in Megatron-LM's
+        `--rampup-batch-size`. last: the batch size after the ramp.
         """
         if not self.batch_ramp:
             return [(1, last)]
         start, increment, samples = self.batch_ramp
-        step, num_read, sizes = 1, 0, []
+        step = 1
+        num_read = 0
+        sizes = []
         num_increments = (last - start) // increment
         for i in range(num_increments):
-            size, end = start + i * increment, -(-(i + 1) * samples // num_increments)
+            size = start + i * increment
+            end = -(-(i + 1) * samples // num_increments)
             num_steps = -((num_read - end) // size)
             if num_steps > 0:
                 sizes.append((step, size))
-                step, num_read = step + num_steps, num_read + num_steps * size
+                step += num_steps
+                num_read += num_steps * size
         return [*sizes, (step, last)]
 
 
 class DataSource(Section):
-    """One text: where it lies and how it is read."""
+    """One dataset: its files and how they are read."""
 
-    path: HomePath = Field(
-        min_length=1,
-        description="File, folder or glob, relative to the current directory; or on the Hub, "
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+
+    path: HomePath = field(
+        description="File, folder or glob, relative to the current directory. On the Hub: "
         "hf://datasets/OWNER/NAME@REVISION/PATTERN.",
+        min_length=1,
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = Field(
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = field(
         "auto",
-        description="Format of the files; auto goes by the file's ending. tokens: token ids, read as they stand (Megatron "
+        "Format of the files. auto: by the file name's extension. tokens: token ids (Megatron "
         ".bin with .idx, .npy, flat .bin, folders of a token cache).",
     )
-    token_dtype: Literal["auto", "uint16", "uint32"] = Field(
+    token_dtype: Literal["auto", "uint16", "uint32"] = field(
         "auto",
-        description="Type of the ids in flat .bin files (without .idx); auto is uint16 for a vocabulary of at most 65,536.",
+        "Type of the token ids in flat .bin files (without .idx). auto: uint16 for a vocabulary "
+        "of at most 65,536.",
     )
-    text_field: str = Field("text", min_length=1, description="Field or column that holds the text of a document.")
-    streaming: bool = Field(
+    text_field: str = field(
+        "text", "Field or column that contains the text of a document.", min_length=1
+    )
+    streaming: bool = field(
         False,
-        description="Tokenise the text while it is read and keep only the next part: for texts too large for a token cache.",
+        "Tokenize the dataset while training, and keep only the next part of it: for datasets "
+        "that are too large for a token cache.",
     )
-    weight: float = Field(
+    weight: float = field(
         1.0,
+        "Mixture weight: fraction of the training tokens from this source, relative to the "
+        "other weights.",
         ge=0,
-        description="Share of this source in the tokens that a mixture teaches, relative to the other weights.",
     )
-    weight_from: StepWeights = Field(
+    weight_from: StepWeights = field(
         [],
-        description="Weights from later steps on, [[step, weight], ...]: for annealing, or for a source that comes in later.",
+        "Mixture weights from later steps on, for example for annealing, or for a source that "
+        "starts later.",
     )
-    max_epochs: int = Field(
-        0, ge=0, description="Times the source is read, then the others share its part; 0 is without limit."
+    max_epochs: int = field(
+        0,
+        "Number of times to read the source. Then the other sources share its weight. "
+        "0: no limit.",
+        ge=0,
     )
 
     rules: ClassVar[tuple[Rule[DataSource], ...]] = (
@@ -275,34 +369,51 @@ SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class Data(Section):
-    """Where text comes from and how it becomes samples."""
+    """Datasets, and how their documents become samples."""
 
-    sources: dict[SourceName, DataSource] = Field({}, description="The training texts, one table per name.")
-    cache_folder: HomePath | None = Field(
+    # The datasets of a run have a fingerprint of their own; see `allow_change`.
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+    READING_TEXT: ClassVar[Need] = Need(
+        "sources",
+        "a source of text",
+        lambda _, config: config.reads_text,
+        'format = "tokens" reads token ids without changes',
+    )
+
+    sources: dict[SourceName, DataSource] = field({}, "The training datasets, one table per name.")
+    cache_folder: HomePath | None = field(
         None,
-        description="Folder of the token cache. Unset: .token_cache/ next to the data, or the user's cache folder "
-        "($XDG_CACHE_HOME or ~/.cache) if that is read-only.",
+        "Folder of the token cache. Unset: .token_cache/ next to the dataset, or the user's cache "
+        "folder ($XDG_CACHE_HOME or ~/.cache) if that is read-only.",
     )
-    allow_change: list[str] = Field(
+    allow_change: list[str] = field(
         [],
-        description="What may differ from the data of the checkpoint that is resumed, by the names that its refusal tells.",
+        "Properties of the datasets that may differ from the resumed run. The error that refuses "
+        "a change lists the names.",
     )
-    shuffle: bool = Field(True, description="Shuffle documents and samples, anew in every epoch.")
-    packing: Literal["concat", "best_fit"] = Field(
+    shuffle: bool = field(True, "Shuffle documents and samples, differently in every epoch.")
+    packing: Literal["concat", "best_fit"] = field(
         "concat",
-        description="concat: samples are cut from the documents laid end to end. best_fit: no document that fits into a "
-        "sample is cut, samples may end in padding, and no document's first token is a label.",
+        "concat: concatenate documents and split them into samples. best_fit: split only "
+        "documents longer than a sample; samples may end in padding, and no document's first "
+        "token is a label.",
     )
-    mask_document_starts: bool = Field(
-        False, description="The first token of a document is not a label: it cannot be known from the document before."
+    mask_document_starts: bool = field(
+        False,
+        "Do not use the first token of a document as a label: the previous document does not "
+        "predict it.",
     )
-    add_bos: bool = Field(
-        True, description="Put the beginning-of-text token before each document (not of token files)."
+    add_bos: bool = field(
+        True, "Insert the beginning-of-text token before each document.", needs=READING_TEXT
     )
-    add_eos: bool = Field(True, description="Put the end-of-text token after each document (not of token files).")
-    on_bad_record: Literal["error", "skip"] = Field(
+    add_eos: bool = field(
+        True, "Insert the end-of-text token after each document.", needs=READING_TEXT
+    )
+    on_bad_record: Literal["error", "skip"] = field(
         "error",
-        description="What a line or row without readable text does: end the run with its place, or be left out and counted.",
+        "For a line or row without readable text. error: end the run and report its position. "
+        "skip: leave it out and count it.",
+        needs=READING_TEXT,
     )
 
     rules: ClassVar[tuple[Rule[Data], ...]] = (
@@ -320,7 +431,8 @@ class Data(Section):
             "sources",
             lambda data: len(data.sources) > 1 and bool(data.ending_streams()),
             lambda data: (
-                f"streams without max_epochs in a mixture ({', '.join(data.ending_streams())} sets it): not available yet"
+                "streams without max_epochs in a mixture "
+                f"({', '.join(data.ending_streams())} sets it): not available yet"
             ),
             "leave out max_epochs or streaming",
         ),
@@ -336,32 +448,39 @@ class Data(Section):
 class Loss(Section):
     """The loss function."""
 
-    chunk_mib: int = Field(
+    facts: ClassVar[Facts] = Facts(affects="nothing")
+
+    chunk_mib: int = field(
         256,
+        "MiB of float32 logits that chunked cross-entropy holds at once. 0: no chunks.",
         ge=0,
-        description="MiB of float32 logits that chunked cross-entropy holds at once; 0 computes all in one piece.",
     )
 
 
 class Validation(Section):
-    """Loss on held-out text, always on the same samples."""
+    """Loss on held-out datasets, always on the same samples."""
 
-    enable: bool = Field(False, description="Validate while training.")
-    dataset: str = Field(
-        "c4_validation", description="Name of the validation text; ignored where [validation.sources] names the text."
+    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+
+    enable: bool = field(False, "Validate during training.")
+    dataset: str = field(
+        "c4_validation",
+        "Name of the validation dataset. Ignored if [validation.sources] names the datasets.",
     )
-    dataset_path: HomePath | None = Field(
-        None, description="File, folder or glob of the validation text, in place of where `dataset` lies."
+    dataset_path: HomePath | None = field(
+        None,
+        "File, folder or glob of the validation dataset, instead of the one that `dataset` names.",
     )
-    local_batch_size: int = Field(8, gt=0, description="Samples of one batch on each data-parallel rank.")
-    seq_len: int = Field(2048, gt=0, description="Tokens per sample.")
-    freq: int = Field(10, gt=0, description="Validate every this many steps, and after the first step.")
-    steps: MinusOneOrPositive = Field(
-        -1,
-        description="Batches of local_batch_size samples over all ranks together; -1 reads the whole text once.",
+    local_batch_size: int = field(8, "Samples per batch on each data-parallel rank.", gt=0)
+    seq_len: int = field(2048, "Tokens per sample.", gt=0)
+    freq: int = field(10, "Validate every this many steps, and after the first step.", gt=0)
+    steps: MinusOneOrPositive = field(
+        -1, "Batches of local_batch_size samples, over all ranks. -1: read the whole dataset once."
     )
-    dataloader: DataLoader = Field(DataLoader(), description="Worker processes of the validation data.")
-    sources: dict[SourceName, DataSource] = Field({}, description="The validation texts, one table per name.")
+    dataloader: DataLoader = field(DataLoader(), "Worker processes of the validation dataset.")
+    sources: dict[SourceName, DataSource] = field(
+        {}, "The validation datasets, one table per name."
+    )
 
     rules: ClassVar[tuple[Rule[Validation], ...]] = (
         Rule(

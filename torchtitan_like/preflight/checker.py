@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
-from torchtitan_like.config.availability import without_effect
+from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
 from torchtitan_like.config.rules import broken_rules

@@ -1,15 +1,20 @@
-"""Which settings may change on resume: every one is classified, and what is refused is refused at once."""
+"""Settings that may change on resume, and those that are refused, all at once."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from torchtitan_like.checkpoint.changes import PARTS, RESOLVED, check_changes, diff_settings, part_of
+from torchtitan_like.checkpoint.changes import (
+    RESOLVED,
+    affected_state,
+    check_changes,
+    diff_settings,
+)
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import dump_toml, load_config
+from torchtitan_like.config.facts import Affected
 from torchtitan_like.config.fields import all_settings
 
 KEYS = [setting.key for setting in all_settings()]
@@ -25,15 +30,15 @@ def keys(changes: list[Any]) -> list[str]:
     return [change.key for change in changes]
 
 
-def test_every_setting_is_classified() -> None:
-    assert all(isinstance(part_of(key), str) for key in KEYS)
+def test_every_setting_affects_a_known_state() -> None:
+    assert {affected_state(key) for key in KEYS} == set(get_args(Affected))
+    assert affected_state("model.args.dim") == "model"
+    assert affected_state("data.sources.a.path") == "nothing"
     with pytest.raises(KeyError):
-        part_of("sectoin.key")
+        affected_state("sectoin.key")
 
 
-def test_every_row_classifies_something() -> None:
-    first_match = [next(pattern for pattern, _ in PARTS if fnmatchcase(key, pattern)) for key in KEYS]
-    assert {pattern for pattern, _ in PARTS} == set(first_match)
+def test_resolved_settings_exist() -> None:
     assert set(RESOLVED) <= set(KEYS)
 
 

@@ -1,9 +1,8 @@
-"""A setting of a feature that is off is never refused; one warning lists all of them."""
+"""A setting of a disabled feature is never refused. One warning lists all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ from pydantic import ValidationError
 
 from torchtitan_like import preflight
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.availability import SWITCHES, Switch
+from torchtitan_like.config.facts import Need
 from torchtitan_like.config.fields import Setting, all_settings, find
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.rules import broken_rules
 from torchtitan_like.preflight import load_checked
 
-# What switches a feature off where the defaults leave it on.
+# Arguments that disable a feature which the defaults enable.
 OFF = {
     "parallelism.context_parallel_rotate_method": [
         "--parallelism.context_parallel_rotate_method=ulysses"
@@ -44,8 +43,8 @@ OFF = {
     "training.gc_freq": ["--training.gc_freq=0"],
     "activation_checkpoint.mode": ["--activation_checkpoint.mode=none"],
 }
-# These are switches themselves: they ask for something that only the other one makes possible.
-ASKS_BY_ITSELF = ("checkpoint.create_seed_checkpoint",)
+# These settings are switches too: they request something that another switch makes possible.
+SWITCHES_TOO = ("checkpoint.create_seed_checkpoint",)
 WORDS = ("nonsense", "s3://bucket/x", "3")
 
 
@@ -71,32 +70,37 @@ def accepted(key: str, value: str) -> bool:
     return True
 
 
-def settings_below(switch: Switch) -> list[Setting]:
-    return [
-        setting
-        for setting in all_settings()
-        if "<" not in setting.key
-        and setting.key not in (switch.switch, *ASKS_BY_ITSELF)
-        and any(fnmatchcase(setting.key, pattern) for pattern in switch.keys)
-    ]
+def settings_by_need() -> dict[str, tuple[Need, list[Setting]]]:
+    """Return every need, by its text, with the settings that have it."""
+    groups: dict[str, tuple[Need, list[Setting]]] = {}
+    for setting in all_settings():
+        if "<name>" not in setting.path and setting.key not in SWITCHES_TOO:
+            for need in setting.needs:
+                groups.setdefault(f"{need.key}: {need}", (need, []))[1].append(setting)
+    return groups
 
 
-def ways_to_set(switch: Switch) -> Iterator[list[str]]:
-    """Arguments that set every setting below the switch to a value other than its default."""
+NEEDS = settings_by_need()
+
+
+def ways_to_set(settings: list[Setting]) -> Iterator[list[str]]:
+    """Yield arguments that set every setting to a value other than its default."""
     valid = {
         setting.key: [value for value in values_of(setting) if accepted(setting.key, value)]
-        for setting in settings_below(switch)
+        for setting in settings
     }
     for number in range(max(map(len, valid.values()))):
         pairs = [(key, values[number % len(values)]) for key, values in valid.items() if values]
         yield [f"--{key}={value}" for key, value in pairs]
 
 
-def off(switch: Switch) -> list[str]:
-    for line in ("", *OFF.get(switch.switch, ())):
-        if switch.is_off(load_config(line.split())):
+def arguments_without(need: Need) -> list[str]:
+    """Return arguments with which a need is not met."""
+    for line in ("", *OFF.get(need.key, ())):
+        config = load_config(line.split())
+        if not need.is_met(config.value_of(need.key), config):
             return line.split()
-    raise AssertionError(f"no line of OFF switches {switch.switch} off")
+    raise AssertionError(f"with all lines of OFF, {need} is met")
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +108,12 @@ def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(repo_root)
 
 
-@pytest.mark.parametrize("switch", SWITCHES, ids=lambda one: f"{one.switch}: {one.keys[0]}")
-def test_a_feature_that_is_off_refuses_none_of_its_settings(switch: Switch) -> None:
-    arguments = ["--training.steps", "1000", *off(switch)]
-    keys = {setting.key for setting in settings_below(switch)}
-    for ways in ways_to_set(switch):
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_disabled_feature_refuses_none_of_its_settings(name: str) -> None:
+    need, settings = NEEDS[name]
+    arguments = ["--training.steps", "1000", *arguments_without(need)]
+    keys = {setting.key for setting in settings}
+    for ways in ways_to_set(settings):
         config = load_config([*arguments, *ways])
         found = preflight.check(config, None, training=True, device_type="cpu")
         refused = [one for one in found if one.severity == "error" and one.key in keys]
@@ -180,6 +185,7 @@ def test_presets_that_name_a_type_for_saves_they_switch_off_pass(
         load_config(["--job.config_file", str(file), "--checkpoint.enable"])
 
 
-def test_every_setting_that_a_switch_names_is_in_the_schema() -> None:
-    for switch in SWITCHES:
-        assert find(tuple(switch.switch.split("."))) is not None and settings_below(switch), switch
+def test_needs_name_settings_of_the_schema() -> None:
+    assert len(NEEDS) > 40
+    for need, _ in NEEDS.values():
+        assert find(tuple(need.key.split("."))) is not None, need

@@ -180,7 +180,7 @@ def test_what_a_file_has_switched_off_takes_no_settings(tmp_path: Path) -> None:
     file.write_text("training.steps = 1000\noptimizer.weight_decay = 0.0\nlr_scheduler.decay_ratio = 0.0\n")
     line = f"--job.config_file {file} --optimizer.no_weight_decay *norm*"
     line += " --lr_scheduler.decay_type cosine --lr_scheduler.min_lr_factor 0.1"
-    names = ["lr_scheduler.decay_type", "lr_scheduler.min_lr_factor", "optimizer.no_weight_decay"]
+    names = ["optimizer.no_weight_decay", "lr_scheduler.decay_type", "lr_scheduler.min_lr_factor"]
     assert keys(check(line), "warning") == names
     assert check(f"{line} --optimizer.weight_decay 0.1 --lr_scheduler.decay_ratio 0.1") == []
 

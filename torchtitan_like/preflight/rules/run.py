@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from torchtitan_like.config.availability import idle_keys
+from torchtitan_like.config.no_effect import idle_keys
 from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.preflight.context import RunContext
