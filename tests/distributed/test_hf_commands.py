@@ -124,8 +124,8 @@ def test_numbers_that_float16_does_not_reach_are_told(tmp_path, caplog):
 def test_what_cannot_be_exported(tmp_path, step, capsys, case):
     path, _ = step
     source, words = {
-        "no step": (tmp_path, "is no step to export"),
-        "an export": (tmp_path / "hf", "is no step to export"),
+        "no step": (tmp_path, "is not a published step"),
+        "an export": (tmp_path / "hf", "is not a published step"),
         "exists": (path, "exists already"),
     }[case]
     if case == "an export":
@@ -142,11 +142,11 @@ def test_shards_are_merged_and_removed(tmp_path, capsys):
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index | {"tied": "file-1"}}))
     arguments = [str(tmp_path / "shards"), str(tmp_path / "out"), "--mapping", str(tmp_path / "index.json")]
     assert titan(["ckpt", "consolidate", *arguments, "--remove-shards"]) == 2
-    assert "the shards lack 1 tensors (tied)" in capsys.readouterr().err
+    assert "the folder lacks 1 tensors (tied)" in capsys.readouterr().err
     assert len(list((tmp_path / "shards").iterdir())) == 2, "nothing is removed that is not merged"
     onto_itself = [str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]
     assert titan(["ckpt", "consolidate", *onto_itself]) == 2
-    assert "--remove-shards would leave nothing" in capsys.readouterr().err
+    assert "--remove-shards would delete the output" in capsys.readouterr().err
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index}))
     assert titan(["ckpt", "consolidate", *arguments, "--remove-shards", "--num-threads", "2"]) == 0
     assert "out: 3 files" in capsys.readouterr().out

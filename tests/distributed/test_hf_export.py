@@ -204,7 +204,7 @@ def test_all_ranks_share_the_consolidation_and_log_it(tmp_path):
     assert len(written) == len(set(written)), "no extent twice"
     for _, lines in results:
         (line,) = (line for line in lines if re.search(r"in \d+\.\d\d seconds$", line))
-        assert re.match(r"Consolidated \d+ files of shards into 1 .* on 4 ranks with", line)
+        assert re.match(r"Consolidated \d+ shard files into 1 files .* on 4 ranks with", line)
 
 
 def test_the_index_of_the_source_decides_which_tensors_share_a_file(tmp_path):
@@ -440,13 +440,13 @@ def test_shards_that_do_not_fit_together(tmp_path):
     """Found before anything is written."""
     cases = {
         "hole": ([(1, 0, 2, None), (2, 3, 2, None)], None, r"w\[2:3\] is missing"),
-        "overlap": ([(1, 0, 3, None), (2, 2, 2, None)], None, r"w\[2:3\] is there more than once"),
-        "twice": ([(1, 0, 2, None), (2, 0, 2, None)], None, "hold the same part"),
+        "overlap": ([(1, 0, 3, None), (2, 2, 2, None)], None, r"w\[2:3\] is stored more than once"),
+        "twice": ([(1, 0, 2, None), (2, 0, 2, None)], None, "contain the same part of w"),
         "last": ([(1, 0, 2, 4)], None, r"w\[2:4\] is missing"),
-        "number": ([(1, 0, 2, None), (3, 2, 2, None)], None, "no file of shard 2"),
-        "empty": ([], None, "holds no .*safetensors"),
-        "unknown": ([(1, 0, 2, None)], {"w": 1, "v": 2}, r"the shards lack 1 tensors \(v\)"),
-        "unnamed": ([(1, 0, 2, None)], {}, r"it lacks 1 tensors \(w\)"),
+        "number": ([(1, 0, 2, None), (3, 2, 2, None)], None, "lacks the file of shard 2"),
+        "empty": ([], None, "contains no .*safetensors"),
+        "unknown": ([(1, 0, 2, None)], {"w": 1, "v": 2}, r"the folder lacks 1 tensors \(v\)"),
+        "unnamed": ([(1, 0, 2, None)], {}, r"the mapping lacks 1 tensors \(w\)"),
     }
     for case, (shards, mapping, words) in cases.items():
         source = tmp_path / case
@@ -470,7 +470,7 @@ def test_a_shard_that_was_cut_short(tmp_path):
     shard(tmp_path, 1, "w", 0, [1.0, 2.0])
     path = next(tmp_path.iterdir())
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedError, match="its header describes"):
+    with pytest.raises(DamagedError, match="as in its header"):
         consolidate(tmp_path, tmp_path / "out")
 
 
@@ -479,7 +479,7 @@ def test_files_that_are_no_shards(tmp_path):
     with pytest.raises(CheckpointError, match="lacks DCP_SHARDING_INFO"):
         consolidate(tmp_path, tmp_path / "out")
     shard(tmp_path, 1, "w", 0, [1.0], metadata={"DCP_SHARDING_INFO": '{"v": {"saved_offsets": [0]}}'})
-    with pytest.raises(CheckpointError, match="does not fit its tensors"):
+    with pytest.raises(CheckpointError, match="does not match its tensors"):
         consolidate(tmp_path, tmp_path / "out")
 
 
@@ -576,4 +576,4 @@ def export_different_tensors(folder):
 
 def test_ranks_that_export_different_tensors(tmp_path):
     for error, _ in run_ranks(failing, 2, export_different_tensors, str(tmp_path)):
-        assert "do not belong to one model" in error
+        assert "Expected the shards of one model" in error

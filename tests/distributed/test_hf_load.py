@@ -261,7 +261,7 @@ def test_ranks_with_different_tensors_need_a_model_together(original):
 @untied
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("lacking", "1 without a place in this model: model.norm.weight"), ("blind", "rank 1: OSError")],
+    [("lacking", "1 not in this model: model.norm.weight"), ("blind", "rank 1: OSError")],
 )
 def test_an_error_of_one_rank_is_raised_on_all(original, change, words):
     folder = original[0]
@@ -287,7 +287,7 @@ def test_a_rank_without_a_share_of_a_tensor_owns_nothing_of_it():
 def test_what_config_json_leaves_out_is_transformers_default(tmp_path):
     ours = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"}, "rms_norm_eps": 1e-5, "hidden_size": 8}
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
-    keys = [line.split(" says ")[1].split(" = ")[0] for line in config_differences(tmp_path, ours)]
+    keys = [line.split(" has ")[1].split(" = ")[0] for line in config_differences(tmp_path, ours)]
     assert keys == ["rope_theta", "rope_scaling", "rms_norm_eps"]
     ours = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
     assert config_differences(tmp_path, ours) == []
@@ -309,12 +309,12 @@ def test_metas_files_agree_on_what_each_holds_as_a_whole(tmp_path):
     for i in range(2):
         torch.save({"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth")
     votes, rows = Votes(HostGroup.alone()), (("norm.weight", "norm.weight"),)
-    with pytest.raises(DamagedError, match="norm.weight is whole in each file, but its values differ"):
+    with pytest.raises(DamagedError, match="the values of norm.weight differ between files"):
         load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
 
 
 def test_a_config_that_is_no_json_is_damage(tmp_path):
     (tmp_path / "config.json").write_text("{")
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(DamagedError, match="config.json cannot be read"):
+    with pytest.raises(DamagedError, match="config.json is not valid"):
         safetensors_source.open_safetensors(tmp_path, quantized=False)

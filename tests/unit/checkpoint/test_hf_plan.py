@@ -66,7 +66,7 @@ def test_a_file_reads_back_and_is_read_by_the_library(tmp_path):
 def test_every_element_is_aligned_and_equal_widths_keep_their_order():
     entries = lay_out("f", MIXED).entries
     assert [entry.name for entry in entries] == ["count", "weight", "more", "half", "flag", "small"]
-    assert all(entry.begin % DTYPES[entry.dtype].itemsize == 0 for entry in entries)
+    assert all(entry.start % DTYPES[entry.dtype].itemsize == 0 for entry in entries)
 
 
 def test_a_header_of_just_a_page_is_not_padded_by_another(tmp_path):
@@ -93,19 +93,19 @@ TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "do not hold the header"),
-        (b"\x01\x02", "do not hold the header"),
-        (bytes(4096), "header that cannot be read"),  # a file that was made, but not finished
-        (struct.pack("<Q", 2**60) + bytes(100), "do not hold the header"),
-        (with_header(b"{not json"), "header that cannot be read"),
-        (with_header([1]), "header that cannot be read"),
-        (with_header({"a": {**TWO, "dtype": "F4"}}), "header that cannot be read"),
-        (with_header({"a": {**TWO, "shape": [-1, -2]}}), "header that cannot be read"),
-        (with_header({"a": {**TWO, "shape": [3]}}), "expected"),
-        (with_header({"a": {**TWO, "data_offsets": [4, 12]}}, 12), "expected"),
-        (with_header({"a": TWO, "b": {**TWO, "data_offsets": [4, 12]}}, 12), "expected"),
-        (with_header({"a": TWO}, 7), "its header describes"),
-        (with_header({"a": TWO}, 9), "its header describes"),
+        (b"", "are shorter than the header"),
+        (b"\x01\x02", "are shorter than the header"),
+        (bytes(4096), "invalid header"),  # a file that was made, but not finished
+        (struct.pack("<Q", 2**60) + bytes(100), "are shorter than the header"),
+        (with_header(b"{not json"), "invalid header"),
+        (with_header([1]), "invalid header"),
+        (with_header({"a": {**TWO, "dtype": "F4"}}), "invalid header"),
+        (with_header({"a": {**TWO, "shape": [-1, -2]}}), "invalid header"),
+        (with_header({"a": {**TWO, "shape": [3]}}), "Expected"),
+        (with_header({"a": {**TWO, "data_offsets": [4, 12]}}, 12), "Expected"),
+        (with_header({"a": TWO, "b": {**TWO, "data_offsets": [4, 12]}}, 12), "Expected"),
+        (with_header({"a": TWO}, 7), "as in its header"),
+        (with_header({"a": TWO}, 9), "as in its header"),
     ],
 )
 def test_what_is_no_complete_file(tmp_path, content, words):
@@ -145,9 +145,9 @@ def test_a_stretch_of_elements_is_a_few_rectangles(shape, data):
         ([((0, 4, 1), (0, 2, 1)), ((0, 1, 1), (2, 4, 1)), ((1, 3, 1), (2, 4, 1))], None),
         ([((0, 3, 1), (0, 6, 1))], r"t\[3:4, 0:6\] is missing"),
         ([], r"t\[0:4, 0:6\] is missing"),
-        ([((0, 3, 1), (0, 6, 1)), ((2, 2, 1), (0, 6, 1))], r"t\[2:3, 0:6\] is there more than once"),
+        ([((0, 3, 1), (0, 6, 1)), ((2, 2, 1), (0, 6, 1))], r"t\[2:3, 0:6\] is stored more than once"),
         # As many elements as the tensor has, and yet neither complete nor unique
-        ([((0, 2, 1), (0, 6, 1)), ((1, 2, 1), (0, 6, 1))], "is there more than once"),
+        ([((0, 2, 1), (0, 6, 1)), ((1, 2, 1), (0, 6, 1))], "is stored more than once"),
     ],
 )
 def test_shards_must_cover_a_tensor_exactly_once(boxes, words):
@@ -216,7 +216,7 @@ def test_any_table_over_any_shards(kind, data):
     expected = to_theirs(links(ROWS[kind], dict.fromkeys(names, shape)), state)
     for file, raw in zip(files, content, strict=True):
         for entry in file.entries:
-            values = raw[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape)
+            values = raw[entry.start : entry.end].view(DTYPES[entry.dtype]).view(entry.shape)
             assert torch.equal(values, expected.pop(entry.name).to(values.dtype))
     assert not expected
 
@@ -291,12 +291,12 @@ def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
     ("told", "words"),
     [
         ([[ShardInfo("w", "F32", (2,), (((0, 1, 1),),))]], r"w\[1:2\] is missing"),
-        ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "F32", (3,), ())]], "do not belong to one model"),
-        ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "BF16", (2,), ())]], "do not belong to one model"),
+        ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "F32", (3,), ())]], "Expected the shards of one model"),
+        ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "BF16", (2,), ())]], "Expected the shards of one model"),
         ([[ShardInfo("x", "F32", (2,), (((0, 2, 1),),))]], "no row of the table knows"),
         (
             [[ShardInfo("w", "F32", (2,), (((0, 2, 1),),)), ShardInfo("v", "BF16", (2,), (((0, 2, 1),),))]],
-            "made of tensors of two dtypes",
+            "joins tensors of two dtypes",
         ),
     ],
 )
@@ -306,7 +306,7 @@ def test_what_cannot_be_exported(told, words):
 
 
 def test_a_dtype_that_the_format_lacks():
-    with pytest.raises(CheckpointError, match="hold no torch.complex128"):
+    with pytest.raises(CheckpointError, match="cannot store torch.complex128"):
         plan.describe_shards({"w": torch.zeros(1, dtype=torch.complex128)})
 
 

@@ -148,7 +148,7 @@ def test_a_trusted_file_becomes_a_copy_that_loads(
     loaded = load_saved(copy, copy)
     assert loaded.keys() == {"model", "step"} and torch.equal(loaded["model"]["a"], torch.ones(2))
     assert titan(["ckpt", *argv[:2], str(tmp_path / "hf"), "--to", "hf", "--trust-pickle"]) == 2
-    assert "First make a copy in its own format: --to pt --trust-pickle" in capsys.readouterr().err
+    assert "copy it with --to pt --trust-pickle, then convert" in capsys.readouterr().err
 
 
 def test_a_trusted_folder_becomes_a_copy_that_loads(

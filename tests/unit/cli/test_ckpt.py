@@ -55,7 +55,7 @@ def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.Cap
         "step-20": ("weights",),
         "step-30": ("DAMAGED", "has 50 bytes, expected 100"),
         "step-40": ("DAMAGED", "manifest.json is damaged"),
-        "step-50": ("torn", "no manifest.json"),
+        "step-50": ("incomplete", "no manifest.json"),
         "step-60": ("foreign", "Hugging Face safetensors"),
         "step-70.tmp-ab": ("unfinished",),
         "step-80.superseded-cd": ("superseded",),
@@ -108,7 +108,8 @@ def test_a_step_that_a_run_deletes_meanwhile_is_no_error(
 
 
 def test_ls_of_another_folder_says_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "ls", tmp_path) == (2, f"{tmp_path} holds no step-N: give the folder of a run's checkpoints\n")
+    message = f"{tmp_path} contains no step-N. Expected a run's checkpoint folder: check the path\n"
+    assert run(capsys, "ls", tmp_path) == (2, message)
 
 
 def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +118,7 @@ def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.Cap
     assert {"kind: full", "step: 7", "seed: 1", "format_version: 2"} <= set(text.splitlines())
     assert "model.layers.1.attention.wk.weight  float32  [16, 32]" in text
     assert "optimizer.step  int64  []" in text
-    assert "train_state.json  (no tensor)" in text
+    assert "train_state.json  (not a tensor)" in text
 
 
 def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,12 +126,12 @@ def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: py
     make_steps(tmp_path / "hf", "5h")
     (tmp_path / "step-2" / "model.safetensors").touch()
     code, text = run(capsys, "verify", tmp_path / "step-2")
-    assert code == 0 and "step-2: no part of the checkpoint, and not verified: model.safetensors" in text
+    assert code == 0 and "step-2: files that are not in the manifest, not verified: model.safetensors" in text
     flip_bit(tmp_path / "step-2" / SHARD, 50)
     code, text = run(capsys, "verify", tmp_path)
     assert code == 1
     for name in ("step-1", "step-5", "hf/step-5"):
-        assert f"{tmp_path / name}: whole, 100 B verified" in text
+        assert f"{tmp_path / name}: intact, 100 B verified" in text
     assert f"{tmp_path / 'step-2' / SHARD} is damaged: extent 0 (bytes 0 to 100)" in text
     assert f"{tmp_path / 'step-3' / SHARD} has 50 bytes, expected 100" in text
     assert f"{tmp_path / 'step-4' / 'manifest.json'} is damaged" in text
@@ -343,7 +344,7 @@ def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.
     [
         (["{step}", "{tmp}", "--to", "pt"], "exists already"),
         (["{tmp}/m.pt", "{tmp}/out", "--to", "hf"], "give --config"),
-        (["{tmp}/nothing", "{tmp}/out", "--to", "hf"], "no checkpoint that can be read"),
+        (["{tmp}/nothing", "{tmp}/out", "--to", "hf"], "is not a checkpoint of a supported format"),
         (["{tmp}/text.pt", "{tmp}/out", "--to", "dcp"], "text.pt cannot be read: UnpicklingError"),
         (["{tmp}/m.pt", "{tmp}/out", "--to", "hf", "--config", "{step}/config.toml"], "missing"),
     ],
@@ -393,7 +394,7 @@ def test_offload_copies_what_is_complete_and_keeps_the_newest_here(
     for name in steps:
         subprocess.run(["sha256sum", "--check", "--strict", f"{name}.sha256"], cwd=archive, check=True)
     text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[1]
-    assert "is copied" not in text
+    assert "copied" not in text
 
 
 def test_offload_goes_on_after_one_that_ended_before_it_had_verified(
@@ -407,7 +408,7 @@ def test_offload_goes_on_after_one_that_ended_before_it_had_verified(
     make_steps(run_folder, "40", "50")
     shutil.copytree(run_folder / "step-50", archive / "step-40")  # of another run, say
     code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
-    assert code == 2 and "step-40 is not what was copied" in text and (run_folder / "step-40").exists()
+    assert code == 2 and "step-40 differs from" in text and (run_folder / "step-40").exists()
 
 
 @pytest.mark.parametrize(
@@ -415,8 +416,8 @@ def test_offload_goes_on_after_one_that_ended_before_it_had_verified(
     [
         ("echo {source}", "expected {src}, {dst} and {name}"),
         ("echo 'a", "expected {src}, {dst} and {name}"),
-        ("false", "false ended with code 1"),
-        ("true", "is not what was copied"),
+        ("false", "false failed with exit code 1"),
+        ("true", "differs from"),
         ("sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'", "shard-00000.bin"),
     ],
 )
@@ -457,7 +458,7 @@ def test_an_earlier_copy_is_looked_at_before_the_step_goes(
     else:
         flip_bit(archive / "step-10" / SHARD, 50)
     code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
-    assert code == 2 and "step-10 is not what was copied" in text and "step-10.sha256 away" in text
+    assert code == 2 and "step-10 differs from" in text and "step-10.sha256 to another folder" in text
     assert sorted(os.listdir(run_folder)) == ["step-10", "step-20", "step-30"]
 
 
@@ -493,7 +494,7 @@ def test_what_is_copied_out_of_reach_stays_here(tmp_path: Path, capsys: pytest.C
     code, text = run(
         capsys, "offload", tmp_path / "run", "s3://bucket/run", "--keep", 1, "--command", "true {src} {dst}"
     )
-    assert code == 0 and text.count("cannot be read back") == 3
+    assert code == 0 and text.count("the copy cannot be verified") == 3
     assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
     assert run(capsys, "offload", tmp_path / "run", "s3://bucket/run")[0] == 2
 

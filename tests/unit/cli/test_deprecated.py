@@ -37,5 +37,5 @@ def test_a_script_runs_its_command(
     notice = done.stderr.splitlines()[0]
     assert notice == f"scripts/{script}.py is deprecated: use `{command}`"
     assert done.returncode == 0, done.stderr
-    expected = "step-10: whole, 100 B verified" if script == "checkpoint" else f"usage: {command}"
+    expected = "step-10: intact, 100 B verified" if script == "checkpoint" else f"usage: {command}"
     assert expected in done.stdout

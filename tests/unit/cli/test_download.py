@@ -90,10 +90,10 @@ def response(status: int) -> SimpleNamespace:
     ("error", "text"),
     [
         (errors.GatedRepoError("no", response=response(403)), "Accept its license"),
-        (errors.RepositoryNotFoundError("no", response=response(404)), "no such model"),
+        (errors.RepositoryNotFoundError("no", response=response(404)), "the model does not exist"),
         (errors.RevisionNotFoundError("no", response=response(404)), "no revision 'main'"),
         (errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
-        (ConnectionError("refused"), "Without access to the Hub"),
+        (ConnectionError("refused"), "has no access to the Hub"),
     ],
 )
 def test_each_failure_reports_a_remedy_and_returns_1(hub, capsys, error, text) -> None:
@@ -106,4 +106,4 @@ def test_each_failure_reports_a_remedy_and_returns_1(hub, capsys, error, text) -
 def test_no_matching_file_is_a_failure(hub, capsys, monkeypatch) -> None:
     monkeypatch.setitem(download.ASSETS, "config", ("nothing.json",))
     assert main(["download", "--repo-id", "owner/m", "--assets", "config"]) == 1
-    assert "none of its 7 files matches" in capsys.readouterr().err
+    assert "none of the model's 7 files matches" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Rectangles of tensors: which a rank holds, and what two of them have in common.
+"""List the rectangles of a tensor that a rank holds, and intersect rectangles.
 
-A box has a (start, count, step) for each dimension. A *range* is the (first, end) of some of the
-positions along one dimension.
+A *box* is a rectangle: a (start, count, step) for each dimension. A *range* is a half-open interval
+(first, end) of indices along one dimension.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def local_boxes(tensor: Any) -> list[tuple[Box, Tensor]]:
         spans = _local_spans(tensor)
     offsets = [[sum(n for _, n, _ in runs[:i]) for i in range(len(runs))] for runs in spans]
     boxes = []
-    for chosen in product(*(range(len(runs)) for runs in spans)):
-        box = tuple(runs[i] for runs, i in zip(spans, chosen, strict=True))
+    for indices in product(*(range(len(runs)) for runs in spans)):
+        box = tuple(runs[i] for runs, i in zip(spans, indices, strict=True))
         local_box = tuple(
-            (starts[i], n, 1) for starts, i, (_, n, _) in zip(offsets, chosen, box, strict=True)
+            (starts[i], n, 1) for starts, i, (_, n, _) in zip(offsets, indices, box, strict=True)
         )
         boxes.append((box, local[slices(local_box)]))
     return boxes
 
 
 def _local_spans(tensor: Any) -> list[list[Span]]:
-    """For each dimension, the runs of positions that this rank holds, in the order of its memory."""
+    """Return this rank's runs of positions along each dimension, in memory order."""
     sharded = {placement.dim for placement in tensor.placements if not placement.is_replicate()}
     spans: list[list[Span]] = [[(0, n, 1)] for n in tensor.shape]
     for dim in sharded:
@@ -87,9 +87,9 @@ def crop(box: Box, ranges: Sequence[Range]) -> Box:
 
 
 def overlap(link: Link, box: Box) -> tuple[Box, Box] | None:
-    """Return what a link and a shard's box share: within the shard, and within the external tensor.
+    """Return the overlap of a link and a shard's box as two boxes; None if there is no overlap.
 
-    Returns None if they share nothing.
+    The first box is relative to the shard, the second one to the external tensor.
     """
     ranges = intersect(link.native_box, [(start, start + count) for start, count, _ in box])
     if ranges is None:
@@ -111,7 +111,7 @@ def contiguous_strides(shape: Shape) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def rectangles(shape: Shape, low: int, high: int) -> tuple[tuple[Range, ...], ...]:
-    """Split elements `low` to `high` of a tensor in C order into rectangles, a range per dimension."""
+    """Split the elements from `low` to `high` (C order) into rectangles: a range per dimension."""
     if low >= high:
         return ()
     if not shape:

@@ -1,8 +1,9 @@
-"""Merge a folder of shard files into whole safetensors files, shared by the ranks of a group.
+"""Merge a folder of shard files into whole safetensors files; the ranks of a group share the work.
 
-The shards are those of torch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds one
-rectangle of each of its tensors, and metadata with the rectangles' offsets. Everything is checked
-before a byte is written: each tensor is covered exactly once, and the mapping names all of them.
+Torch's `HuggingFaceStorageWriter(save_distributed=True)` writes such shards: each file holds one
+rectangle of each of its tensors, and the rectangles' offsets as metadata. Before the first byte is
+written, this module checks that the shards cover each tensor exactly once and that the mapping has
+all names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -49,16 +51,16 @@ from torchtitan_like.util.reading import parse_json
 logger = logging.getLogger()
 
 SHARDING_INFO = "DCP_SHARDING_INFO"  # torch's key: {name: {"saved_offsets": [...]}} as JSON
-# {name: shape} as JSON: exports of this program wrote it while they had shards. With it, a
-# missing last shard is detected.
+# {name: shape} as JSON. Earlier versions of this program wrote it into the shards of an export. It
+# reveals that the last shard of a tensor is missing.
 FULL_SHAPES = "full_shapes"
 NUM_THREADS = 5
-EXTENTS_PER_ROUND = 4  # for each thread, between two checks for failures of other ranks
+EXTENTS_PER_ROUND = 4  # of each thread, between two checks for failures of other ranks
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The header of one shard file. `shapes`: full shapes, empty if the file does not have them."""
+    """The header of one shard file. `shapes`: full shapes, if the file stores them."""
 
     path: Path
     entries: dict[str, Entry]
@@ -75,18 +77,18 @@ def consolidate(
 ) -> dict[str, FileRecord]:
     """Merge all shards in `input_dir` into whole files in `output_dir`; all ranks call it together.
 
-    fqn_to_index_mapping: tensor name -> number of its output file. It must name exactly the stored
-        tensors. None: one file.
+    fqn_to_index_mapping: tensor name -> number of its output file. Its names must be those of the
+        stored tensors. None: one file.
     num_threads: number of extents copied at a time on each rank.
-    process_group: the ranks that share the work, by bytes. None: the default group if there is
-        one, else this process alone. Every rank must see both folders.
+    process_group: the ranks that divide the bytes among them. None: the default group if there is
+        one, else only this process. Every rank needs access to both folders.
 
     The bytes equal those of a direct export, for any number of ranks. The output is read back and
     compared. Returns the records of all files on every rank.
 
-    Raises CheckpointError on all ranks; if shards are missing, overlap, or do not fit the mapping,
-    before anything is written. Torch's shards do not store the full shapes, so missing last shards
-    are detected only if they leave a hole.
+    Raises CheckpointError on all ranks. Missing shards, overlapping shards, and a wrong mapping are
+    reported before anything is written. Torch's shards do not store full shapes: a missing last
+    shard is detected only if it leaves a hole.
     """
     if num_threads < 1:
         raise CheckpointError(f"num_threads = {num_threads}: expected at least 1")
@@ -100,7 +102,7 @@ def consolidate(
 
 
 class _CallersGroup(HostGroup):
-    """The ranks of the caller's process group; a new gloo group if the caller's has no CPU backend."""
+    """The ranks of the caller's process group. Without a CPU backend it is a new gloo group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -116,7 +118,7 @@ class _CallersGroup(HostGroup):
         self.adopt()
 
     def leave(self) -> None:
-        """Destroy the group if it was created here; the caller's group stays."""
+        """Destroy the group if this object created it; keep the caller's group."""
         if self._is_new:
             self.destroy()
 
@@ -124,20 +126,21 @@ class _CallersGroup(HostGroup):
 def _consolidate(
     source: Path, folder: Path, file_of: Mapping[str, int] | None, num_threads: int, votes: Votes
 ) -> dict[str, FileRecord]:
-    begin = time.monotonic()
+    start = time.monotonic()
     shards = votes.leader_does(lambda: read_shards(source))
     outputs = _plan_tensors(shards)
     files = lay_out_files(outputs, _group_tensors(outputs, file_of))
     extents = extents_of(files)
     size, rank = votes.group.size, votes.group.rank
-    shares = [extents[len(extents) * r // size : len(extents) * (r + 1) // size] for r in range(size)]
+    bounds = [len(extents) * r // size for r in range(size + 1)]
+    shares = [extents[first:end] for first, end in pairwise(bounds)]
     own_extents = set(shares[rank])
 
-    def holder_of(extent: ExtentId, part: Overlap) -> int | None:
-        return part.holders[0] if extent in own_extents else None
+    def choose_holder(extent: ExtentId, overlap: Overlap) -> int | None:
+        return overlap.holders[0] if extent in own_extents else None
 
     copies: dict[ExtentId, list[ExtentCopy]] = defaultdict(list)
-    for copy in plan_copies(files, outputs, holder_of):
+    for copy in plan_copies(files, outputs, choose_holder):
         copies[copy.extent].append(copy)
     batch = EXTENTS_PER_ROUND * num_threads
     num_rounds = math.ceil(max(map(len, shares)) / batch)
@@ -148,8 +151,8 @@ def _consolidate(
         votes.all_do(copier.open)
         output.create(own_extents)
 
-        def copy_round(turn: int) -> None:
-            copier.copy(shares[rank][turn * batch : (turn + 1) * batch])
+        def copy_round(number: int) -> None:
+            copier.copy(shares[rank][number * batch : (number + 1) * batch])
 
         try:
             run_in_rounds(votes, num_rounds, copy_round)
@@ -161,8 +164,8 @@ def _consolidate(
     votes.all_do(lambda: _verify(folder, records, [(files[f].name, k) for f, k in shares[rank]]))
     total = sum(file.size for file in files)
     logger.info(
-        f"Consolidated {len(shards)} files of shards into {len(files)} ({total:,} bytes) on {size} "
-        f"ranks with {num_threads} threads each in {time.monotonic() - begin:.2f} seconds"
+        f"Consolidated {len(shards)} shard files into {len(files)} files ({total:,} bytes) on "
+        f"{size} ranks with {num_threads} threads each in {time.monotonic() - start:.2f} seconds"
     )
     return records
 
@@ -186,7 +189,8 @@ def _plan_tensors(shards: Sequence[ShardFile]) -> dict[str, OutputTensor]:
             shape = shapes.get(name, ends)
             if len(shape) != len(ends):
                 raise CheckpointError(
-                    f"{name} has {len(ends)} dimensions in {shard.path}, {len(shape)} in another file"
+                    f"{name} has {len(ends)} dimensions in {shard.path}, {len(shape)} in another "
+                    "file. Expected the shards of one model: delete the files of the other"
                 )
             shapes[name] = tuple(map(max, shape, ends))
     infos = [
@@ -204,14 +208,16 @@ def _plan_tensors(shards: Sequence[ShardFile]) -> dict[str, OutputTensor]:
             if len(holders) > 1 and 0 not in tensor.shape:
                 paths = " and ".join(str(shards[holder].path) for holder in holders)
                 raise CheckpointError(
-                    f"{name}: {paths} hold the same part of it. Expected each part once: delete "
-                    "the files of another save"
+                    f"{paths} contain the same part of {name}. Expected each part once: delete "
+                    "the files of the other checkpoint"
                 )
         overlaps = [
             Overlap(box, holders, (name, box), tuple((0, n, 1) for _, n, _ in box), False)
             for box, holders in tensor.holders.items()
         ]
-        outputs[name] = OutputTensor(tensor.dtype, tensor.shape, [] if 0 in tensor.shape else overlaps)
+        if 0 in tensor.shape:
+            overlaps = []
+        outputs[name] = OutputTensor(tensor.dtype, tensor.shape, overlaps)
     return outputs
 
 
@@ -221,15 +227,18 @@ def _group_tensors(
     if file_of is None:
         return [list(outputs)]
     problems = [
-        f"{subject} {len(names)} tensors ({', '.join(names[:5])})"
+        f"{subject} lacks {len(names)} tensors ({', '.join(names[:5])})"
         for subject, names in (
-            ("it lacks", [name for name in outputs if name not in file_of]),
-            ("the shards lack", [name for name in file_of if name not in outputs]),
+            ("the mapping", [name for name in outputs if name not in file_of]),
+            ("the folder", [name for name in file_of if name not in outputs]),
         )
         if names
     ]
     if problems:
-        raise CheckpointError("the mapping does not belong to these shards: " + "; ".join(problems))
+        raise CheckpointError(
+            f"the mapping and the shards differ: {'; '.join(problems)}. Expected the same names in "
+            "both: give the index of this model"
+        )
     return group_by_file(outputs, file_of)
 
 
@@ -252,7 +261,7 @@ class _Copier:
         self._pool = self._closing.enter_context(ThreadPoolExecutor(num_threads))
 
     def open(self) -> None:
-        """Open every file that something is copied from."""
+        """Open every shard file that this rank reads."""
         numbers = {copy.holder for copies in self._copies.values() for copy in copies}
         for number in sorted(numbers):
             self._files[number] = os.open(self._shards[number].path, os.O_RDONLY)
@@ -272,7 +281,7 @@ class _Copier:
         if not hasattr(self._buffers, "extent"):
             self._buffers.extent = torch.empty(EXTENT, dtype=torch.uint8)
             self._buffers.scratch = torch.empty(EXTENT, dtype=torch.uint8)
-        data = self._output.begin(extent, self._buffers.extent)
+        data = self._output.prepare(extent, self._buffers.extent)
         for copy in self._copies.get(extent, ()):
             if copy.strides == contiguous_strides(copy.shape):
                 self._read(copy, data[copy.offset : copy.offset + copy.nbytes])
@@ -282,23 +291,24 @@ class _Copier:
                 copy.write(data, scratch.view(DTYPES[copy.dtype]).view(copy.shape))
         self._output.write(extent, data)
 
-    def _read(self, copy: ExtentCopy, into: Tensor) -> None:
-        """Read the rectangle's bytes. They are contiguous in the shard file.
+    def _read(self, copy: ExtentCopy, target: Tensor) -> None:
+        """Read the rectangle's bytes.
 
-        A shard's rows are contiguous in its file, and an extent takes whole rows or part of one.
+        They are contiguous in the shard file: an extent contains whole rows or part of one row.
         """
         shard = self._shards[copy.holder]
         entry = shard.entries[copy.shard[0]]
         strides = contiguous_strides(entry.shape)
         first = sum(start * stride for (start, _, _), stride in zip(copy.box, strides, strict=True))
-        offset = entry.begin + first * DTYPES[entry.dtype].itemsize
-        view = into.numpy().data
+        offset = entry.start + first * DTYPES[entry.dtype].itemsize
+        view = target.numpy().data
         with naming(shard.path):
             while view:
                 count = os.preadv(self._files[copy.holder], [view], offset)
                 if count == 0:
                     raise DamagedError(
-                        f"{shard.path} ends at byte {offset}, in the middle of {entry.name}"
+                        f"{shard.path} ends at byte {offset}, in the middle of {entry.name}. It is "
+                        "truncated: copy it again"
                     )
                 offset, view = offset + count, view[count:]
 
@@ -306,18 +316,20 @@ class _Copier:
 def read_shards(folder: Path) -> list[ShardFile]:
     """Read the headers of all shard files in a folder.
 
-    Raises CheckpointError if a file is missing or is no shard file, DamagedError if it is damaged.
+    Raises CheckpointError if a file is missing or is not a shard file, DamagedError if damaged.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise CheckpointError(
-            f"{folder} holds no *.safetensors files: expected the shards of a distributed save"
+            f"{folder} contains no *.safetensors files. Expected the shards of a distributed "
+            "checkpoint: give their folder"
         )
     names = [path.name.split("-") for path in paths]
     numbers = {int(name[1]) for name in names if name[0] == "shard" and name[1].isdigit()}
     if gap := sorted(set(range(1, max(numbers, default=0) + 1)) - numbers):
         raise CheckpointError(
-            f"{folder} holds no file of shard {gap[0]}, but one of shard {max(numbers)}: it is missing"
+            f"{folder} lacks the file of shard {gap[0]}. Expected shards 1 to {max(numbers)}: copy "
+            "the missing file"
         )
     return [_read_shard(path) for path in paths]
 
@@ -327,8 +339,8 @@ def _read_shard(path: Path) -> ShardFile:
     entries = {entry.name: entry for entry in header}
     if SHARDING_INFO not in metadata:
         raise CheckpointError(
-            f"{path} is no file of shards: its metadata lacks {SHARDING_INFO}. Expected files that "
-            "torch's HuggingFaceStorageWriter wrote with save_distributed=True"
+            f"{path} is not a shard file: its metadata lacks {SHARDING_INFO}. Expected files that "
+            "torch's HuggingFaceStorageWriter wrote with save_distributed=True: remove other files"
         )
     try:
         offsets = {
@@ -345,6 +357,7 @@ def _read_shard(path: Path) -> ShardFile:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(
-            f"{path}: {SHARDING_INFO} does not fit its tensors: {type(error).__name__} {error}"
+            f"{path}: {SHARDING_INFO} does not match its tensors ({type(error).__name__} {error}). "
+            "Expected the offsets of every tensor: copy the file again"
         ) from error
     return ShardFile(path, entries, boxes, shapes)

@@ -1,4 +1,7 @@
-"""Download the tokenizer, config and weights of a model from the Hugging Face Hub. Imports no torch."""
+"""Download the tokenizer, config and weights of a model from the Hugging Face Hub.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-# What can be downloaded: names of files, with * and ?.
+# Groups of files to download. File names may contain * and ?.
 ASSETS = {
     "tokenizer": (
         "tokenizer.json",
@@ -26,16 +29,16 @@ ASSETS = {
 
 
 class DownloadError(Exception):
-    """The files could not be downloaded. The message says why and what to do."""
+    """A download failed. The message gives the reason and the remedy."""
 
 
 def model_folder(local_dir: Path, repo_id: str) -> Path:
-    """Return the folder of a model: its name on the Hub without the owner, below `local_dir`."""
+    """Return the folder of a model in `local_dir`: its name on the Hub without the owner."""
     return local_dir / repo_id.split("/")[-1]
 
 
 def file_patterns(assets: Sequence[str], additional: Sequence[str] = ()) -> list[str]:
-    """Return the name patterns of some `ASSETS`, and of additional files."""
+    """Return the file name patterns of the given groups of `ASSETS`, then the additional ones."""
     return [pattern for asset in assets for pattern in ASSETS[asset]] + list(additional)
 
 
@@ -68,26 +71,28 @@ def download(
         names = sorted(name for name in sizes if _matches(name, patterns))
         if not names:
             raise DownloadError(
-                f"none of its {len(sizes)} files matches {', '.join(patterns)}. Expected other "
-                "--assets or --additional-patterns"
+                f"none of the model's {len(sizes)} files matches {', '.join(patterns)}. Expected "
+                "at least one file: choose other --assets or --additional-patterns"
             )
         if not dry_run:
-            # By commit: a push during the download cannot mix two versions.
+            # A commit, not a branch: a push during the download must not mix two versions.
             huggingface_hub.snapshot_download(
                 repo_id, revision=info.sha, local_dir=folder, allow_patterns=names, token=token
             )
     except errors.GatedRepoError as error:
         raise DownloadError(
-            f"it is gated. Accept its license at https://huggingface.co/{repo_id}, then give an "
-            "access token (--hf-token, HF_TOKEN or 'hf auth login')"
+            f"the model is gated. Accept its license at https://huggingface.co/{repo_id}, then "
+            "give an access token (--hf-token, HF_TOKEN or 'hf auth login')"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise DownloadError(
-            "there is no such model, or your token has no access to it. Expected owner/name"
+            "the model does not exist, or your token has no access to it. Expected owner/name: "
+            "check the name and the token"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise DownloadError(
-            f"it has no revision {revision!r}. Expected a branch, tag or commit"
+            f"the model has no revision {revision!r}. Expected a branch, tag or commit: check "
+            "--revision"
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise DownloadError("HF_HUB_OFFLINE is set. Unset it to download") from error
@@ -95,8 +100,8 @@ def download(
         raise
     except Exception as error:  # network, time-out, full disk: classes differ between releases
         raise DownloadError(
-            f"{type(error).__name__}: {error}. Without access to the Hub, download on a machine "
-            f"that has it and copy {folder} to this one. Behind a mirror, set HF_ENDPOINT"
+            f"{type(error).__name__}: {error}. If this machine has no access to the Hub, download "
+            f"on another machine and copy {folder} to this one. To use a mirror, set HF_ENDPOINT"
         ) from error
     return [(name, sizes[name]) for name in names]
 

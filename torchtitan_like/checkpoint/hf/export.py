@@ -1,9 +1,9 @@
 """Write a Hugging Face export: each rank writes its own parts of the final files.
 
-No tensor is ever whole on one rank. `plan.py` describes the plan; here it is carried out: a rank
-fills each extent that it owns from its own shards and from what other ranks send, in the dtype of
-the file, and writes it once. This needs a few extents of memory in addition to the weights. The
-bytes are the same for any number of ranks.
+No rank ever holds a whole sharded tensor. `plan.py` makes the plan, and this module executes it. A
+rank fills each extent that it owns from its own shards and from messages of other ranks, in the
+dtype of the file, and writes it once. This needs a few extents of memory in addition to the
+weights. The bytes are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torchtitan_like.models.hf_table import Rows, Table
 
 logger = logging.getLogger()
 
-EXTENTS_PER_ROUND = 8  # that a rank writes between two exchanges
+EXTENTS_PER_ROUND = 8  # extents that a rank writes between two exchanges
 _ALIGNMENT = 16  # bytes; no element is wider
 
 
@@ -65,8 +65,8 @@ def write_export(
     """Write `tensors` as `model*.safetensors`. All ranks of the group call it together.
 
     tensors: native names -> detached DTensor, or a tensor that is equal on all ranks; may be empty.
-    dtype: floating-point tensors are converted to it; None keeps each one's own.
-    shard_bytes: the most bytes of tensors in one file.
+    dtype: target dtype of the floating-point tensors; None keeps their dtypes.
+    shard_bytes: maximum bytes of tensors in one file.
     index: weight_map of a model.safetensors.index.json. If it has all names, it decides which
         tensors share a file, instead of `shard_bytes`.
 
@@ -86,14 +86,14 @@ def write_export(
     shards = merge_shards(infos, [f"rank {r}" for r in range(group.size)])
     outputs = plan_tensors(shards, rows, tied, dtype)
     groups = _group_tensors(outputs, shard_bytes, index)
-    begin = time.monotonic()
+    start = time.monotonic()
     files = lay_out_files(outputs, groups)
     owners = assign_extents(files, outputs)
     with Output(folder, files, votes) as output:
         output.create(extent for extent, owner in owners.items() if owner == rank)
         _Exchange(files, outputs, owners, views, votes).run(output)
         records = output.finish()
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - start
     total = sum(file.size for file in files)
     logger.info(
         f"Exported {total:,} bytes in {len(files)} files in {seconds:.2f} seconds "
@@ -106,22 +106,23 @@ def _group_tensors(
     outputs: Mapping[str, OutputTensor], shard_bytes: int, index: Mapping[str, str] | None
 ) -> list[list[str]]:
     if not outputs:
-        raise CheckpointError("there is nothing to export: no rank holds a tensor")
+        raise CheckpointError(
+            "no rank has a tensor to export. Expected the weights of a model: check the checkpoint"
+        )
     if index is None:
         return group_by_size(outputs, shard_bytes)
     missing = [name for name in outputs if name not in index]
     if not missing:
         return group_by_file(outputs, index)
     logger.warning(
-        f"The index of the assets lacks {len(missing)} of {len(outputs)} tensors (such as "
-        f"{missing[0]}): the index is ignored, and the files of the export hold at most "
-        f"{shard_bytes:,} bytes each"
+        f"Ignoring the index of the assets: it lacks {len(missing)} of {len(outputs)} tensors "
+        f"(such as {missing[0]}). Each file of the export has at most {shard_bytes:,} bytes"
     )
     return group_by_size(outputs, shard_bytes)
 
 
 class _Exchange:
-    """Send, receive, and write this rank's copies in rounds of EXTENTS_PER_ROUND extents a rank."""
+    """Sends, receives, and writes this rank's copies, EXTENTS_PER_ROUND extents per round."""
 
     def __init__(
         self,
@@ -153,36 +154,40 @@ class _Exchange:
             lambda: defaultdict(list)
         )
 
-        def sender_of(extent: ExtentId, part: Overlap) -> int | None:
+        def choose_sender(extent: ExtentId, overlap: Overlap) -> int | None:
             owner = owners[extent]
-            if owner in part.holders:
+            if owner in overlap.holders:
                 sender = owner
             else:
-                sender = part.holders[extent[1] % len(part.holders)]
+                sender = overlap.holders[extent[1] % len(overlap.holders)]
             return sender if rank in (owner, sender) else None
 
-        for copy in plan_copies(files, outputs, sender_of):
-            owner, turn = owners[copy.extent], round_of[copy.extent]
+        for copy in plan_copies(files, outputs, choose_sender):
+            owner = owners[copy.extent]
+            number = round_of[copy.extent]
             if owner != rank:
-                self._outgoing[turn][owner].append(copy)
+                self._outgoing[number][owner].append(copy)
                 continue
             self._copies[copy.extent].append(copy)
             if copy.holder != rank:
-                self._incoming[turn][copy.holder].append(copy)
+                self._incoming[number][copy.holder].append(copy)
         self._posted: dict[int, list[Any]] = {}
-        self._messages: dict[tuple[int, int], Tensor] = {}  # (round, peer) -> what it sends
+        self._messages: dict[tuple[int, int], Tensor] = {}  # (round, peer) -> received bytes
         self._received: dict[ExtentCopy, Tensor] = {}
         self._failure: Exception | None = None
 
     def run(self, output: Output) -> None:
-        """Fill and write all extents of this rank. Raises CheckpointError on all ranks if any fails."""
+        """Fill and write all extents of this rank.
+
+        Raises CheckpointError on all ranks if any rank fails.
+        """
         buffer = torch.empty(EXTENT, dtype=torch.uint8)
 
-        def write(turn: int) -> None:
+        def write(number: int) -> None:
             if self._failure is not None:
                 raise self._failure
-            for extent in self._own_extents[turn]:
-                data = output.begin(extent, buffer)
+            for extent in self._own_extents[number]:
+                data = output.prepare(extent, buffer)
                 for copy in self._copies.get(extent, ()):
                     copy.write(data, self._values(copy))
                 output.write(extent, data)
@@ -191,9 +196,9 @@ class _Exchange:
         try:
             run_in_rounds(self._votes, self._num_rounds, write, self._exchange)
         except CheckpointError:
-            # All ranks stopped in the same round; the next one's messages are already posted.
-            for turn in list(self._posted):
-                self._complete(turn)
+            # All ranks stopped in the same round, with the messages of the next round posted.
+            for number in list(self._posted):
+                self._complete(number)
             raise
 
     def _values(self, copy: ExtentCopy) -> Tensor:
@@ -201,33 +206,33 @@ class _Exchange:
             return self._received[copy]
         return copy.read(self._views[copy.shard])
 
-    def _exchange(self, turn: int) -> None:
-        """Receive this round's messages; post the next round's, so that they overlap with writing."""
-        self._post(turn + 1)
-        self._complete(turn)
+    def _exchange(self, number: int) -> None:
+        """Receive this round's messages. Post the next round's to overlap them with writing."""
+        self._post(number + 1)
+        self._complete(number)
         self._received = {}
-        for peer, copies in self._incoming.pop(turn, {}).items():
-            message = self._messages.pop((turn, peer))
+        for peer, copies in self._incoming.pop(number, {}).items():
+            message = self._messages.pop((number, peer))
             self._received.update(zip(copies, _unpack(message, copies), strict=True))
 
-    def _post(self, turn: int) -> None:
+    def _post(self, number: int) -> None:
         group = self._votes.group.group
-        works = self._posted[turn] = []
-        for peer, copies in self._outgoing.pop(turn, {}).items():
+        works = self._posted[number] = []
+        for peer, copies in self._outgoing.pop(number, {}).items():
             message = torch.empty(_message_bytes(copies), dtype=torch.uint8)
             try:
                 for copy, values in zip(copies, _unpack(message, copies), strict=True):
                     values.copy_(copy.read(self._views[copy.shard]))
-            except RuntimeError as error:  # the peer waits for a message nevertheless
+            except RuntimeError as error:  # send anyway: the peer waits for a message
                 self._failure = error
-            works.append((dist.isend(message, group=group, group_dst=peer, tag=turn), message))
-        for peer, copies in self._incoming.get(turn, {}).items():
+            works.append((dist.isend(message, group=group, group_dst=peer, tag=number), message))
+        for peer, copies in self._incoming.get(number, {}).items():
             message = torch.empty(_message_bytes(copies), dtype=torch.uint8)
-            self._messages[turn, peer] = message
-            works.append((dist.irecv(message, group=group, group_src=peer, tag=turn), message))
+            self._messages[number, peer] = message
+            works.append((dist.irecv(message, group=group, group_src=peer, tag=number), message))
 
-    def _complete(self, turn: int) -> None:
-        for work, _ in self._posted.pop(turn):
+    def _complete(self, number: int) -> None:
+        for work, _ in self._posted.pop(number):
             work.wait()
 
 
@@ -237,9 +242,10 @@ def _message_bytes(copies: Sequence[ExtentCopy]) -> int:
 
 def _unpack(message: Tensor, copies: Sequence[ExtentCopy]) -> list[Tensor]:
     """Return a view of each copy's values in a message, in the file's dtype and shape."""
-    values, begin = [], 0
+    values = []
+    start = 0
     for copy in copies:
-        data = message[begin : begin + copy.nbytes]
+        data = message[start : start + copy.nbytes]
         values.append(data.view(DTYPES[copy.dtype]).view(copy.shape))
-        begin += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
+        start += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
     return values

@@ -21,8 +21,9 @@ from torchtitan_like.util.reading import read_json
 
 # Copied from the tokenizer's folder if they exist.
 _COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "*.model", "original/tokenizer.model", "*.tiktoken", "chat_template.*", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "*.model", "original/tokenizer.model", "*.tiktoken",
+    "chat_template.*", "generation_config.json",
 )  # fmt: skip
 ORIGINAL = "original"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a token in base64 and its rank
@@ -40,10 +41,10 @@ def write_model(
 ) -> dict[str, FileRecord]:
     """Write a complete directory for `transformers`; all ranks call it together.
 
-    The weights are written by `write_export`, the other files by `write_folder`. config.json names
-    `dtype`, or if that is None the most common dtype of the weights.
+    `write_export` writes the weights, `write_folder` the other files. config.json contains `dtype`,
+    or the most common dtype of the weights if `dtype` is None.
 
-    by_index: divide the weights into files as the index of the model's assets does, if it exists.
+    by_index: divide the weights into files as in the index of the model's assets, if it exists.
 
     Returns the records of all files on every rank.
     """
@@ -59,7 +60,7 @@ def write_model(
         index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    dtypes = [each for of_rank in votes.all_do(lambda: floating) for each in of_rank]
+    dtypes = [each for rank_dtypes in votes.all_do(lambda: floating) for each in rank_dtypes]
     by_name = sorted(set(dtypes), key=str)
     config_dtype = dtype or max(by_name, key=dtypes.count, default=torch.float32)
 
@@ -83,7 +84,9 @@ def write_folder(
     bos: SpecialToken | None,
     eos: SpecialToken | None,
 ) -> dict[str, FileRecord]:
-    """Add what `transformers` needs in addition to the weights; rank 0 only. Returns the records.
+    """Write the files that `transformers` needs next to the weights; rank 0 only.
+
+    Returns the records of the files.
 
     config: the model's sizes (`ModelSpec.hf_config`).
     dtype: dtype of the exported weights.
@@ -101,7 +104,7 @@ def write_folder(
     dtypes = {"torch_dtype": dtype_name, "dtype": dtype_name}
     contents["config.json"] = _as_json({**config, **ids, **dtypes})
     contents.setdefault("generation_config.json", _as_json({"_from_model_config": True, **ids}))
-    # Without it transformers guesses the class from the model's type and lacks the special tokens.
+    # Without this file transformers guesses the tokenizer class and has no special tokens.
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **texts}
     contents.setdefault("tokenizer_config.json", _as_json(tokenizer_config))
     records = {}
@@ -114,10 +117,11 @@ def write_folder(
 
 
 def _name_in_export(path: Path, source: Path) -> str:
-    """Return the path of a copied file: Meta's tiktoken table goes to `original/`, as Meta does.
+    """Return the path of a copied file in the export.
 
-    Readers of Hugging Face folders, such as llama.cpp, expect `tokenizer.model` in the folder itself
-    to be a SentencePiece model.
+    Meta's tiktoken table goes to `original/`, as in Meta's repositories.
+    llama.cpp and other readers of Hugging Face folders expect a SentencePiece model in a
+    `tokenizer.model` at the top level.
     """
     if path.suffix == ".model" and _TIKTOKEN_LINE.match(path.read_bytes()[:4096]):
         return f"{ORIGINAL}/{path.name}"
@@ -138,7 +142,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in read_json(path)["weight_map"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as an index: {type(error).__name__} {error}"
+            f"{path} is not an index: {type(error).__name__} {error}. Expected JSON with a "
+            "weight_map from tensors to files: copy the file again"
         ) from error
 
 

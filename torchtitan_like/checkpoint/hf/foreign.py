@@ -1,4 +1,4 @@
-"""Load weights of TorchTitan's checkpoints (torch DCP) and of Meta's `consolidated.*.pth` in place."""
+"""Load weights of TorchTitan's checkpoints (torch DCP) and Meta's `consolidated.*.pth` in place."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader, l
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.models.hf_table import Rows, Table, slices
 
-# TorchTitan's other entries: the model's own names are at the top level next to them.
+# Entries of a TorchTitan checkpoint that are not weights. The weights are at the top level too.
 _NOT_THE_MODEL = re.compile(r"(optimizer|lr_scheduler|dataloader|train_state)\b.*")
-_PREFIX = "model."  # of the model's names in older TorchTitan checkpoints
+_PREFIX = "model."  # prefix of the weights' names in older TorchTitan checkpoints
 
 
 def load_torchtitan(
@@ -41,9 +41,9 @@ def load_torchtitan(
 def load_meta(
     path: Path, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, votes: Votes
 ) -> LoadReport:
-    """Load a `.pth` file, or a folder of `consolidated.00.pth`, `.01.pth` ..., as `load_weights` does.
+    """Load a `.pth` file, or a folder with `consolidated.00.pth`, ..., as `load_weights` does.
 
-    The files are memory-mapped: only what a rank needs becomes resident.
+    The files are memory-mapped: only the parts that a rank reads become resident.
     """
     opened: list[MetaSource] = []
     votes.all_do(lambda: opened.append(_open_meta(path)))
@@ -63,20 +63,20 @@ class DcpSource:
     prefix: str
 
     def fill(self, reads: Iterable[Read]) -> None:
-        """Load each stored chunk that this rank needs once, and copy from it to all its targets."""
+        """Load each chunk that this rank needs once, and copy from it to all targets."""
         by_name: dict[str, list[Read]] = {}
         for read in reads:
             by_name.setdefault(read.name, []).append(read)
         by_chunk: dict[MetadataIndex, list[Read]] = {}
         items = []
-        for name, of_tensor in by_name.items():
+        for name, tensor_reads in by_name.items():
             for chunk in _tensor(self.metadata, self.prefix + name).chunks:
-                parts = [crop_to_chunk(read, chunk.offsets, chunk.sizes) for read in of_tensor]
-                of_chunk = [part for part in parts if part is not None]
-                if of_chunk:
+                parts = [crop_to_chunk(read, chunk.offsets, chunk.sizes) for read in tensor_reads]
+                chunk_reads = [part for part in parts if part is not None]
+                if chunk_reads:
                     index = MetadataIndex(self.prefix + name, chunk.offsets)
                     zeros = torch.Size([0] * len(chunk.sizes))
-                    by_chunk[index] = of_chunk
+                    by_chunk[index] = chunk_reads
                     tensor = LoadItemType.TENSOR
                     items.append(ReadItem(tensor, index, zeros, index, zeros, chunk.sizes))
         reader = CheckedReader(self.path)
@@ -114,7 +114,8 @@ def _open_dcp(folder: Path) -> DcpSource:
     """Read the metadata. Raises DamagedError if a file is absent or too short."""
     if not (folder / ".metadata").exists():
         raise CheckpointError(
-            f"{folder} is no checkpoint of torch.distributed.checkpoint: it has no .metadata"
+            f"{folder} is not a checkpoint of torch.distributed.checkpoint: it has no .metadata. "
+            "Expected a step-N: give its path"
         )
     metadata = CheckedReader(folder).read_metadata()
     tensors = {
@@ -122,11 +123,11 @@ def _open_dcp(folder: Path) -> DcpSource:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not _NOT_THE_MODEL.fullmatch(name)
     }
-    for name, entry in tensors.items():  # values in no chunk would keep their initial values
+    for name, entry in tensors.items():  # elements without a chunk would keep their initial values
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise DamagedError(
-                f"{folder / '.metadata'} lacks chunks of {name} {list(entry.size)}. Expected chunks "
-                "that cover it: copy the checkpoint again"
+                f"{folder / '.metadata'} lacks chunks of {name} {list(entry.size)}. Expected "
+                "chunks for all elements: copy the checkpoint again"
             )
     storage = {index: info for index, info in metadata.storage_data.items() if index.fqn in tensors}
     file_sizes: dict[str, int] = {}
@@ -137,16 +138,16 @@ def _open_dcp(folder: Path) -> DcpSource:
         actual_size = (folder / file).stat().st_size if (folder / file).exists() else 0
         if actual_size < size:
             raise DamagedError(
-                f"{folder / file} has {actual_size} bytes of the {size} that were written to it"
+                f"{folder / file} has {actual_size} bytes. Expected at least {size}: copy it again"
             )
     prefix = _PREFIX if tensors and all(name.startswith(_PREFIX) for name in tensors) else ""
     stored = {
         name[len(prefix) :]: TensorInfo(tuple(tensor.size), tensor.properties.dtype)
         for name, tensor in tensors.items()
     }
-    # All ranks receive this; without the optimizer's entries it has a third of the size.
-    of_model = replace(metadata, state_dict_metadata=dict(tensors), storage_data=storage)
-    return DcpSource(folder, stored, of_model, prefix)
+    # All ranks receive this. The optimizer's entries would triple its size.
+    weight_metadata = replace(metadata, state_dict_metadata=dict(tensors), storage_data=storage)
+    return DcpSource(folder, stored, weight_metadata, prefix)
 
 
 # ---- Meta
@@ -171,7 +172,8 @@ def _open_meta(path: Path) -> MetaSource:
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))
     if not files:
         raise CheckpointError(
-            f"{path} holds no consolidated.*.pth: give the file, or the folder that contains them"
+            f"{path} contains no consolidated.*.pth. Expected a file or a folder of such files: "
+            "give its path"
         )
     expected = [path]
     if not path.is_file():
@@ -185,7 +187,8 @@ def _open_meta(path: Path) -> MetaSource:
     for file, state in zip(files, states, strict=True):
         if differing := state.keys() ^ states[0].keys():
             raise DamagedError(
-                f"{file} and {files[0]} do not hold parts of the same tensors: {sorted(differing)}"
+                f"{file} and {files[0]} contain different tensors: {sorted(differing)}. Expected "
+                "the files of one model: copy them again"
             )
     dim = states[0]["norm.weight"].shape[0] if "norm.weight" in states[0] else 0
     stored, parts = {}, {}
@@ -193,13 +196,15 @@ def _open_meta(path: Path) -> MetaSource:
         values = [state[name] for state in states]
         if len({(part.shape, part.dtype) for part in values}) > 1:
             raise DamagedError(
-                f"{path}: the parts of {name} differ in shape or dtype from file to file"
+                f"{path}: {name} differs in shape or dtype between files. Expected the files of "
+                "one model: copy them again"
             )
         split_dim = _split_dim(name, values[0], dim)
         if split_dim is None:
             if not all(torch.equal(part, values[0]) for part in values[1:]):
                 raise DamagedError(
-                    f"{path}: {name} is whole in each file, but its values differ between files"
+                    f"{path}: the values of {name} differ between files. Expected equal values, "
+                    "because it is not split: copy the files again"
                 )
             values = values[:1]
         shape = [n * len(values) if d == split_dim else n for d, n in enumerate(values[0].shape)]
@@ -212,9 +217,9 @@ def _open_meta(path: Path) -> MetaSource:
 def _split_dim(name: str, part: Tensor, dim: int) -> int | None:
     """Return the dimension along which the files split a tensor; None if each has the whole tensor.
 
-    As Meta's code builds its layers (github.com/meta-llama/llama-models): wo and w2 are
-    row-parallel, the other matrices column-parallel, vectors whole. Llama 3 splits the embedding by
-    rows, earlier models by columns. `dim` is the model's width.
+    The rules follow github.com/meta-llama/llama-models: wo and w2 are row-parallel, the other
+    matrices are column-parallel, and vectors are not split. Llama 3 splits the embedding by rows,
+    earlier models by columns. `dim` is the model's width.
     """
     if part.ndim != 2:
         return None
@@ -226,11 +231,13 @@ def _split_dim(name: str, part: Tensor, dim: int) -> int | None:
 def _map_file(file: Path) -> dict[str, Tensor]:
     if not is_zipfile(file):
         raise DamagedError(
-            f"{file} is truncated, or was not written by torch.save of torch 1.6 or later"
+            f"{file} is not a zip file. Expected a file of torch.save (torch 1.6 or later): copy "
+            "it again, because it may be truncated"
         )
     state = load_saved(file, file, mmap=True)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"{file} holds a {type(state).__name__}: expected a state dict, name -> tensor"
+            f"{file} contains a {type(state).__name__}. Expected a state dict (name -> tensor): "
+            "save it with torch.save(model.state_dict(), file)"
         )
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -1,6 +1,7 @@
-"""Load weights of another format into the parameters, in place, on every topology: all or an error.
+"""Load weights of another format into the parameters, in place, for every layout of ranks.
 
-Each rank reads only what its own shards need, with a few MiB in addition to the model.
+Each rank reads only the bytes of its own shards. This needs a few MiB in addition to the model. A
+missing tensor is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _IRRELEVANT = (
 )
 # The values that transformers assumes if an (older) config.json lacks the key.
 _DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
-# Tables that other programs store and every model computes: tensors that may remain unread.
+# Tensors that may remain unread: other programs store them, and every model computes them.
 COMPUTED = ("*rotary_emb.inv_freq", "rope.freqs", "freqs_cis")
 
 
@@ -48,16 +49,16 @@ class Source(Protocol):
     def stored(self) -> Mapping[str, TensorInfo]: ...
 
     def fill(self, reads: Iterable[Read]) -> None:
-        """Copy what each read asks for into its target. Raises DamagedError if bytes are missing."""
+        """Copy the box of each read into its target. Raises DamagedError if bytes are missing."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How every external tensor was used; equal on all ranks.
+    """The use of every external tensor; equal on all ranks.
 
     unused: stored, but not needed by this model.
     missing: needed, but not stored.
-    misfits: one sentence for each tensor whose shape or kind of dtype differs.
+    misfits: one sentence for each tensor with another shape or kind of dtype.
     converted: name -> change of dtype, such as "bfloat16 -> float32".
     """
 
@@ -69,7 +70,7 @@ class LoadReport:
     converted: Mapping[str, str]
 
     def check(self) -> None:
-        """Raise CheckpointError naming every problem. Unused tables that models compute are none."""
+        """Raise CheckpointError with all problems. Unused tensors of `COMPUTED` are accepted."""
         surplus = [
             name
             for name in self.unused
@@ -77,20 +78,21 @@ class LoadReport:
         ]
         kinds = [
             ("missing", self.missing),
-            ("without a place in this model", surplus),
-            ("unfit", self.misfits),
+            ("not in this model", surplus),
+            ("of another shape or dtype", self.misfits),
         ]
         problems = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in kinds if names]
         if problems:
             raise CheckpointError(
-                f"{self.path} does not hold the weights of this model. Of its tensors are "
+                f"{self.path} does not contain the weights of this model. Tensors: "
                 + "; ".join(problems)
-                + ". Choose the model.flavor and [model.args] (such as n_layers, vocab_size, "
-                "enable_weight_tying) of that model"
+                + ". Set model.flavor and [model.args] (such as n_layers, vocab_size, "
+                "enable_weight_tying) as in the stored model"
             )
 
     def __str__(self) -> str:
-        changes = ", ".join(f"{n} {change}" for change, n in Counter(self.converted.values()).items())
+        counts = Counter(self.converted.values())
+        changes = ", ".join(f"{n} {change}" for change, n in counts.items())
         unread = f"; not used: {', '.join(self.unused)}" if self.unused else ""
         converted = f" ({changes})" if changes else ""
         return f"Read {len(self.used)} tensors of {self.path}{converted}{unread}"
@@ -107,7 +109,7 @@ def load_hf(
 ) -> LoadReport:
     """Load a directory of safetensors files into `tensors`, as `load_weights` does.
 
-    quantized: the weights are float8 with a scale for each block, and are dequantized in float32.
+    quantized: the weights are float8 with a scale for each block. They are dequantized in float32.
     Raises CheckpointError if the files are quantized and `quantized` is False, or the reverse.
     """
     from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
@@ -119,8 +121,8 @@ def load_hf(
 def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
     """Compare the directory's config.json with `expected`; return one sentence per difference.
 
-    Weights of equal shapes load in spite of them: another number of heads or another rotary base
-    shows only in the loss.
+    Such differences do not prevent loading if all shapes are equal. For example, a different number
+    of heads or rotary base is visible only in the loss.
     """
     if not (folder / "config.json").exists():
         return []
@@ -128,10 +130,11 @@ def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
         stored = _DEFAULTS | _flat_rope(read_json(folder / "config.json"))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedError(
-            f"{folder / 'config.json'} cannot be read: {type(error).__name__} {error}"
+            f"{folder / 'config.json'} is not valid: {type(error).__name__} {error}. Expected the "
+            "config of a Hugging Face model: copy the file again"
         ) from error
     return [
-        f"{folder / 'config.json'} says {key} = {stored[key]}, this model has {value}"
+        f"{folder / 'config.json'} has {key} = {stored[key]}, this model has {value}"
         for key, value in expected.items()
         if key in stored and key not in _IRRELEVANT and stored[key] != value
     ]
@@ -150,17 +153,17 @@ def _flat_rope(config: dict[str, Any]) -> dict[str, Any]:
 def load_weights(
     source: Source, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, votes: Votes
 ) -> LoadReport:
-    """Fill this rank's `tensors` (native names) from `source`, in place; all ranks together.
+    """Fill this rank's `tensors` (native names) from `source` in place; all ranks call it together.
 
-    Missing, surplus, and misshapen tensors are detected before anything is read. The alias of a
-    tied parameter may be stored too, if it has the same values.
+    Tensors that are missing, surplus, or of another shape are detected before anything is read. The
+    alias of a tied parameter may be stored too, if it has the same values.
 
-    Raises on every rank: DamagedError for damaged files, CheckpointError for everything else. After
-    an error during reading some tensors are loaded and some are not.
+    Raises the same error on every rank: DamagedError for damaged files, CheckpointError otherwise.
+    After an error during reading, some tensors are loaded and some are not.
     """
     natives = {dict(tied).get(name, name): tensor for name, tensor in tensors.items()}
     all_links: list[Link] = []
-    aliases: dict[str, Any] = {}  # stored aliases of tied parameters, loaded to be compared
+    aliases: dict[str, Any] = {}  # stored aliases of tied parameters, loaded for a comparison
 
     def list_needed() -> dict[str, TensorInfo]:
         for alias, name in tied:
@@ -175,7 +178,7 @@ def load_weights(
             for name, shape in external_shapes(all_links).items()
         }
 
-    # A pipeline stage needs its own layers only; the ranks together need the whole model.
+    # A pipeline stage needs only its own layers; all ranks together need the whole model.
     needed = {name: info for part in votes.all_do(list_needed) for name, info in part.items()}
     report = _compare(source, needed)
     report.check()
@@ -207,7 +210,7 @@ def _compare(source: Source, needed: Mapping[str, TensorInfo]) -> LoadReport:
         elif stored.dtype != native.dtype:
             converted[name] = change
             if not (stored.dtype.is_floating_point and native.dtype.is_floating_point):
-                misfits.append(f"{name} holds other numbers ({change})")
+                misfits.append(f"{name} has another kind of dtype ({change})")
     return LoadReport(
         source.path,
         used=tuple(used),
@@ -223,7 +226,6 @@ def _check_ties(source: Source, pairs: Mapping[str, tuple[Any, Any]]) -> None:
         shards = zip(local_boxes(copy), local_boxes(original), strict=True)
         if not all(torch.equal(a, b) for (_, a), (_, b) in shards):
             raise CheckpointError(
-                f"{source.path} holds a tensor of its own for {alias}, which this model ties to "
-                "another with other numbers. Untie them in [model.args] "
-                "(enable_weight_tying = false)"
+                f"{source.path}: {alias} has its own values, but this model ties it to another "
+                "tensor. Expected equal values: set enable_weight_tying = false in [model.args]"
             )

@@ -1,7 +1,7 @@
 """Safetensors files that several ranks write together, extent by extent, with the headers last.
 
-A file of full size with a header and holes would load as zeros without an error. Without a header
-it does not load.
+The header comes last because a file with a header and holes loads without an error: the holes are
+zeros. A file without a header does not load.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Output:
         self._closing.close()
 
     def create(self, own_extents: Iterable[ExtentId]) -> None:
-        """Create the files on rank 0 in their full size, then open those of this rank's extents.
+        """Create the files on rank 0 in full size, then open the files of this rank's extents.
 
         Raises CheckpointError on all ranks if a file exists.
         """
@@ -68,11 +68,13 @@ class Output:
         paths = [self.folder / name for name in (*(file.name for file in self.files), INDEX)]
         present = next((path for path in paths if path.exists()), None)
         if present is not None:
-            raise CheckpointError(f"{present} exists already: choose a folder that holds no model")
+            raise CheckpointError(
+                f"{present} exists already. Expected a folder without a model: choose another one"
+            )
         for path, file in zip(paths, self.files, strict=False):
             with naming(path), open(path, "xb") as created:
-                # Not posix_fallocate: where the file system lacks it, the C library writes a byte
-                # into every block.
+                # Not posix_fallocate: on file systems without it, the C library writes a byte to
+                # every block.
                 os.truncate(created.fileno(), file.size)
 
     def _open_all(self, files: Iterable[int]) -> None:
@@ -84,8 +86,8 @@ class Output:
         """Return the bytes of the file's header that are in this extent."""
         return self.files[extent[0]].header[extent[1] * EXTENT : (extent[1] + 1) * EXTENT]
 
-    def begin(self, extent: ExtentId, buffer: Tensor) -> Tensor:
-        """Return the part of `buffer`, uint8 (EXTENT,), to fill; header bytes are filled in."""
+    def prepare(self, extent: ExtentId, buffer: Tensor) -> Tensor:
+        """Return the part of `buffer`, uint8 (EXTENT,), for the extent, with header bytes set."""
         if header := self._header_in(extent):
             buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return buffer[: min(EXTENT, self.files[extent[0]].size - extent[1] * EXTENT)]
@@ -95,27 +97,28 @@ class Output:
         view = data.numpy().data
         self._digests[extent] = hash_extent(view)
         header = len(self._header_in(extent))
-        # The kernel serializes writers of one file, spinning; a lock waits without spinning.
+        # The kernel serializes writers of one file and spins; a lock waits without spinning.
         with self._locks[extent[0]]:
             self._write_at(extent[0], extent[1] * EXTENT + header, view[header:])
 
     def _write_at(self, f: int, offset: int, view: memoryview) -> None:
-        descriptor, begin = self._descriptors[f], offset
+        descriptor = self._descriptors[f]
+        start = offset
         with naming(self.folder / self.files[f].name):
             while view:
                 count = os.pwrite(descriptor, view, offset)
                 offset, view = offset + count, view[count:]
             # DONTNEED starts the disk write now instead of at fsync, without waiting for it.
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, begin, offset - begin, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
 
     def remove(self) -> None:
-        """After a failure, on one rank: delete the files, so that nothing looks like a model."""
+        """Delete the incomplete files; one rank calls it after a failure."""
         for file in self.files:
             (self.folder / file.name).unlink(missing_ok=True)
 
     def finish(self) -> dict[str, FileRecord]:
-        """Sync all data of all ranks, then write headers and index. Returns records on every rank."""
+        """Sync all data, then write headers and index. Return the records on every rank."""
         digests: dict[ExtentId, str] = {}
         for part in self._votes.all_do(self._sync):
             digests |= part
@@ -149,8 +152,8 @@ class Output:
         for file in self.files:
             if read_header(self.folder / file.name)[0] != list(file.entries):
                 raise CheckpointError(
-                    f"{self.folder / file.name} does not hold the header written to it. The storage "
-                    "returned other bytes than were written: check the disk, then export again"
+                    f"{self.folder / file.name}: the header that was read differs from the header "
+                    "that was written. Expected equal bytes: check the disk, then export again"
                 )
         record = write_file(self.folder / INDEX, render_index(self.files))
         sync_path(self.folder)
@@ -161,20 +164,20 @@ def run_in_rounds(
     votes: Votes,
     count: int,
     work: Callable[[int], None],
-    exchange: Callable[[int], None] = lambda turn: None,
+    exchange: Callable[[int], None] = lambda number: None,
 ) -> None:
     """Call `exchange` and `work` for each of `count` rounds, on all ranks together.
 
     A rank whose `work` fails continues to exchange, so that no peer waits for it. One round later
-    all ranks have learned of the failure. Then it is raised on all.
+    all ranks receive the failure and raise it.
     """
     failure: Exception | None = None
-    for turn in range(count):
+    for number in range(count):
         failures = votes.group.sum_async([int(failure is not None)])
-        exchange(turn)
+        exchange(number)
         if failure is None:
             try:
-                work(turn)
+                work(number)
             except Exception as error:
                 failure = error
         if failures.wait()[0]:

@@ -1,21 +1,21 @@
-"""Plan an export: which rank writes which bytes of which file, and where they come from.
+"""Plan an export: assign the bytes of each file to ranks, and list the source of each byte.
 
 Every rank computes the same plan from the descriptions of all shards::
 
     shards of the ranks        links (hf_table)         output tensors            files
     ShardInfo ---------------> Link ------------------> OutputTensor -----------> FileLayout
-    name, boxes per holder     native -> external box   dtype, shape, overlaps    header, entries, extents
+    name, boxes per holder     native -> external box   dtype, shape, overlaps    header, extents
              |                     |                                                |
              +------ Overlap ------+                                                |
                rectangle of an output tensor, its holders,                          |
-               and its place in their shard                                         |
+               and its box in their shard                                           |
                         |                                                           |
                         +-------------------- ExtentCopy ---------------------------+
                           rectangle of one overlap in one extent: the unit that
                           a rank reads from its shard, sends, and writes
 
-A *holder* has the values of a shard: a rank of an export, or the number of a shard file when shards
-are consolidated. Files are divided into extents of 4 MiB; each extent is written once, by one rank.
+A *holder* has the values of a shard. In an export it is a rank; in a consolidation it is the number
+of a shard file. Files are divided into extents of 4 MiB. One rank writes each extent, once.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
 )
 from torchtitan_like.models.hf_table import Box, Rows, Shape, Table, external_shapes, links, slices
 
-ExtentId = tuple[int, int]  # (number of the file, number of the extent in it)
-ShardKey = tuple[str, Box]  # name of a native tensor, and the box of it that a holder has
+ExtentId = tuple[int, int]  # (number of the file, number of the extent in the file)
+ShardKey = tuple[str, Box]  # name of a native tensor, and the holder's box of it
 
 
 class ShardInfo(NamedTuple):
-    """What one holder has of one native tensor: boxes of the full tensor, with steps of 1."""
+    """One holder's shard of one native tensor: boxes of the full tensor, with steps of 1."""
 
     name: str
     dtype: str
@@ -74,7 +74,7 @@ class TensorShards(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A rectangle that an output tensor and a shard share. `local_box` lies within the shard."""
+    """The intersection of an output tensor and a shard. `local_box` is relative to the shard."""
 
     box: Box
     holders: tuple[int, ...]
@@ -85,7 +85,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the output, and the overlaps that together fill it."""
+    """A tensor of the output, and the overlaps that fill it."""
 
     dtype: str
     shape: Shape
@@ -97,7 +97,7 @@ class OutputTensor:
 
 
 class ExtentCopy(NamedTuple):
-    """A rectangle of one extent: `box` of `shard` goes to `offset` (bytes), in steps of `strides`."""
+    """Copy `box` of `shard` to `offset` (bytes) of an extent, with `strides` between elements."""
 
     extent: ExtentId
     holder: int
@@ -121,7 +121,8 @@ class ExtentCopy(NamedTuple):
     def write(self, extent: Tensor, values: Tensor) -> None:
         """Copy `values` into the extent, uint8 (bytes,), converted to the output's dtype."""
         dtype = DTYPES[self.dtype]
-        length = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        steps = zip(self.shape, self.strides, strict=True)
+        length = 1 + sum((n - 1) * stride for n, stride in steps)
         elements = extent[self.offset : self.offset + length * dtype.itemsize].view(dtype)
         elements.as_strided(self.shape, self.strides).copy_(values)
 
@@ -132,7 +133,7 @@ class ExtentCopy(NamedTuple):
 def describe_shards(
     tensors: Mapping[str, Tensor],
 ) -> tuple[list[ShardInfo], dict[ShardKey, Tensor]]:
-    """Describe this rank's shards for the other ranks, and return a view of the memory of each.
+    """Return descriptions of this rank's shards for the other ranks, and a view of each shard.
 
     Raises CheckpointError for partial sums, and for dtypes that safetensors files cannot store.
     """
@@ -141,10 +142,10 @@ def describe_shards(
     for name, tensor in tensors.items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             raise CheckpointError(
-                f"{name} is a DTensor of partial sums. An export needs full values: reduce it first"
+                f"{name} is a DTensor of partial sums. Expected full values: reduce it first"
             )
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        # A rank may hold no rows, or may not be part of the mesh.
+        # A rank may have no rows, or may not be part of the mesh.
         boxes = local_boxes(tensor) if local.numel() else []
         code = dtype_code(tensor.dtype)
         infos.append(ShardInfo(name, code, tuple(tensor.shape), tuple(box for box, _ in boxes)))
@@ -155,20 +156,20 @@ def describe_shards(
 def merge_shards(
     infos: Sequence[Sequence[ShardInfo]], holder_names: Sequence[str]
 ) -> dict[str, TensorShards]:
-    """Combine the shards of all holders by tensor name. Errors use `holder_names`.
+    """Combine the shards of all holders by tensor name. Error messages use `holder_names`.
 
-    Raises CheckpointError unless the holders agree on dtype and shape, and the boxes cover each
+    Raises CheckpointError unless dtype and shape are equal on all holders, and the boxes cover each
     tensor exactly once.
     """
     merged: dict[str, tuple[ShardInfo, dict[Box, list[int]]]] = {}
-    for holder, held in enumerate(infos):
-        for info in held:
+    for holder, holder_infos in enumerate(infos):
+        for info in holder_infos:
             first, boxes = merged.setdefault(info.name, (info, {}))
             if (first.dtype, first.shape) != (info.dtype, info.shape):
                 raise CheckpointError(
                     f"{info.name} is {info.dtype} {list(info.shape)} in {holder_names[holder]}, "
-                    f"but {first.dtype} {list(first.shape)} in another one: they do not belong to "
-                    "one model"
+                    f"but {first.dtype} {list(first.shape)} in another one. Expected the shards of "
+                    "one model: remove the others"
                 )
             for box in info.boxes:
                 boxes.setdefault(box, []).append(holder)
@@ -185,7 +186,7 @@ def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
     if 0 in shape:
         return
     boxes = list(boxes)
-    # The edges of all boxes divide the tensor into a grid of cells; count the boxes over each.
+    # The edges of all boxes divide the tensor into a grid of cells. Count the boxes on each cell.
     edges = [
         sorted({0, n} | {edge for b in boxes for edge in (b[d][0], b[d][0] + b[d][1])})
         for d, n in enumerate(shape)
@@ -199,25 +200,27 @@ def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
     if len(wrong):
         bounds = [(dim[i], dim[i + 1]) for dim, i in zip(edges, wrong[0], strict=True)]
         region = ", ".join(f"{low}:{high}" for low, high in bounds)
-        problem = "is missing" if counts[tuple(wrong[0])] == 0 else "is there more than once"
+        problem = "is missing" if counts[tuple(wrong[0])] == 0 else "is stored more than once"
         raise CheckpointError(
-            f"{name}[{region}] {problem}: the shards do not cover {name} {list(shape)} exactly once"
+            f"{name}[{region}] {problem}. Expected shards that cover {name} {list(shape)} exactly "
+            "once: copy the missing shards, remove surplus ones"
         )
 
 
 def plan_tensors(
     shards: Mapping[str, TensorShards], rows: Rows, tied: Table, dtype: torch.dtype | None
 ) -> dict[str, OutputTensor]:
-    """Return the output tensors in the order of their files: by name, numbers compared as numbers.
+    """Return the output tensors in file order: by name, with numbers compared as numbers.
 
-    Floating-point tensors are converted to `dtype`; None keeps each one's own. Raises
-    CheckpointError for tensors that match no row.
+    dtype: target dtype of floating-point tensors; None keeps their dtypes. Raises CheckpointError
+    for tensors that match no row.
     """
     try:
         all_links = links(rows, {name: tensor.shape for name, tensor in shards.items()}, tied)
     except (KeyError, ValueError) as error:
         raise CheckpointError(
-            f"the tensors do not fit the model's table of names: {error.args[0]}"
+            f"the tensors do not match the model's table of names: {error.args[0]}. Expected one "
+            "row for each tensor: correct the model's hf.py"
         ) from error
     shapes = external_shapes(all_links)
     outputs: dict[str, OutputTensor] = {}
@@ -228,7 +231,8 @@ def plan_tensors(
         output = outputs.setdefault(link.external, OutputTensor(code, shapes[link.external], []))
         if output.dtype != code:
             raise CheckpointError(
-                f"{link.external} is made of tensors of two dtypes, {output.dtype} and {code}"
+                f"{link.external} joins tensors of two dtypes, {output.dtype} and {code}. Expected "
+                "one dtype: give a dtype for the export"
             )
         for shard_box, holders in source.holders.items():
             if boxes := overlap(link, shard_box):
@@ -250,7 +254,7 @@ def natural_key(name: str) -> list[tuple[bool, int, str]]:
 
 
 def group_by_size(outputs: Mapping[str, OutputTensor], file_bytes: int) -> list[list[str]]:
-    """Fill files in order with as many tensors as fit into `file_bytes`, at least one each."""
+    """Divide the tensors, in order, into files of at most `file_bytes` (or one tensor)."""
     groups: list[list[str]] = []
     free = 0
     for name, output in outputs.items():
@@ -263,7 +267,7 @@ def group_by_size(outputs: Mapping[str, OutputTensor], file_bytes: int) -> list[
 
 
 def group_by_file(names: Iterable[str], files: Mapping[str, Hashable]) -> list[list[str]]:
-    """Group the names by the file that each belongs to, in the order of the files."""
+    """Group the names by file, in the order of the files."""
     groups = defaultdict(list)
     for name in names:
         groups[files[name]].append(name)
@@ -285,27 +289,27 @@ def extents_of(files: Sequence[FileLayout]) -> list[ExtentId]:
     return [(f, k) for f, file in enumerate(files) for k in range(-(-file.size // EXTENT))]
 
 
-# ---- files -> who writes and sends what
+# ---- files -> ranks that write and send
 
 
 def assign_extents(
     files: Sequence[FileLayout], outputs: Mapping[str, OutputTensor]
 ) -> dict[ExtentId, int]:
-    """Choose the rank that writes each extent: one that holds (almost) the largest share of it.
+    """Choose the rank that writes each extent: a rank with (almost) the largest share of its bytes.
 
-    Among ranks within 10 % of the largest share, the one with the fewest extents is chosen.
+    Among ranks within 10 % of the largest share, the rank with the fewest extents is chosen.
     """
-    held: dict[ExtentId, Counter[tuple[int, ...]]] = {e: Counter() for e in extents_of(files)}
+    num_bytes: dict[ExtentId, Counter[tuple[int, ...]]] = {e: Counter() for e in extents_of(files)}
     for extent, entry, part, ranges in _overlaps_by_extent(files, outputs, lambda e, part: True):
         size = math.prod(end - first for first, end in ranges) * DTYPES[entry.dtype].itemsize
-        held[extent][part.holders] += size
+        num_bytes[extent][part.holders] += size
     shares: dict[tuple[int, ...], list[ExtentId]] = defaultdict(list)
-    for extent, sizes in held.items():
+    for extent, sizes in num_bytes.items():
         most = max(sizes.values(), default=0)
         near = [holders for holders, size in sizes.items() if 10 * size >= 9 * most] or [(0,)]
         least = min(near, key=lambda holders: (len(shares[holders]) / len(holders), holders))
         shares[least].append(extent)
-    # Replicas of a shard each write a contiguous run of its extents.
+    # Each replica of a shard writes a contiguous run of the shard's extents.
     return {
         extent: holders[i * len(holders) // len(extents)]
         for holders, extents in shares.items()
@@ -316,18 +320,18 @@ def assign_extents(
 def plan_copies(
     files: Sequence[FileLayout],
     outputs: Mapping[str, OutputTensor],
-    holder_of: Callable[[ExtentId, Overlap], int | None],
+    choose_holder: Callable[[ExtentId, Overlap], int | None],
 ) -> Iterator[ExtentCopy]:
     """Yield the copies into all extents, in the same order on every rank.
 
-    holder_of: chooses the holder that provides an overlap for an extent; None skips the copy.
+    choose_holder: returns the holder that provides an overlap for an extent; None skips the copy.
     """
 
     def is_needed(extent: ExtentId, part: Overlap) -> bool:
-        return holder_of(extent, part) is not None
+        return choose_holder(extent, part) is not None
 
     for extent, entry, part, ranges in _overlaps_by_extent(files, outputs, is_needed):
-        holder = holder_of(extent, part)
+        holder = choose_holder(extent, part)
         assert holder is not None
         box, strides = crop(part.box, ranges), contiguous_strides(entry.shape)
         first = sum(span[0] * stride for span, stride in zip(box, strides, strict=True))
@@ -341,7 +345,7 @@ def plan_copies(
             part.transposed,
             entry.dtype,
             tuple(count for _, count, _ in box),
-            entry.begin + first * DTYPES[entry.dtype].itemsize - extent[1] * EXTENT,
+            entry.start + first * DTYPES[entry.dtype].itemsize - extent[1] * EXTENT,
             tuple(step * stride for (_, _, step), stride in zip(box, strides, strict=True)),
         )
 
@@ -355,7 +359,7 @@ def _overlaps_by_extent(
     outputs: Mapping[str, OutputTensor],
     is_needed: Callable[[ExtentId, Overlap], bool],
 ) -> Iterator[tuple[ExtentId, Entry, Overlap, list[Range]]]:
-    """Yield every rectangle that an extent and an overlap share, as ranges of the overlap's box."""
+    """Yield the intersections of extents and overlaps, as ranges of the overlap's box."""
     for f, file in enumerate(files):
         for entry in file.entries:
             width, strides = DTYPES[entry.dtype].itemsize, contiguous_strides(entry.shape)
@@ -363,14 +367,14 @@ def _overlaps_by_extent(
                 spans = list(zip(part.box, strides, strict=True))
                 first = sum(start * stride for (start, _, _), stride in spans)
                 last = first + sum((n - 1) * step * stride for (_, n, step), stride in spans)
-                first_extent = (entry.begin + first * width) // EXTENT
-                last_extent = (entry.begin + last * width) // EXTENT
+                first_extent = (entry.start + first * width) // EXTENT
+                last_extent = (entry.start + last * width) // EXTENT
                 for k in range(first_extent, last_extent + 1):
                     if not is_needed((f, k), part):
                         continue
-                    low = max(0, (k * EXTENT - entry.begin) // width)
+                    low = max(0, (k * EXTENT - entry.start) // width)
                     end = min(entry.end, (k + 1) * EXTENT)
-                    high = (end - entry.begin) // width
+                    high = (end - entry.start) // width
                     for bounds in rectangles(entry.shape, low, high):
                         ranges = intersect(part.box, bounds)
                         if ranges is not None:

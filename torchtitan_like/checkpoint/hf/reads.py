@@ -1,4 +1,4 @@
-"""Plan a load: which rectangle of which stored tensor fills which part of this rank's memory."""
+"""Plan a load: list the rectangles of stored tensors that fill this rank's parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torchtitan_like.checkpoint.hf.boxes import Range, crop, intersect, local_boxes, overlap
 from torchtitan_like.models.hf_table import Box, Link, Shape, slices
 
-# Elements read, converted, and copied at a time: the memory that loading needs in addition to the
-# model itself.
+# Number of elements read, converted, and copied at a time. It bounds the memory that loading needs
+# in addition to the model.
 MAX_ELEMENTS = 2**22
 
 
@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
 
 def plan_reads(links: Iterable[Link], tensors: Mapping[str, Any]) -> Iterator[Read]:
-    """Yield the reads that fill this rank's `tensors` (native names), MAX_ELEMENTS at most each."""
+    """Yield the reads that fill this rank's `tensors` (native names), at most MAX_ELEMENTS each."""
     for name, group in groupby(links, key=lambda link: link.native):
         shards = local_boxes(tensors[name])
         for link in group:
@@ -67,17 +67,16 @@ def _crop(read: Read, ranges: Sequence[Range]) -> Read:
 
 
 def crop_to_chunk(read: Read, offsets: Sequence[int], sizes: Sequence[int]) -> Read | None:
-    """Return the part of a read that a stored chunk holds; its box is relative to the chunk.
+    """Return the part of a read that a stored chunk contains; its box is relative to the chunk.
 
-    offsets and sizes give the chunk's position in the full tensor. Returns None if it holds nothing
-    of the read.
+    offsets and sizes give the chunk's position in the full tensor. Returns None if the read and the
+    chunk do not overlap.
     """
     bounds = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
     ranges = intersect(read.box, bounds)
     if ranges is None:
         return None
     part = _crop(read, ranges)
-    box = tuple(
-        (start - offset, n, step) for (start, n, step), offset in zip(part.box, offsets, strict=True)
-    )
+    spans = zip(part.box, offsets, strict=True)
+    box = tuple((start - offset, n, step) for (start, n, step), offset in spans)
     return part._replace(box=box)

@@ -1,6 +1,6 @@
-"""Safetensors format: 8 bytes with the header's length, the header as JSON, all tensors without gaps.
+"""Read and lay out safetensors files: 8 bytes with the header's length, a JSON header, the tensors.
 
-https://github.com/huggingface/safetensors#format
+The tensors have no gaps between them. See https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.util.reading import parse_json
 
 INDEX = "model.safetensors.index.json"
-PAGE = 4096  # bytes; data starts on a page of its own, so that no page is written twice
+PAGE = 4096  # bytes; data starts on a new page, so that no page is written twice
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_DIMENSIONS = 64  # numpy's limit, and torch's
-_MAX_HEADER = 100 * 10**6  # bytes, the library's own limit
+_MAX_HEADER = 100 * 10**6  # bytes, the limit of the safetensors library
 
 
 class Entry(NamedTuple):
-    """One tensor in a file: C order, bytes `begin` to `end` of the file; dtype is a key of DTYPES."""
+    """A tensor in C order at bytes `start` to `end` of a file. `dtype` is a key of DTYPES."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
+    start: int
     end: int
 
 
@@ -52,37 +53,42 @@ class FileLayout:
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype. Raises CheckpointError if it has none."""
+    """Return the name of a dtype in safetensors files. Raises CheckpointError if it has none."""
     if dtype not in _CODES:
         raise CheckpointError(
-            f"safetensors files hold no {dtype}; they hold {', '.join(map(str, _CODES))}"
+            f"safetensors files cannot store {dtype}. Expected {', '.join(map(str, _CODES))}: "
+            "convert the tensor"
         )
     return _CODES[dtype]
 
 
 def lay_out(
-    name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    name: str,
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
 ) -> FileLayout:
-    """Lay out a file of tensors (name, dtype, shape), in this order, but wide dtypes first.
+    """Lay out a file of tensors (name, dtype, shape), in the given order, but wide dtypes first.
 
-    That order aligns every element. Data starts at a multiple of PAGE. `metadata` is added to
-    `format`, which some readers require.
+    Wide dtypes come first to align every element. Data starts at a multiple of PAGE. `metadata` is
+    added to `format`, which some readers require.
     """
     ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor[1]].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    spans, end = [], 0
+    spans = []
+    end = 0
     for tensor, dtype, shape in ordered:
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-        spans.append((begin, end))
+        start = end
+        end = start + math.prod(shape) * DTYPES[dtype].itemsize
+        header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+        spans.append((start, end))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    start = 8 + len(text)
+    data_start = 8 + len(text)
     entries = tuple(
-        Entry(*tensor, start + a, start + b)
+        Entry(*tensor, data_start + a, data_start + b)
         for tensor, (a, b) in zip(ordered, spans, strict=True)
     )
-    return FileLayout(name, struct.pack("<Q", len(text)) + text, entries, start + end)
+    return FileLayout(name, struct.pack("<Q", len(text)) + text, entries, data_start + end)
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
@@ -90,18 +96,21 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
 
     Raises DamagedError unless the tensors cover every byte after the header exactly once.
     """
-    if not path.is_file():  # reading a pipe would not end
-        raise DamagedError(f"{path} is no safetensors file: it is no regular file")
+    if not path.is_file():  # reading from a pipe would block
+        raise DamagedError(
+            f"{path} is not a regular file. Expected a safetensors file: copy it again"
+        )
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise DamagedError(
-                f"{path} is no safetensors file: its {size} bytes do not hold the header they announce"
+                f"{path} is not a safetensors file: its {size} bytes are shorter than the header "
+                "that its first 8 bytes announce. Copy the file again"
             )
         text = file.read(length)
-    start = 8 + length
+    data_start = 8 + length
     try:
         header = parse_json(text)
         metadata = header.pop("__metadata__", {})
@@ -110,32 +119,35 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
             for name, v in header.items()
         ]
         entries = [
-            Entry(name, dtype, shape, start + a, start + b)
+            Entry(name, dtype, shape, data_start + a, data_start + b)
             for (a, b), name, dtype, shape in sorted(tensors)
         ]
         if any(type(n) is not int or n < 0 for entry in entries for n in entry.shape):
-            raise ValueError("a shape is no list of sizes")
-        if any(type(n) is not int for entry in entries for n in (entry.begin, entry.end)):
-            raise ValueError("data_offsets are no integers")
+            raise ValueError("a shape is not a list of sizes")
+        if any(type(n) is not int for entry in entries for n in (entry.start, entry.end)):
+            raise ValueError("data_offsets are not integers")
         if any(len(entry.shape) > _MAX_DIMENSIONS for entry in entries):
             raise ValueError(f"a tensor has more than {_MAX_DIMENSIONS} dimensions")
         if not isinstance(metadata, dict):
-            raise ValueError("__metadata__ is no object")
+            raise ValueError("__metadata__ is not an object")
         lengths = [math.prod(entry.shape) * DTYPES[entry.dtype].itemsize for entry in entries]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(
-            f"{path} has a header that cannot be read: {type(error).__name__} {error}"
+            f"{path} has an invalid header: {type(error).__name__} {error}. Expected a safetensors "
+            "file: copy it again"
         ) from error
-    position = start
+    offset = data_start
     for entry, expected in zip(entries, lengths, strict=True):
-        if entry.begin != position or entry.end - entry.begin != expected:
+        if entry.start != offset or entry.end - entry.start != expected:
             raise DamagedError(
-                f"{path}: {entry.name}, {entry.dtype} {list(entry.shape)}, has bytes {entry.begin} "
-                f"to {entry.end}, expected {position} to {position + expected}"
+                f"{path}: {entry.name}, {entry.dtype} {list(entry.shape)}, has bytes {entry.start} "
+                f"to {entry.end}. Expected {offset} to {offset + expected}: copy the file again"
             )
-        position = entry.end
-    if position != size:
-        raise DamagedError(f"{path} has {size} bytes, its header describes {position}")
+        offset = entry.end
+    if offset != size:
+        raise DamagedError(
+            f"{path} has {size} bytes. Expected {offset}, as in its header: copy the file again"
+        )
     return entries, metadata
 
 
@@ -147,9 +159,9 @@ def file_names(count: int) -> list[str]:
 
 
 def render_index(files: Iterable[FileLayout]) -> bytes:
-    """Return the content of `model.safetensors.index.json`: the file of each tensor, the total size."""
+    """Return the content of `model.safetensors.index.json`: each tensor's file, the total size."""
     files = list(files)
-    total = sum(entry.end - entry.begin for file in files for entry in file.entries)
+    total = sum(entry.end - entry.start for file in files for entry in file.entries)
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(index, indent=2).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Read rectangles of the tensors in a directory of safetensors files: exactly the bytes needed."""
+"""Read rectangles of the tensors in a directory of safetensors files, without other bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan_like.util.reading import read_json
 logger = logging.getLogger()
 
 SINGLE = "model.safetensors"
-# Suffix of the tensor with one factor per block of a float8 weight (DeepSeek-V3, arXiv:2412.19437,
+# Suffix of the tensor with one scale per block of a float8 weight (DeepSeek-V3, arXiv:2412.19437,
 # section 3.3).
 SCALE = "_scale_inv"
 _PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
@@ -31,7 +31,7 @@ _PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 @dataclass(frozen=True)
 class StoredTensor(TensorInfo):
-    """A tensor in a file; `offset` in bytes from the start of the file."""
+    """A tensor in a file. `offset` is in bytes from the start of the file."""
 
     file: str
     offset: int
@@ -41,7 +41,7 @@ class StoredTensor(TensorInfo):
 class SafetensorsSource:
     """All tensors of a directory.
 
-    scales: name of a float8 weight -> its factors, one for each `block` (rows, columns).
+    scales: name of a float8 weight -> its scales, one for each `block` (rows, columns).
     """
 
     path: Path
@@ -50,7 +50,7 @@ class SafetensorsSource:
     block: tuple[int, ...]
 
     def fill(self, reads: Iterable[Read]) -> None:
-        """Read file by file, in the order of the bytes. Raises DamagedError if a file is too short."""
+        """Read file by file, in byte order. Raises DamagedError if a file is too short."""
 
         def location(read: Read) -> tuple[str, int]:
             return self.stored[read.name].file, self.stored[read.name].offset
@@ -61,27 +61,28 @@ class SafetensorsSource:
                 for read in group:
                     values = read_box(file, self.stored[read.name], read.box)
                     if read.name in self.scales:
-                        values = values.float() * self._factors(self.scales[read.name], read.box)
+                        values = values.float() * self._read_scales(read)
                     read.target.copy_(values)
 
-    def _factors(self, scale: StoredTensor, box: Box) -> Tensor:
-        """Return the factor of every element of a float8 weight's box, in float32."""
+    def _read_scales(self, read: Read) -> Tensor:
+        """Return the scale of every element of a float8 weight's box, in float32."""
+        stored = self.scales[read.name]
         block_index = [
             torch.arange(start, start + n * step, step) // b
-            for (start, n, step), b in zip(box, self.block, strict=True)
+            for (start, n, step), b in zip(read.box, self.block, strict=True)
         ]
         blocks = tuple((int(i[0]), int(i[-1] - i[0]) + 1, 1) for i in block_index)
-        with open(self.path / scale.file, "rb", buffering=0) as file:
-            factors = read_box(file, scale, blocks).float()
+        with open(self.path / stored.file, "rb", buffering=0) as file:
+            scales = read_box(file, stored, blocks).float()
         rows, columns = (i - i[0] for i in block_index)
-        return factors[rows[:, None], columns]
+        return scales[rows[:, None], columns]
 
 
 def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
     """Read every header of the directory.
 
-    Raises DamagedError for damaged headers or files. Raises CheckpointError if there is nothing to
-    read, or if the weights are quantized and `quantized` is False, or the reverse.
+    Raises DamagedError for damaged files. Raises CheckpointError if there are no files, if the
+    weights are quantized and `quantized` is False, or the reverse.
     """
     stored = _merge(folder, {name: read_header(folder / name)[0] for name in _find_files(folder)})
     scales = {name: stored[name + SCALE] for name in stored if name + SCALE in stored}
@@ -90,8 +91,8 @@ def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
         expected = tuple(-(-n // b) for n, b in zip(stored[name].shape, block, strict=False))
         if len(stored[name].shape) != 2 or scale.shape != expected:
             raise CheckpointError(
-                f"{folder}: {name} {stored[name].shape} has factors {scale.shape}; blocks of "
-                f"{block}, as in config.json, would need {expected}"
+                f"{folder}: {name} {stored[name].shape} has scales of shape {scale.shape}. "
+                f"Expected {expected} for blocks of {block}: check weight_block_size in config.json"
             )
         del stored[name + SCALE]
     float8 = {
@@ -101,41 +102,52 @@ def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
     }
     if without_scale := sorted(float8 - scales.keys()):
         names = ", ".join(without_scale)
-        raise CheckpointError(f"{folder}: float8 weights without their factors ({SCALE}): {names}")
-    # Perhaps another program dequantized the weights and left the factors in the file.
+        raise CheckpointError(
+            f"{folder}: float8 weights without scales: {names}. Expected a tensor NAME{SCALE} for "
+            "each: copy the checkpoint again"
+        )
+    # Another program may have dequantized the weights and kept the scales in the file.
     if not_float8 := sorted(scales.keys() - float8):
         names = ", ".join(not_float8)
-        raise CheckpointError(f"{folder}: weights with factors ({SCALE}) that are no float8: {names}")
+        raise CheckpointError(
+            f"{folder}: weights with scales ({SCALE}) that are not float8: {names}. Expected "
+            "float8 weights: remove the scales from the files"
+        )
     return SafetensorsSource(folder, stored, scales, block)
 
 
 def _find_block(folder: Path, *, quantized: bool, has_scales: bool) -> tuple[int, ...]:
-    """Return rows and columns of the blocks with one factor each; (1, 1) if nothing is quantized."""
+    """Return rows and columns of a block with one scale; (1, 1) if no weight is quantized."""
     config = folder / "config.json"
     try:
         method = read_json(config).get("quantization_config") or {} if config.exists() else {}
     except (OSError, ValueError, AttributeError) as error:
-        raise DamagedError(f"{config} cannot be read: {type(error).__name__} {error}") from error
+        raise DamagedError(
+            f"{config} is not valid: {type(error).__name__} {error}. Expected the config of a "
+            "Hugging Face model: copy the file again"
+        ) from error
     if has_scales and not quantized:
         raise CheckpointError(
-            f"{folder} holds float8 weights in blocks: set checkpoint.initial_load_in_hf_quantized = true"
+            f"{folder} contains float8 weights with block scales: set "
+            "checkpoint.initial_load_in_hf_quantized = true"
         )
     if quantized and not has_scales:
         raise CheckpointError(
-            f"checkpoint.initial_load_in_hf_quantized is true, but {folder} holds no factors of "
-            f"float8 blocks ({SCALE}), the one kind that can be read; "
-            + (f"its config.json says {method}" if method else "set it to false")
+            f"checkpoint.initial_load_in_hf_quantized is true, but {folder} has no block scales. "
+            f"Expected float8 weights with tensors NAME{SCALE}"
+            + (f"; its config.json has {method}" if method else ": set it to false")
         )
     block = method.get("weight_block_size") if has_scales else (1, 1)
     if not block:
         raise CheckpointError(
-            f"{config} lacks the size of the blocks: expected quantization_config.weight_block_size"
+            f"{config} does not contain the block size. Expected "
+            "quantization_config.weight_block_size: copy the file again"
         )
     return tuple(block)
 
 
 def _find_files(folder: Path) -> list[str]:
-    """Return the files that the index names; without an index `model.safetensors`, else all files."""
+    """Return the files of the index. Without an index: `model.safetensors`, else all files."""
     if (folder / INDEX).exists():
         names = sorted(set(_read_index(folder).values()))
     elif (folder / SINGLE).exists():
@@ -143,19 +155,21 @@ def _find_files(folder: Path) -> list[str]:
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         parts = [match for name in names if (match := _PART.fullmatch(name))]
-        # The name of each file of a set has the number of files.
+        # Each file name of a set contains the number of files.
         expected = {
             f"{m[1]}{i + 1:05d}-of-{m[3]}.safetensors" for m in parts for i in range(int(m[3]))
         }
         names = sorted({*names, *expected})
     if not names:
         raise CheckpointError(
-            f"{folder} holds no safetensors files: give the directory that contains them"
+            f"{folder} contains no safetensors files. Expected at least one: give their directory"
         )
     if ignored := sorted({path.name for path in folder.glob("*.safetensors")} - set(names)):
         logger.warning(f"{folder}: reading {_summary(names)}, ignoring {_summary(ignored)}")
     if absent := [name for name in names if not (folder / name).exists()]:
-        raise DamagedError(f"{folder} is incomplete: missing {', '.join(absent)}")
+        raise DamagedError(
+            f"{folder} is incomplete: missing {', '.join(absent)}. Copy the missing files"
+        )
     return names
 
 
@@ -171,7 +185,8 @@ def _read_index(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise DamagedError(
-        f"{folder / INDEX} is not an index: expected a weight_map from tensors to files in its folder"
+        f"{folder / INDEX} is not an index. Expected a weight_map from tensors to files in the "
+        "same folder: copy it again"
     )
 
 
@@ -189,13 +204,19 @@ def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored
         for entry in entries:
             if entry.name in merged:
                 first = merged[entry.name].file
-                raise DamagedError(f"{folder}: both {first} and {file} hold a {entry.name}")
+                raise DamagedError(
+                    f"{folder}: {first} and {file} both contain {entry.name}. Expected each tensor "
+                    "once: remove the file of another model"
+                )
             dtype = DTYPES[entry.dtype]
-            merged[entry.name] = StoredTensor(entry.shape, dtype, file, entry.begin)
+            merged[entry.name] = StoredTensor(entry.shape, dtype, file, entry.start)
     if (folder / INDEX).exists():
         for name, file in _read_index(folder).items():
             if name not in merged or merged[name].file != file:
-                raise DamagedError(f"{folder / file} does not hold {name}, although {INDEX} lists it")
+                raise DamagedError(
+                    f"{folder / file} does not contain {name}, although {INDEX} lists it. Copy the "
+                    "files again"
+                )
     return merged
 
 
@@ -208,13 +229,16 @@ def read_box(file: FileIO, stored: StoredTensor, box: Box) -> Tensor:
         while length:
             read = file.readinto(target[:length])
             if not read:
-                raise DamagedError(f"{file.name} ends at byte {offset}, within a tensor")
+                raise DamagedError(
+                    f"{file.name} ends at byte {offset}, in the middle of a tensor. It is "
+                    "truncated: copy it again"
+                )
             target, offset, length = target[read:], offset + read, length - read
     return values
 
 
 def _byte_runs(stored: StoredTensor, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the file, length) of each contiguous run of the box's bytes, in its order."""
+    """Yield (offset in the file, length) of each contiguous run of the box's bytes, in order."""
     run, stride, first, dim = 1, 1, 0, len(box)
     while dim and (box[dim - 1][1] == 1 or box[dim - 1][2] == 1):
         dim -= 1
@@ -223,7 +247,8 @@ def _byte_runs(stored: StoredTensor, box: Box) -> Iterator[tuple[int, int]]:
         if count != stored.shape[dim]:
             break
     outer = []
-    for (start, count, step), size in zip(reversed(box[:dim]), reversed(stored.shape[:dim]), strict=True):
+    sizes = reversed(stored.shape[:dim])
+    for (start, count, step), size in zip(reversed(box[:dim]), sizes, strict=True):
         outer.append(range(start * stride, (start + count * step) * stride, step * stride))
         stride *= size
     width = stored.dtype.itemsize

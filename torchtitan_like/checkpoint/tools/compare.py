@@ -22,7 +22,7 @@ BLOCK_ELEMENTS = 2**22  # compared at a time
 
 
 class Side(NamedTuple):
-    """One of the two checkpoints: a reader for every name, and where they come from."""
+    """One of the two checkpoints: its path, its names, and a function that reads a name."""
 
     path: Path
     names: tuple[str, ...]
@@ -80,7 +80,8 @@ def _differing_settings(a: Contents, b: Contents) -> list[str]:
         changes = diff_settings(before, parse_toml(after), {}, {})
     except ValueError as error:
         raise CheckpointError(
-            f"{b.path}: the configuration in its manifest is no TOML: {error}"
+            f"{b.path}: the configuration in its manifest is not valid TOML: {error}. Verify the "
+            "checkpoint with titan ckpt verify"
         ) from error
     return sorted(str(change) for group in changes for change in group)
 
@@ -101,7 +102,7 @@ def tensor_difference(a: Tensor, b: Tensor) -> str | None:
 
 
 def object_difference(a: Any, b: Any) -> str | None:
-    """Return both values, shortened; None if they and all tensors in them are equal."""
+    """Return both values, shortened; None if they are equal, tensors inside included."""
     values_a, structure_a = tree_flatten(a)
     values_b, structure_b = tree_flatten(b)
     is_equal = structure_a == structure_b and all(

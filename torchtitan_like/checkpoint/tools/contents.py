@@ -31,8 +31,8 @@ from torchtitan_like.checkpoint.unpickle import (
 from torchtitan_like.util.units import format_bytes
 
 Format = Literal["native", "hf", "dcp", "pt"]
-# Who named the tensors. Formats of one family share names; the model's tables translate from one
-# family to another.
+# Naming convention of each format. Formats of one family share names; the model's tables translate
+# from one family to another.
 FAMILIES: dict[Format, str] = {"native": "ours", "hf": "hf", "dcp": "torch", "pt": "torch"}
 # Keys of a manifest that `titan ckpt show` leaves out: long, or shown in another form.
 NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
@@ -40,13 +40,13 @@ NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
 
 @dataclass(frozen=True)
 class Contents:
-    """An open checkpoint. All names are those in its files.
+    """An open checkpoint. Names are as in its files.
 
     tensors        name -> (shape, dtype)
-    object_names   names of what is not a tensor
+    object_names   names of entries that are not tensors
     read           returns one tensor or object by name
-    read_all       returns everything, nested as it was saved; of a native step only the weights
-    files          of safetensors: name -> file
+    read_all       returns all entries, nested as saved; for a native step only the weights
+    files          name -> file, for safetensors only
     """
 
     path: Path
@@ -91,7 +91,7 @@ def format_summary(summary: Mapping[str, Any]) -> list[str]:
     for name, tensor in summary["tensors"].items():
         lines.append(f"{name}  {tensor['dtype']}  {tensor['shape']}")
     for name in summary["objects"]:
-        lines.append(f"{name}  (no tensor)")
+        lines.append(f"{name}  (not a tensor)")
     count, elements = len(summary["tensors"]), summary["num_elements"]
     lines.append(f"{count} tensors, {elements:,} elements, {format_bytes(summary['num_bytes'])}")
     return lines
@@ -100,8 +100,8 @@ def format_summary(summary: Mapping[str, Any]) -> list[str]:
 def open_contents(path: Path, *, trust_pickle: bool = False) -> Contents:
     """Read the headers and indices of a checkpoint.
 
-    trust_pickle: unpickle any class that the checkpoint names, which may run code of its author.
-    Raises CheckpointError; DamagedError if the bytes are not those that were written.
+    trust_pickle: unpickle any class that the checkpoint names. This may run code of its author.
+    Raises CheckpointError; DamagedError if the bytes differ from the bytes that were written.
     """
     if path.is_file():
         return _open_pt(path, trust_pickle)
@@ -113,14 +113,14 @@ def open_contents(path: Path, *, trust_pickle: bool = False) -> Contents:
     if stored_format == "dcp":
         return _open_dcp(path, "dcp", trust_pickle)
     raise CheckpointError(
-        f"{path} is no checkpoint that can be read here: give a step-N, a folder of safetensors or "
-        "of torch.distributed.checkpoint, or a .pt file"
+        f"{path} is not a checkpoint of a supported format. Expected a step-N, a folder of "
+        "safetensors or of torch.distributed.checkpoint, or a .pt file: check the path"
     )
 
 
 @contextmanager
 def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Turn any exception of torch about malformed bytes into a CheckpointError."""
+    """Convert any exception of torch about malformed bytes into a CheckpointError."""
     try:
         yield
     except CheckpointException as problem:  # not a subclass of Exception
@@ -172,7 +172,7 @@ def _open_hf(path: Path) -> Contents:
             return read_box(file, entry, tuple((0, n, 1) for n in entry.shape))
 
     def read_all() -> dict[str, Tensor]:
-        # The manifest of an export of ours holds hashes.
+        # The manifest of an export that this program wrote contains hashes.
         for damage in find_damage(path, file_records(manifest)):
             raise damage
         return {name: read(name) for name in entries}
@@ -204,5 +204,5 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16`."""
+    """Return the dtype's name without the module, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

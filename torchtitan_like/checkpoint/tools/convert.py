@@ -1,7 +1,7 @@
 """Convert a checkpoint of any format into any other.
 
-One process holds the weights of a model once or twice. To export a large step on many ranks, see
-`checkpoint.tools.export`.
+One process needs memory for the weights once or twice. `checkpoint.tools.export` exports a large
+step on many ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import external_shapes, links, slices
 from torchtitan_like.util.reading import parse_json
 
-# Returns the model of the checkpoint at a path, and its configuration as TOML.
+# Function that returns the model of the checkpoint at a path, and its configuration as TOML.
 Identify = Callable[[Path], tuple[Identity, str]]
 
 
@@ -61,17 +61,17 @@ def convert_checkpoint(
     trust_pickle: bool,
     identify: Identify,
 ) -> list[str]:
-    """Convert `source` into `out`; names are translated if the two formats have different ones.
+    """Convert `source` into `out`, and translate names if the two formats have different names.
 
-    Arguments and result as for `convert`. trust_pickle: as for `open_contents`; only for a copy
-    that keeps all names.
+    Arguments and result are as for `convert`. trust_pickle is as for `open_contents`; it is allowed
+    only for a copy that keeps all names.
     """
     contents = open_contents(source, trust_pickle=trust_pickle)
     is_translated = contents.family != FAMILIES[to]
     if trust_pickle and is_translated:
         raise CheckpointError(
-            f"--trust-pickle with --to {to}: {source} is in the format {contents.format}. First "
-            f"make a copy in its own format: --to {contents.format} --trust-pickle. Then convert "
+            f"--trust-pickle with --to {to}: {source} has the format {contents.format}. Expected "
+            f"no change of names: copy it with --to {contents.format} --trust-pickle, then convert "
             "the copy"
         )
     identity, config = None, contents.manifest.get("config")
@@ -90,12 +90,14 @@ def convert(
     identity: Identity | None,
     config: str | None,
 ) -> list[str]:
-    """Write `source` as `out`, which appears when it is complete.
+    """Write `source` to `out`. `out` exists only after all files are complete.
 
-    dtype: of floating-point tensors; None keeps theirs. identity: the model, needed if the two
-    formats are of different families. config: the TOML of a native step. A tensor that is a view
-    of a larger one is saved without the rest. Returns the names of what is left out, because a
-    checkpoint that holds it would be refused. Raises CheckpointError, OSError.
+    dtype: target dtype of floating-point tensors; None keeps their dtypes.
+    identity: the model; required if the two formats are of different families.
+    config: the TOML of a native step.
+
+    Only the elements of a view are saved, not those of its base tensor. Objects that no loader
+    accepts are dropped. Returns their names. Raises CheckpointError, OSError.
     """
     with StagedOutput(out) as output:
         output.refuse_existing()
@@ -110,10 +112,10 @@ def _convert(
     identity: Identity | None,
     config: str | None,
 ) -> list[str]:
-    left_out: list[str] = []
+    dropped: list[str] = []
     if source.family == FAMILIES[to]:
         identity = None if to == "hf" else identity
-        state, left_out = _without_refused(source.read_all(), source.path)
+        state, dropped = _drop_unloadable(source.read_all(), source.path)
     else:
         assert identity is not None
         state = native_weights(source, identity)
@@ -143,18 +145,18 @@ def _convert(
         for damage in find_damage(staged, manifest["files"]):
             raise damage
     output.publish(manifest)
-    return left_out
+    return dropped
 
 
 # ---- names
 
 
 def native_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
-    """Read all weights of the model under our names. Raises CheckpointError if one is missing."""
+    """Read all weights of the model by native name. Raises CheckpointError if one is missing."""
     if source.format == "native":
         return {name.removeprefix("model."): t for name, t in source.read_all().items()}
     dtypes = {dtype for _, dtype in source.tensors.values() if dtype.is_floating_point}
-    # The dtype that loses nothing of any tensor: the few kept in a wider one need it.
+    # The widest dtype of all tensors, so that no value is rounded.
     dtype = reduce(torch.promote_types, dtypes or {torch.float32})
     with torch.device("meta"):
         model = identity.spec.build(identity.args).to(dtype)
@@ -177,12 +179,16 @@ def _meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str
     """Give native weights the names and the row order of TorchTitan and Meta."""
     spec, args = identity.spec, identity.args
     if spec.meta_names is None:
-        raise CheckpointError(f"of {spec.name} no checkpoints of TorchTitan or Meta are known")
+        raise CheckpointError(
+            f"model {spec.name} has no names in the format of TorchTitan and Meta. Expected a "
+            "model with meta_names: convert to another format"
+        )
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     table = links(spec.meta_names(args), shapes, spec.tied(args))
     dtypes = {link.external: weights[link.native].dtype for link in table}
     renamed = {
-        name: torch.empty(shape, dtype=dtypes[name]) for name, shape in external_shapes(table).items()
+        name: torch.empty(shape, dtype=dtypes[name])
+        for name, shape in external_shapes(table).items()
     }
     for link in table:
         block = weights[link.native][slices(link.native_box)]
@@ -191,19 +197,19 @@ def _meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str
     return renamed
 
 
-def _without_refused(state: Any, path: Path, prefix: str = "") -> tuple[Any, list[str]]:
-    """Drop from nested mappings what `load_saved` would refuse; return the dotted names too."""
+def _drop_unloadable(state: Any, path: Path, prefix: str = "") -> tuple[Any, list[str]]:
+    """Drop objects that `load_saved` rejects; return the rest and the dropped names, with dots."""
     if not isinstance(state, Mapping):
         return state, [] if _is_loadable(state, path) else [prefix]
     kept: dict[Any, Any] = OrderedDict() if type(state) is OrderedDict else {}
-    left_out: list[str] = []
+    dropped: list[str] = []
     for key, value in state.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        child, refused = _without_refused(value, path, name)
-        left_out += refused
-        if isinstance(value, Mapping) or not refused:
+        child, dropped_below = _drop_unloadable(value, path, name)
+        dropped += dropped_below
+        if isinstance(value, Mapping) or not dropped_below:
             kept[key] = child
-    return kept, left_out
+    return kept, dropped
 
 
 def _is_loadable(value: Any, path: Path) -> bool:
@@ -232,7 +238,7 @@ def _write_pt(staged: Path, state: Any) -> None:
 def _write_native(
     staged: Path, state: Mapping[str, Tensor], source: Contents, config: str
 ) -> Manifest:
-    """Write a step with weights alone, for `checkpoint.initial_load_path`."""
+    """Write a step with only the weights, for `checkpoint.initial_load_path`."""
     staged.mkdir()
     writer = ExtentWriter(staged, 0)
     state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
@@ -247,7 +253,7 @@ def _write_hf(
 ) -> Manifest:
     """Write a directory for `transformers`.
 
-    Without a model, it has the names and the small files of the source.
+    If `identity` is None, keep the names and copy the small files of the source.
     """
     staged.mkdir()
     small_files: dict[str, bytes] = {}
@@ -272,7 +278,7 @@ def _write_hf(
 
 
 def _small_files(folder: Path) -> dict[str, bytes]:
-    """Read all files of a Hugging Face directory but weights and manifest."""
+    """Read all files of a Hugging Face directory except weights and manifest."""
     candidates = [*folder.iterdir(), folder / ORIGINAL / "tokenizer.model"]
     files = [path for path in candidates if path.is_file() and "safetensors" not in path.name]
     _check_links(folder, files)
@@ -294,8 +300,8 @@ def _check_links(folder: Path, files: Iterable[Path]) -> None:
         target = file.resolve()
         if not any(target.is_relative_to(root) for root in allowed):
             raise CheckpointError(
-                f"{file} is a link to {target}, outside of the checkpoint: it is not copied. Put a "
-                "copy of that file in its place, or remove the link"
+                f"{file} is a link to {target}, outside the checkpoint. Expected a file: replace "
+                "the link with a copy of the file, or remove it"
             )
 
 

@@ -34,17 +34,20 @@ def export_step(
     dtype: torch.dtype | None = None,
     shard_gb: float | None = None,
 ) -> None:
-    """Write `out`: weights, config, tokenizer. All ranks call it together.
+    """Write weights, config and tokenizer to `out`. All ranks call it together.
 
-    The model and the tokenizer are those of the step's config.toml; each rank holds some of the
-    tensors. dtype: of floating-point weights; None keeps theirs. shard_gb: the most GB of weights
-    in a file; None: as the index of the model's assets says, else 5. Raises CheckpointError, and
-    what `identify` raises.
+    The step's config.toml defines the model and the tokenizer. Each rank loads some of the tensors.
+
+    dtype: target dtype of floating-point weights; None keeps their dtypes.
+    shard_gb: maximum GB of weights per file; None: as in the index of the model's assets, else 5.
+
+    Raises CheckpointError, and the errors of `identify`.
     """
     manifest = read_manifest(step)
     if manifest is None or manifest["kind"] == "hf":
         raise CheckpointError(
-            f"{step} is no step to export: give a published step-N, full or weights alone"
+            f"{step} is not a published step. Expected a step-N, full or weights only: check the "
+            "path"
         )
     identity, _ = identify(step)
     output = StagedOutput(out)

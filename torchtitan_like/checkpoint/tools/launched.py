@@ -1,4 +1,4 @@
-"""A group of all ranks that torchrun started, or of this process alone."""
+"""A group of all ranks that torchrun started, or only this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_like.distributed.world import HostGroup, launched_as
 
-TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
+TIMEOUT = timedelta(hours=2)  # long enough for the slowest rank's disk
 
 
 @contextmanager

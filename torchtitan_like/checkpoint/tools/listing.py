@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 from torchtitan_like.util.units import format_bytes, format_duration
 
-# Part of a folder's name, and the kind that it shows.
+# Part of a folder's name -> kind of the folder in the listing.
 UNPUBLISHED = (
     (".tmp-", "unfinished"),
     (STAGED, "unfinished"),
@@ -34,7 +34,7 @@ UNPUBLISHED = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder below a run's checkpoints. `modified`: when its newest file was written, Unix time."""
+    """A folder in a run's checkpoint folder. `modified`: Unix time of its newest file."""
 
     name: str
     kind: str
@@ -57,7 +57,9 @@ def list_checkpoints(folder: Path) -> list[Entry]:
     parents = [path for path in (folder, folder / HF_EXPORTS) if path.is_dir()]
     entries = [entry for parent in parents for entry in _entries(parent, folder)]
     if not entries:
-        raise CheckpointError(f"{folder} holds no step-N: give the folder of a run's checkpoints")
+        raise CheckpointError(
+            f"{folder} contains no step-N. Expected a run's checkpoint folder: check the path"
+        )
     return entries
 
 
@@ -74,7 +76,7 @@ def _entries(parent: Path, folder: Path) -> Iterator[Entry]:
         try:
             files = [file.stat() for file in path.rglob("*") if file.is_file()]
             modified = max((file.st_mtime for file in files), default=path.stat().st_mtime)
-        except FileNotFoundError:  # a live run renamed or deleted it meanwhile
+        except FileNotFoundError:  # a live run renamed or deleted the folder
             continue
         kind, notes = _describe(path, steps.get(path), path in numbered)
         if kind is None:
@@ -85,8 +87,10 @@ def _entries(parent: Path, folder: Path) -> Iterator[Entry]:
         yield Entry(name, kind, sum(file.st_size for file in files), modified, tuple(notes))
 
 
-def _describe(path: Path, step: StepFolder | None, is_numbered: bool) -> tuple[str | None, list[str]]:
-    """Return the kind of a folder and remarks; None as the kind of a folder that is no checkpoint."""
+def _describe(
+    path: Path, step: StepFolder | None, is_numbered: bool
+) -> tuple[str | None, list[str]]:
+    """Return the kind of a folder and notes. The kind is None if it is not a checkpoint."""
     if step is not None:
         if step.damage:
             return "DAMAGED", [step.damage]
@@ -98,7 +102,7 @@ def _describe(path: Path, step: StepFolder | None, is_numbered: bool) -> tuple[s
         return None, []
     if format_name := format_of(path):
         return "foreign", [FORMAT_NAMES[format_name]]
-    return "torn", [f"no {MANIFEST}, never read"]
+    return "incomplete", [f"no {MANIFEST}, not readable"]
 
 
 def _sort_key(path: Path) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Merge the safetensors shards of a distributed save into whole files."""
+"""Merge the safetensors shards of a distributed checkpoint into whole files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def merge_shards(
 ) -> dict[str, FileRecord]:
     """Merge all shards in `shards` into whole files in `out`. All ranks call it together.
 
-    index: a model.safetensors.index.json that says which tensors share a file. removes_shards:
-    delete the shards once all is written and read back. Raises CheckpointError, OSError.
+    index: a model.safetensors.index.json that assigns tensors to files.
+    removes_shards: delete the shards after the output is written and read back.
+
+    Raises CheckpointError, OSError.
     """
     mapping = None
     if index is not None:
@@ -32,8 +34,8 @@ def merge_shards(
         mapping = {name: numbers[file] for name, file in files.items()}
     if removes_shards and shards.resolve() == out.resolve():
         raise CheckpointError(
-            f"{out} is the folder of the shards too, of which --remove-shards would leave nothing: "
-            "choose another output"
+            f"{out} also contains the shards, and --remove-shards would delete the output. "
+            "Expected two different folders: choose another output"
         )
     records = consolidate(shards, out, mapping, num_threads)
     if removes_shards and (not dist.is_initialized() or dist.get_rank() == 0):

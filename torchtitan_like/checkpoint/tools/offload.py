@@ -24,26 +24,30 @@ Log = Callable[[str], None]
 def offload(
     folder: Path, target: str, *, keep: int, command: str | None, dry_run: bool, log: Log = print
 ) -> bool:
-    """Copy every complete step of `folder` to `target`; keep the newest here and remove the others.
+    """Copy every complete step of `folder` to `target`, then remove all but the newest steps.
 
-    A step counts as copied if `step-N.sha256` is next to it at the target; `sha256sum -c` reads
-    that file. Copying takes hours, and the run may have gone back and written another step of the
-    same number: both copies are compared again before a step is removed. A copy on another machine
-    cannot be read back, so its step is kept.
+    A step counts as copied if `target` contains its `step-N.sha256`; `sha256sum -c` reads that
+    file. Copying takes hours. Meanwhile the run may write another step of the same number, so both
+    copies are compared again before a step is removed. A copy on another machine cannot be read
+    back: its step is kept.
 
-    keep: newest steps to keep, in addition to pinned steps and the newest full one. command: how to
-    copy one step, with {src}, {dst} and {name}; None copies files. Returns False if a step is
-    damaged. Raises CheckpointError, OSError.
+    keep: number of newest steps to keep, in addition to pinned steps and the newest full step.
+    command: copies one step, with {src}, {dst} and {name}; None: copy files.
+
+    Returns False if a step is damaged. Raises CheckpointError, OSError.
     """
     if not published_steps(folder):
-        raise CheckpointError(f"{folder} holds no complete step")
+        raise CheckpointError(
+            f"{folder} contains no complete step. Expected a run's checkpoint folder: check the "
+            "path"
+        )
     if dry_run:
         return _offload(folder, target, keep, command, True, log)
     lock = FileLock(
         folder / "offload.lock",
         subject=f"the offload of {folder}",
         holder="process",
-        remedy="Wait until it ends: two offloads must not remove steps of one run together",
+        remedy="Wait until it ends: only one offload may remove the steps of a run",
     )
     with lock:
         return _offload(folder, target, keep, command, False, log)
@@ -67,12 +71,12 @@ def _offload(
         elif is_local:
             archive_step(step, Path(target), command)
             copied[step.step] = step.manifest
-            log(f"{step.path} is copied to {target} and verified there")
+            log(f"copied {step.path} to {target} and verified the copy")
         else:
             _run_copy_command(step.path, target, command)
             log(
-                f"{step.path} is copied to {target}, where it cannot be read back from here: "
-                "it is kept"
+                f"copied {step.path} to {target}; keeping it, because the copy cannot be verified "
+                "from this machine"
             )
 
     # No run can resume from a damaged step, so it does not count as one of the newest.
@@ -81,7 +85,7 @@ def _offload(
     expiry = find_expired(numbered, lambda number, _: remaining[number].is_full, keep)
     for step in (remaining[number] for number, _ in expiry.steps):
         if dry_run:
-            outcome = "removed here, if its copy is right" if is_local else "kept"
+            outcome = "removed if its copy is intact" if is_local else "kept"
             log(f"{step.path} would be {outcome}")
             continue
         if step.step in copied_before:
@@ -91,7 +95,7 @@ def _offload(
             trash = folder / f".trash-{step.step}-offloaded"
             os.rename(step.path, trash)
             shutil.rmtree(trash)
-            log(f"{step.path} is removed here")
+            log(f"removed {step.path}")
     return not damaged
 
 
@@ -103,7 +107,7 @@ def _is_intact(step: StepFolder, log: Log) -> bool:
 
 
 def archive_step(step: StepFolder, target: Path, command: str | None) -> None:
-    """Copy one step into a folder of this machine, verify the copy, and write its checksums."""
+    """Copy one step to a local folder, verify the copy, and write its checksums."""
     name = step.path.name
     with StagedOutput(target / name) as output:
         sums = _checksums(step.path, name)
@@ -114,7 +118,7 @@ def archive_step(step: StepFolder, target: Path, command: str | None) -> None:
             _check_copy(output.path, step, sums)
             output.publish()
         else:
-            # Without a command this is the copy of an offload that ended before its checksums.
+            # Without a command, an interrupted offload made this copy without checksums.
             if command is not None:
                 _run_copy_command(step.path, str(target), command)
             _check_copy(output.final, step, sums)
@@ -141,8 +145,8 @@ def _run_copy_command(path: Path, target: str, command: str | None) -> None:
     """Run the user's copy command. Raises CheckpointError if there is none or it fails."""
     if command is None:
         raise CheckpointError(
-            f"{target} is no folder of this machine: give --command, with {{src}}, {{dst}} and "
-            "{name}"
+            f"{target} is not a local folder. Expected --command with {{src}}, {{dst}} and "
+            "{name}: add it"
         )
     try:
         words = [
@@ -154,7 +158,10 @@ def _run_copy_command(path: Path, target: str, command: str | None) -> None:
             "doubled"
         ) from error
     if code := subprocess.run(words).returncode:
-        raise CheckpointError(f"{shlex.join(words)} ended with code {code}: nothing is removed")
+        raise CheckpointError(
+            f"{shlex.join(words)} failed with exit code {code}. Removed nothing: correct the "
+            "command"
+        )
 
 
 def _check_copy(copy: Path, step: StepFolder, sums: str) -> None:
@@ -164,6 +171,6 @@ def _check_copy(copy: Path, step: StepFolder, sums: str) -> None:
         differing = set(sums.splitlines()) ^ set(copied_sums.splitlines())
         names = sorted({line.split("  ", 1)[1] for line in differing})
         raise CheckpointError(
-            f"{copy} is not what was copied: {', '.join(names)}. {step.path} is kept. To copy it "
-            f"again, move that one and {name}.sha256 away"
+            f"{copy} differs from {step.path}: {', '.join(names)}. Keeping {step.path}. To copy it "
+            f"again, first move {copy} and {name}.sha256 to another folder"
         )

@@ -28,9 +28,9 @@ class Verification:
     """The result of one step.
 
     damage         one sentence for every damaged file; empty if the step is intact
-    num_bytes      bytes that were compared with a hash; None: there are no hashes (format 1)
-    unlisted       files that are in the folder and not in the manifest
-    is_gone        a run deleted or renamed the step while it was read
+    num_bytes      number of bytes compared with a hash; None without hashes (format 1)
+    unlisted       files in the folder that the manifest does not list
+    is_gone        a run deleted or renamed the step during verification
     """
 
     path: Path
@@ -46,15 +46,15 @@ class Verification:
     def lines(self) -> list[str]:
         """Return what `titan ckpt verify` prints."""
         if self.is_gone:
-            return [f"{self.path}: not verified, a run has deleted or renamed it meanwhile"]
+            return [f"{self.path}: not verified, because a run deleted or renamed it"]
         lines = [*self.damage]
         if self.unlisted:
             names = ", ".join(self.unlisted)
-            lines.append(f"{self.path}: no part of the checkpoint, and not verified: {names}")
+            lines.append(f"{self.path}: files that are not in the manifest, not verified: {names}")
         if not self.damage and self.num_bytes is None:
-            lines.append(f"{self.path}: format 1, without hashes: cannot be verified")
+            lines.append(f"{self.path}: not verified, because format 1 has no hashes")
         elif not self.damage:
-            lines.append(f"{self.path}: whole, {format_bytes(self.num_bytes or 0)} verified")
+            lines.append(f"{self.path}: intact, {format_bytes(self.num_bytes or 0)} verified")
         return lines
 
 
@@ -69,7 +69,7 @@ def find_steps(path: Path) -> list[StepFolder]:
     steps = [*all_steps(path), *all_steps(path / HF_EXPORTS)]
     if not steps:
         raise CheckpointError(
-            f"{path} is neither a step with a {MANIFEST} nor a folder that holds such steps"
+            f"{path} is neither a step with a {MANIFEST} nor a folder of such steps: check the path"
         )
     return steps
 
@@ -87,7 +87,7 @@ def verify(step: StepFolder) -> Verification:
 def _verify_files(step: StepFolder) -> Verification:
     records = file_records(step.manifest)
     meter = ProgressMeter(step.path.name)
-    # find_damage also reports wrong sizes. A manifest that cannot be read has no records.
+    # find_damage also reports wrong sizes. An unreadable manifest has no records.
     damage = [str(error) for error in find_damage(step.path, records, progress=meter)]
     if not damage and step.damage:
         damage = [step.damage]
@@ -105,7 +105,7 @@ def _verify_files(step: StepFolder) -> Verification:
 
 
 class ProgressMeter:
-    """Print the percentage, rate and time left of a long read to stderr, at most once a second."""
+    """Prints percentage, rate and remaining time of a read to stderr, at most once a second."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -119,9 +119,11 @@ class ProgressMeter:
             return
         self.last_print = now
         rate = done / max(now - self.start, 1e-9)
-        left = format_duration((total - done) / rate)
+        remaining = format_duration((total - done) / rate)
+        speed = f"{format_bytes(rate)}/s"
         print(
-            f"{self.name}: {done / total:4.0%} of {format_bytes(total)}, {format_bytes(rate)}/s, {left} left  ",
+            f"{self.name}: {done / total:4.0%} of {format_bytes(total)}, {speed}, "
+            f"{remaining} left  ",
             end="\r" if sys.stderr.isatty() and done < total else "\n",
             file=sys.stderr,
             flush=True,

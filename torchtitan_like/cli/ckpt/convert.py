@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.stored_config import identify_checkpoint
 
     def action() -> int:
-        left_out = convert_checkpoint(
+        dropped = convert_checkpoint(
             arguments.source,
             arguments.out,
             arguments.to,
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 path, arguments.config, arguments.custom_import
             ),
         )
-        for name in left_out:
+        for name in dropped:
             print(f"{name} is left out: it is neither a tensor nor a plain Python value")
         print(f"{arguments.out} is complete")
         return 0
