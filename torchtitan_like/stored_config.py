@@ -21,7 +21,7 @@ from torchtitan_like.config import (
     load_config,
     load_stored_config,
 )
-from torchtitan_like.config.cli import parse_arguments
+from torchtitan_like.config.arguments import parse_arguments
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
 from torchtitan_like.util.modules import import_named, is_file_name

@@ -163,7 +163,7 @@ def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "other.toml").write_text("[debug]\nseed = 3\n")
     step = shutil.copytree(GOLDEN, tmp_path / "step-3")
     seal(step, f'extends = "{tmp_path}/other.toml"\n' + (step / "config.toml").read_text())
-    with pytest.raises(ConfigError, match="no `extends` in a config that is stored"):
+    with pytest.raises(ConfigError, match="no `extends` in a stored configuration"):
         load_stored_config(step / "config.toml")
     for tool in ("export", "convert", "generate"):
         assert titan(TOOLS[tool](step, tmp_path / "out")) == 2

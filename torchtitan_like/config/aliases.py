@@ -1,4 +1,4 @@
-"""Older spellings of settings (2025 files of TorchTitan) and what they are called today."""
+"""Older names of settings, from TorchTitan files of 2025, and their current names."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ RENAMED_CONVERTERS = {"float8": "quantize.linear.float8"}
 
 
 def current_path(path: Path) -> Path:
-    """Today's place of a setting; ``path`` itself if it has not moved."""
+    """Return the current path of a setting; the given path if it has not moved."""
     if path in RENAMED:
         return RENAMED[path]
-    # Parallelism had no section of its own: its keys lay in [training], the newest ones in [experimental].
-    if path[0] in ("experimental", "training") and path[1:] and path[1] in Parallelism.model_fields:
+    # Before [parallelism] existed, its keys were in [training] and [experimental].
+    is_parallelism = len(path) > 1 and path[1] in Parallelism.model_fields
+    if path[0] in ("experimental", "training") and is_parallelism:
         return ("parallelism", *path[1:])
     for old, new in MOVED_SECTIONS.items():
         if path[: len(old)] == old:
@@ -41,27 +42,36 @@ def current_path(path: Path) -> Path:
 
 def _current_value(path: Path, value: Any) -> Any:
     if path == ("model", "converters") and isinstance(value, list):
-        return [RENAMED_CONVERTERS.get(item, item) if isinstance(item, str) else item for item in value]
+        names = RENAMED_CONVERTERS
+        return [names.get(item, item) if isinstance(item, str) else item for item in value]
     return value
 
 
-def modernise(leaves: Leaves, origin: str) -> tuple[Leaves, list[Problem]]:
-    """Translate older names. Returns the leaves and one warning for each translation.
+def use_current_names(leaves: Leaves, origin: str) -> tuple[Leaves, list[Problem]]:
+    """Replace older names. Returns the leaves, and a warning for each replacement.
 
-    Giving a setting under two names is an error unless the values agree.
+    A setting under two names is an error unless the values agree.
     """
     given = {path: value for path, value in leaves if current_path(path) == path}
-    renewed: Leaves = []
-    findings = []
+    renamed: Leaves = []
+    problems = []
     for path, value in leaves:
-        new_path, new_value = current_path(path), _current_value(path, value)
-        old_key, new_key = ".".join(path), ".".join(new_path)
-        if [given.setdefault(new_path, value)] != [value]:  # in lists, as nan is itself only there
-            expected = f"no value under an older name of {new_key}, which has another value here"
-            findings.append(Problem(old_key, value, expected, f"remove {old_key}", origin))
+        new_path = current_path(path)
+        new_value = _current_value(path, value)
+        old_key = ".".join(path)
+        new_key = ".".join(new_path)
+        if [given.setdefault(new_path, value)] != [value]:  # lists compare nan by identity
+            expected = f"no value under an older name of {new_key}, which has another value"
+            problems.append(Problem(old_key, value, expected, f"remove {old_key}", origin))
             continue
-        if new_path != path or [new_value] != [value]:
-            text = f"is the older name of {new_key}" if new_path != path else f"is read as {show(new_value)}"
-            findings.append(Problem(old_key, value, text, "write the new name", origin, severity="warning"))
-        renewed.append((new_path, new_value))
-    return renewed, findings
+        if new_path != path:
+            text = f"is the older name of {new_key}"
+        elif [new_value] != [value]:
+            text = f"is read as {show(new_value)}"
+        else:
+            text = ""
+        if text:
+            remedy = "write the new name"
+            problems.append(Problem(old_key, value, text, remedy, origin, severity="warning"))
+        renamed.append((new_path, new_value))
+    return renamed, problems

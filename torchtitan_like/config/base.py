@@ -24,7 +24,7 @@ class Expected:
 
 
 class Section(BaseModel):
-    """One TOML table. It refuses unknown keys, wrong types and values out of range.
+    """One TOML table. Unknown keys, wrong types and values out of range are errors.
 
     No value is converted to another type.
     """
@@ -41,7 +41,8 @@ class Section(BaseModel):
         problems = [rule.problem(self) for rule in broken_rules(self.rules, self)]
         if problems:
             text = "; ".join(f"{problem.key}: {problem.expected}" for problem in problems)
-            raise PydanticCustomError("broken_rules", "{text}", {"text": text, "problems": problems})
+            context = {"text": text, "problems": problems}
+            raise PydanticCustomError("broken_rules", "{text}", context)
         return self
 
 

@@ -1,4 +1,4 @@
-"""Settings of [checkpoint] that contradict each other. Each rule first asks whether its feature is on."""
+"""Settings of [checkpoint] that contradict each other. A rule applies if its feature is enabled."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
         "initial_load_model_only",
         lambda c: c.enable and c.start == "warm" and not c.initial_load_model_only,
         'true with start = "warm", which loads the weights alone',
-        'set checkpoint.start = "auto" to continue the run of initial_load_path, or leave initial_load_model_only out',
+        'set checkpoint.start = "auto" to continue the run of initial_load_path, '
+        "or leave initial_load_model_only out",
         ("start",),
     ),
     Rule(
@@ -101,7 +102,8 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
         "scratch-with-weights",
         "start",
         lambda c: c.enable and c.start == "scratch" and _names_weights(c),
-        'neither checkpoint.initial_load_path nor initial_load_in_hf: "scratch" starts with new weights',
+        "neither checkpoint.initial_load_path nor initial_load_in_hf: "
+        '"scratch" starts with new weights',
         'set checkpoint.start = "warm" to use those weights, or remove them',
         ("initial_load_path", "initial_load_in_hf"),
     ),

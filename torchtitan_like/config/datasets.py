@@ -1,6 +1,6 @@
-"""Names that ``training.dataset`` and ``validation.dataset`` understand.
+"""Dataset names for `training.dataset` and `validation.dataset`.
 
-Relative paths in this table start at the package directory, where the shipped texts lie.
+Relative paths in this table start at the package directory, which contains the shipped datasets.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """Where the text behind a dataset name is, and how it is read.
+    """A named dataset: its files and how they are read.
 
-    ``path``: a shipped file of JSON lines, or files of the Hub as `DataSource.path` names them. ``streaming``: as
-    `DataSource.streaming`. ``note`` is told to the user when the name is used.
+    path: a shipped file of JSON lines, or files of the Hub as in `DataSource.path`.
+    streaming: as in `DataSource`. note: logged if a run uses the name.
     """
 
     path: str
@@ -23,7 +23,7 @@ class DatasetEntry:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether the text is here, with the package."""
+        """True if the dataset is part of the package."""
         return not self.path.startswith("hf://")
 
     @property
@@ -33,7 +33,7 @@ class DatasetEntry:
 
     @property
     def source_path(self) -> str:
-        """As `DataSource.path`."""
+        """The path as in `DataSource.path`."""
         return str(self.file) if self.is_shipped else self.path
 
 
@@ -51,5 +51,9 @@ DATASETS: dict[str, DatasetEntry] = {
 
 
 def datasets_for(section: str) -> dict[str, DatasetEntry]:
-    """Those that "training" or "validation" can use: a loss that is compared needs the same samples each time."""
-    return {name: entry for name, entry in DATASETS.items() if section == "training" or not entry.streaming}
+    """Return the datasets for "training" or "validation".
+
+    Validation compares losses on the same samples, so its datasets are not streamed.
+    """
+    may_stream = section == "training"
+    return {name: entry for name, entry in DATASETS.items() if may_stream or not entry.streaming}

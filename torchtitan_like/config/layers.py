@@ -1,4 +1,4 @@
-"""Layers of settings: reading TOML files (and the files they extend) and laying one layer over another."""
+"""Layers of settings: read TOML files with the files that they extend, and merge layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Layer", "delete", "lay", "parse_toml", "read_files"]
+__all__ = ["Layer", "delete", "leaves", "merge", "parse_toml", "read_files"]
 
 MAX_BYTES = 2**24  # of a TOML file
 
@@ -27,14 +27,14 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings of one origin as (path, value); ``origin`` is a file or "command line"."""
+    """Settings of one origin as (path, value). origin: a file, or "command line"."""
 
     origin: str
     leaves: list[tuple[Path, Any]]
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError, also for text that is nested too deeply or has integers of 10,000 digits."""
+    """Parse TOML. Raises ValueError, also for deep nesting and for integers of 10,000 digits."""
     try:
         table: dict[str, Any] = tomllib.loads(text)
     except RecursionError:
@@ -43,19 +43,22 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def read_files(file: str, *, may_extend: bool = True) -> tuple[list[Layer], list[Problem]]:
-    """Read a TOML file and all that it extends; the layers come base first."""
+    """Read a TOML file and the files that it extends. Returns layers, base first, and problems."""
     layers: list[Layer] = []
     chain: list[FilePath] = []
-    origin, mentioned_in = file, ""
+    origin = file
+    extended_by = ""
     while True:
         path = FilePath(origin).expanduser()
         resolved = path.resolve()
         if resolved in chain:
-            names = " -> ".join(step.name for step in [*chain[chain.index(resolved) :], resolved])
+            circle = [*chain[chain.index(resolved) :], resolved]
+            names = " -> ".join(member.name for member in circle)
             expected = f"files that do not extend each other in a circle: {names}"
-            return layers, [Problem("extends", origin, expected, "remove one of these `extends` lines", mentioned_in)]
+            remedy = "remove one of these `extends` lines"
+            return layers, [Problem("extends", origin, expected, remedy, extended_by)]
         chain.append(resolved)
-        table, problem = _read(path, mentioned_in)
+        table, problem = _read(path, extended_by)
         if problem is not None:
             return layers, [problem]
         base = table.pop("extends", None)
@@ -63,34 +66,39 @@ def read_files(file: str, *, may_extend: bool = True) -> tuple[list[Layer], list
         if base is None:
             return layers, []
         if not may_extend:
-            expected = "no `extends` in a config that is stored: it is complete, and names no other file"
-            return layers, [Problem("extends", base, expected, "use the config of a checkpoint you trust", origin)]
+            expected = "no `extends` in a stored configuration, which is complete"
+            remedy = "use the configuration of a checkpoint that you trust"
+            return layers, [Problem("extends", base, expected, remedy, origin)]
         if not isinstance(base, str):
-            return layers, [Problem("extends", base, "the path of one TOML file, in quotes", origin=origin)]
-        origin, mentioned_in = os.path.normpath(find_config(base, path.parent)), origin
+            expected = "the path of one TOML file, in quotes"
+            return layers, [Problem("extends", base, expected, origin=origin)]
+        extended_by = origin
+        origin = os.path.normpath(find_config(base, path.parent))
 
 
-def _read(path: FilePath, mentioned_in: str) -> tuple[dict[str, Any], Problem | None]:
-    """One file's content, or why it cannot be read. ``mentioned_in`` is the file that extends it, if any."""
-    key = "extends" if mentioned_in else "job.config_file"
-    where = mentioned_in or "command line"
+def _read(path: FilePath, extended_by: str) -> tuple[dict[str, Any], Problem | None]:
+    """Return the content of a file, or a problem. extended_by: the file that extends it, or ""."""
+    key = "extends" if extended_by else "job.config_file"
+    origin = extended_by or "command line"
     try:
         return parse_toml(read_file(path, MAX_BYTES).decode("utf-8-sig")), None
     except FileNotFoundError:
         folder = path.parent
-        known = sorted(other.name for other in folder.glob("*.toml")) if folder.is_dir() else []
-        remedy = f"{folder}/ holds: {', '.join(known[:12])}" if known else f"there is no TOML file in {folder}/"
-        return {}, Problem(key, str(path), "an existing file", remedy, where)
+        names = sorted(file.name for file in folder.glob("*.toml")) if folder.is_dir() else []
+        content = f"{folder}/ contains: {', '.join(names[:12])}"
+        remedy = content if names else f"there is no TOML file in {folder}/"
+        return {}, Problem(key, str(path), "an existing file", remedy, origin)
     except UnicodeDecodeError as error:
-        return {}, Problem("", None, f"UTF-8 text, byte {error.start} is not", "save the file as UTF-8", str(path))
+        expected = f"UTF-8 text; byte {error.start} is not UTF-8"
+        return {}, Problem("", None, expected, "save the file as UTF-8", str(path))
     except ValueError as error:
-        return {}, Problem("", None, f"valid TOML, found: {error}", "correct that line", str(path))
+        return {}, Problem("", None, f"valid TOML; {error}", "correct that line", str(path))
     except OSError as error:
-        return {}, Problem(key, str(path), f"a readable file ({error.strerror})", "", where)
+        return {}, Problem(key, str(path), f"a readable file ({error.strerror})", "", origin)
 
 
 def leaves(table: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value below ``table`` with its path; an empty table is a value."""
+    """Yield every value below a table with its path. An empty table is a value."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, name))
@@ -98,8 +106,8 @@ def leaves(table: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, An
             yield (*path, name), value
 
 
-def lay(layers: list[Layer]) -> tuple[dict[str, Any], dict[Path, str]]:
-    """Merge layers, the last one on top. Returns the nested tables and where each value came from."""
+def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Merge layers, the last one on top. Returns the nested tables and the origin of each value."""
     merged: dict[str, Any] = {}
     origins: dict[Path, str] = {}
     for layer in layers:
@@ -110,18 +118,18 @@ def lay(layers: list[Layer]) -> tuple[dict[str, Any], dict[Path, str]]:
                     table[name] = {}
                     origins.pop(path[:depth], None)
                 table = table[name]
-            if value == {} and isinstance(table.get(path[-1]), dict):
-                continue
-            if isinstance(table.get(path[-1]), dict):  # a table that the value replaces
-                for below in [known for known in origins if known[: len(path)] == path]:
-                    del origins[below]
+            if isinstance(table.get(path[-1]), dict):
+                if value == {}:
+                    continue
+                for replaced in [other for other in origins if other[: len(path)] == path]:
+                    del origins[replaced]
             table[path[-1]] = value
             origins[path] = layer.origin
     return merged, origins
 
 
 def delete(tables: dict[str, Any], path: Path) -> bool:
-    """Remove what lies at ``path``; False if nothing lies there."""
+    """Remove the value at a path. Returns False if there is none."""
     for name in path[:-1]:
         tables = tables.get(name, {})
         if not isinstance(tables, dict):

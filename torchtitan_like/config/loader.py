@@ -1,4 +1,4 @@
-"""TOML file < command line -> one checked, frozen JobConfig, or every problem at once."""
+"""Load a configuration: TOML files and the command line become one checked, frozen JobConfig."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from torchtitan_like.config.aliases import modernise
-from torchtitan_like.config.cli import ORIGIN as COMMAND_LINE
-from torchtitan_like.config.cli import parse_arguments, suggest_key, wants_help
+from torchtitan_like.config.aliases import use_current_names
+from torchtitan_like.config.arguments import ORIGIN as COMMAND_LINE
+from torchtitan_like.config.arguments import parse_arguments, suggest_key, wants_help
 from torchtitan_like.config.fields import Path, find, names_at
-from torchtitan_like.config.layers import Layer, delete, lay, read_files
+from torchtitan_like.config.layers import Layer, delete, merge, read_files
 from torchtitan_like.config.problems import ConfigError, Problem, nearest
 from torchtitan_like.config.schema import JobConfig
 from torchtitan_like.util.modules import is_file_name
 
-# What pydantic adds to the place of a fault: in a table's own names, and in a value that could be of two types.
+# Path components of pydantic errors that are no keys: for the names of tables, and for unions.
 _NO_KEYS = ("[key]", "int", "float")
-MOST_SUGGESTIONS = 50  # in one configuration
+# Suggestions for misspelled names are slow to compute.
+MAX_SUGGESTIONS = 50
 CUSTOM_IMPORT = ("experimental", "custom_import")
 
 
 def load_config(argv: list[str]) -> JobConfig:
-    """Read ``--job.config_file`` and what it extends, lay the other arguments over it and check the whole.
+    """Load and check the configuration of a command line: `--job.config_file` and other settings.
 
-    Precedence: command line > TOML file > file named by its ``extends`` > defaults. ``--help`` prints all settings and
-    exits with 0. Raises ConfigError with every problem found.
+    Precedence: command line > TOML file > the file that it extends > defaults. `--help` prints all
+    settings and exits with 0. Raises ConfigError with every problem.
     """
     if wants_help(argv):
         from torchtitan_like.config.document import help_text
@@ -44,47 +45,57 @@ def load_config(argv: list[str]) -> JobConfig:
     if file is not None:
         layers, unreadable = read_files(file)
     config = build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
-    config._notices += tuple(_unread(layers))
+    config._notices += tuple(_ignored_config_files(layers))
     return config
 
 
 def load_stored_config(file: FilePath, settings: Sequence[str] = ()) -> JobConfig:
-    """Load the config that a run or a checkpoint has stored, with `settings` of the command line over it.
+    """Load the configuration that a run or a checkpoint has stored.
 
-    It is complete: a file that it `extends` would be somebody else's choice of a file to read, and is refused. Raises
-    ConfigError with every problem found.
+    A stored configuration is complete. `extends` is refused: the author of a checkpoint must not
+    choose files of this machine to read.
+
+    settings: arguments that override it. Raises ConfigError with every problem.
     """
     arguments, problems = parse_arguments(list(settings))
     layers, unreadable = read_files(str(file), may_extend=False)
     return build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
 
 
-def _unread(layers: list[Layer]) -> Iterator[Problem]:
-    """A file that is named in a file is not read."""
+def _ignored_config_files(layers: list[Layer]) -> Iterator[Problem]:
+    """Yield a warning for each file that sets job.config_file."""
     for layer in layers:
         for path, value in layer.leaves:
             if path == ("job", "config_file"):
-                text = "has no effect in a file: it stands for a file to read on the command line alone"
-                remedy = 'to start from another file write `extends = "..."` at the top'
-                yield Problem("job.config_file", value, text, remedy, layer.origin, severity="warning")
+                yield Problem(
+                    "job.config_file",
+                    value,
+                    "has no effect in a file: only the command line names the file to read",
+                    'to extend another file, write `extends = "..."` at the top',
+                    layer.origin,
+                    severity="warning",
+                )
 
 
-def build_config(layers: list[Layer], problems: list[Problem] | None = None, *, complete: bool = True) -> JobConfig:
-    """Check ``layers``, the last one on top.
+def build_config(
+    layers: list[Layer], problems: list[Problem] | None = None, *, complete: bool = True
+) -> JobConfig:
+    """Merge layers, the last one on top, and check the result.
 
-    ``problems`` are those met while reading them; ``complete`` is False if a layer is missing. Raises ConfigError.
+    problems: from reading the layers. complete: False if a layer is missing.
+    Raises ConfigError with every problem.
     """
     problems = list(problems or [])
     notices = []
     current = []
     for layer in layers:
-        leaves, findings = modernise(layer.leaves, layer.origin)
-        leaves = [(path, _none_word(path, value)) for path, value in leaves]
+        leaves, alias_problems = use_current_names(layer.leaves, layer.origin)
+        leaves = [(path, _parse_none(path, value)) for path, value in leaves]
         leaves = [(path, _absolute_code_file(path, value, layer.origin)) for path, value in leaves]
         current.append(Layer(layer.origin, leaves))
-        problems += [finding for finding in findings if finding.severity == "error"]
-        notices += [finding for finding in findings if finding.severity == "warning"]
-    merged, origins = lay(current)
+        problems += [problem for problem in alias_problems if problem.severity == "error"]
+        notices += [problem for problem in alias_problems if problem.severity == "warning"]
+    merged, origins = merge(current)
     config, faulty = _validate(merged, origins, problems)
     if config is not None:
         config._origins.update({".".join(path): origin for path, origin in origins.items()})
@@ -96,8 +107,8 @@ def build_config(layers: list[Layer], problems: list[Problem] | None = None, *, 
     return config
 
 
-def _none_word(path: Path, value: Any) -> Any:
-    """TOML has no null: the word "None" stands for it where None is allowed."""
+def _parse_none(path: Path, value: Any) -> Any:
+    """Return None for the word "None" where None is allowed, else the value. TOML has no null."""
     setting = find(path) if value == "None" else None
     return None if setting is not None and (setting.optional or setting.is_free) else value
 
@@ -117,10 +128,11 @@ def _absolute_code_file(path: Path, value: Any, origin: str) -> Any:
 def _validate(
     merged: dict[str, Any], origins: dict[Path, str], problems: list[Problem]
 ) -> tuple[JobConfig | None, set[str]]:
-    """Validate; each faulty value is reported in ``problems``, put back to its default, and the rest validated again.
+    """Validate the merged tables, and add each faulty value to `problems`.
 
-    So a conflict between two keys is found although a third one is misspelt. Returns the configuration that is left and
-    the keys that were put back.
+    A faulty value is reset to its default, and the rest is validated again. So a misspelled key
+    does not hide a conflict between two others. Returns the configuration, or None, and the keys
+    of the reset values.
     """
     faulty: set[str] = set()
     while True:
@@ -133,10 +145,12 @@ def _validate(
                 if error["type"] == "broken_rules":
                     removed |= _report_broken_rules(path, error, merged, origins, faulty, problems)
                 else:
-                    if path[-1] in _NO_KEYS and error["type"] != "extra_forbidden" and find(path) is None:
+                    is_unknown = error["type"] == "extra_forbidden"
+                    if path[-1] in _NO_KEYS and not is_unknown and find(path) is None:
                         path = path[:-1]
-                    if ".".join(path) not in faulty:  # an item that could have been of two types is refused twice
-                        problems.append(_explain(path, error, origins, len(problems) < MOST_SUGGESTIONS))
+                    if ".".join(path) not in faulty:  # pydantic reports each type of a union
+                        may_suggest = len(problems) < MAX_SUGGESTIONS
+                        problems.append(_explain(path, error, origins, may_suggest))
                     faulty.add(".".join(path))
                     removed |= delete(merged, path) or delete(merged, path[:-1])
             if not removed:
@@ -151,7 +165,7 @@ def _report_broken_rules(
     faulty: set[str],
     problems: list[Problem],
 ) -> bool:
-    """Report the broken rules of one section and reset the keys that they involve to their defaults.
+    """Report the broken rules of one section and reset their keys to the defaults.
 
     Returns False if there was nothing to reset.
     """
@@ -174,11 +188,15 @@ def _report_broken_rules(
 
 
 def _explain(path: Path, error: Any, origins: dict[Path, str], may_suggest: bool) -> Problem:
-    """One finding of pydantic in the words of this project. may_suggest: look for names that are near, which is slow."""
-    key, kind, value = ".".join(path), error["type"], error["input"]
+    """Translate an error of pydantic. may_suggest: search for similar names, which is slow."""
+    key = ".".join(path)
+    kind = error["type"]
+    value = error["input"]
     origin = _origin_of(path, origins)
     if kind == "extra_forbidden":
-        return _unknown(path, value, origin) if may_suggest else Problem(key, value, "a known setting", "", origin)
+        if may_suggest:
+            return _describe_unknown(path, value, origin)
+        return Problem(key, value, "a known setting", "", origin)
     setting = find(path)
     if setting is None:
         return Problem(key, value, error["msg"], "", origin)
@@ -186,17 +204,20 @@ def _explain(path: Path, error: Any, origins: dict[Path, str], may_suggest: bool
         return Problem(key, None, setting.expected, f"add `{path[-1]} = ...`", origin)
     if setting.path != path and setting.is_named_tables:
         remedy = "" if isinstance(value, str) else f"write [{key}] and its settings below"
-        return Problem(key, value, "a table of settings, named with letters, digits, - and _", remedy, origin)
-    return Problem(key, value, setting.expected, _remedy(setting.expected, setting.choices, value), origin)
+        expected = "a table of settings, named with letters, digits, - and _"
+        return Problem(key, value, expected, remedy, origin)
+    remedy = _suggest_value(setting.expected, setting.choices, value)
+    return Problem(key, value, setting.expected, remedy, origin)
 
 
-def _remedy(expected: str, choices: tuple[str, ...], value: Any) -> str:
-    """How a value of the wrong type or spelling is corrected, where that can be told."""
+def _suggest_value(expected: str, choices: tuple[str, ...], value: Any) -> str:
+    """Return the remedy for a value of the wrong type or spelling, or ""."""
     if isinstance(value, str):
         word = value.strip().lower()
         if choices:
             return nearest(value, choices)
-        if _is_number(word) and expected.startswith("an integer") and not word.lstrip("+-").isdecimal():
+        is_decimal = word.lstrip("+-").isdecimal()
+        if _is_number(word) and expected.startswith("an integer") and not is_decimal:
             return f"write {int(float(word))}" if float(word).is_integer() else ""
         if _is_number(word) and expected.startswith(("an integer", "a number")):
             return f"remove the quotes: {word}"
@@ -206,8 +227,9 @@ def _remedy(expected: str, choices: tuple[str, ...], value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and expected.startswith("an integer"):
         return f"write {int(value)}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    wants_words = expected.startswith("a string") or ('"' in expected and not expected.startswith("a number"))
-    return f'put it in quotes: "{value}"' if is_number and wants_words else ""
+    is_choice = '"' in expected and not expected.startswith("a number")
+    expects_string = expected.startswith("a string") or is_choice
+    return f'put it in quotes: "{value}"' if is_number and expects_string else ""
 
 
 def _is_number(word: str) -> bool:
@@ -218,9 +240,10 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _unknown(path: Path, value: Any, origin: str) -> Problem:
-    """A section or key that the schema does not know."""
-    key, parent = ".".join(path), path[:-1]
+def _describe_unknown(path: Path, value: Any, origin: str) -> Problem:
+    """Return the problem of a section or key that the schema does not have."""
+    key = ".".join(path)
+    parent = path[:-1]
     siblings = names_at(parent)
     remedy = nearest(path[-1], siblings, prefix="".join(f"{name}." for name in parent))
     if isinstance(value, dict) and not parent:
@@ -230,12 +253,12 @@ def _unknown(path: Path, value: Any, origin: str) -> Problem:
 
 
 def _origin_of(path: Path, origins: dict[Path, str]) -> str:
-    """Where the value at ``path``, around it, or below it was written."""
+    """Return the origin of the value at a path, of a table around it, or of a value below it."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]
     for length in range(len(path), 0, -1):
-        for known, origin in origins.items():
-            if known[:length] == path[:length]:
+        for written, origin in origins.items():
+            if written[:length] == path[:length]:
                 return origin
     return "default"

@@ -1,4 +1,4 @@
-"""Settings that are accepted, so that TorchTitan's files load, although their feature is not available yet."""
+"""Settings that are accepted, so that files of TorchTitan load, but have no feature yet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ if TYPE_CHECKING:
     from torchtitan_like.config.schema import JobConfig
 
 
-def _not_available(key: str, is_requested: Callable[[JobConfig], bool], remedy: str) -> Rule[JobConfig]:
+def _not_available(
+    key: str, is_requested: Callable[[JobConfig], bool], remedy: str
+) -> Rule[JobConfig]:
+    """Return the rule that a feature is not requested."""
     return Rule(
-        f"not-available-{key}", key, is_requested, NOT_AVAILABLE_YET, remedy, severity="training_error"
+        f"not-available-{key}",
+        key,
+        is_requested,
+        NOT_AVAILABLE_YET,
+        remedy,
+        severity="training_error",
     )
 
 
@@ -33,16 +41,22 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
         "fault_tolerance.enable", lambda config: config.fault_tolerance.enable, "set it to false"
     ),
     _not_available(
-        "memory_estimation.enable", lambda config: config.memory_estimation.enable, "set it to false"
+        "memory_estimation.enable",
+        lambda config: config.memory_estimation.enable,
+        "set it to false",
     ),
-    _not_available("comm.mode", lambda config: config.comm.mode != "default", 'set it to "default"'),
+    _not_available(
+        "comm.mode", lambda config: config.comm.mode != "default", 'set it to "default"'
+    ),
     _not_available(
         "debug.moe_force_load_balance",
         lambda config: config.debug.moe_force_load_balance,
         "set it to false",
     ),
     _not_available(
-        "job.custom_config_module", lambda config: bool(config.job.custom_config_module), "leave it out"
+        "job.custom_config_module",
+        lambda config: bool(config.job.custom_config_module),
+        "leave it out",
     ),
     _not_available(
         "experimental.custom_args_module",

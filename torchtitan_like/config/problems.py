@@ -1,4 +1,4 @@
-"""A problem of a configuration as it is reported: what was given, what was expected, what to do."""
+"""Problems of a configuration: the given value, the expected value, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config.schema import JobConfig
 
 
-# "training_error": an error when about to train, a warning in a check, which may run on another machine.
+# "training_error": an error before training, and a warning in a check on any machine.
 Severity = Literal["error", "warning", "training_error"]
 NOT_AVAILABLE_YET = "not available yet"
 MAX_LINES = 200  # of a report
@@ -24,10 +24,13 @@ NO_EFFECT = "has no effect in this run"
 class Problem:
     """Something wrong with a configuration, or worth a warning.
 
-    key: dotted ("training.steps"); empty if no single setting is to blame. value: None is not shown.
-    expected: follows the word "expected" in an error; in a warning it states what happens instead. remedy: what to do.
+    key: dotted ("training.steps"); empty if no single setting is wrong.
+    value: None is not shown.
+    expected: follows the word "expected" in an error. In a warning it states what happens instead.
+    remedy: what to do.
     origin: where the value was written ("debug.toml", "command line", "default").
-    involves: the other settings that the rule reads. rule: the rule's name, if it has one.
+    involves: the other settings that the rule reads.
+    rule: the rule's name, if it has one.
     """
 
     key: str
@@ -59,8 +62,8 @@ class Problem:
 class ConfigError(Exception):
     """Every problem of one configuration.
 
-    partial: the configuration with each faulty value replaced by its default, or None if there is none. Later checks
-    use it to report their problems at the same time. faulty: the dotted keys of the replaced values.
+    partial: the configuration with the default of each faulty value, or None. Later checks use it
+    to report their problems at the same time. faulty: the dotted keys of the faulty values.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class ConfigError(Exception):
 
 
 def report(problems: Iterable[Problem]) -> str:
-    """Return all problems as text without credentials: a count, errors, then warnings, one line each."""
+    """Return all problems as text without credentials: errors, then warnings, one line each."""
     problems = list(problems)
     errors = [problem for problem in problems if problem.severity != "warning"]
     warnings = [problem for problem in problems if problem.severity == "warning"]
@@ -95,7 +98,7 @@ def report(problems: Iterable[Problem]) -> str:
 
 
 def merge_no_effect(problems: Iterable[Problem]) -> list[Problem]:
-    """Replace two or more warnings about settings without effect with one warning that lists them."""
+    """Merge two or more warnings about settings without effect into one."""
     problems = list(problems)
     idle = [problem for problem in problems if problem.has_no_effect]
     if len(idle) < 2:
@@ -127,9 +130,9 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """Return the remedy for a misspelled name (``did you mean "steps"?``), or "" if no candidate is similar.
+    """Return the remedy for a misspelled name (`did you mean "steps"?`), or "".
 
-    prefix: is put before the suggested name.
+    prefix: of the suggested name in the remedy.
     """
     names = {name.lower(): name for name in candidates}
     matches = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.65)

@@ -1,4 +1,4 @@
-"""The one type of rule: when a setting is wrong, what was expected of it, and what to do about it."""
+"""The type of all rules: when a setting is wrong, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ Subject = TypeVar("Subject")
 class Rule(Generic[Subject]):
     """A setting is wrong, or deserves a warning, if `when` returns True.
 
-    Subject: what `when` and the texts read. For `Section.rules` it is the section, and keys are relative to it. For the
-    rules of preflight it is a `RunContext`, and keys are dotted. Rules never refuse a setting of a disabled feature.
+    Subject: what `when`, `expected` and `remedy` read. For `Section.rules` it is the section, and
+    keys are relative to it. For the rules of preflight it is a `RunContext`, and keys are dotted.
+    Rules never refuse a setting of a disabled feature.
 
-    name: stable and unique, for tests and docs. key: the setting to blame. expected: follows the word "expected" in an
-    error; in a warning it states what happens instead. involves: other settings that `when` reads.
+    name: stable and unique, for tests and docs.
+    key: the setting to report.
+    expected: follows the word "expected" in an error. In a warning it states what happens instead.
+    involves: other settings that `when` reads.
     """
 
     name: str

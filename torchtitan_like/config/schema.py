@@ -13,7 +13,7 @@ from torchtitan_like.config.problems import Problem
 
 
 class JobConfig(Section):
-    """A checked configuration. Sections and keys carry the names of TorchTitan v0.2.2 where it has the setting."""
+    """A checked configuration. Names are those of TorchTitan v0.2.2 where it has the setting."""
 
     job: sections_run.Job = sections_run.Job()
     profiling: sections_run.Profiling = sections_run.Profiling()
@@ -49,12 +49,18 @@ class JobConfig(Section):
         return value
 
     def origin_of(self, key: str) -> str:
-        """Return where a dotted key, or the first key below it, was written: a file, "command line", or "default"."""
-        below = (origin for written, origin in self._origins.items() if written.startswith(f"{key}."))
+        """Return where a dotted key, or the first key below it, was written.
+
+        This is a file, "command line", or "default".
+        """
+        prefix = f"{key}."
+        below = (origin for written, origin in self._origins.items() if written.startswith(prefix))
         return self._origins.get(key) or next(below, "default")
 
     def layer_of(self, key: str) -> int:
-        """Return the layer of a key's origin: 0 for defaults, then the extended file, the file, the command line."""
+        """Return the layer of a key's origin. 0: defaults; then the extended file, the file, the
+        command line.
+        """
         origin = self.origin_of(key)
         return 0 if origin == "default" else 1 + self._layers.index(origin)
 
@@ -63,7 +69,7 @@ class JobConfig(Section):
         return self.origin_of(key) != "default"
 
     def locate(self, problem: Problem) -> Problem:
-        """Add to a problem the value of its setting, and the origin of the first written setting that it involves."""
+        """Add the value of a problem's setting, and the origin of the first written setting."""
         has_value = "." in problem.key and problem.key != "model.args"
         value = self.value_of(problem.key) if has_value else None
         written = [key for key in (problem.key, *problem.involves) if self.is_set(key)]

@@ -86,7 +86,8 @@ class Parallelism(Section):
     )
     pipeline_parallel_last_stage_less_layers: int = field(
         1,
-        "By how many layers the last stage is smaller than the others, to balance the output layer.",
+        "By how many layers the last stage is smaller than the others, to balance the output "
+        "layer.",
         ge=0,
         needs=(PIPELINE, EVEN_STAGES),
     )

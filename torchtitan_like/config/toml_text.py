@@ -15,10 +15,10 @@ _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
 def dump_toml(config: JobConfig) -> str:
-    """Every setting with its resolved value, section by section, without credentials (`mask_text`).
+    """Return every setting with its resolved value, section by section, without credentials.
 
-    Settings that are None are left out if that is their default, and written as the word "None" otherwise: TOML has no
-    null. ``job.config_file`` is left out: it has no meaning in a file.
+    TOML has no null: None is left out if it is the default, else it is written as the word "None".
+    `job.config_file` is left out, because it has no effect in a file.
     """
     blocks: list[str] = []
     for setting in settings_of(JobConfig):
@@ -27,7 +27,9 @@ def dump_toml(config: JobConfig) -> str:
 
 
 def _write_section(section: Section, path: Path, blocks: list[str]) -> None:
-    lines, tables = [], []
+    """Append the TOML blocks of a section and its sub-tables."""
+    lines = []
+    tables = []
     for setting in settings_of(type(section), path):
         value = getattr(section, setting.path[-1])
         if setting.is_named_tables:
@@ -42,7 +44,8 @@ def _write_section(section: Section, path: Path, blocks: list[str]) -> None:
         if isinstance(table, Section):
             _write_section(table, table_path, blocks)
         elif table:
-            body = "".join(f"{_key((name,))} = {toml_value(mask_values(item))}\n" for name, item in table.items())
+            values = {name: toml_value(mask_values(value)) for name, value in table.items()}
+            body = "".join(f"{_key((name,))} = {value}\n" for name, value in values.items())
             blocks.append(f"[{_key(table_path)}]\n{body}")
 
 
@@ -51,7 +54,7 @@ def _key(path: Path) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value in TOML."""
+    """Return a value as TOML text."""
     if value is None:
         return '"None"'
     if isinstance(value, bool):
@@ -63,7 +66,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key((name,))} = {toml_value(item)}" for name, item in value.items()) + "}"
+        items = (f"{_key((name,))} = {toml_value(item)}" for name, item in value.items())
+        return "{" + ", ".join(items) + "}"
     return str(value)
 
 

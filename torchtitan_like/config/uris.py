@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 LOCAL_FOLDER = (
-    "a folder, not a URI: a checkpoint is committed by renaming its folder, which needs a POSIX file system"
+    "a folder, not a URI: a checkpoint is committed by renaming its folder, "
+    "which needs a POSIX file system"
 )
 COPY_LATER = (
     "save to a local or shared folder; `titan ckpt offload` copies finished checkpoints elsewhere"

@@ -217,7 +217,7 @@ def run_command(python: str, plan: Launch, folder: Path) -> list[str]:
 
 def shown_command(command: Sequence[str], settings: Sequence[str], num_threads: str) -> str:
     """Return the command for the terminal: values of settings that may hold a secret are masked."""
-    from torchtitan_like.config.cli import mask_arguments
+    from torchtitan_like.config.arguments import mask_arguments
 
     return f"OMP_NUM_THREADS={num_threads} {shlex.join([*command, *mask_arguments(settings)])}"
 

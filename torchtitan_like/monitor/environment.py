@@ -129,7 +129,8 @@ def write_environment(
     Each is sorted plain text, so that `diff -r` of two attempts shows what changed. Only the user can read them. git may
     take seconds: run this in a thread.
     """
-    from torchtitan_like.config.cli import mask_arguments  # brings the schema, which few users of this module need
+    # Imports the schema, which few users of this module need.
+    from torchtitan_like.config.arguments import mask_arguments
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     variables = dict(os.environ) if variables is None else variables

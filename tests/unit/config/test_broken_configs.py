@@ -116,10 +116,10 @@ CASES = [
            [("training.seq_len", "at most the model's max_seq_len = 1024")]),
     Broken("layout does not fit the world", "[parallelism]\ndata_parallel_shard_degree = 3",
            [("parallelism", "but the world has 2 ranks")]),
-    Broken("missing base", 'extends = "nowhere.toml"', [("extends", "holds: broken.toml")]),
+    Broken("missing base", 'extends = "nowhere.toml"', [("extends", "contains: broken.toml")]),
     Broken("base is not a path", "extends = 3", [("extends", "the path of one TOML file")]),
     Broken("extends itself", 'extends = "broken.toml"', [("extends", "broken.toml -> broken.toml")]),
-    Broken("TOML syntax", "[training]\nsteps = \n", [("", "valid TOML, found: Invalid value (at line 2, column 9)")]),
+    Broken("TOML syntax", "[training]\nsteps = \n", [("", "valid TOML; Invalid value (at line 2, column 9)")]),
     Broken("accumulation with the optimizer in backward",
            "[optimizer]\nearly_step_in_backward = true\n[training]\nglobal_batch_size = 32",
            [("optimizer.early_step_in_backward", "gradient accumulation over 2 passes")]),
@@ -162,10 +162,10 @@ CASES = [
            origin="command line"),
     Broken("CLI: no value", "", [("training.steps", "write --training.steps VALUE")], ("--training.steps",),
            origin="command line"),
-    Broken("CLI: stray word", "", [("", 'the stray word "now"')], ("--checkpoint.enable", "now"),
+    Broken("CLI: stray word", "", [("", 'not the word "now"')], ("--checkpoint.enable", "now"),
            origin="command line"),
-    Broken("CLI: bytes that are no text", "", [("", r'the word "--job.dump_folder=\xff"')], ("--job.dump_folder=\udcff",),
-           origin="command line"),
+    Broken("CLI: bytes that are not UTF-8", "", [("", r'UTF-8 text, not "--job.dump_folder=\xff"')],
+           ("--job.dump_folder=\udcff",), origin="command line"),
     Broken("CLI: value for a no_ flag", "", [("checkpoint.no_enable", "the flag itself means false")],
            ("--checkpoint.no_enable=true",), origin="command line"),
 ]  # fmt: skip
@@ -234,7 +234,7 @@ def test_circle_of_three_files(tmp_path: Path) -> None:
 
 def test_missing_config_file_names_those_there(tmp_path: Path) -> None:
     (tmp_path / "debug.toml").touch()
-    with pytest.raises(ConfigError, match=r"holds: debug\.toml"):
+    with pytest.raises(ConfigError, match=r"contains: debug\.toml"):
         load_checked(["--job.config_file", str(tmp_path / "debgu.toml")], None, training=False)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.harness.secrets import SECRET_VARIABLES, new_secret, with_secret
-from torchtitan_like.config.cli import mask_arguments
+from torchtitan_like.config.arguments import mask_arguments
 from torchtitan_like.monitor.environment import (
     RECORDED,
     HashKey,
