@@ -18,9 +18,11 @@ from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import World
+from torchtitan_like.models.layers.moe import describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, has_documents, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import add_file
@@ -228,7 +230,9 @@ def build_model(
         with_tokens=with_tokens,
     )
     args = fit_positions(args, max_seq_len)
-    return build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
+    built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
+    dtype = DTYPES[sections.training.mixed_precision_param]
+    return built._replace(lines=[*built.lines, *describe_experts(built.parts, dtype)])
 
 
 @dataclass(frozen=True)

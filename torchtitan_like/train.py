@@ -59,7 +59,7 @@ from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.head import total_of
-from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.overflow import OverflowDetector
@@ -172,7 +172,7 @@ class Trainer:
         # Model: built on meta, sharded, materialized, then initialized from the seed.
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {self.args}")
-        logger.info(f"Model {name} size: {self.spec.num_params(self.args):,} total parameters")
+        logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
         sections = model_sections(config)
         model = build_model(
             sections,

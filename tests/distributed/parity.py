@@ -130,7 +130,7 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
 
     def traced_clip(max_norm: float) -> torch.Tensor:
         if mutation:
-            MUTATIONS[mutation](trainer)
+            (MUTATIONS | EXPERT_MUTATIONS)[mutation](trainer)
         trace.gradients.append(of_all_stages(trainer, {name: full(p.grad) for name, p in trainer.optimizer.named}))
         return clip(max_norm)
 
@@ -211,6 +211,10 @@ MUTATIONS: dict[str, Callable[[Trainer], None]] = {
     "one micro-batch dropped": lambda trainer: None,
     "ranks swapped": _swap_ranks,
     "rank 0's tokens uncounted": lambda trainer: None,
+}
+EXPERT_MUTATIONS: dict[str, Callable[[Trainer], None]] = {
+    "expert gradients x 2": _scale("moe.experts", 2.0),
+    "router gradient x 2": _scale("moe.router", 2.0),
 }
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SAVED_OPS = (
     "mm.default",
     "addmm.default",
+    "_grouped_mm.default",
+    "torchtitan_like.rows_times_groups.default",
     "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_efficient_attention.default",
     "_scaled_dot_product_cudnn_attention.default",

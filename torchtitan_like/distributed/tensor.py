@@ -60,6 +60,9 @@ RULES = {
     "output": Rule(shard_dim=0, gather_input="own", output="logits"),
     "norm": Rule(shard_dim=None, partial_gradient="sequence parallel"),
     "head_norm": Rule(shard_dim=None, partial_gradient="always"),
+    # Each rank routes and computes its own part of the sequence, with all experts.
+    "router": Rule(shard_dim=None, partial_gradient="sequence parallel"),
+    "experts": Rule(shard_dim=None, partial_gradient="sequence parallel"),
 }
 
 

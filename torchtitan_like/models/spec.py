@@ -32,8 +32,7 @@ SHARDING_ROLES = {
     "head_norm": "norm of each attention head: weight replicated, heads sharded, gradient partial",
     "latent": "replicated, with the same computation on every rank",
     "router": "weight replicated, input sharded over the sequence, gradient partial",
-    "experts": "stacked expert weights, sharded over experts",
-    "shared_expert": "expert for every token, sharded like column and row",
+    "experts": "stacked expert weights; replicated, input and gradient as for the router",
     "buffer_state": "statistic without a gradient, stored with the weights",
 }
 
@@ -122,6 +121,7 @@ class ModelSpec:
     hf_config(A)             content of Hugging Face's config.json
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
+    num_active_params(A)     number of parameters that compute a token, for a mixture of experts
     """
 
     name: str
@@ -142,6 +142,7 @@ class ModelSpec:
     hf_config: Callable[[Any], dict[str, Any]]
     meta_names: Callable[[Any], Rows] | None = None
     stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
+    num_active_params: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted({role for _, role in self.sharding} - SHARDING_ROLES.keys())
@@ -229,6 +230,14 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_type_name(option) for option in get_args(hint))
     return "nothing" if hint is type(None) else str(hint.__name__)
+
+
+def describe_size(spec: ModelSpec, args: Any) -> str:
+    """Return the number of parameters for the log, and of those that compute a token if they are fewer."""
+    total = spec.num_params(args)
+    active = spec.num_active_params(args) if spec.num_active_params else total
+    text = f"{total:,} total parameters"
+    return text if active == total else f"{text}, {active:,} active for each token"
 
 
 def fit_positions(args: Any, num_positions: int) -> Any:

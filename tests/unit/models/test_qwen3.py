@@ -140,6 +140,8 @@ def test_every_parameter_has_one_word_and_one_rule(tied):
         assert sum(fnmatchcase(name, pattern) for pattern, _ in QWEN.sharding) == 1, name
         assert any(fnmatchcase(name, pattern) for pattern, _ in QWEN.init_table(args)), name
     if not tied:
+        _, experts = build({"num_experts": 4, "top_k": 2, **UNTIED})
+        names += shapes_of(experts)
         for pattern, _ in (*QWEN.sharding, *QWEN.init_table(args)):
             assert any(fnmatchcase(name, pattern) for name in names), pattern
 

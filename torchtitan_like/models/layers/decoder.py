@@ -38,23 +38,31 @@ class DecoderArgs(Protocol):
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then the feed-forward network. Each reads normed input and adds to the residual.
+    """Attention, then a feed-forward network or experts. Each reads normed input and adds to the residual.
 
-    attention(x, positions, mask) and feed_forward(x) map (batch, seq, dim) to the same shape.
+    attention(x, positions, mask), feed_forward(x), and moe(x) map (batch, seq, dim) to the same
+    shape. A block has either `feed_forward` or `moe`; the other one is None.
     """
 
     def __init__(
-        self, args: DecoderArgs, attention: nn.Module, feed_forward: nn.Module
+        self,
+        args: DecoderArgs,
+        attention: nn.Module,
+        feed_forward: nn.Module | None = None,
+        moe: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.attention = attention
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward = feed_forward
+        self.moe = moe
 
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         h = x + self.attention(self.attention_norm(x), positions, mask)
-        out: Tensor = h + self.feed_forward(self.ffn_norm(h))
+        network = self.feed_forward if self.moe is None else self.moe
+        assert network is not None
+        out: Tensor = h + network(self.ffn_norm(h))
         return out
 
 

@@ -1,4 +1,4 @@
-"""The dense Qwen3 family: registers its `ModelSpec`."""
+"""The Qwen3 family, dense and mixture of experts: registers its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ register(
         last_modules=("norm", "output"),
         init_table=flavors.init_table,
         num_params=flavors.num_params,
+        num_active_params=flavors.num_active_params,
         flops_per_token=flavors.flops_per_token,
         constraints=sharding.constraints,
         check=flavors.check,

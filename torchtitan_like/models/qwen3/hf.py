@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.qwen3.flavors import Qwen3Args
 
-_NAMES = (
+_NAMES: tuple[tuple[str, str], ...] = (
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
     ("layers.{}.attention.wq.weight", "model.layers.{}.self_attn.q_proj.weight"),
@@ -23,23 +23,51 @@ _NAMES = (
     ("layers.{}.feed_forward.w1.weight", "model.layers.{}.mlp.gate_proj.weight"),
     ("layers.{}.feed_forward.w2.weight", "model.layers.{}.mlp.down_proj.weight"),
     ("layers.{}.feed_forward.w3.weight", "model.layers.{}.mlp.up_proj.weight"),
+    ("layers.{}.moe.router.gate.weight", "model.layers.{}.mlp.gate.weight"),
     ("norm.weight", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
+)
+# The published models have a tensor for each expert.
+_EXPERTS = (
+    ("layers.{}.moe.experts.w1", "model.layers.{}.mlp.experts.{e}.gate_proj.weight"),
+    ("layers.{}.moe.experts.w2", "model.layers.{}.mlp.experts.{e}.down_proj.weight"),
+    ("layers.{}.moe.experts.w3", "model.layers.{}.mlp.experts.{e}.up_proj.weight"),
 )
 
 
 def hf_names(args: Qwen3Args) -> Rows:
     """Return pairs (native name, Hugging Face name)."""
-    return _NAMES
+    return (*_NAMES, *_EXPERTS)
 
 
 def meta_names(args: Qwen3Args) -> Rows:
     """Return pairs (native name, TorchTitan's name): the names are equal."""
-    return tuple((name, name) for name, _ in _NAMES)
+    return tuple((name, name) for name, _ in (*_NAMES, *_EXPERTS))
 
 
 def hf_config(args: Qwen3Args) -> dict[str, Any]:
-    """Return `config.json` of a `Qwen3ForCausalLM`; the exporter adds special tokens and dtype."""
+    """Return `config.json` of a `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
+
+    The exporter adds special tokens and dtype.
+    """
+    config = _dense_config(args)
+    if args.num_experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": args.moe_inter_dim,
+            "norm_topk_prob": args.route_norm,
+            "num_experts": args.num_experts,
+            "num_experts_per_tok": args.top_k,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,
+        }
+    return config
+
+
+def _dense_config(args: Qwen3Args) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -8,6 +8,7 @@ from torchtitan_like.models.layers.attention import Attention
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.kernels import attention_kernel
+from torchtitan_like.models.layers.moe import Experts, MoE, Router
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 from torchtitan_like.models.qwen3.flavors import Qwen3Args
@@ -36,6 +37,20 @@ class Transformer(Decoder):
 
         def build_block() -> DecoderBlock:
             attention = QwenAttention(args, rotary)
-            return DecoderBlock(args, attention, FeedForward(args.dim, args.hidden_dim))
+            if args.num_experts == 0:
+                return DecoderBlock(args, attention, FeedForward(args.dim, args.hidden_dim))
+            return DecoderBlock(args, attention, moe=_build_moe(args))
 
         super().__init__(args, build_block)
+
+
+def _build_moe(args: Qwen3Args) -> MoE:
+    router = Router(
+        args.dim,
+        args.num_experts,
+        args.top_k,
+        score_func="softmax",
+        normalize=args.route_norm,
+        scale=1.0,
+    )
+    return MoE(router, Experts(args.num_experts, args.dim, args.moe_inter_dim), shared_experts=None)

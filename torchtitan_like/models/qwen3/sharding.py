@@ -13,6 +13,8 @@ SHARDING = (
     ("layers.*.ffn_norm.weight", "norm"),
     ("layers.*.feed_forward.w[13].weight", "column"),
     ("layers.*.feed_forward.w2.weight", "row"),
+    ("layers.*.moe.router.gate.weight", "router"),
+    ("layers.*.moe.experts.w[123]", "experts"),
     ("norm.weight", "norm"),
     ("output.weight", "output"),
 )
@@ -26,6 +28,7 @@ def constraints(args: Qwen3Args) -> dict[str, int]:
         "n_kv_heads": args.n_kv_heads,
         "vocab_size": args.vocab_size,
         "max_seq_len": args.max_seq_len,
+        "n_experts": args.num_experts,
     }
 
 

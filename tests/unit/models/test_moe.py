@@ -1,0 +1,179 @@
+"""The layers of a mixture of experts, against the plainest code that computes the same."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torchtitan_like.models.layers.grouped_linear import grouped_linear, has_kernel
+from torchtitan_like.models.layers.moe import Experts, MoE, Router, combine, sort_by_expert
+
+DIM, HIDDEN, EXPERTS = 32, 16, 8
+
+
+def build(top_k=2, score_func="softmax", normalize=True, scale=1.0, hidden=HIDDEN, dtype=torch.float64):
+    torch.manual_seed(0)
+    router = Router(DIM, EXPERTS, top_k, score_func, normalize, scale)
+    moe = MoE(router, Experts(EXPERTS, DIM, hidden), None).to(dtype)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return moe
+
+
+def loop_over_experts(moe, x):
+    """Each expert computes its tokens with matrix products of their own; scores as in the papers."""
+    tokens = x.flatten(0, -2)
+    logits = tokens @ moe.router.gate.weight.T
+    scores = logits.softmax(-1) if moe.router.score_func == "softmax" else logits.sigmoid()
+    weights, expert_ids = scores.topk(moe.router.top_k)
+    if moe.router.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.zeros_like(tokens)
+    for expert in range(EXPERTS):
+        token, slot = (expert_ids == expert).nonzero(as_tuple=True)
+        rows = tokens[token]
+        hidden = F.silu(rows @ moe.experts.w1[expert].T) * (rows @ moe.experts.w3[expert].T)
+        results = hidden @ moe.experts.w2[expert].T
+        out = out.index_add(0, token, results * weights[token, slot, None] * moe.router.scale)
+    return out.view_as(x)
+
+
+def gradients(function, moe, x, grad):
+    x = x.clone().requires_grad_()
+    out = function(x)
+    return out, torch.autograd.grad(out, [x, *moe.parameters()], grad)
+
+
+def assert_same(moe, x, limit):
+    """Errors are relative to the largest gradient: with one normalized weight, the gate has none."""
+    grad = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
+    out, ours = gradients(moe, moe, x, grad)
+    expected, theirs = gradients(lambda x: loop_over_experts(moe, x), moe, x, grad)
+    assert (out - expected).abs().max() <= limit * expected.abs().max()
+    largest = max(reference.abs().max() for reference in theirs)
+    for own, reference in zip(ours, theirs, strict=True):
+        assert (own - reference).abs().max() <= limit * largest
+
+
+def some(batch=2, seq=17, dtype=torch.float64, seed=1):
+    return torch.randn(batch, seq, DIM, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_equals_a_loop_over_experts(score_func, normalize, top_k):
+    assert_same(build(top_k, score_func, normalize, scale=2.5), some(), 1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("hidden", [HIDDEN, HIDDEN + 1])
+def test_equals_a_loop_with_and_without_the_kernel(dtype, limit, hidden):
+    """A hidden size of 17 has rows that `grouped_mm` does not read; nor does it have float64."""
+    assert has_kernel(dtype, DIM, hidden) == (dtype == torch.float32 and hidden == HIDDEN)
+    assert_same(build(hidden=hidden, dtype=dtype), some(dtype=dtype), limit)
+
+
+def test_one_token():
+    assert_same(build(), some(batch=1, seq=1), 1e-13)
+
+
+def test_all_tokens_to_the_same_experts():
+    moe = build()
+    with torch.no_grad():
+        moe.router.gate.weight.zero_()
+        moe.router.gate.weight[3] = 1.0
+    tokens = some().abs()
+    _, expert_ids = moe.router(tokens.flatten(0, -2))
+    assert (expert_ids[:, 0] == 3).all()
+    assert_same(moe, tokens, 1e-13)
+
+
+def test_no_tokens():
+    moe = build()
+    x = some()[:0].requires_grad_()
+    out = moe(x)
+    out.sum().backward()
+    assert out.shape == (0, 17, DIM)
+    assert all(parameter.grad.abs().max() == 0 for parameter in moe.parameters())
+
+
+def test_shared_experts_are_added():
+    moe = build()
+    shared = torch.nn.Linear(DIM, DIM, dtype=torch.float64)
+    with_shared = MoE(moe.router, moe.experts, shared)
+    torch.testing.assert_close(with_shared(some()), moe(some()) + shared(some()))
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero():
+    moe = build(top_k=1)
+    with torch.no_grad():
+        moe.router.gate.weight[0] = -1.0
+    moe(some().abs()).sum().backward()
+    grad = moe.experts.w1.grad
+    assert grad[0].abs().max() == 0 and grad[1:].abs().max() > 0
+
+
+def test_rows_of_an_expert_keep_the_order_of_the_tokens():
+    expert_ids = torch.tensor([[2, 0], [0, 1], [2, 1]])
+    routes = sort_by_expert(expert_ids, 4)
+    assert routes.token_of_row.tolist() == [0, 1, 1, 2, 0, 2]
+    assert routes.ends.tolist() == [2, 4, 6, 6] and routes.ends.dtype == torch.int32
+    assert expert_ids.flatten()[routes.slot_of_row].tolist() == [0, 0, 1, 1, 2, 2]
+    assert routes.slot_of_row[routes.row_of_slot.flatten()].tolist() == list(range(6))
+
+
+def test_half_precision_routes_by_scores_in_float32():
+    """Two experts whose scores differ by less than bfloat16 resolves."""
+    moe = build(top_k=1, dtype=torch.bfloat16)
+    x = torch.full((1, DIM), 1.0, dtype=torch.bfloat16)
+    with torch.no_grad():
+        moe.router.gate.weight.fill_(-1.0)
+        moe.router.gate.weight[4] = 1.0
+        moe.router.gate.weight[5] = 1.0
+        moe.router.gate.weight[5, 0] = 1.0078125  # 32.0078 rounds to 32 in bfloat16
+    weights, expert_ids = moe.router(x)
+    assert expert_ids.item() == 5 and weights.dtype == torch.float32
+
+
+def test_sums_of_half_precision_are_rounded_once():
+    generator = torch.Generator().manual_seed(4)
+    expert_ids = torch.rand(20, EXPERTS, generator=generator).argsort(-1)
+    routes = sort_by_expert(expert_ids, EXPERTS)
+    rows = torch.randn(20 * EXPERTS, DIM, generator=generator).bfloat16()
+    weights = torch.rand(20, EXPERTS, generator=generator)
+    exact = (rows.double()[routes.row_of_slot] * weights.double()[:, :, None]).sum(1)
+    error = (combine(rows, weights, routes).double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8 + 1e-5).all()  # half a unit in the last place of bfloat16
+
+
+def test_twice_the_same_to_the_last_bit():
+    moe = build(top_k=4, dtype=torch.float32)
+    x, grad = some(dtype=torch.float32), some(dtype=torch.float32, seed=2)
+    first, again = (gradients(moe, moe, x, grad) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
+
+
+def test_compiled_as_one_graph_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    moe = build(dtype=torch.float32)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for seq in (17, 9):
+        x, grad = some(seq=seq, dtype=torch.float32), some(seq=seq, dtype=torch.float32, seed=2)
+        out, own = gradients(compiled, moe, x, grad)
+        expected, reference = gradients(moe, moe, x, grad)
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        for ours, theirs in zip(own, reference, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_grouped_linear_of_an_expanded_gradient(dtype):
+    """`sum().backward()` gives a gradient without rows in memory."""
+    x = torch.randn(20, DIM, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, HIDDEN, DIM, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([5, 5, 20], dtype=torch.int32)
+    grouped_linear(x, weight, ends).sum().backward()
+    expected = torch.cat([weight[0].sum(0).expand(5, -1), weight[2].sum(0).expand(15, -1)])
+    torch.testing.assert_close(x.grad, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+    assert weight.grad[1].abs().max() == 0
