@@ -30,6 +30,7 @@ COMMANDS = (
     "titan check debug_model.toml --world-size 2",
     "titan ckpt --help",
     "titan ckpt ls run/checkpoint",
+    "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12",
     "titan run ls run",
     "titan data --help",
     "titan plan --help",

@@ -11,12 +11,15 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.lock import FileLock
 from torchtitan_like.checkpoint.step_folders import Manifest, publish, write_manifest
-from torchtitan_like.checkpoint.votes import Votes
+
+if TYPE_CHECKING:  # imports torch, and `titan ckpt ls` reads `STAGED`
+    from torchtitan_like.checkpoint.votes import Votes
 
 STAGED = ".partial-"  # followed by eight random hexadecimal digits
 
