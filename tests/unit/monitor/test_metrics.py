@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.harness.runner import ROOT
 from tests.unit.monitor.conftest import Clock
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.rows import StepRecord
@@ -205,6 +208,43 @@ def test_a_skipped_step_keeps_the_mean_loss_of_each_data_rank(build: Callable[..
     metrics = build(gather=lambda rows: torch.cat([rows[None], others]))
     metrics.record(record(1, 0.5, local=450, skipped=torch.tensor(1.0)))
     assert str(metrics.log(1)["rank_losses"]) == "{'0': 1.0, '1': nan, '2': None}"
+
+
+# ---- documentation
+
+
+def documented_keys(header: str) -> dict[str, str]:
+    """Map each key of the table with this header in metrics.md to the next cell of its line."""
+    lines = (ROOT / "docs/reference/metrics.md").read_text().partition(f"\n{header}\n")[2].splitlines()
+    table = takewhile(lambda line: line.startswith("|"), lines[1:])
+    rows = [line.split("|")[1:3] for line in table]
+    return {key: cell.strip() for keys, cell in rows for key in re.findall("`(.+?)`", keys)}
+
+
+def test_every_key_of_a_row_is_documented_and_written(
+    build: Callable[..., Metrics], clock: Clock, tmp_path: Path
+) -> None:
+    exact = documented_keys("| EXACT key | meaning |")
+    measured = documented_keys("| MEASURED key | rows | meaning |")
+    assert set(measured.values()) == {"all", "log steps", "skipped steps"}
+    metrics = build(log_freq=4, sources=["web"], peak_flops=1e12)
+    by_source = {"local_valid_by_source": [900], "loss_by_source": torch.tensor([9.0])}
+    for step in range(1, 5):
+        clock.now += 1.0
+        metrics.record(record(step, skipped=torch.tensor(float(step in (2, 4))), **by_source))
+        if metrics.due(step):
+            metrics.log(step)
+    kinds = [["log steps"], ["skipped steps"], [], ["log steps", "skipped steps"]]
+    for row, kind in zip(read_rows(tmp_path / "metrics.jsonl"), kinds, strict=True):
+        in_row = {key for key, rows in measured.items() if rows in ("all", *kind)}
+        assert row.keys() == exact.keys() | in_row, row["step"]
+
+
+def test_every_key_of_a_validation_row_is_documented_and_written(
+    build: Callable[..., Metrics], clock: Clock
+) -> None:
+    row = build().validation(10, 1.0, bits_per_byte=1.5, num_tokens=10, seconds=1.0, dataset="web")
+    assert row.keys() == documented_keys("| key | meaning |").keys()
 
 
 # ---- when
