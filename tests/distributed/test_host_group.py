@@ -1,4 +1,4 @@
-"""An action of one rank for all."""
+"""Run an action on one rank or on all ranks, and raise its error on every rank."""
 
 import pytest
 import torch.distributed as dist
@@ -8,14 +8,14 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import HostGroup
 
 
-def acted(fails):
+def run_by_leader(fails):
     group, calls = HostGroup([0, 1], dist.default_pg_timeout), []
 
     def action():
         calls.append(dist.get_rank())
         if fails:
             raise DataError("no data")
-        return {"found": 7}
+        return {"offset": 7}
 
     try:
         return calls, group.leader_does(action)
@@ -23,10 +23,32 @@ def acted(fails):
         return calls, str(error)
 
 
-@pytest.mark.parametrize(("fails", "result"), [(False, {"found": 7}), (True, "no data")])
-def test_what_the_leader_does_or_its_error_is_everyones(fails, result):
-    assert run_ranks(acted, 2, fails) == [([0], result), ([], result)]
+@pytest.mark.parametrize(("fails", "result"), [(False, {"offset": 7}), (True, "no data")])
+def test_all_ranks_get_the_result_or_error_of_the_leader(fails, result):
+    assert run_ranks(run_by_leader, 2, fails) == [([0], result), ([], result)]
 
 
-def test_a_leader_alone_needs_no_group():
+def test_one_rank_needs_no_group():
     assert HostGroup.alone().leader_does(lambda: 7) == 7
+
+
+def run_by_all(failing):
+    group = HostGroup([0, 1], dist.default_pg_timeout)
+
+    def action():
+        if dist.get_rank() in failing:
+            raise DataError(f"no data on rank {dist.get_rank()}")
+        return dist.get_rank()
+
+    try:
+        return group.all_do(action)
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("failing", "results"),
+    [([], [0, 1]), ([1], ["no data on rank 1"] * 2), ([0, 1], ["no data on rank 0"] * 2)],
+)
+def test_all_ranks_raise_the_first_error(failing, results):
+    assert run_ranks(run_by_all, 2, failing) == results

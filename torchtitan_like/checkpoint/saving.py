@@ -158,7 +158,7 @@ class StepWriter:
             if save.kind == "hf"
             else self._write_native
         )
-        for part in self._votes.all_do(lambda: write(staged, tensors)):
+        for part in self._votes.gather(lambda: write(staged, tensors)):
             records.update(part)
         return records
 

@@ -92,13 +92,13 @@ def build_train_batches(
 
     def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
         if one.source.streaming:
-            return ranks.everyone_does(
+            return ranks.all_do(
                 lambda: _stream(
                     one, training.seq_len, data, tokenizer, dump_folder, seed, makes_windows_ahead
                 )
             )
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
-        return ranks.everyone_does(lambda: pack(tokens, training.seq_len, data, dump_folder))
+        return ranks.all_do(lambda: pack(tokens, training.seq_len, data, dump_folder))
 
     parts = list(map(samples_of, named))
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
@@ -165,7 +165,7 @@ def build_validation_sets(
     ranks = group or HostGroup.alone()
     for one in named:
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
-        samples = ranks.everyone_does(
+        samples = ranks.all_do(
             functools.partial(pack, tokens, validation.seq_len, data, dump_folder)
         )
         logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")

@@ -122,10 +122,15 @@ class HostGroup:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def everyone_does(self, action: Callable[[], T]) -> T:
-        """Call `action` on every rank; if any fails, raise the first failing rank's error on all.
+    def all_do(
+        self,
+        action: Callable[[], T],
+        merge_errors: Callable[[list[Exception]], Exception] = lambda errors: errors[0],
+    ) -> T:
+        """Call `action` on every rank; if any fails, raise one error on all.
 
-        If `action` has collectives, they must fail on all ranks or on none.
+        merge_errors: makes it of the errors, which are in rank order; by default the first. If
+        `action` has collectives, they must fail on all ranks or on none.
         """
         outcome: list[T] = []
         error: Exception | None = None
@@ -133,9 +138,12 @@ class HostGroup:
             outcome.append(action())
         except Exception as problem:
             error = problem
-        (num_failed,) = self.sum_async([error is not None]).wait()
-        if num_failed:
-            raise next(error for error in self.gather_objects(error) if error is not None)
+        try:
+            (num_failed,) = self.sum_async([error is not None]).wait()
+            if num_failed:
+                raise merge_errors([each for each in self.gather_objects(error) if each is not None])
+        finally:
+            error = None  # its traceback refers to this frame, and so to what `action` uses
         return outcome[0]
 
     def leader_does(self, action: Callable[[], T]) -> T:
@@ -145,9 +153,13 @@ class HostGroup:
             outcome = (action(), None) if self.rank == 0 else None
         except Exception as problem:
             outcome = None, problem
-        result, error = self.broadcast_object(outcome)
-        if error is not None:
-            raise error
+        error: Exception | None = None
+        try:
+            result, error = self.broadcast_object(outcome)
+            if error is not None:
+                raise error
+        finally:
+            outcome = error = None  # as in `all_do`
         answer: T = result
         return answer
 

@@ -1,47 +1,84 @@
-"""What all ranks are told when some of them fail."""
+"""The errors that all ranks raise when some of them fail."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import gc
+import weakref
+from functools import partial
 
 import pytest
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 
-FINE = (None, None)
-DAMAGE = (None, (DamagedError, "a flipped bit"))
-UNSEEN = (None, (CheckpointError, "rank 1: OSError: not there"))
+DAMAGE = DamagedError("a flipped bit")
+UNREADABLE = CheckpointError("rank 1: OSError: not there")
 
 
 @pytest.mark.parametrize(
-    ("others", "kind", "told"),
+    ("others", "kind", "message"),
     [
-        ([FINE, DAMAGE], DamagedError, "step-5; a flipped bit"),
-        ([FINE, UNSEEN], CheckpointError, "step-5; rank 1: OSError: not there"),
+        ([None, DAMAGE], DamagedError, "step-5; a flipped bit"),
+        ([None, UNREADABLE], CheckpointError, "step-5; rank 1: OSError: not there"),
     ],
 )
-def test_only_damage_sends_a_run_back_to_an_older_step(others: list[Any], kind: type[Exception], told: str) -> None:
-    """What one rank could not read may be whole: with that, nobody gives the step up."""
-    group: Any = SimpleNamespace(rank=0, gather_objects=lambda mine: [mine, *others])
+def test_only_damage_on_all_failed_ranks_is_damage(
+    others: list[Exception | None], kind: type[Exception], message: str
+) -> None:
+    """Only a damaged step makes a run load an older one. A file that one rank cannot read may be whole."""
+    group = HostGroup.alone()
+    group.gather_objects = lambda own: [own, *others]  # type: ignore[method-assign]
 
     def read() -> None:
         raise DamagedError("step-5")
 
-    with pytest.raises(CheckpointError, match=told) as found:
+    with pytest.raises(CheckpointError, match=message) as caught:
         Votes(group).all_do(read)
-    assert type(found.value) is kind
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("kind", [DamagedError, LockedError, CheckpointError])
-def test_every_rank_raises_the_class_of_the_leaders_error(kind: type[CheckpointError]) -> None:
-    group: Any = SimpleNamespace(rank=0, leader_does=lambda action: action())
-
+@pytest.mark.parametrize("method", ["all_do", "leader_does"])
+def test_every_rank_raises_the_class_of_the_error(method: str, kind: type[CheckpointError]) -> None:
     def act() -> None:
         raise kind("the reason")
 
-    with pytest.raises(CheckpointError, match="the reason") as found:
-        Votes(group).leader_does(act)
-    assert type(found.value) is kind
+    with pytest.raises(CheckpointError, match="the reason") as caught:
+        getattr(Votes(HostGroup.alone()), method)(act)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("method", ["all_do", "leader_does"])
+def test_other_errors_name_the_rank(method: str) -> None:
+    with pytest.raises(CheckpointError, match="^rank 0: ValueError: no number$"):
+        getattr(Votes(HostGroup.alone()), method)(lambda: int_of("no number"))
+
+
+def int_of(text: str) -> int:
+    raise ValueError(text)
+
+
+class Tensors:
+    """What an action uses."""
+
+
+def fail_with(tensors: Tensors) -> None:
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("method", ["all_do", "leader_does"])
+def test_an_error_keeps_no_memory_of_its_action(method: str) -> None:
+    """The trainer disables automatic garbage collection, which frees cycles of references."""
+    tensors = Tensors()
+    reference = weakref.ref(tensors)
+
+    gc.disable()
+    try:
+        with pytest.raises(CheckpointError):
+            getattr(Votes(HostGroup.alone()), method)(partial(fail_with, tensors))
+        del tensors
+        assert reference() is None
+    finally:
+        gc.enable()

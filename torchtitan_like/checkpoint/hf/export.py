@@ -82,7 +82,7 @@ def write_export(
         views.update(own_views)
         return infos
 
-    infos = votes.all_do(describe)
+    infos = votes.gather(describe)
     shards = merge_shards(infos, [f"rank {r}" for r in range(group.size)])
     outputs = plan_tensors(shards, rows, tied, dtype)
     groups = _group_tensors(outputs, shard_bytes, index)

@@ -60,7 +60,7 @@ def write_model(
         index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    dtypes = [each for rank_dtypes in votes.all_do(lambda: floating) for each in rank_dtypes]
+    dtypes = [each for rank_dtypes in votes.group.gather_objects(floating) for each in rank_dtypes]
     by_name = sorted(set(dtypes), key=str)
     config_dtype = dtype or max(by_name, key=dtypes.count, default=torch.float32)
 

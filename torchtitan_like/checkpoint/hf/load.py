@@ -179,7 +179,7 @@ def load_weights(
         }
 
     # A pipeline stage needs only its own layers; all ranks together need the whole model.
-    needed = {name: info for part in votes.all_do(list_needed) for name, info in part.items()}
+    needed = {name: info for part in votes.gather(list_needed) for name, info in part.items()}
     report = _compare(source, needed)
     report.check()
     votes.all_do(lambda: source.fill(plan_reads(all_links, natives | aliases)))

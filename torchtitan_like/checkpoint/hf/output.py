@@ -120,7 +120,7 @@ class Output:
     def finish(self) -> dict[str, FileRecord]:
         """Sync all data, then write headers and index. Return the records on every rank."""
         digests: dict[ExtentId, str] = {}
-        for part in self._votes.all_do(self._sync):
+        for part in self._votes.gather(self._sync):
             digests |= part
         self._votes.all_do(self._write_headers)
         extents = extents_of(self.files)

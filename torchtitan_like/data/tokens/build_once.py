@@ -45,7 +45,7 @@ def look_once(
     """
     own_path = os.path.abspath(path)
     first_path, answer = group.leader_does(lambda: (own_path, look()))
-    return group.everyone_does(
+    return group.all_do(
         lambda: answer if first_path == own_path and is_local(answer) else look()
     )
 
@@ -66,7 +66,7 @@ def build_once(
     the same name, but a node may have another copy of the text. description: of the entry, for
     messages. Raises the error of the first rank that failed, on all ranks.
     """
-    entry = group.everyone_does(find)
+    entry = group.all_do(find)
     (num_missing,) = group.sum_async([entry is None]).wait()
     if not num_missing:
         assert entry is not None
@@ -136,7 +136,7 @@ def _wait_until_visible(group: HostGroup, find: Callable[[], T | None], descript
             time.sleep(POLL_SECONDS)
         return entry
 
-    entry = group.everyone_does(wait_for_entry)
+    entry = group.all_do(wait_for_entry)
     missing = group.gather_objects(None if entry is not None else socket.gethostname())
     hosts = sorted({host for host in missing if host is not None})
     if entry is None or hosts:

@@ -98,7 +98,7 @@ def open_token_source(
     seen = look_once(group, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
     parts = _recorded(seen, dump_folder, group, is_recorder)
     stream, folder, eos_id = TokenStream(parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
-    offsets = group.everyone_does(lambda: _offsets(stream, seen, cache_folder, dump_folder))
+    offsets = group.all_do(lambda: _offsets(stream, seen, cache_folder, dump_folder))
     if eos_id is not None and len(offsets) - 1 <= len(seen.parts):
         logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
     meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=seen.digest)
@@ -113,7 +113,7 @@ def _recorded(
     files = [part.tokens.file.file for part in without]
     digests = RunDigests(dump_folder, files, seen.digest, is_recorder=is_recorder)
     group.leader_does(digests.merge)
-    group.everyone_does(digests.open)
+    group.all_do(digests.open)
     checked = dict(zip(map(id, without), digests.files(), strict=True))
     return [
         replace(part, tokens=part.tokens.of(checked[id(part)])) if id(part) in checked else part
