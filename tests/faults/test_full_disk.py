@@ -47,7 +47,7 @@ class Writer(NamedTuple):
 
     call: str
     pattern: str
-    rank: int = 0
+    rank: int | str = 0
     first: int = 1
     overrides: Mapping[str, Any] = {}
 
@@ -64,7 +64,8 @@ WRITERS = {
     "TensorBoard": Writer("write", "*/tb/*", overrides={"metrics__enable_tensorboard": "true"}),
     "TensorBoard's folder": Writer("mkdir", "*/tb*", overrides={"metrics__enable_tensorboard": "true"}),
     "environment": Writer("open", "*/environment/variables.txt"),
-    "traces of rank 1": Writer("mkdir", "*/profile_traces*", rank=1, overrides=PROFILE),
+    # On all ranks: a rank whose folder another one has made does not need its own call to succeed.
+    "traces": Writer("mkdir", "*/profile_traces*", rank="*", overrides=PROFILE),
     "attempt's folder": Writer("mkdir", "*/attempts/[0-9]"),
     "config.toml": Writer("write", "*/attempts/*/config.toml*"),
     "exit.json": Writer("open", "*/exit.json*"),

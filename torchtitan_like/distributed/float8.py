@@ -1,11 +1,12 @@
-"""float8 in linear layers: torchao's `Float8Linear` in place of `nn.Linear` (Micikevicius et al. 2022, arXiv:2209.05433).
+"""float8 in linear layers: torchao's `Float8Linear` replaces `nn.Linear`.
 
-A converted layer casts its input, its weight and its output's gradient to 8 bits, each with a scale of its own, just before
-the three matrix products; the weight itself, its name, its initial value and the optimizer's states stay what they are.
-Scales are dynamic: the largest value that the type holds over the largest absolute value of the tensor (or of each row).
+Before its three matrix products, a converted layer casts its input, its weight, and the gradient of
+its output to 8 bits, each with its own scale (Micikevicius et al. 2022, arXiv:2209.05433). The weight
+itself, its name, its initial value, and the optimizer's states do not change. Scales are dynamic: the
+largest value of the type divided by the largest absolute value of the tensor (or of each row).
 
-NOTE: under tensor parallelism a layer sees its part of a weight and so takes the scale of that part. More scales are finer,
-so a layout changes the numbers by less than the rounding to 8 bits does, but it changes them.
+NOTE: with tensor parallelism, each rank scales its shard of a weight by itself. So the layout changes
+the numbers, by less than the rounding to 8 bits does.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ MULTIPLE = 16
 def convert_to_float8(
     model: nn.Module, section: Float8Linear, *, num_shards: int, tp: int, compiled: bool
 ) -> list[str]:
-    """Convert the linear layers of a model on meta, in place, before anything else is applied; returns lines for the log.
+    """Convert linear layers of a model on meta, in place; return lines for the log.
 
-    Converted are plain `nn.Linear` whose dimensions are multiples of 16 on each of `tp` ranks, and whose name contains
-    none of `filter_fqns`; a subclass, as the output head is one, has a forward of its own and stays. num_shards: ranks over
-    which FSDP2 cuts a weight; compiled: so will the model be.
+    Call it before any parallelism is applied. It converts an `nn.Linear` if its dimensions are
+    multiples of 16 on each of `tp` ranks and its name contains none of `filter_fqns`. A subclass,
+    such as the output head, has its own forward and is not converted.
+
+    num_shards: ranks over which FSDP2 shards a weight. compiled: whether the model will be compiled.
     """
     from torch import nn
 
@@ -47,15 +50,19 @@ def convert_to_float8(
         and module.in_features % unit == module.out_features % unit == 0
         and not any(part in fqn for part in section.filter_fqns)
     }
-    # What is not cut is not gathered; and torchao does not pad what is cut unevenly.
+    # A weight that is not sharded is not gathered, and torchao does not pad uneven shards.
     wants_gather = section.enable_fsdp_float8_all_gather and num_shards > 1
-    gathered = {fqn for fqn, module in chosen.items() if wants_gather and module.out_features % (num_shards * tp) == 0}
+    gathered = {
+        fqn
+        for fqn, module in chosen.items()
+        if wants_gather and module.out_features % (num_shards * tp) == 0
+    }
     for fqns, gathers in ((gathered, True), (chosen.keys() - gathered, False)):
         if fqns:
             _convert(model, fqns, section, gathers)
     if section.recipe_name == "rowwise" and compiled:
-        # Inductor would keep in fp32 what is rounded to bfloat16 elsewhere. Recomputed in backward in another kernel, it gives
-        # other maxima of the rows than in forward, and in the end NaN.
+        # Without it, Inductor keeps some values in fp32 that other kernels round to bfloat16. A
+        # recomputation in backward then finds other row maxima than forward, which ends in NaN.
         import torch._inductor.config as inductor_config
 
         inductor_config.emulate_precision_casts = True
@@ -74,17 +81,21 @@ def _convert(model: nn.Module, fqns: Collection[str], section: Float8Linear, gat
 def _lines(
     section: Float8Linear, linears: Set[str], chosen: Set[str], gathered: Set[str], num_shards: int
 ) -> Iterator[str]:
-    how = section.recipe_name or "tensorwise"
+    recipe = section.recipe_name or "tensorwise"
+    emulated = ", emulated" if section.emulate else ""
     yield (
-        f"Float8 training active ({how}{', emulated' if section.emulate else ''}): {len(chosen)} of {len(linears)} linear "
-        f"layers converted, left as they are: {_shortened(linears - chosen)}"
+        f"Float8 training active ({recipe}{emulated}): {len(chosen)} of {len(linears)} linear layers "
+        f"converted, not converted: {_shortened(linears - chosen)}"
     )
     if section.enable_fsdp_float8_all_gather:
         if num_shards == 1:
-            yield f"{FLOAT8}.enable_fsdp_float8_all_gather has no effect: no weight is cut, so none is gathered"
+            yield (
+                f"{FLOAT8}.enable_fsdp_float8_all_gather has no effect: no weight is sharded, so none "
+                "is gathered"
+            )
         elif chosen - gathered:
             yield (
-                f"Not gathered in float8, because {num_shards} ranks cannot share their rows evenly: "
+                f"Not gathered in float8, because {num_shards} ranks do not divide the rows: "
                 f"{_shortened(chosen - gathered)}"
             )
     for part in section.filter_fqns:
@@ -93,15 +104,17 @@ def _lines(
 
 
 def _shortened(fqns: Iterable[str]) -> str:
-    """The names, those that differ by the number of a layer only once: `layers.*.attention.wq`."""
+    """Return the names, with one for all layers: `layers.*.attention.wq`."""
     return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns})) or "none"
 
 
 def after_optimizer_step(parts: Iterable[nn.Module], section: Float8Linear) -> Callable[[], None] | None:
-    """What is to be called after each update of the weights: it computes the scales of all of them with one all-reduce for
-    each part of the model, where the next forward would need one for each weight. None: nothing is to be called.
+    """Return the function to call after each update of the weights, or None.
 
-    NOTE: such a scale is that of the whole weight also under tensor parallelism.
+    It computes the scales of all weights with one all-reduce for each model part. Otherwise the next
+    forward needs one for each weight.
+
+    NOTE: these scales cover the whole weight, also with tensor parallelism.
     """
     is_gathered = section.enable_fsdp_float8_all_gather
     if not (section.precompute_float8_dynamic_scale_for_fsdp and is_gathered):
@@ -119,7 +132,7 @@ def after_optimizer_step(parts: Iterable[nn.Module], section: Float8Linear) -> C
 
 @contextmanager
 def _fewer_warnings() -> Iterator[None]:
-    """torchao warns of each of its libraries for other hardware that cannot be loaded on this one."""
+    """Silence torchao's warnings about its libraries for other hardware."""
     logger = logging.getLogger("torchao")
     level = logger.level
     logger.setLevel(logging.ERROR)

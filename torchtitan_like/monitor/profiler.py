@@ -1,4 +1,4 @@
-"""Profiler traces every few steps, and snapshots of the CUDA allocator's history, each for every rank."""
+"""Profiler traces and snapshots of the CUDA allocator's history, from each rank, every few steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Barrier = Callable[[], None]
 
 
 class Profiler:
-    """What ``maybe_profile`` yields: call ``step`` once after every training step."""
+    """The active profilers of `maybe_profile`. Call `step` once after every training step."""
 
     def __init__(self, parts: list[_Traces | _MemorySnapshots]) -> None:
         self._parts = parts
@@ -43,13 +43,17 @@ def maybe_profile(
     barrier: Barrier = lambda: None,
     failures: WriteFailures | None = None,
 ) -> Iterator[Profiler]:
-    """Profile the loop inside as ``[profiling]`` says; ``step`` is the last step done before it (0 at a fresh start).
+    """Profile the body of the `with` statement by the settings of `[profiling]`.
 
-    Files are ``<run_folder>/<save_traces_folder>/iteration_<step>/rank<rank>_trace.json`` and, for the allocator,
-    ``<save_memory_snapshot_folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle``. A snapshot is also written, as
-    ``iteration_<step>_exit``, when the loop ends by running out of memory. ``barrier`` is called after each dump. A dump that
-    cannot be written is noted in `failures`.
-    With both switched off nothing is imported.
+    Traces are `<run_folder>/<save_traces_folder>/iteration_<step>/rank<rank>_trace.json`. Snapshots
+    are `<save_memory_snapshot_folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle`. If the
+    GPU runs out of memory, a last snapshot is written into `iteration_<step>_exit`.
+
+    step: the last finished step, 0 for a new run.
+    barrier: called after each dump.
+    failures: notes the dumps that cannot be written.
+
+    If both profilers are disabled, torch's profiler is not imported.
     """
     parts: list[_Traces | _MemorySnapshots] = []
     failures = WriteFailures() if failures is None else failures
@@ -74,13 +78,13 @@ def _has_cuda() -> bool:
     import torch
 
     if not torch.cuda.is_available():
-        logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA allocator here")
+        logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA device")
         return False
     return True
 
 
 class _Traces:
-    """torch.profiler in cycles: idle, then ``profiler_warmup`` steps, then ``profiler_active`` recorded ones."""
+    """torch.profiler in cycles: idle steps, `profiler_warmup` steps, `profiler_active` recorded steps."""
 
     def __init__(
         self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier, failures: WriteFailures
@@ -88,7 +92,10 @@ class _Traces:
         import torch
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        self._folder, self._rank, self._step, self._barrier = folder, rank, step, barrier
+        self._folder = folder
+        self._rank = rank
+        self._step = step
+        self._barrier = barrier
         self._failures = failures
         active, warmup = section.profiler_active, section.profiler_warmup
         cycle = schedule(wait=section.profile_freq - active - warmup, warmup=warmup, active=active)
@@ -96,11 +103,11 @@ class _Traces:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         logger.info(f"Profiling active. Traces will be saved at {folder}")
-        # torch warns that each cycle forgets the one before, which is dumped by then.
+        # torch warns that each cycle clears the events of the one before. They are on disk by then.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         self._profile: Any = profile(
             activities=activities,
-            # Shifted to the global step, so that a resumed run writes its traces at the same steps.
+            # Counted from the first step of the run, so that a resumed run records the same steps.
             schedule=lambda index: cycle(index + step),
             on_trace_ready=self._dump,
             record_shapes=True,
@@ -112,7 +119,7 @@ class _Traces:
         self._profile.step()
 
     def stop(self, error: BaseException | None) -> None:
-        # A cycle cut short is not dumped: it is no picture of a step, and after an error the barrier would be a hang.
+        # An incomplete cycle is not dumped, and after an error the barrier would hang.
         self._profile.on_trace_ready = None
         self._profile.stop()
 
@@ -124,12 +131,14 @@ class _Traces:
             profile.export_chrome_trace(str(path))
             _check_end(path)
             seconds = time.perf_counter() - started
-            logger.info(f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds")
-        self._barrier()  # all ranks dump at this step: nobody starts the next one while another still writes
+            logger.info(
+                f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds"
+            )
+        self._barrier()  # all ranks dump at this step; none starts the next one before all have written
 
 
 class _MemorySnapshots:
-    """The CUDA allocator's history, dumped every ``profile_freq`` steps; view it at pytorch.org/memory_viz."""
+    """The CUDA allocator's history, dumped every `profile_freq` steps, for pytorch.org/memory_viz."""
 
     def __init__(
         self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier, failures: WriteFailures
@@ -137,7 +146,10 @@ class _MemorySnapshots:
         import torch
 
         self._memory = torch.cuda.memory
-        self._folder, self._rank, self._step, self._barrier = folder, rank, step, barrier
+        self._folder = folder
+        self._rank = rank
+        self._step = step
+        self._barrier = barrier
         self._failures = failures
         self._freq = section.profile_freq
         logger.info(f"Memory profiler active. Snapshots will be saved at {folder}")
@@ -147,7 +159,7 @@ class _MemorySnapshots:
         self._step += 1
         if self._step % self._freq == 0:
             self._dump(f"iteration_{self._step}")
-            self._barrier()  # as for traces: all ranks dump at this step
+            self._barrier()  # as for traces
 
     def stop(self, error: BaseException | None) -> None:
         if error is not None and is_out_of_memory(error):
@@ -160,12 +172,13 @@ class _MemorySnapshots:
         with self._failures.noted(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._memory._dump_snapshot(str(path))
-            logger.info(f"Finished dumping memory snapshot {path} in {time.perf_counter() - started:.2f} seconds")
+            seconds = time.perf_counter() - started
+            logger.info(f"Finished dumping memory snapshot {path} in {seconds:.2f} seconds")
 
 
 def _check_end(trace: Path) -> None:
-    """Raise OSError if a trace is not whole: Kineto reports no failed write."""
+    """Raise OSError if a trace is truncated: Kineto does not report failed writes."""
     with open(trace, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 16))
         if not file.read().rstrip().endswith(b"}"):
-            raise OSError(errno.EIO, "the profiler could not write all of its trace", str(trace))
+            raise OSError(errno.EIO, "the profiler's trace is truncated", str(trace))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.distributed.stages import problems
+from torchtitan_like.distributed.stages import find_problems
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import DEGREES, PIPELINE_KEYS
 
@@ -31,7 +31,7 @@ def check_pipeline(run: RunContext) -> Iterator[Problem]:
     stage_problems = [
         problem
         for num_accumulation in run.accumulations
-        for problem in problems(
+        for problem in find_problems(
             run.spec,
             run.args,
             run.parallelism,

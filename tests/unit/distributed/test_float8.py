@@ -63,7 +63,7 @@ def test_every_linear_layer_but_the_head():
     assert converted(model) == in_both_blocks(*LINEARS)
     assert type(model.output).__name__ == "OutputHead"
     assert lines == [
-        "Float8 training active (tensorwise, emulated): 14 of 15 linear layers converted, left as they are: output"
+        "Float8 training active (tensorwise, emulated): 14 of 15 linear layers converted, not converted: output"
     ]
 
 
@@ -89,11 +89,11 @@ def test_only_what_is_cut_evenly_is_gathered_in_float8():
     names, line = gathered(3)
     assert names == in_both_blocks("feed_forward.w1", "feed_forward.w3")
     assert line == (
-        "Not gathered in float8, because 3 ranks cannot share their rows evenly: layers.*.attention.wk, "
+        "Not gathered in float8, because 3 ranks do not divide the rows: layers.*.attention.wk, "
         "layers.*.attention.wo, layers.*.attention.wq, layers.*.attention.wv, layers.*.feed_forward.w2"
     )
     names, line = gathered(1)
-    assert not names and line.endswith("no weight is cut, so none is gathered")
+    assert not names and line.endswith("no weight is sharded, so none is gathered")
 
 
 # ---- what a product is worth

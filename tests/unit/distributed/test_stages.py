@@ -16,9 +16,9 @@ from torchtitan_like.distributed.schedule_view import order_of
 from torchtitan_like.distributed.stages import (
     ModuleNames,
     check_explicit,
+    find_problems,
     module_names,
     plan_stages,
-    problems,
     prune,
     split,
     stage_ids,
@@ -74,7 +74,7 @@ def test_blocks_are_dealt_evenly(n_layers, num_stages, first, last, blocks):
 
 @pytest.mark.parametrize(("n_layers", "num_stages", "first", "last"), [(2, 5, 1, 1), (2, 4, 0, 0), (6, 4, 1, 3)])
 def test_a_stage_without_a_module_is_refused(n_layers, num_stages, first, last):
-    with pytest.raises(ValueError, match=f"{n_layers} layers .* per stage on {num_stages} stages"):
+    with pytest.raises(ValueError, match=f"{n_layers} layers .* for each of {num_stages} stages"):
         split(names(n_layers), num_stages, first, last)
 
 
@@ -84,7 +84,7 @@ def test_a_stage_without_a_module_is_refused(n_layers, num_stages, first, last):
         ([["in", "b.0"], ["b.1", "norm", "out"]], None),
         ([["in"], ["b.0", "b.1", "norm"], ["out"]], None),
         ([["in", "b.0"], ["b.1", "nrom", "norm", "out"]], "'nrom' is no module of this model"),
-        ([["in", "b.0"], ["b.0", "b.1", "norm", "out"]], "'b.0' is in 2 places"),
+        ([["in", "b.0"], ["b.0", "b.1", "norm", "out"]], "'b.0' occurs 2 times"),
         ([["in", "b.0"], ["norm", "out"]], "'b.1' is in no stage"),
         ([["in", "b.0", "b.1", "norm", "out"], []], "stage 1 is empty"),
         ([["in", "b.1"], ["b.0", "norm", "out"]], r"'b.1' comes before .* \(in, b.0, b.1, norm, out\)"),
@@ -181,7 +181,7 @@ def test_a_parameter_that_every_stage_would_have_is_refused():
 
 
 def refusals(given, *, args=ARGS, local_batch_size=8, num_accumulation=1):
-    return problems(SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation)
+    return find_problems(SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation)
 
 
 GOOD = [
@@ -205,20 +205,20 @@ HALVES = [
 ]
 BROKEN = {
     "more stages than layers": (
-        section(pp=9, schedule="GPipe"), {}, "degree", "layers enough for every stage; 6 layers .* on 9 stages"),
-    "ends heavier than a stage": (section(pp=2, last=9), {}, "degree", "make 8 per stage"),
+        section(pp=9, schedule="GPipe"), {}, "degree", "enough layers for each stage; 6 layers .* of 9 stages"),
+    "ends heavier than a stage": (section(pp=2, last=9), {}, "degree", ": 8 for each of 2 stages"),
     "stages that ranks cannot share": (
         section(pp=4, schedule="Interleaved1F1B", layers_per_stage=3), {}, "layers_per_stage",
-        r"4 pipeline ranks can share evenly; they are 3 = \(6 layers \+ 1 .*\) / 3, rounded up"),
+        r"4 pipeline ranks divide; it is 3 = \(6 layers \+ 1 .*\) / 3, rounded up"),
     "several stages for a schedule of one": (
-        section(layers_per_stage=2), {}, "layers_per_stage", "exactly 1 stages per rank with 1F1B; .* 2 each"),
+        section(layers_per_stage=2), {}, "layers_per_stage", "exactly 1 stages per rank with 1F1B; .* 2 on each"),
     "one stage for a schedule of several": (
         section(schedule="LoopedBFS", layers_per_stage=4), {}, "layers_per_stage",
-        "at least 2 stages per rank with LoopedBFS; .* 1 each"),
+        "at least 2 stages per rank with LoopedBFS; .* 1 on each"),
     "four stages in a V": (
-        section(schedule="DualPipeV", layers_per_stage=1), {}, "layers_per_stage", "exactly 2 stages per rank .* 4 each"),
+        section(schedule="DualPipeV", layers_per_stage=1), {}, "layers_per_stage", "exactly 2 stages per rank .* 4 on each"),
     "names for too many stages": (
-        section(fqns=[["tok_embeddings"], HALVES[0][1:], HALVES[1]]), {}, "module_fqns", "2 pipeline ranks can share"),
+        section(fqns=[["tok_embeddings"], HALVES[0][1:], HALVES[1]]), {}, "module_fqns", "2 pipeline ranks divide"),
     "a name that is missing": (section(fqns=[HALVES[0], HALVES[1][1:]]), {}, "module_fqns", "'layers.3' is in no stage"),
     "too few for 1F1B": (
         section(pp=4, microbatch_size=4), {}, "microbatch_size", "2 are fewer than the 4 stages"),
@@ -231,7 +231,7 @@ BROKEN = {
         section(microbatch_size=3), {}, "microbatch_size", "a divisor of training.local_batch_size = 8"),
     "tied weights": (
         section(), {"args": dataclasses.replace(ARGS, enable_weight_tying=True)}, "degree",
-        "1 with this model: output.weight is the same tensor as tok_embeddings.weight"),
+        "1 with this model: output.weight and tok_embeddings.weight are one tensor"),
     "no file": (section(schedule="PipelineScheduleMulti"), {}, "schedule_csv", "the file with the schedule"),
     "a file that is not there": (
         section(schedule="PipelineScheduleMulti", csv="/nowhere.csv"), {}, "schedule_csv", "No such file"),
@@ -266,12 +266,12 @@ def test_accumulation_makes_micro_batches():
 
 def test_a_model_that_does_not_count_its_layers_is_refused():
     spec = dataclasses.replace(SPEC, constraints=lambda args: {})
-    (fault,) = problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1)
-    assert 'do not say its number of "n_layers"' in fault.expected
+    (fault,) = find_problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1)
+    assert 'does not state its number of layers' in fault.expected
 
 
 def test_a_plan_is_not_made_of_a_broken_configuration():
-    with pytest.raises(ValueError, match="pipeline_parallel_degree: expected layers enough for every stage"):
+    with pytest.raises(ValueError, match="pipeline_parallel_degree: expected enough layers for each stage"):
         plan_stages(SPEC, ARGS, section(pp=9, schedule="GPipe"))
 
 
@@ -284,12 +284,12 @@ def written(path, order):
     ("order", "others", "words"),
     [
         (order_of("1F1B", 2, 1, 8), {}, None),
-        (order_of("1F1B", 2, 1, 4), {}, "a schedule of the 8 micro-batches of a step; it has 4 of them"),
+        (order_of("1F1B", 2, 1, 4), {}, "a schedule of the 8 micro-batches of a step; it has 4 micro-batches"),
         (order_of("1F1B", 4, 1, 8), {}, "one line per pipeline rank: 2; it has 4"),
-        (order_of("ZBVZeroBubble", 2, 2, 8), {}, r"in turn, \(\(0, 2\), \(1, 3\)\); it has \(\(0, 3\), \(1, 2\)\)"),
+        (order_of("ZBVZeroBubble", 2, 2, 8), {}, r"round robin, \(\(0, 2\), \(1, 3\)\); it has \(\(0, 3\), \(1, 2\)\)"),
         (order_of("LoopedBFS", 2, 2, 8), {"fqns": HALVES}, "as module_fqns_per_model_part has: 2; it has 4"),
-        (order_of("1F1B", 2, 1, 8)[::-1], {}, "in turn"),
-        ([row[:-1] for row in order_of("1F1B", 2, 1, 8)], {}, "not each of them once, forward and backward"),
+        (order_of("1F1B", 2, 1, 8)[::-1], {}, "round robin"),
+        ([row[:-1] for row in order_of("1F1B", 2, 1, 8)], {}, "do not occur once, forward and backward"),
         ([row[::-1] for row in order_of("1F1B", 2, 1, 8)], {}, "cannot be run: rank 0 at 0B7, rank 1 at 1B7"),
     ],
 )
