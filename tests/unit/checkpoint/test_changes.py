@@ -21,7 +21,7 @@ KEYS = [setting.key for setting in all_settings()]
 
 
 def differ(before: str, now: str, stored: Any = None, current: Any = None) -> Any:
-    """Both runs as command lines; `stored` and `current` are what they have worked out."""
+    """Compare two runs by their command lines. stored, current: their resolved values."""
     toml, config = dump_toml(load_config(before.split())), load_config(now.split())
     return diff_settings(toml, config.model_dump(), stored or {}, current or {})
 
@@ -66,7 +66,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_makes_another_run_is_refused_in_both_directions(line: str) -> None:
+def test_changes_that_affect_the_result_are_refused(line: str) -> None:
     key = line.split()[0][2:]
     for before, now in ((line, ""), ("", line)):
         changes = differ(before, now)
@@ -101,14 +101,14 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("line", HARMLESS)
-def test_what_makes_no_other_run_is_told(line: str) -> None:
+def test_other_changes_are_logged(line: str) -> None:
     changes = differ("", line)
     assert not changes.refused
     assert keys(changes.harmless) == [line.split()[0][2:]]
     assert str(check_changes(changes)).startswith(f"Changed since the checkpoint: {line.split()[0][2:]} ")
 
 
-def test_all_are_named_at_once() -> None:
+def test_all_refused_changes_are_reported_together() -> None:
     changes = differ("--optimizer.lr 1e-3 --metrics.log_freq 1", "--training.max_norm 2 --lr_scheduler.decay_type sqrt")
     assert sorted(keys(changes.refused)) == ["lr_scheduler.decay_type", "optimizer.lr", "training.max_norm"]
     with pytest.raises(CheckpointError) as caught:
@@ -127,7 +127,7 @@ def test_all_are_named_at_once() -> None:
         ("--checkpoint.exclude_from_loading optimizer,lr_scheduler", ["model.flavor"]),
     ],
 )
-def test_what_is_allowed_or_not_loaded_is_free(line: str, left: list[str]) -> None:
+def test_allowed_changes_and_states_that_are_not_loaded(line: str, left: list[str]) -> None:
     changes = differ("", f"--optimizer.lr 1 --lr_scheduler.warmup_steps 64 --model.flavor 8B {line}")
     assert sorted(keys(changes.refused)) == left
     assert {"optimizer.lr", "lr_scheduler.warmup_steps", "model.flavor"} - set(left) <= set(keys(changes.harmless))
@@ -152,12 +152,12 @@ def test_batch_size(before: str, now: str, stored: int | None, current: int, ref
 @pytest.mark.parametrize(("now", "refused"), [("", []), ("--debug.seed 7", []), ("--debug.seed 8", ["debug.seed"])])
 @pytest.mark.parametrize("before", ["", "--debug.seed 7"])
 def test_seed(before: str, now: str, refused: list[str]) -> None:
-    """An unset seed is that of the checkpoint."""
+    """An unset seed is the seed of the checkpoint."""
     assert keys(differ(before, now, {"seed": 7}).refused) == refused
 
 
-def test_of_a_seed_checkpoint_only_the_model_counts() -> None:
-    """One rank saved it, before anything was learnt."""
+def test_a_seed_checkpoint_fixes_only_the_model() -> None:
+    """One rank saved it before training."""
     line = "--optimizer.lr 1 --debug.seed 8 --model.flavor 8B"
     changes = differ("", line, {"step": 0, "seed": 7, "global_batch_size": 8}, {"global_batch_size": 64})
     assert keys(changes.refused) == ["model.flavor"]
@@ -166,7 +166,7 @@ def test_of_a_seed_checkpoint_only_the_model_counts() -> None:
 
 
 def test_names_and_settings_of_other_versions() -> None:
-    """An older name is today's setting; a setting of today has its default there; an unknown one means nothing here."""
+    """Older names are translated, missing settings have their default, unknown ones are ignored."""
     now = load_config(["--training.local_batch_size", "4"]).model_dump()
     stored = "[training]\nbatch_size = 4\n[model]\nmystery = 5\nflavor = 'debugmodel'\n[future]\nx = 1"
     assert diff_settings(stored, now, {}, {}) == ([], [])
@@ -185,8 +185,8 @@ def test_a_stored_configuration_that_cannot_be_read(text: str) -> None:
         ("--training.steps 100 --lr_scheduler.total_steps 200", "--training.steps 200"),
     ],
 )
-def test_a_horizon_may_be_written_down(before: str, now: str) -> None:
-    """As a run that grows is told to do: unset, it is the length of the run."""
+def test_the_default_horizon_may_be_set_explicitly(before: str, now: str) -> None:
+    """An unset horizon equals training.steps."""
     assert keys(differ(before, now).refused) == []
 
 
@@ -195,8 +195,8 @@ def test_another_horizon_is_refused() -> None:
     assert keys(changes.refused) == ["lr_scheduler.total_steps"]
 
 
-def test_a_horizon_that_grows_with_the_run_is_told_and_not_refused() -> None:
-    """A run of the longer horizon that never stopped would have had other learning rates."""
+def test_a_horizon_that_grows_with_the_steps_is_accepted_and_logged() -> None:
+    """The learning rates differ from those of an uninterrupted run with the longer horizon."""
     changes = differ("--training.steps 100", "--training.steps 200")
     assert sorted(keys(changes.harmless)) == ["lr_scheduler.total_steps", "training.steps"] and not changes.refused
     assert changes.accepted() == ["lr_scheduler.total_steps 100 -> 200"]
@@ -204,8 +204,8 @@ def test_a_horizon_that_grows_with_the_run_is_told_and_not_refused() -> None:
     assert differ(f"{fixed} 100", f"{fixed} 200").accepted() == []
 
 
-def test_steps_that_are_left_out_are_told_and_not_refused() -> None:
-    """A run that never stopped would have read them."""
+def test_skipped_steps_are_accepted_and_logged() -> None:
+    """An uninterrupted run would have read these samples."""
     changes = differ("", "--training.skip_steps [[5,8]]")
     assert not changes.refused
     assert changes.accepted() == ["training.skip_steps [] -> [[5, 8]]"]
@@ -214,7 +214,7 @@ def test_steps_that_are_left_out_are_told_and_not_refused() -> None:
 @pytest.mark.parametrize("excluded", ["dataloader", "train_state"])
 @pytest.mark.parametrize("line", ["--training.global_batch_size 16", ""])
 def test_without_the_data_position_the_batch_size_may_change(excluded: str, line: str) -> None:
-    """A size that follows from the layout (-1) counts as one that is set."""
+    """A batch size that follows from the layout (-1) is compared too."""
     resolved = {"global_batch_size": 32}, {"global_batch_size": 16}
     changes = differ("", line, *resolved)
     assert keys(changes.refused) == ["training.global_batch_size"]
@@ -224,6 +224,6 @@ def test_without_the_data_position_the_batch_size_may_change(excluded: str, line
     assert not differ("", "--checkpoint.exclude_from_loading dataloader").reordered()
 
 
-def test_what_shapes_the_run_is_told_although_it_is_accepted() -> None:
+def test_accepted_changes_that_affect_the_result_are_listed() -> None:
     now = "--optimizer.lr 1 --metrics.log_freq 7 --checkpoint.allow_change optimizer.lr"
     assert differ("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]

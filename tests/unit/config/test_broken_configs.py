@@ -1,4 +1,4 @@
-"""Every mistake ends before the job starts: key, value, what was expected, what to do, all at once."""
+"""Every problem is reported before the job starts: key, value, expectation, remedy, all at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_like.preflight import load_checked
 class Broken(NamedTuple):
     name: str
     toml: str
-    expected: list[tuple[str, str]]  # (key, a part of what is printed), in any order: these and no others
+    expected: list[tuple[str, str]]  # (key, part of the message) of all problems, in any order
     arguments: tuple[str, ...] = ()
     world_size: int = 2
     origin: str = "broken.toml"
@@ -60,7 +60,7 @@ CASES = [
            [("profiling.profile_freq", "set profile_freq to 4 or more")]),
     Broken("HF save with optimizer", "[checkpoint]\nenable = true\nlast_save_in_hf = true\nlast_save_model_only = false",
            [("checkpoint.last_save_in_hf", "set checkpoint.last_save_model_only = true")]),
-    Broken("warm start from nowhere", '[checkpoint]\nenable = true\nstart = "warm"',
+    Broken("warm start without weights", '[checkpoint]\nenable = true\nstart = "warm"',
            [("checkpoint.start", "set checkpoint.initial_load_path")]),
     Broken("setting under both names", "[training]\nbatch_size = 4\nlocal_batch_size = 8",
            [("training.batch_size", "remove training.batch_size")]),
@@ -74,16 +74,16 @@ CASES = [
     Broken("weights without order",
            '[data.sources.wiki]\npath = "tests/assets/tokenizer/tokenizer.json"\nweight_from = [[20, 1.0], [10, 2.0]]',
            [("data.sources.wiki.weight_from", "in order of the steps")]),
-    Broken("a weight that is none",
+    Broken("a weight that is not a number",
            '[data.sources.wiki]\npath = "tests/assets/tokenizer/tokenizer.json"\nweight_from = [[20, "much"]]',
            [("data.sources.wiki.weight_from", "a list of pairs, [[step, weight], ...]")]),
     Broken("skipped steps without an end", "[training]\nskip_steps = [[100]]",
            [("training.skip_steps", "pairs of steps, 1 <= first <= last")]),
-    Broken("skipped steps that are none", "[training]\nskip_steps = [100]",
+    Broken("skipped steps that are not pairs", "[training]\nskip_steps = [100]",
            [("training.skip_steps", "a list of pairs of steps, [[first, last], ...]")]),
-    Broken("a ramp to nowhere", "[training]\nbatch_ramp = [8, 8, 1000]",
+    Broken("a ramp without a global batch size", "[training]\nbatch_ramp = [8, 8, 1000]",
            [("training.batch_ramp", "[start, increment, samples], all > 0")]),
-    Broken("a ramp past its end", "[training]\nglobal_batch_size = 32\nbatch_ramp = [8, 5, 1000]",
+    Broken("a ramp that misses the global batch size", "[training]\nglobal_batch_size = 32\nbatch_ramp = [8, 5, 1000]",
            [("training.batch_ramp", "start + a multiple of increment is global_batch_size")]),
     Broken("batch not divisible", "[training]\nlocal_batch_size = 4\nglobal_batch_size = 100",
            [("training.global_batch_size", "4 x 2 = 8")]),
@@ -95,7 +95,7 @@ CASES = [
            [("data.sources.wiki.path", "there is nothing at")]),
     Broken("stream of token files", '[data.sources.wiki]\npath = "README.md"\nformat = "tokens"\nstreaming = true',
            [("data.sources.wiki.streaming", "token files are read in place")]),
-    Broken("token files that are not there", '[data.sources.wiki]\npath = "./no/wiki"\nformat = "tokens"',
+    Broken("missing token files", '[data.sources.wiki]\npath = "./no/wiki"\nformat = "tokens"',
            [("data.sources.wiki.path", "there is nothing at no/wiki below")]),
     Broken("unknown dataset", '[training]\ndataset = "shakespear"',
            [("training.dataset", 'did you mean "shakespeare"?')]),
@@ -106,7 +106,7 @@ CASES = [
            [("model.args", "expected a multiple of 2 x n_heads = 14")]),
     Broken("kv heads do not divide the heads", "[model.args]\nn_kv_heads = 3",
            [("model.args", "expected a divisor of n_heads = 16")]),
-    Broken("kv heads not cut by TP",
+    Broken("kv heads not sharded by TP",
            "[model.args]\nn_kv_heads = 2\n[parallelism]\ntensor_parallel_degree = 4\n[training]\nseq_len = 512",
            [("parallelism.tensor_parallel_degree", "a divisor of the model's 2 key-value heads")],
            world_size=4),
@@ -123,32 +123,32 @@ CASES = [
     Broken("accumulation with the optimizer in backward",
            "[optimizer]\nearly_step_in_backward = true\n[training]\nglobal_batch_size = 32",
            [("optimizer.early_step_in_backward", "gradient accumulation over 2 passes")]),
-    Broken("bad steps skipped by the optimizer in backward",
+    Broken("non-finite steps skipped by the optimizer in backward",
            '[optimizer]\nearly_step_in_backward = true\n[resilience]\non_nonfinite = "skip"',
            [("resilience.on_nonfinite", "no update can be skipped")]),
     Broken("spikes skipped by the optimizer in backward",
            '[optimizer]\nearly_step_in_backward = true\n[resilience]\non_spike = "skip"',
            [("resilience.on_spike", 'or on_spike = "log"')]),
-    Broken("modules looked at inside compiled code", "[debug]\ndetect_overflow = true\n[compile]\nenable = true",
+    Broken("overflow detection inside compiled code", "[debug]\ndetect_overflow = true\n[compile]\nenable = true",
            [("debug.detect_overflow", "set compile.enable = false while you search")]),
     Broken("a run time that is neither a number nor auto", '[resilience]\nmax_runtime_minutes = "long"',
            [("resilience.max_runtime_minutes", 'a number of minutes >= 0 and <= 100000000, or "auto"')]),
-    Broken("a time-out without end", "[comm]\ninit_timeout_seconds = 100_000_000_000_000",
+    Broken("a timeout of too many seconds", "[comm]\ninit_timeout_seconds = 100_000_000_000_000",
            [("comm.init_timeout_seconds", "an integer > 0 and <= 1000000000")]),
-    Broken("a run that ends behind all dates", "[resilience]\nmax_runtime_minutes = 1e12",
+    Broken("a run that ends after all valid dates", "[resilience]\nmax_runtime_minutes = 1e12",
            [("resilience.max_runtime_minutes", "a number of minutes >= 0 and <= 100000000")]),
-    Broken("steps that no run has", "[debug]\ndetect_overflow = true\ntrace_batch_nums = [0]",
+    Broken("traced steps below one", "[debug]\ndetect_overflow = true\ntrace_batch_nums = [0]",
            [("debug.trace_batch_nums", "which are counted from 1")]),
-    Broken("operations recorded of what is not recomputed whole",
+    Broken("recording of partly recomputed blocks",
            '[activation_checkpoint]\nselective_ac_option = "op"\ndebug = true',
            [("activation_checkpoint.debug", 'or selective_ac_option = "1"')]),
-    Broken("operations recorded inside compiled code",
+    Broken("recording inside compiled code",
            '[activation_checkpoint]\nmode = "full"\ndebug = true\n[compile]\nenable = true',
            [("activation_checkpoint.debug", "set it to false, or compile.enable = false")]),
     Broken("memory budget without a partitioner",
            '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\nbackend = "eager"',
            [("compile.backend", 'set it to "inductor"')]),
-    Broken("a size without end", "[model.args]\nffn_dim_multiplier = inf", [("model.args", "ffn_dim_multiplier = inf")]),
+    Broken("an infinite size", "[model.args]\nffn_dim_multiplier = inf", [("model.args", "ffn_dim_multiplier = inf")]),
     Broken("memory budget without a compiler", '[activation_checkpoint]\nmode = "memory_budget"',
            [("activation_checkpoint.mode", "set compile.enable = true")]),
     Broken("missing checkpoint to start from",
@@ -162,7 +162,7 @@ CASES = [
            origin="command line"),
     Broken("CLI: no value", "", [("training.steps", "write --training.steps VALUE")], ("--training.steps",),
            origin="command line"),
-    Broken("CLI: stray word", "", [("", 'not the word "now"')], ("--checkpoint.enable", "now"),
+    Broken("CLI: word without a flag", "", [("", 'not the word "now"')], ("--checkpoint.enable", "now"),
            origin="command line"),
     Broken("CLI: bytes that are not UTF-8", "", [("", r'UTF-8 text, not "--job.dump_folder=\xff"')],
            ("--job.dump_folder=\udcff",), origin="command line"),
@@ -182,11 +182,11 @@ def problems_of(tmp_path: Path, toml: str, arguments: tuple[str, ...] = (), worl
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_broken_config(case: Broken, tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
-    found = problems_of(tmp_path, case.toml, case.arguments, case.world_size)
-    assert sorted(problem.key for problem in found) == sorted(key for key, _ in case.expected), found
+    problems = problems_of(tmp_path, case.toml, case.arguments, case.world_size)
+    assert sorted(problem.key for problem in problems) == sorted(key for key, _ in case.expected), problems
     for key, part in case.expected:
-        assert any(problem.key == key and part in str(problem) for problem in found), found
-    assert all(problem.origin.endswith(case.origin) for problem in found)
+        assert any(problem.key == key and part in str(problem) for problem in problems), problems
+    assert all(problem.origin.endswith(case.origin) for problem in problems)
 
 
 def test_all_problems_are_reported_together(tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,20 +209,20 @@ def test_all_problems_are_reported_together(tmp_path: Path, repo_root: Path, mon
         [comm]
         mode = "fake_backend"
     """
-    found = problems_of(tmp_path, toml, ("--optimizer.lr=fast",))
-    assert {problem.key for problem in found} == {
+    problems = problems_of(tmp_path, toml, ("--optimizer.lr=fast",))
+    assert {problem.key for problem in problems} == {
         "training.stepz", "training.steps", "checkpoint.keep_latest_k", "checkpoint.last_save_in_hf", "model.flavor",
         "model.hf_assets_path", "parallelism", "comm.mode", "optimizer.lr",
     }  # fmt: skip
 
 
-def test_a_refused_value_does_not_cause_further_findings(
+def test_a_refused_value_causes_no_other_problem(
     tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default that stands in for a refused value is nobody's mistake: 30 is no multiple of 2 x 8, but of "5"."""
+    """Rules do not read the default of a refused value: 30 is not a multiple of 2 x 8."""
     monkeypatch.chdir(repo_root)
-    found = problems_of(tmp_path, '[training]\nlocal_batch_size = "5"\nglobal_batch_size = 30')
-    assert [problem.key for problem in found] == ["training.local_batch_size"]
+    problems = problems_of(tmp_path, '[training]\nlocal_batch_size = "5"\nglobal_batch_size = 30')
+    assert [problem.key for problem in problems] == ["training.local_batch_size"]
 
 
 def test_circle_of_three_files(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_circle_of_three_files(tmp_path: Path) -> None:
         load_checked(["--job.config_file", str(tmp_path / "a.toml")], None, training=False)
 
 
-def test_missing_config_file_names_those_there(tmp_path: Path) -> None:
+def test_a_missing_config_file_lists_the_files_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "debug.toml").touch()
     with pytest.raises(ConfigError, match=r"contains: debug\.toml"):
         load_checked(["--job.config_file", str(tmp_path / "debgu.toml")], None, training=False)

@@ -1,4 +1,4 @@
-"""Settings of [checkpoint] that contradict each other, and those that do not although one might think so."""
+"""Settings of [checkpoint] that contradict each other, and combinations that are valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_like.config.sections_scale import Checkpoint
 HF_LAST, FULL_LAST = "--last_save_in_hf", "--no_last_save_model_only"
 SEED, ON = "--create_seed_checkpoint", "--enable"
 
-# One line for each row of the table, in its order: what is asked in addition to `--enable`, the key
+# One line for each rule, in their order: the arguments in addition to `--enable`, the key
 # to blame, words of the remedy.
 CONTRADICTIONS = [
     (f"{HF_LAST} {FULL_LAST}", "last_save_in_hf", "set checkpoint.last_save_model_only = true"),
@@ -65,20 +65,20 @@ def test_contradictions(line: str, key: str, remedy: str) -> None:
     assert remedy in problem.remedy and "\n" not in str(problem)
 
 
-def test_every_row_is_tried() -> None:
+def test_every_rule_has_a_case() -> None:
     for rule, (line, key, _) in zip(CHECKPOINT_RULES, CONTRADICTIONS, strict=True):
         assert rule.key == key, line
         assert rule.remedy and set(rule.involves) <= set(Checkpoint.model_fields)
     assert len({rule.name for rule in CHECKPOINT_RULES}) == len(CHECKPOINT_RULES)
 
 
-def test_a_run_folder_is_no_uri() -> None:
+def test_a_run_folder_is_not_a_uri() -> None:
     with pytest.raises(ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*offload"):
         load_config(["--job.dump_folder", "s3://bucket"])
 
 
 def saves() -> Iterator[tuple[str, bool]]:
-    """async x HF x weights-only x dtype x HF exports: what is asked, and whether it can be had."""
+    """Yield arguments for async x HF x weights-only x dtype x HF exports, and True if they are valid."""
     choices = ("disabled", "async", "async_with_pinned_mem"), ("", HF_LAST), ("", FULL_LAST), ("", "bfloat16"), (0, 5)
     for mode, hf, full, dtype, hf_interval in product(*choices):
         line = f"{ON} --async_mode {mode} {hf} {full} {f'--export_dtype {dtype}' * bool(dtype)} --hf_interval {hf_interval}"
@@ -113,7 +113,7 @@ def test_saves(line: str, is_right: bool) -> None:
         "--start scratch --initial_load_path=",
     ],
 )
-def test_what_may_be_combined(line: str) -> None:
+def test_valid_combinations(line: str) -> None:
     load_config(arguments(line))
 
 
@@ -129,7 +129,7 @@ OFF = {
 
 
 @pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS)
-def test_a_feature_that_is_off_refuses_nothing(line: str, key: str, remedy: str) -> None:
+def test_a_disabled_feature_refuses_nothing(line: str, key: str, remedy: str) -> None:
     if "--no_enable" not in line and SEED not in line:
         assert not load_config(arguments(line)).checkpoint.enable
         if key in OFF:

@@ -1,4 +1,4 @@
-"""The schema explains itself."""
+"""Help and reference are written from the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_docs_are_up_to_date(repo_root: Path) -> None:
     assert (repo_root / "docs/reference/config.md").read_text() == markdown()
 
 
-def test_every_setting_is_explained_in_at_most_a_few_sentences() -> None:
+def test_every_setting_has_a_short_description() -> None:
     for setting in all_settings():
         description = setting.field.description or ""
         assert description.endswith("."), setting.key

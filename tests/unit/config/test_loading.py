@@ -1,4 +1,4 @@
-"""How files and arguments become one configuration."""
+"""Files and arguments become one configuration."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("line", "key", "value"), ARGUMENTS)
 def test_command_line(line: str, key: str, value: Any) -> None:
-    found = load_config(line.split(" ")).value_of(key)
-    assert (found, type(found)) == (value, type(value))
+    loaded = load_config(line.split(" ")).value_of(key)
+    assert (loaded, type(loaded)) == (value, type(value))
 
 
 ALIASES: list[tuple[str, str, Any]] = [
@@ -97,7 +97,7 @@ def test_older_names_are_accepted_with_a_notice(toml: str, key: str, value: Any,
 
 
 def test_precedence_and_origin(tmp_path: Path) -> None:
-    """Command line > file > extended file (relative to the file that names it) > default."""
+    """Command line > file > extended file (relative to the file that extends it) > default."""
     (tmp_path / "bases").mkdir()
     (tmp_path / "bases/root.toml").write_text("[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\n[model.args]\ndim = 1")
     (tmp_path / "bases/base.toml").write_text('extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 2')
@@ -121,8 +121,8 @@ def test_a_config_of_the_package_can_be_extended(tmp_path: Path) -> None:
     assert load_config(["--job.config_file", str(tmp_path / "mine.toml")]).training.seq_len == 7
 
 
-def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, here: what is checked, written and told is the same folder. Every setting that is a path can do it."""
+def test_a_path_may_start_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is replaced once, so that checks, files and logs have the same path."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.toml").write_text('[job]\ndump_folder = "~/outputs"\n[data.sources.a]\npath = "~/a.jsonl"')
     (tmp_path / "top.toml").write_text('extends = "~/base.toml"\n[checkpoint]\ninitial_load_path = "~/other"')
@@ -141,25 +141,25 @@ def _metadata(setting: Setting) -> list[Any]:
     return [*setting.field.metadata, *inner]
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "top.toml").write_text("[training]\nsteps = 5", encoding="utf-8-sig")
     assert load_config(["--job.config_file", str(tmp_path / "top.toml")]).training.steps == 5
 
 
-def test_no_older_name_is_seen_in_what_is_no_number() -> None:
+def test_nan_is_not_taken_for_a_renamed_value() -> None:
     for name in ("optimizer.lr", "lr_scheduler.lr_min"):
         with pytest.raises(ConfigError) as caught:
             load_config([f"--{name}", "nan"])
         assert not [one for one in caught.value.problems if "is read as" in str(one) or "another value" in str(one)]
 
 
-def test_a_file_that_is_named_in_a_file_is_told_of(tmp_path: Path) -> None:
+def test_a_config_file_in_a_file_warns(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('[job]\nconfig_file = "other.toml"')
     (notice,) = load_config(["--job.config_file", str(tmp_path / "one.toml")]).notices
     assert notice.origin.endswith("one.toml") and 'write `extends = "..."`' in str(notice)
 
 
-def test_the_word_none_unsets_what_a_base_sets(tmp_path: Path) -> None:
+def test_the_word_none_unsets_a_value_of_the_base(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[lr_scheduler]\ntotal_steps = 5")
     (tmp_path / "top.toml").write_text('extends = "base.toml"\n[lr_scheduler]\ntotal_steps = "None"')
     assert load_config(["--job.config_file", str(tmp_path / "top.toml")]).lr_scheduler.total_steps is None
@@ -180,7 +180,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def _values(setting: Setting) -> st.SearchStrategy[Any]:
-    """Values a key can have; conflicts between keys are left to the test."""
+    """Return values of a key. Several keys may conflict."""
     text = st.text(min_size=1, max_size=8)
     by_kind = {
         bool: st.booleans(),

@@ -1,4 +1,4 @@
-"""TorchTitan's own files are accepted unchanged; ours are right for the hardware they name."""
+"""Files of TorchTitan are accepted unchanged. Bundled files fit the hardware that they name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_torchtitan_files_pass(name: str, world_size: int) -> None:
     load(f"tests/assets/torchtitan/{name}.toml", world_size)
 
 
-def test_torchtitan_values_arrive() -> None:
+def test_values_of_torchtitan_files_are_loaded() -> None:
     config = load("tests/assets/torchtitan/llama3_405b.toml", 128)
     assert (config.model.flavor, config.optimizer.lr, config.lr_scheduler.warmup_steps) == ("405B", 8e-5, 600)
     assert config.model.converters == ["quantize.linear.float8"]
@@ -37,18 +37,18 @@ def test_torchtitan_values_arrive() -> None:
     assert config.parallelism.enable_async_tensor_parallel and config.compile.enable
 
 
-def test_every_shipped_file_is_checked(repo_root: Path) -> None:
+def test_every_bundled_file_is_checked(repo_root: Path) -> None:
     assert {file.stem for file in (repo_root / "train_configs").glob("*.toml")} == OURS.keys()
 
 
 @pytest.mark.parametrize(("name", "world_size"), OURS.items())
-def test_our_files_pass(name: str, world_size: int, repo_root: Path) -> None:
+def test_bundled_files_pass(name: str, world_size: int, repo_root: Path) -> None:
     file = repo_root / f"train_configs/{name}.toml"
     load(str(file), world_size)
     header = file.read_text().split("\n\n")[0]
     assert "# Hardware: " in header and "yper-parameters: " in header
 
 
-def test_the_first_run_has_nothing_to_warn_of() -> None:
+def test_the_first_run_has_no_warnings() -> None:
     _, warnings = load_checked(["--job.config_file", "train_configs/debug_model.toml"], 2, training=True)
     assert warnings == []

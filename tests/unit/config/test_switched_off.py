@@ -49,7 +49,7 @@ WORDS = ("nonsense", "s3://bucket/x", "3")
 
 
 def values_of(setting: Setting) -> Iterator[Any]:
-    """Valid values that are not the default, as the command line would write them."""
+    """Yield values that are not the default, as arguments. Some may be invalid."""
     default = setting.default
     if setting.kind is bool:
         yield "false" if default else "true"
@@ -62,7 +62,7 @@ def values_of(setting: Setting) -> Iterator[Any]:
 
 
 def accepted(key: str, value: str) -> bool:
-    """True if the schema takes the value of this key alone."""
+    """Return True if the value is valid by itself."""
     try:
         load_config([f"--{key}", value])
     except (ConfigError, ValidationError):
@@ -115,8 +115,9 @@ def test_a_disabled_feature_refuses_none_of_its_settings(name: str) -> None:
     keys = {setting.key for setting in settings}
     for ways in ways_to_set(settings):
         config = load_config([*arguments, *ways])
-        found = preflight.check(config, None, training=True, device_type="cpu")
-        refused = [one for one in found if one.severity == "error" and one.key in keys]
+        problems = preflight.check(config, None, training=True, device_type="cpu")
+        errors = [problem for problem in problems if problem.severity == "error"]
+        refused = [problem for problem in errors if problem.key in keys]
         assert not refused, [*ways, *map(str, refused)]
         assert not keys & {rule.key for rule in broken_rules(NOT_AVAILABLE, config)}
 
@@ -149,7 +150,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("flavor", PRESETS)
-def test_presets_that_name_a_type_for_saves_they_switch_off_pass(
+def test_presets_with_export_dtype_and_disabled_checkpoints_pass(
     flavor: str, tmp_path: Path
 ) -> None:
     batch_size, mode, option, ranks = PRESETS[flavor]

@@ -1,4 +1,4 @@
-"""Checks over several rooms: what is an error, what a warning, and when."""
+"""Checks that need several packages: which problems are errors or warnings, and when."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UNAVAILABLE = [
 
 
 @pytest.mark.parametrize(("line", "key"), UNAVAILABLE)
-def test_what_is_not_available_yet_is_refused_in_training_only(line: str, key: str) -> None:
+def test_unavailable_features_are_refused_only_in_training(line: str, key: str) -> None:
     arguments = f"--training.steps 1000 {line}"
     assert key in keys(check(arguments), "error")
     checked = check(arguments, training=False)
@@ -57,8 +57,8 @@ def test_what_is_not_available_yet_is_refused_in_training_only(line: str, key: s
     assert any(problem.key == key and problem.remedy for problem in checked)
 
 
-def test_one_reason_is_enough() -> None:
-    """Expert parallelism is not there yet, and this model has no experts to distribute: the latter is said."""
+def test_each_key_is_reported_once() -> None:
+    """Expert parallelism is not available, and this model has no experts: only the second is reported."""
     (problem,) = check("--training.steps 1000 --parallelism.expert_parallel_degree 2", 2)
     assert problem.key == "parallelism.expert_parallel_degree" and "llama3 has no experts" in problem.expected
 
@@ -120,8 +120,8 @@ def test_warnings(line: str, key: str, part: str) -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--model.name qwen3 --model.flavor 0.6B --model.args.n_layers 6"])
-def test_what_is_not_to_decay_is_a_parameter(flags: str) -> None:
-    """One that ties its weights has them once, under the name of the first."""
+def test_patterns_without_weight_decay_match_a_parameter(flags: str) -> None:
+    """Tied weights are one parameter, under the name of the first."""
     line = f"--training.steps 1000 --model.args.vocab_size 2048 --model.args.enable_weight_tying true {flags}"
     assert check(f"{line} --optimizer.no_weight_decay *norm*,layers.5.*,tok_embeddings.weight") == []
     for pattern in ("*norms*", "layers.6.*", "output.*", "*.bias"):
@@ -131,23 +131,23 @@ def test_what_is_not_to_decay_is_a_parameter(flags: str) -> None:
 
 
 @pytest.mark.parametrize("table", ["data", "validation"])
-def test_text_that_no_reader_knows(table: str, tmp_path: Path) -> None:
+def test_unknown_dataset_formats(table: str, tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     for name in ("a.md", "tables/a.csv"):
         (tmp_path / name).touch()
     line = "--training.steps 1000 --validation.enable --validation.dataset shakespeare_validation"
     section = "training" if table == "data" else table
-    for name, told in (("a.md", "cannot be told by its ending"), ("tables", "a folder without files of a known")):
+    for name, message in (("a.md", "cannot be told by its ending"), ("tables", "a folder without files of a known")):
         for key in (f"{section}.dataset_path", f"{table}.sources.a.path"):
             problem, *_ = check(f"{line} --{key} {tmp_path / name}")
             assert (problem.severity, problem.key) == ("error", key)
-            assert told in problem.expected and ".jsonl .json .ndjson" in problem.expected
+            assert message in problem.expected and ".jsonl .json .ndjson" in problem.expected
     named = f"{line} --{table}.sources.a.path {tmp_path}/a.md --{table}.sources.a.format"
     assert keys(check(f"{named} text"), "error") == keys(check(f"{named} tokens"), "error") == []
 
 
-def test_settings_listed_below_a_switch_that_is_off_are_no_surprise(tmp_path: Path) -> None:
-    """Files list the settings of what they leave off; only one written on top of the switch is worth a warning."""
+def test_settings_in_the_file_that_disables_their_feature_pass(tmp_path: Path) -> None:
+    """Files contain settings of disabled features. Only settings in a later layer are reported."""
     file = tmp_path / "x.toml"
     file.write_text('[training]\nsteps = 1000\n[compile]\nenable = false\nbackend = "eager"')
     line = f"--job.config_file {file}"
@@ -155,8 +155,8 @@ def test_settings_listed_below_a_switch_that_is_off_are_no_surprise(tmp_path: Pa
     assert keys(check(f"{line} --compile.components loss"), "warning") == ["compile.components"]
 
 
-def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
-    """So a tokenizer without BOS will do, and asking for none changes nothing. A pair is named by what its files share."""
+def test_token_files_get_no_bos_and_eos(tmp_path: Path) -> None:
+    """So a tokenizer without BOS is accepted. The path of a pair of files is their common prefix."""
     shutil.copy("tests/assets/tokenizer/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": null}')
     for ending in (".bin", ".idx"):
@@ -175,7 +175,7 @@ def test_nothing_is_put_around_documents_of_token_files(tmp_path: Path) -> None:
     assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
 
 
-def test_what_a_file_has_switched_off_takes_no_settings(tmp_path: Path) -> None:
+def test_settings_on_top_of_a_disabled_feature_warn(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text("training.steps = 1000\noptimizer.weight_decay = 0.0\nlr_scheduler.decay_ratio = 0.0\n")
     line = f"--job.config_file {file} --optimizer.no_weight_decay *norm*"
@@ -185,7 +185,7 @@ def test_what_a_file_has_switched_off_takes_no_settings(tmp_path: Path) -> None:
     assert check(f"{line} --optimizer.weight_decay 0.1 --lr_scheduler.decay_ratio 0.1") == []
 
 
-def test_what_only_a_mixture_reads_is_told_of_a_validation_text() -> None:
+def test_mixture_settings_have_no_effect_in_validation() -> None:
     line = f"--training.steps 1000 --validation.enable --validation.sources.a.path {TEXT}"
     assert check(f"{line} --validation.sources.a.weight 1.0") == []
     set_ = "--validation.sources.a.weight 2 --validation.sources.a.weight_from 9,3 --validation.sources.a.max_epochs 1"
@@ -193,7 +193,7 @@ def test_what_only_a_mixture_reads_is_told_of_a_validation_text() -> None:
     assert keys(check(f"{line} {set_}"), "warning") == names
 
 
-def test_names_of_files_on_the_hub_are_whole() -> None:
+def test_hub_paths_are_complete() -> None:
     line = "--training.steps 1000 --data.sources.a.path hf://datasets/owner/name@v1/*.parquet"
     assert check(line) == []
     (problem,) = check(line.replace("@v1", ""))
@@ -202,7 +202,7 @@ def test_names_of_files_on_the_hub_are_whole() -> None:
     assert problem.key == "data.sources.a.path" and "download them" in problem.remedy
 
 
-def test_names_of_texts_on_the_hub_are_known_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets_are_checked_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     line = "--training.steps 1000 --training.dataset c4 --validation.enable --validation.dataset"
     assert check(f"{line} c4_validation") == []
@@ -244,16 +244,16 @@ def test_settings_without_effect_on_checkpoints(tmp_path: Path, switch: str, lin
     ],
 )
 def test_batch_sizes(line: str, world_size: int | None, fits: bool) -> None:
-    found = check(f"--training.steps 1000 {line}", world_size)
-    assert keys(found, "error") == ([] if fits else ["training.global_batch_size"])
+    problems = check(f"--training.steps 1000 {line}", world_size)
+    assert keys(problems, "error") == ([] if fits else ["training.global_batch_size"])
 
 
-def test_seven_samples_name_the_sizes_that_would_do() -> None:
+def test_the_remedy_for_a_batch_size_names_two_sizes() -> None:
     (problem,) = check("--training.steps 1000 --training.local_batch_size 2 --training.global_batch_size 30", 4)
     assert problem.remedy == "set it to 24 or 32, or change training.local_batch_size"
 
 
-def test_context_parallel_cuts_each_sequence_twice_for_balance() -> None:
+def test_context_parallelism_needs_two_shards_per_rank() -> None:
     line = "--training.steps 1000 --parallelism.context_parallel_degree 2 --training.seq_len 30"
     (problem,) = check(line, 2, training=False)[:1]
     assert problem.key == "training.seq_len" and "1 x 2 x 2 (head and tail) = 4" in problem.expected
@@ -276,8 +276,8 @@ def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> N
     def severities(total: int, available: int, device_type: str = "cuda") -> list[str]:
         memory = HostMemory(total * 2**30, available * 2**30)
         monkeypatch.setattr(host_memory, "host_memory", lambda: memory)
-        found = check(line, 8, device_type=device_type)
-        return [p.severity for p in found if p.key == "training.enable_cpu_offload" and "119.66 GiB" in str(p)]
+        problems = check(line, 8, device_type=device_type)
+        return [p.severity for p in problems if p.key == "training.enable_cpu_offload" and "119.66 GiB" in str(p)]
 
     assert severities(128, 120) == []
     assert severities(128, 119) == ["warning"]
@@ -304,7 +304,7 @@ def test_attention_that_a_device_cannot_compute() -> None:
         ("--model.args.attn_type flex --model.args.attn_mask_type block_causal", "model.args"),
     ],
 )
-def test_kernels_of_a_gpu_are_replaced_on_cpu_and_the_log_reports_it(flags: str, key: str) -> None:
+def test_gpu_kernels_are_replaced_on_cpu_with_a_warning(flags: str, key: str) -> None:
     (warning,) = check(f"--training.steps 1000 {flags}", device_type="cpu")
     assert (warning.severity, warning.key) == ("warning", key)
     assert "scaled_dot_product_attention with the same block_causal mask" in str(warning)
@@ -337,7 +337,7 @@ def test_a_missing_tokenizer_is_an_error_of_training(
     assert warning.severity == "warning"
 
 
-def test_a_run_that_has_checkpoints_does_not_miss_the_one_it_started_from(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_needs_no_initial_checkpoint(tmp_path: Path) -> None:
     line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_path gone"
     assert keys(check(line), "error") == ["checkpoint.initial_load_path"]
     (tmp_path / "checkpoint/step-5").mkdir(parents=True)
@@ -352,22 +352,22 @@ def test_step_to_load_must_exist(tmp_path: Path) -> None:
     assert problem.key == "checkpoint.load_step" and "holds the steps 5" in problem.expected
 
 
-def test_pinned_memory_without_a_gpu_is_none() -> None:
+def test_pinned_memory_without_a_gpu_warns() -> None:
     line = "--training.steps 1000 --checkpoint.enable --checkpoint.async_mode async_with_pinned_mem"
     (warning,) = check(line, device_type="cpu")
     assert (warning.severity, warning.key) == ("warning", "checkpoint.async_mode")
     assert check(line, device_type="cuda") == check(line) == []
 
 
-def test_waiting_for_kernels_is_told_of_and_without_a_gpu_is_nothing() -> None:
+def test_launch_blocking_warns() -> None:
     line = "--training.steps 1000 --debug.launch_blocking"
     for device, part in (("cpu", "has no effect in this run: there is no GPU"), ("cuda", "makes the run much slower")):
         (warning,) = check(line, device_type=device)
         assert (warning.severity, warning.key) == ("warning", "debug.launch_blocking") and part in warning.expected
 
 
-def test_weights_of_the_assets_are_there(tmp_path: Path) -> None:
-    """Without an initial_load_path they are what initial_load_in_hf means."""
+def test_the_assets_contain_the_initial_weights(tmp_path: Path) -> None:
+    """Without an initial_load_path, initial_load_in_hf loads the weights of the assets."""
     line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_in_hf"
     (problem,) = check(line)
     assert problem.key == "checkpoint.initial_load_in_hf" and "tests/assets/tokenizer" in problem.expected
@@ -395,9 +395,9 @@ def test_a_seed_checkpoint_is_saved_by_one_rank() -> None:
         ("xyz.*", 'for example "optimizer.lr" or "model.*"'),
     ],
 )
-def test_what_may_change_is_a_setting(pattern: str, remedy: str | None) -> None:
-    found = check(f"--training.steps 1000 --checkpoint.enable --checkpoint.allow_change {pattern}")
-    assert [problem.remedy for problem in found] == ([] if remedy is None else [remedy])
+def test_patterns_of_allow_change_match_a_setting(pattern: str, remedy: str | None) -> None:
+    problems = check(f"--training.steps 1000 --checkpoint.enable --checkpoint.allow_change {pattern}")
+    assert [problem.remedy for problem in problems] == ([] if remedy is None else [remedy])
 
 
 def test_the_config_is_not_saved_over_a_folder(tmp_path: Path) -> None:
@@ -412,14 +412,14 @@ def test_dump_folder_below_a_file(tmp_path: Path) -> None:
     assert problem.key == "job.dump_folder" and "is a file" in problem.expected
 
 
-def test_a_model_from_outside_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_model_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_broken_model.py").write_text("raise RuntimeError('half written')")
     monkeypatch.syspath_prepend(tmp_path)
     (problem,) = check("--training.steps 1000 --experimental.custom_import my_broken_model")
     assert problem.key == "experimental.custom_import" and "RuntimeError: half written" in problem.expected
 
 
-def test_a_backend_of_the_compiler_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compile_backend_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in the launcher, whose check imports no torch: it is the first to look.
     monkeypatch.delitem(sys.modules, "torch._dynamo.backends.registry", raising=False)
     (problem,) = check("--training.steps 1000 --compile.enable --compile.backend inductr")
@@ -432,8 +432,8 @@ def test_a_backend_of_the_compiler_is_one_that_there_is(monkeypatch: pytest.Monk
     assert keys(check("--training.steps 1000 --compile.backend nonsense"), "error") == []  # nothing is compiled
 
 
-def test_a_backend_in_a_package_of_its_own_is_installed() -> None:
-    """Torch imports it in the middle of the first step."""
+def test_the_package_of_a_compile_backend_is_installed() -> None:
+    """torch would import it in the middle of the first step."""
     line = "--training.steps 1000 --compile.enable --compile.backend tvm"
     (problem,) = check(line)
     assert (problem.key, problem.severity) == ("compile.backend", "error") and "the package tvm" in problem.expected
@@ -441,7 +441,7 @@ def test_a_backend_in_a_package_of_its_own_is_installed() -> None:
     assert problem.severity == "warning"
 
 
-def test_a_backend_of_ones_own_is_registered_by_an_imported_module(
+def test_a_custom_import_may_register_a_compile_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.backends import registry
@@ -470,7 +470,7 @@ PARETO = "activation_checkpoint.visualize_memory_budget_pareto"
         (PARETO, "--compile.enable --activation_checkpoint.mode memory_budget", "matplotlib"),
     ],
 )
-def test_packages_that_some_settings_need(key: str, line: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_of_settings_are_installed(key: str, line: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be imported in the middle of the first step."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
     (problem,) = check(f"--{key} {line} --training.steps 1000")
@@ -486,18 +486,18 @@ def test_packages_that_some_settings_need(key: str, line: str, package: str, mon
         ((2, 15), "warning", "torch 2.15 is newer than the newest tested release, 2.14"),
     ],
 )
-def test_releases_of_torch(
+def test_torch_releases(
     release: tuple[int, int], severity: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchtitan_like.preflight.context.installed_torch_release", lambda: release)
-    found = check("--training.steps 1000")
-    assert [problem.severity for problem in found] == [severity] * bool(severity)
-    assert all(words in str(problem) for problem in found)
+    problems = check("--training.steps 1000")
+    assert [problem.severity for problem in problems] == [severity] * bool(severity)
+    assert all(words in str(problem) for problem in problems)
     assert check("--training.steps 1000", training=False) == []
 
 
 @pytest.mark.parametrize("name", ["NCCL_ALGO", "NCCL_PROTO"])
-def test_a_forced_choice_of_nccl_is_warned_about(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_nccl_algorithm_warns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "Tree")
     line = "--training.steps 1000"
     (warning,) = check(line, device_type="cuda")
@@ -506,7 +506,7 @@ def test_a_forced_choice_of_nccl_is_warned_about(name: str, monkeypatch: pytest.
     assert check(line, device_type="cpu") == check(f"{line} --debug.deterministic", device_type="cuda") == []
 
 
-def test_the_page_on_nccl_says_what_each_value_means(repo_root: Path) -> None:
+def test_the_nccl_guide_documents_each_variable(repo_root: Path) -> None:
     page = (repo_root / "docs/guides/nccl.md").read_text()
     rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
     assert {"`0`", "`1`", "`2` (default)"} <= rows, "NCCL_CROSS_NIC"

@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused before anything starts, with one line that says what to do; others are not."""
+"""Layouts that cannot work are refused before the start, with one line and a remedy. Others pass."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ SHORT = {
 
 
 def arguments(line: str) -> list[str]:
-    """ "tp=2 seq=64" as a person would type it."""
+    """Return the arguments for a short form such as "tp=2 seq=64"."""
     pairs = [word.split("=", 1) for word in line.split()]
     return [part for name, value in pairs for part in (f"--{SHORT.get(name, name)}", *value.split("|"))]
 
 
 class Illegal(NamedTuple):
-    """What is asked of how many ranks; the key to blame, words of the line; the rule of the table, if it is one."""
+    """A layout and its number of ranks; the key and words of the error; the name of the rule, if any."""
 
     line: str
     ranks: int
@@ -183,7 +183,7 @@ def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
 def test_illegal(case: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the command says: code 78, nothing on stdout, one line for one fault."""
+    """The command ends with code 78, prints nothing to stdout, and one line for one problem."""
     assert main(["check", CONFIG, "--world-size", str(case.ranks), *arguments(case.line)]) == 78
     captured = capsys.readouterr()
     title, *lines = [line for line in captured.err.splitlines() if not line.startswith("warning: ")]
@@ -226,7 +226,7 @@ def test_legal(line: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("size", [["--world-size", "3"], []], ids=["3 ranks", "ranks unknown"])
 def test_the_number_of_ranks_may_be_unknown(size: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Then only what holds on any number of ranks is said."""
+    """Then only problems that hold on any number of ranks are reported."""
     assert main(["check", CONFIG, *size, *arguments("replicate=2 global=24")]) == (78 if size else 0)
     line = "tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false"
     assert main(["check", CONFIG, *size, *arguments(line)]) == 0
@@ -245,10 +245,10 @@ def test_the_number_of_ranks_may_be_unknown(size: list[str], capsys: pytest.Capt
 def test_limits_that_no_shipped_model_meets(
     rule: str, limits: dict[str, int], degrees: dict[str, int], words: str
 ) -> None:
-    """Each model says what a layout must divide; the table has words for all of it."""
+    """Every size of `ModelSpec.constraints` has a rule."""
     run = RunContext(load_config([]), math.prod(degrees.values()), is_resolved=True, limits=limits, **degrees)
-    (found,) = broken_rules(run)
-    assert found.name == rule and words in found.problem(run).expected
+    (broken_rule,) = broken_rules(run)
+    assert broken_rule.name == rule and words in broken_rule.problem(run).expected
 
 
 def test_offloaded_activations_save_no_memory_on_cpu() -> None:
@@ -293,7 +293,7 @@ OTHER_RULES = [
 
 @pytest.mark.parametrize(("line", "device", "rule"), OTHER_RULES)
 def test_rules_of_other_sections(line: str, device: str | None, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is broken by its line, and not by the file alone."""
+    """Each line breaks its rule. The file alone breaks none."""
     monkeypatch.delitem(sys.modules, "torch._dynamo.backends.registry", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -343,7 +343,7 @@ def test_a_missing_torchao_is_reported_with_its_remedy(monkeypatch: pytest.Monke
     assert rule.key == "model.converters" and rule.remedy == "pip install 'torchtitan_like[float8]'"
 
 
-def test_every_rule_is_tried() -> None:
+def test_every_rule_has_a_case() -> None:
     tried = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
     tried |= {rule for *_, rule in UNALIGNED} | {rule for *_, rule in OTHER_RULES}
     tried |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
@@ -354,8 +354,8 @@ def test_every_rule_is_tried() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in ILLEGAL if case.rule], ids=lambda case: case.line)
-def test_the_table_knows_the_layout_by_its_rule(case: Illegal) -> None:
-    """What the matrix of layouts under test asks for its excluded cells: one rule and its name."""
+def test_an_illegal_layout_breaks_one_rule(case: Illegal) -> None:
+    """The parity matrix names this rule for each excluded cell."""
     assert [rule.name for rule in broken_rules(layout(case.line, case.ranks)) if rule.severity == "error"] == [
         case.rule
     ]
@@ -374,7 +374,7 @@ def layout(line: str, ranks: int) -> RunContext:
     return build_context(config, ranks, spec, args, device)
 
 
-def test_rules_name_settings_and_say_what_to_do() -> None:
+def test_rules_name_settings_and_have_a_remedy() -> None:
     for rule in RULES:
         for key in (rule.key, *rule.involves):
             assert find(tuple(key.split("."))) is not None, (rule.name, key)
@@ -382,8 +382,8 @@ def test_rules_name_settings_and_say_what_to_do() -> None:
         assert rule.expected
 
 
-def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
-    """7 is no multiple of anything here, but the degree that says so is not the one that was meant."""
+def test_rules_that_read_a_refused_value_are_silent() -> None:
+    """Only the refused degree itself is reported."""
     with pytest.raises(ConfigError) as caught:
         preflight.load_checked(
             ["--job.config_file", CONFIG, *arguments("seq=255 validate=false tp=2x")], 2, training=False
@@ -393,9 +393,9 @@ def test_a_rule_that_rests_on_a_refused_value_is_silent() -> None:
 
 def warnings(line: str, ranks: int | None) -> list[str]:
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
-    found = preflight.check(config, ranks, training=False)
-    assert all(problem.severity == "warning" for problem in found), found
-    return [str(problem) for problem in found if "not available" not in problem.expected]
+    problems = preflight.check(config, ranks, training=False)
+    assert all(problem.severity == "warning" for problem in problems), problems
+    return [str(problem) for problem in problems if "not available" not in problem.expected]
 
 
 def test_tensor_parallelism_across_nodes_is_slow_but_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,19 +410,19 @@ def test_tensor_parallelism_across_nodes_is_slow_but_works(monkeypatch: pytest.M
     assert warnings("tp=16", 32) == []
 
 
-def test_three_ranks_do_not_share_machines_of_eight() -> None:
-    """A degree below the machine's size may cross its border all the same."""
+def test_three_tensor_parallel_ranks_span_two_nodes() -> None:
+    """A group that is smaller than a node may still span two nodes."""
     (line,) = warnings("tp=3 kv_heads=3 heads=6 model.args.dim=240 seq=255 validate=false", 24)
     assert "shards layers across nodes" in line
 
 
-def test_micro_batches_too_few_to_keep_the_ranks_busy() -> None:
+def test_too_few_micro_batches_warn() -> None:
     (line,) = warnings("pp=4 schedule=GPipe local=3", 4)
     assert "a step has 3 micro-batches for 4 pipeline ranks" in line
     assert warnings("pp=4 schedule=GPipe local=4", 4) == warnings("pp=4 schedule=GPipe local=2 global=4", 4) == []
 
 
-def test_gradients_may_be_added_up_narrowly() -> None:
+def test_bfloat16_reduction_warns() -> None:
     (line,) = warnings("reduce=bfloat16", 2)
     assert "8 bits of precision" in line and 'set it to "float32"' in line
     assert warnings("reduce=bfloat16", 1) == warnings("reduce=float32", 2) == []
@@ -435,7 +435,7 @@ def test_gradients_may_be_added_up_narrowly() -> None:
         ("parallelism.fsdp_reshard_after_forward=never replicate=2", 2),
     ],
 )
-def test_what_is_whole_is_not_resharded(line: str, ranks: int) -> None:
+def test_replicated_weights_are_not_resharded(line: str, ranks: int) -> None:
     (text,) = warnings(line, ranks)
     assert "weights are not sharded" in text
 
@@ -455,7 +455,7 @@ WITHOUT_EFFECT = [
 
 
 @pytest.mark.parametrize(("line", "ranks", "words", "rule"), WITHOUT_EFFECT)
-def test_a_feature_that_is_off_only_warns(line: str, ranks: int, words: str, rule: str) -> None:
+def test_a_disabled_feature_only_warns(line: str, ranks: int, words: str, rule: str) -> None:
     assert rule in [broken.name for broken in broken_rules(layout(line, ranks))]
     (text,) = warnings(line, ranks)
     assert "has no effect in this run" in text and words in text
@@ -477,14 +477,14 @@ UNALIGNED = [
 
 
 @pytest.mark.parametrize(("line", "ranks", "words", "rule"), UNALIGNED)
-def test_sizes_that_tensor_cores_do_not_like(line: str, ranks: int, words: str, rule: str) -> None:
-    names = [found.name for found in broken_rules(layout(line, ranks)) if "unaligned" in found.name]
+def test_sizes_that_are_slow_on_tensor_cores(line: str, ranks: int, words: str, rule: str) -> None:
+    names = [one.name for one in broken_rules(layout(line, ranks)) if "unaligned" in one.name]
     assert names == ([rule] if rule else [])
     assert (words in " ".join(warnings(line, ranks))) is bool(rule)
     on_cpu = layout(f"{line} device=cpu", ranks)
     exact = layout(line.replace("bfloat16", "float32"), ranks)
     for other in (on_cpu, exact):
-        assert not [found for found in broken_rules(other) if "unaligned" in found.name]
+        assert not [one for one in broken_rules(other) if "unaligned" in one.name]
 
 
 @pytest.mark.parametrize(
@@ -495,8 +495,8 @@ def test_sizes_that_tensor_cores_do_not_like(line: str, ranks: int, words: str, 
 def test_published_models_are_aligned(name: str, flavor: str) -> None:
     for tp in (1, 8):
         line = f"{HALF} model.name={name} model.flavor={flavor} tp={tp} validate=false"
-        names = [found.name for found in broken_rules(layout(line, tp))]
-        assert not [found for found in names if "unaligned" in found], names
+        names = [rule.name for rule in broken_rules(layout(line, tp))]
+        assert not [name for name in names if "unaligned" in name], names
 
 
 @pytest.mark.parametrize(
@@ -520,17 +520,17 @@ def test_settings_of_a_degree_of_one(line: str, needs: str) -> None:
          "layers_per_stage=2 layers=1", "module_fqns_per_model_part to be unset"),
     ],
 )  # fmt: skip
-def test_settings_that_another_one_replaces(tmp_path: Path, written: str, line: str, needs: str) -> None:
+def test_settings_that_another_setting_replaces(tmp_path: Path, written: str, line: str, needs: str) -> None:
     (tmp_path / "x.toml").write_text(f"[parallelism]\n{written}\n[training]\nsteps = 1000\nlocal_batch_size = 4")
-    found = preflight.check(
+    problems = preflight.check(
         load_config(["--job.config_file", str(tmp_path / "x.toml"), *arguments(line)]), 2, training=False
     )
-    (text,) = map(str, found)
+    (text,) = map(str, problems)
     assert "has no effect in this run" in text and needs in text
 
 
 def test_schedule_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For the ranks and the micro-batches of this run, and one that comes to an end."""
+    """A schedule must fit the ranks and micro-batches of the run, and must end."""
     good = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
     files = {
         "good": (good, "local=2", ""),
@@ -547,8 +547,8 @@ def test_schedule_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert words in capsys.readouterr().err
 
 
-def test_what_takes_backward_apart(tmp_path: Path) -> None:
-    """By its name or by what its file says; what needs it whole, and what an older torch cannot do, is refused for both."""
+def test_schedules_that_split_the_backward_pass(tmp_path: Path) -> None:
+    """Named schedules and CSV files: features that need the whole pass, and an older torch, are refused."""
     path = tmp_path / "schedule.csv"
     path.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n,1F0,1I0,1W0,1F1,1I1,1W1\n")
     file = f"pp=2 schedule=PipelineScheduleSingle csv={path} local=2"
@@ -563,7 +563,7 @@ def test_what_takes_backward_apart(tmp_path: Path) -> None:
 
 
 def test_micro_batches_are_counted_when_the_ranks_are_known() -> None:
-    """The steps of a growing batch must all have enough of them, and those of an unknown number of ranks are nobody's fault."""
+    """All steps of a batch ramp need enough. On an unknown number of ranks nothing is reported."""
     assert warnings("pp=2 local=1 global=4 shard=2", None) == []
     assert layout("pp=2 local=1 global=4 ramp=2,2,12", 2).accumulations == (2, 4)
     assert warnings("pp=2 local=1 global=4 ramp=2,2,12", 2) == []
@@ -573,8 +573,8 @@ COMMANDS = ["tp=3 seq=240 validate=false", "pp=2 schedule=Interleaved1F1B local=
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_the_command_is_quick_and_loads_no_torch(line: str, repo_root: Path) -> None:
-    """Less than 5 s of CPU, most of it Python's own start."""
+def test_the_check_is_fast_and_imports_no_torch(line: str, repo_root: Path) -> None:
+    """Less than 5 s of CPU."""
     (case,) = [case for case in ILLEGAL if case.line == line]
     code = (
         "import sys\nfrom torchtitan_like.cli import main\n"
