@@ -1,4 +1,7 @@
-"""Checks that need more than one room: configuration x model x tokenizer x layout. Nothing here imports torch."""
+"""Checks of a configuration with its model, tokenizer, datasets, layout and hardware.
+
+No module of this package imports torch at its top level.
+"""
 
 from torchtitan_like.preflight.checker import check, load_checked
 from torchtitan_like.preflight.context import DeviceType

@@ -1,4 +1,4 @@
-"""Load a configuration and check it as a whole, before anything is built. Nothing here imports torch."""
+"""Load a configuration and check it as a whole, before anything is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from torchtitan_like.preflight.datasets import check_datasets
 from torchtitan_like.preflight.environment import check_nccl, check_torch
 from torchtitan_like.preflight.folders import check_folders, check_initial_checkpoint
 from torchtitan_like.preflight.host_memory import check_host_memory
-from torchtitan_like.preflight.model import check_attention, check_model, check_weight_decay_patterns
+from torchtitan_like.preflight.model import (
+    check_attention,
+    check_model,
+    check_weight_decay_patterns,
+)
 from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
 from torchtitan_like.preflight.rules import RULES
 from torchtitan_like.preflight.tokenizer import check_tokenizer
@@ -32,7 +36,8 @@ def load_checked(
 
     device_type: see `check`; or a function that detects the device once the settings are known.
 
-    Raises ConfigError with the problems of loading and checking: a misspelled key does not hide a missing tokenizer.
+    Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
+    hide a missing tokenizer.
     """
     problems: list[Problem] = []
     faulty: frozenset[str] = frozenset()
@@ -55,7 +60,10 @@ def load_checked(
 
 
 def _reads_faulty_key(problem: Problem, faulty: frozenset[str]) -> bool:
-    """Return True if the check behind a problem read the default of a setting whose given value was refused."""
+    """Return True if a problem depends on a setting whose value was refused.
+
+    Its check has read the default of the setting instead.
+    """
     keys = (problem.key, *problem.involves)
     return any(key == bad or key.startswith(f"{bad}.") for key in keys for bad in faulty)
 
@@ -67,10 +75,11 @@ def check(
     training: bool,
     device_type: DeviceType | None = None,
 ) -> list[Problem]:
-    """Return every problem of a valid configuration on `world_size` ranks (None: only what holds on any number).
+    """Return every problem of a valid configuration.
 
-    training: missing files, and features that are not available yet, are errors; else warnings. device_type: None skips
-    the checks that depend on the hardware.
+    world_size: number of ranks. None reports only problems that hold on any number.
+    training: missing files, and features that are not available yet, are errors; else warnings.
+    device_type: None skips the checks that depend on the hardware.
     """
     spec, args, problems = check_model(config)
     run = build_context(config, world_size, spec, args, device_type)
@@ -79,8 +88,9 @@ def check(
     blamed = {
         problem.key for problem in located if problem.severity != "warning" or problem.has_no_effect
     }
-    unavailable = [config.locate(rule.problem(config)) for rule in broken_rules(NOT_AVAILABLE, config)]
-    located += [problem for problem in unavailable if problem.key not in blamed]
+    for rule in broken_rules(NOT_AVAILABLE, config):
+        if rule.key not in blamed:
+            located.append(config.locate(rule.problem(config)))
     return [*(_settle(problem, training) for problem in located), *without_effect(config)]
 
 
@@ -102,7 +112,10 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
 
 
 def _settle(problem: Problem, training: bool) -> Problem:
-    """Turn a "training_error" into an error, or into a warning in a check, which may run on another machine."""
+    """Turn a "training_error" into an error before training, else into a warning.
+
+    A check may run on another machine than training.
+    """
     if problem.severity != "training_error":
         return problem
     if training:

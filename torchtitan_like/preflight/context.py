@@ -1,4 +1,4 @@
-"""Everything that decides whether a run can work: its configuration, ranks, model sizes, hardware and torch release."""
+"""The facts about a run that rules read: configuration, ranks, model, hardware, torch release."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["cpu", "cuda"]
 
-# torch.distributed.pipelining refuses compiled modules under these (`_check_torch_compile_compatibility`).
+# torch.distributed.pipelining refuses compiled modules with these schedules
+# (`_check_torch_compile_compatibility`).
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-# Ranks of a node where no launcher reports them: most machines for training have 8 GPUs.
+# Ranks of a node if no launcher reports them: most machines for training have 8 GPUs.
 USUAL_RANKS_OF_NODE = 8
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the rules of preflight read.
+    """The facts that the rules of preflight read.
 
-    world_size: None if the number of ranks is unknown. Then dp_shard = -1 counts as 1, and `is_resolved` is False.
-    spec, args: the model and its sizes; None if there is no such model. limits: `ModelSpec.constraints`.
-    device_type, gpu_capability, local_world_size: None if unknown. splits_backward: the pipeline schedule computes the
-    gradients of inputs first and the gradients of weights later. torch_release: (2, 13) for torch 2.13.0.
+    world_size: None if the number of ranks is unknown. Then dp_shard = -1 counts as 1, and
+    `is_resolved` is False.
+    spec, args: the model and its sizes; None if there is no such model.
+    limits: `ModelSpec.constraints`.
+    device_type, gpu_capability, local_world_size: None if unknown.
+    splits_backward: the pipeline schedule computes the gradients of inputs first, and the gradients
+    of weights later.
+    torch_release: (2, 13) for torch 2.13.0.
     degree_errors: why the degrees do not fit the number of ranks, one sentence each.
     """
 
@@ -79,7 +84,7 @@ class RunContext:
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """True if matrix products may run on a GPU's tensor cores; unknown hardware counts as a GPU."""
+        """True if matrix products may run on tensor cores. Unknown hardware counts as a GPU."""
         is_half = self.config.training.mixed_precision_param == "bfloat16"
         return is_half and self.device_type != "cpu" and self.args is not None
 
@@ -89,7 +94,8 @@ class RunContext:
 
     def width(self, *names: str) -> int:
         """Return the first of these arguments that the model has; 0 if it has none."""
-        return next((int(getattr(self.args, name)) for name in names if hasattr(self.args, name)), 0)
+        widths = (int(getattr(self.args, name)) for name in names if hasattr(self.args, name))
+        return next(widths, 0)
 
     def size(self, name: str) -> int:
         """Return a size of the model; 0 if unknown."""
@@ -111,7 +117,7 @@ class RunContext:
 
     @property
     def has_data_parallel_graph(self) -> bool:
-        """True if a compiled graph that can be rewritten holds all collectives of data parallelism."""
+        """True if a compiled graph contains all data-parallel collectives and can be rewritten."""
         is_simple_fsdp = self.parallelism.data_parallel_impl == "simple_fsdp"
         can_rewrite = self.config.compile.backend in GRAPH_BACKENDS
         return is_simple_fsdp and self.compiles_model and can_rewrite
@@ -142,7 +148,7 @@ class RunContext:
 
     @property
     def accumulations(self) -> tuple[int, ...]:
-        """Each number of forward passes per step that occurs as the batch grows; (0,) if unknown."""
+        """Each number of forward passes per step during the batch ramp; (0,) if unknown."""
         if not self.is_resolved:
             return (0,)
         if not self.config.training.batch_ramp:
@@ -152,7 +158,7 @@ class RunContext:
 
     @property
     def num_micro_batches(self) -> int:
-        """Pipeline micro-batches in a step. With a batch ramp, every step has a multiple of them."""
+        """Pipeline micro-batches in a step. With a batch ramp, every step has a multiple."""
         local = self.config.training.local_batch_size * self.num_accumulated
         if ramp := self.config.training.batch_ramp:
             local = math.gcd(local, *(size // self.dp for size in ramp[:2]))
@@ -170,7 +176,7 @@ class RunContext:
 
     @property
     def shards_head_and_tail(self) -> bool:
-        """True if each rank computes one shard from the first half of a sequence and one from the second half."""
+        """True if each rank computes one shard of each half of a sequence."""
         is_balanced = self.parallelism.context_parallel_load_balancer is not None
         return is_balanced and self.rotate_method in ("allgather", "alltoall")
 
@@ -185,8 +191,8 @@ class RunContext:
         """`sequence_shards` with its formula."""
         tp = self.tp if self.parallelism.enable_sequence_parallel else 1
         halves = " x 2 (head and tail)" if self.shards_head_and_tail else ""
-        degrees = f"{tp} x {self.cp}{halves}"
-        return f"tensor_parallel_degree x context_parallel_degree = {degrees} = {self.sequence_shards}"
+        product = f"{tp} x {self.cp}{halves} = {self.sequence_shards}"
+        return f"tensor_parallel_degree x context_parallel_degree = {product}"
 
     @property
     def ranks_of_node(self) -> int:
@@ -200,7 +206,7 @@ def build_context(
     args: Any = None,
     device_type: DeviceType | None = None,
 ) -> RunContext:
-    """Collect the facts of a run. `spec` and `args`: the model and its sizes, None if there is no such model."""
+    """Collect the facts of a run. spec, args: see `RunContext`."""
     parallelism = config.parallelism
     dims, errors = (None, []) if world_size is None else resolve_degrees(parallelism, world_size)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -229,7 +235,7 @@ def build_context(
 
 
 def installed_torch_release() -> tuple[int, ...]:
-    """Return (2, 13) for torch 2.13.0+cpu. Reads the installed package's metadata and does not import torch."""
+    """Return (2, 13) for torch 2.13.0+cpu, from the metadata of the installed package."""
     return tuple(int(part) for part in metadata.version("torch").split(".")[:2])
 
 
@@ -237,7 +243,7 @@ def _gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of this rank's GPU. Called after torch has detected one."""
     import torch
 
-    # No rank has selected its GPU yet, so the default GPU is the first for all of them: ask by LOCAL_RANK.
+    # No rank has selected its GPU yet, so torch's default is the first GPU on all of them.
     index = min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1)
     return torch.cuda.get_device_capability(index) if index >= 0 else None
 

@@ -92,7 +92,7 @@ def _find_unused(source: DataSource, section: str) -> Iterator[tuple[str, str]]:
 def _check_files(
     key: str, path: str, format_name: str = "auto", involves: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
-    """Check that the files exist and have a known format. Of files on the Hub only the name is checked."""
+    """Check that the files exist and have a known format. For files on the Hub, check the name."""
     from torchtitan_like.data.errors import DataError
     from torchtitan_like.data.text.documents import find_corpus
     from torchtitan_like.data.text.hub import PREFIX, check_name
@@ -122,7 +122,7 @@ def _check_files(
 
 
 def _matches(path: str) -> bool:
-    """Return True if the path is a file, a folder that is not empty, or a glob that matches a file."""
+    """Return True for a file, a folder that is not empty, or a glob that matches a file."""
     if os.path.isdir(path):
         return any(True for _ in os.scandir(path))
     return os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))

@@ -33,6 +33,9 @@ def check_nccl(run: RunContext) -> Iterator[Problem]:
         return
     for name in ("NCCL_ALGO", "NCCL_PROTO"):
         if value := os.environ.get(name):
-            text = f"{name}={value} is set: NCCL selects by message size, and a fixed choice is usually slower"
+            text = (
+                f"{name}={value} is set: NCCL selects by message size, "
+                "and a fixed choice is usually slower"
+            )
             remedy = "unset it, or see docs/guides/nccl.md"
             yield Problem(name, None, text, remedy, severity="warning")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe_missing(path: Path) -> str:
-    """Return a statement that a path does not exist, with the current folder for a relative path."""
+    """Return a statement that a path does not exist. It names the folder of a relative path."""
     missing = f"there is nothing at {path}"
     return missing if path.is_absolute() else f"{missing} below {Path.cwd()}"
 
@@ -59,7 +59,8 @@ def check_initial_checkpoint(config: JobConfig) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.initial_load_in_hf",
             None,
-            f"*.safetensors in model.hf_assets_path = {assets}, as checkpoint.initial_load_path is unset; it holds none",
+            f"*.safetensors in model.hf_assets_path = {assets}, "
+            "as checkpoint.initial_load_path is unset; there are none",
             "set checkpoint.initial_load_path, or download the weights with `titan download`",
             severity="training_error",
             involves=("checkpoint.start", "job.dump_folder", "model.hf_assets_path"),
@@ -78,7 +79,8 @@ def _list_steps(folder: Path) -> str:
     """Return a statement about the newest saved steps in a folder."""
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
     steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
-    return f"{folder} holds the steps {', '.join(map(str, steps[:10]))}" if steps else f"{folder} holds none"
+    newest = ", ".join(map(str, steps[:10]))
+    return f"{folder} holds the steps {newest}" if steps else f"{folder} holds none"
 
 
 def _check_allowed_changes(patterns: list[str]) -> Iterator[Problem]:

@@ -30,17 +30,18 @@ class HostMemoryNeed(NamedTuple):
         sizes = (self.parameters, self.gradients, self.optimizer_states)
         parameters, gradients, states = (f"{num_bytes / GIB:.2f}" for num_bytes in sizes)
         return (
-            f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.ranks_of_node} ranks x "
-            f"(parameters {parameters} + gradients {gradients} + optimizer states {states} GiB)"
+            f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.ranks_of_node} ranks"
+            f" x (parameters {parameters} + gradients {gradients} + optimizer states {states} GiB)"
         )
 
 
 def host_memory_need(
     training: Training, num_params: int, num_shards: int, ranks_of_node: int
 ) -> HostMemoryNeed | None:
-    """Return what CPU offload needs, or None without it. num_shards: ranks that share one copy of the weights.
+    """Return the host memory that CPU offload needs, or None without CPU offload.
 
-    All ranks count alike. In a pipeline, the ranks with the embedding or the head need somewhat more.
+    num_shards: ranks that share one copy of the weights. All ranks count alike. In a pipeline, the
+    ranks with the embedding or the head need somewhat more.
     """
     if not training.enable_cpu_offload:
         return None
@@ -51,10 +52,10 @@ def host_memory_need(
 
 
 def check_host_memory(run: RunContext) -> Iterator[Problem]:
-    """Check the need of CPU offload against the memory of this node. It must be one of the nodes that train.
+    """Compare the need of CPU offload with the memory of this node, which must be one of the run.
 
-    More than the total can never work. More than is available may work later, and a run that restarts by itself must
-    not be refused for good: a warning.
+    A need above the total memory is an error. A need above the available memory is a warning: it
+    may work later, and a run that restarts by itself must not be refused for good.
     """
     if run.spec is None or not run.is_resolved or run.device_type != "cuda":
         return
@@ -69,7 +70,8 @@ def check_host_memory(run: RunContext) -> Iterator[Problem]:
     involves = (*DEGREES, *MODEL_KEYS, "training.dtype")
     remedy = "use more nodes, or nodes with more memory, or raise the job's memory limit"
     if need.of_node > memory.total:
-        expected = f"nodes with {need}. This node or its control group has {memory.total / GIB:.2f} GiB"
+        total = f"{memory.total / GIB:.2f} GiB"
+        expected = f"nodes with {need}. This node or its control group has {total}"
         yield Problem(key, None, expected, remedy, involves=involves)
     elif need.of_node > memory.available:
         text = f"needs {need}. Only {memory.available / GIB:.2f} GiB are available now"

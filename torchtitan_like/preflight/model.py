@@ -1,4 +1,4 @@
-"""The model: its name, flavor and sizes, its attention on the device, and the names of its parameters."""
+"""Checks of the model: name, flavor, sizes, attention on the device, names of parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]
         try:
             import_named(module)
         except Exception as error:  # user code may raise anything
-            expected = f"a module or a .py file that can be imported; {type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
+            expected = f"a module or a .py file that can be imported; {reason}"
             return None, None, [Problem("experimental.custom_import", None, expected)]
     try:
         spec = get_spec(section.name)
@@ -72,15 +73,18 @@ def check_attention(run: RunContext) -> Iterator[Problem]:
         yield Problem(
             "model.args" if "attn_type" in run.config.model.args else "model.flavor",
             None,
-            f'attn_type = "{args.attn_type}" needs a GPU. On CPU, scaled_dot_product_attention with the '
-            f'same {args.attn_mask_type} mask computes attention (attn_type = "sdpa")',
+            f'attn_type = "{args.attn_type}" needs a GPU. On CPU, scaled_dot_product_attention '
+            f'with the same {args.attn_mask_type} mask computes attention (attn_type = "sdpa")',
             severity="warning",
             involves=MODEL_KEYS,
         )
 
 
 def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
-    """Check that each pattern of optimizer.no_weight_decay matches a parameter. Else that parameter would decay."""
+    """Check that each pattern of optimizer.no_weight_decay matches a parameter.
+
+    With a misspelled pattern, the parameters that it means would decay.
+    """
     spec = run.spec
     section = run.config.optimizer
     if spec is None or not section.weight_decay:

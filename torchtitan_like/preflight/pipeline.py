@@ -18,7 +18,8 @@ def check_degrees(run: RunContext) -> Iterator[Problem]:
             "parallelism",
             None,
             f"degrees whose product is the number of ranks: {error}",
-            "change a degree or the number of ranks (NGPU); data_parallel_shard_degree = -1 uses all remaining ranks",
+            "change a degree or the number of ranks (NGPU); "
+            "data_parallel_shard_degree = -1 uses all remaining ranks",
             involves=DEGREES,
         )
 

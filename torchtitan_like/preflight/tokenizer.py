@@ -12,7 +12,7 @@ from torchtitan_like.preflight.rules.keys import MODEL_KEYS
 
 
 def check_tokenizer(run: RunContext) -> Iterator[Problem]:
-    """Check that the tokenizer exists, can be read, and that all its ids are in the model's vocabulary."""
+    """Check that the tokenizer exists and is readable, and that the vocabulary has all its ids."""
     config = run.config
     key = "model.tokenizer_path" if config.model.tokenizer_path else "model.hf_assets_path"
     path = Path(config.model.tokenizer_folder)
@@ -21,7 +21,8 @@ def check_tokenizer(run: RunContext) -> Iterator[Problem]:
         yield Problem(key, None, "is deprecated", remedy, severity="warning")
     if not path.exists():
         remedy = "download one from the Hub with `titan download`"
-        expected = f"a folder with tokenizer.json or a tiktoken .model file; {describe_missing(path)}"
+        missing = describe_missing(path)
+        expected = f"a folder with tokenizer.json or a tiktoken .model file; {missing}"
         yield Problem(key, None, expected, remedy, severity="training_error")
         return
     from torchtitan_like.data.errors import TokenizerError

@@ -1,4 +1,4 @@
-"""Rules over several sections, the ranks, the model and the hardware: one list for each section of the configuration."""
+"""Rules over several sections, the ranks, the model and the hardware: one list per section."""
 
 from __future__ import annotations
 

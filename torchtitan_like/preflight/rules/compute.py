@@ -66,7 +66,8 @@ ACTIVATION_CHECKPOINT_RULES: tuple[Rule[RunContext], ...] = (
             and run.config.activation_checkpoint.mode == "selective"
             and run.config.activation_checkpoint.selective_ac_option == "op"
         ),
-        'false with selective_ac_option = "op": torch records only blocks that are recomputed as a whole',
+        'false with selective_ac_option = "op": '
+        "torch records only blocks that are recomputed as a whole",
         'set it to false, or selective_ac_option = "1"',
         (AC_MODE, "activation_checkpoint.selective_ac_option"),
     ),
@@ -74,9 +75,9 @@ ACTIVATION_CHECKPOINT_RULES: tuple[Rule[RunContext], ...] = (
 
 
 def _is_unknown_backend(run: RunContext) -> bool:
-    """Return True if neither torch, nor an installed package, nor `experimental.custom_import` has the backend.
+    """Return True if torch, installed packages and `experimental.custom_import` lack the backend.
 
-    The custom module has been imported by now. If it registers a backend, it has imported torch's registry.
+    The custom module is already imported. If it registers a backend, torch's registry is imported.
     """
     section = run.config.compile
     registered = entry_points(group="torch_dynamo_backends").names
@@ -117,7 +118,8 @@ COMPILE_RULES: tuple[Rule[RunContext], ...] = (
             and run.compiles_model
             and run.config.compile.backend in KEEPING_ALL
         ),
-        'a backend that selects what to keep, with activation_checkpoint.mode = "memory_budget": this one keeps all',
+        'a backend that selects what to keep, with activation_checkpoint.mode = "memory_budget": '
+        "this one keeps all",
         'set it to "inductor" or "aot_eager"',
         (AC_MODE, "compile.enable"),
     ),
@@ -132,7 +134,8 @@ COMPILE_RULES: tuple[Rule[RunContext], ...] = (
         "unknown-backend",
         "compile.backend",
         _is_unknown_backend,
-        f"a backend of torch.compile: {', '.join(BACKENDS[:3])}, or one that experimental.custom_import registers",
+        f"a backend of torch.compile: {', '.join(BACKENDS[:3])}, "
+        "or one that experimental.custom_import registers",
         lambda run: (
             nearest(run.config.compile.backend, BACKENDS)
             or "set it to inductor, or name a module that calls torch._dynamo.register_backend"
@@ -155,7 +158,9 @@ COMPILE_RULES: tuple[Rule[RunContext], ...] = (
 FLOAT8_CAPABILITY = (8, 9)
 EMULATE = f"{FLOAT8}.emulate"
 FLOAT8_ALL_GATHER = f"{FLOAT8}.enable_fsdp_float8_all_gather"
-NO_FLOAT8_KERNELS = "true, for tests: float8 kernels need a GPU of compute capability 8.9 (L40S, H100) or later"
+NO_FLOAT8_KERNELS = (
+    "true, for tests: float8 kernels need a GPU of compute capability 8.9 (L40S, H100) or later"
+)
 
 
 def _computes_in_float8(run: RunContext) -> bool:
@@ -169,7 +174,7 @@ def _lacks_capability(run: RunContext) -> bool:
 
 
 def _num_tokens(run: RunContext) -> int:
-    """Return the tokens of a micro-batch on one rank: the inner dimension of a weight's gradient."""
+    """Return a micro-batch's tokens on one rank: the inner dimension of a weight's gradient."""
     return run.samples_per_micro_batch * run.config.training.seq_len // run.cp
 
 
@@ -216,7 +221,8 @@ QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
         "uneven-float8-tokens",
         "model.converters",
         lambda run: _computes_in_float8(run) and _num_tokens(run) % MULTIPLE != 0,
-        f"micro-batches of a multiple of {MULTIPLE} tokens on each rank, which the float8 kernels need",
+        f"micro-batches of a multiple of {MULTIPLE} tokens on each rank, "
+        "which the float8 kernels need",
         "change training.seq_len or training.local_batch_size",
         ("training.seq_len", "training.local_batch_size"),
     ),
@@ -227,7 +233,8 @@ QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
             _gathers_in_float8(run)
             and run.config.quantize.linear.float8.recipe_name not in (None, "tensorwise")
         ),
-        "false with this recipe: a weight gathered in float8 has one scale, and the recipe has one for each row",
+        "false with this recipe: a weight gathered in float8 has one scale, "
+        "and the recipe has one for each row",
         f'set it to false, or {FLOAT8}.recipe_name = "tensorwise"',
         ("model.converters", f"{FLOAT8}.recipe_name"),
     ),

@@ -9,14 +9,15 @@ from torchtitan_like.config.rules import Rule
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import MODEL_KEYS, TP
 
-# For fast matrix products on tensor cores a dimension of a weight is a multiple of 64 elements (the tile of an A100 or
-# later, in 16-bit types). Its shard on each rank is a multiple of 8 (16 bytes): below, torch uses slower kernels.
+# Matrix products on tensor cores are fast if a dimension of a weight is a multiple of 64 elements:
+# the tile of an A100 or later, in 16-bit types. Its shard on each rank must be a multiple of 8
+# elements (16 bytes), else torch uses slower kernels.
 TILE = 64
 UNIT = 8
 
 
 def is_aligned(size: int, num_shards: int = 1) -> bool:
-    """Return True for a dimension that tensor cores compute fast, sharded over `num_shards` ranks."""
+    """Return True if tensor cores are fast for a dimension sharded over `num_shards` ranks."""
     return size % TILE == 0 and (size % num_shards != 0 or size // num_shards % UNIT == 0)
 
 

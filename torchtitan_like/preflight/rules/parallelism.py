@@ -79,7 +79,8 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             run.parallelism.data_parallel_impl == "simple_fsdp"
             and run.config.training.enable_cpu_offload
         ),
-        '"fsdp2" with training.enable_cpu_offload: the traced graph reads weights from the device that computes',
+        '"fsdp2" with training.enable_cpu_offload: '
+        "the traced graph reads weights from the device that computes",
         'set it to "fsdp2", or enable_cpu_offload = false',
         ("training.enable_cpu_offload",),
     ),
@@ -89,8 +90,8 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         lambda run: (
             run.parallelism.data_parallel_impl == "simple_fsdp" and run.offloads_activations
         ),
-        '"fsdp2" with activation_checkpoint.mode = "offload": SimpleFSDP gathers weights inside the '
-        "blocks, so offloading would copy them to host memory too",
+        '"fsdp2" with activation_checkpoint.mode = "offload": '
+        "SimpleFSDP gathers weights inside the blocks, and offloading would copy them too",
         'set it to "fsdp2", or activation_checkpoint.mode = "full"',
         (AC_MODE,),
     ),
@@ -119,7 +120,7 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
 
 
 def _splits_recomputation(run: RunContext) -> bool:
-    """Return True if a schedule that splits backward passes meets activation checkpointing by operation."""
+    """Return True for activation checkpointing by operation with split backward passes."""
     section = run.config.activation_checkpoint
     is_per_op = section.mode == "selective" and section.selective_ac_option == "op"
     return run.splits_backward and is_per_op
@@ -137,7 +138,8 @@ PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
         PP,
         lambda run: run.is_resolved and 0 < run.num_micro_batches < run.pp,
         lambda run: (
-            f"leaves ranks idle: a step has {run.num_micro_batches} micro-batches for {run.pp} pipeline ranks"
+            f"leaves ranks idle: a step has {run.num_micro_batches} micro-batches "
+            f"for {run.pp} pipeline ranks"
         ),
         "lower pipeline_parallel_microbatch_size, or raise training.local_batch_size",
         PIPELINE_KEYS,
@@ -147,7 +149,8 @@ PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
         "compiled-zero-bubble",
         SCHEDULE,
         lambda run: run.splits_backward and run.compiles_model,
-        f"{UNSPLIT} with a compiled model: torch cannot split the backward pass of compiled modules",
+        f"{UNSPLIT} with a compiled model: "
+        "torch cannot split the backward pass of compiled modules",
         'set it to "Interleaved1F1B", or remove "model" from compile.components',
         (PP, *COMPILE),
     ),
@@ -155,7 +158,8 @@ PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
         "old-zero-bubble",
         SCHEDULE,
         lambda run: run.splits_backward and run.torch_release < (2, 13),
-        f"{UNSPLIT}: torch before 2.13 cannot split the backward pass of this project's loss and norms",
+        f"{UNSPLIT}: "
+        "torch before 2.13 cannot split the backward pass of this project's loss and norms",
         'set it to "Interleaved1F1B", or install torch 2.13',
         (PP,),
     ),
@@ -171,7 +175,8 @@ PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
         "zero-bubble-debug",
         SCHEDULE,
         _splits_recorded_blocks,
-        f"{UNSPLIT} with activation_checkpoint.debug, which records the operations of a block only once",
+        f"{UNSPLIT} with activation_checkpoint.debug, "
+        "which records the operations of a block only once",
         'set it to "Interleaved1F1B", or activation_checkpoint.debug = false',
         (PP, AC_MODE, "activation_checkpoint.debug"),
     ),
@@ -189,7 +194,9 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "uneven-experts",
         EP,
-        lambda run: run.ep > 1 and run.is_resolved and (run.dp_shard * run.cp * run.tp) % run.ep != 0,
+        lambda run: (
+            run.ep > 1 and run.is_resolved and (run.dp_shard * run.cp * run.tp) % run.ep != 0
+        ),
         lambda run: f"a divisor of dp_shard x cp x tp = {run.dp_shard} x {run.cp} x {run.tp}",
         "change a degree",
         DEGREES,
@@ -204,7 +211,8 @@ def _divisors(number: int) -> str:
 def _head_rule(name: str, size: str, description: str, unless_uneven: str = "") -> Rule[RunContext]:
     """Return the rule that tensor parallelism must divide a number of heads.
 
-    unless_uneven: another number of heads. The rule is silent if that one is not divisible: one reason is enough.
+    unless_uneven: another number of heads, which has a rule of its own. This rule applies only if
+    that number is divisible.
     """
     return Rule(
         name,
@@ -229,7 +237,8 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         TP,
         lambda run: (run.tp - 1) * _vocabulary_shard(run) >= run.size("vocab_size") > 0,
         lambda run: (
-            f"a shard of the vocabulary's {run.size('vocab_size')} entries for every rank: in shards of "
+            f"a shard of the vocabulary's {run.size('vocab_size')} entries for every rank: "
+            "in shards of "
             f"{_vocabulary_shard(run)} entries, none is left for the last rank"
         ),
         "set it to a smaller degree",
@@ -276,7 +285,8 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             and not (run.compiles_model and run.config.compile.backend == "inductor")
         ),
         'a model compiled by "inductor", which overlaps communication and computation',
-        'set compile.enable = true with "model" in compile.components, and compile.backend = "inductor"',
+        'set compile.enable = true with "model" in compile.components, '
+        'and compile.backend = "inductor"',
         (*COMPILE, "compile.backend"),
     ),
     Rule(
@@ -287,7 +297,8 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             and run.tp > 1
             and not run.parallelism.enable_sequence_parallel
         ),
-        "enable_sequence_parallel = true: its all-gathers and reduce-scatters are what is overlapped",
+        "enable_sequence_parallel = true: "
+        "its all-gathers and reduce-scatters overlap with computation",
         f"set {SEQUENCE_PARALLEL} = true",
         (SEQUENCE_PARALLEL,),
     ),
@@ -308,7 +319,7 @@ def _heads_per_rank(run: RunContext) -> int:
 
 
 def _has_uneven_ulysses_heads(run: RunContext) -> bool:
-    """Return True if context parallelism does not divide the heads that tensor parallelism leaves on a rank."""
+    """Return True if context parallelism does not divide the heads of a tensor-parallel rank."""
     is_even_tp = run.size("n_heads") % run.tp == 0
     return run.rotate_method == "ulysses" and is_even_tp and _heads_per_rank(run) % run.cp != 0
 
@@ -321,7 +332,8 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             run.rotate_method in ("allgather", "alltoall")
             and run.parallelism.context_parallel_load_balancer == "ptrr"
         ),
-        '"headtail" or None: "ptrr" balances the block masks of FlexAttention, which this project does not use',
+        '"headtail" or None: "ptrr" balances the block masks of FlexAttention, '
+        "which this project does not use",
         'set it to "headtail"',
         (CP, ROTATE),
     ),
@@ -330,8 +342,8 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         CP,
         _has_uneven_ulysses_heads,
         lambda run: (
-            f"a divisor of the {_heads_per_rank(run)} attention heads that each tensor-parallel rank has of "
-            f'the model\'s {run.size("n_heads")}: "ulysses" distributes them'
+            f"a divisor of the {_heads_per_rank(run)} attention heads that each tensor-parallel "
+            f'rank has of the model\'s {run.size("n_heads")}: "ulysses" distributes them'
         ),
         f'set {ROTATE} = "allgather", which distributes no heads',
         (ROTATE, TP, *MODEL_KEYS),
@@ -340,7 +352,8 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         "ring-documents",
         ROTATE,
         lambda run: run.rotate_method == "alltoall" and run.has_document_masks,
-        '"allgather" or "ulysses" if attention ends at document borders: a ring reads one shard of the keys at a time',
+        '"allgather" or "ulysses" if attention ends at document borders: '
+        "a ring reads one shard of the keys at a time",
         'set it to "allgather"',
         (CP, *MODEL_KEYS),
     ),
@@ -348,7 +361,8 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         "compiled-ring",
         ROTATE,
         lambda run: run.rotate_method == "alltoall" and run.compiles_model,
-        '"allgather" or "ulysses" with a compiled model: the exchanges of a ring cannot be part of its graph',
+        '"allgather" or "ulysses" with a compiled model: '
+        "the exchanges of a ring cannot be part of its graph",
         'set it to "allgather", or compile.enable = false',
         (CP, *COMPILE),
     ),

@@ -1,4 +1,4 @@
-"""Rules of [checkpoint], [metrics], [profiling], [resilience] and [debug] against other sections and the hardware."""
+"""Rules of [checkpoint], [metrics], [profiling], [resilience] and [debug]."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECKPOINT_RULES: tuple[Rule[RunContext], ...] = (
 
 
 def _package_rule(key: str, package: str, remedy: str) -> Rule[RunContext]:
-    """Return the rule that the package of a setting is installed. It applies if the setting has an effect."""
+    """Return the rule that the package of a setting is installed, if the setting has an effect."""
 
     def lacks_package(run: RunContext) -> bool:
         is_requested = run.config.value_of(key) and key not in idle_keys(run.config)
@@ -57,7 +57,9 @@ PACKAGE_RULES: tuple[Rule[RunContext], ...] = (
     _package_rule("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"),
     _package_rule("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'"),
     _package_rule(
-        "activation_checkpoint.visualize_memory_budget_pareto", "matplotlib", "pip install matplotlib"
+        "activation_checkpoint.visualize_memory_budget_pareto",
+        "matplotlib",
+        "pip install matplotlib",
     ),
 )
 
@@ -81,8 +83,8 @@ PROFILING_RULES: tuple[Rule[RunContext], ...] = (
 
 # With optimizer.early_step_in_backward no update can be skipped.
 EARLY_UPDATES = (
-    "with optimizer.early_step_in_backward, which updates weights before the gradient norm is known: "
-    "no update can be skipped"
+    "with optimizer.early_step_in_backward, which updates weights "
+    "before the gradient norm is known: no update can be skipped"
 )
 RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
     Rule(

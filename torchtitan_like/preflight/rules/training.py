@@ -29,6 +29,11 @@ def _suggest_batch_sizes(run: RunContext) -> str:
     return f"set it to {sizes}, or change training.local_batch_size"
 
 
+def _even_length(length: int, num_shards: int) -> int:
+    """Return the largest multiple of `num_shards` up to `length`, at least `num_shards`."""
+    return max(length // num_shards, 1) * num_shards
+
+
 def _sequence_rules(section: Literal["training", "validation"]) -> tuple[Rule[RunContext], ...]:
     """Return the rules of the sequence length in training or validation."""
     key = f"{section}.seq_len"
@@ -38,9 +43,7 @@ def _sequence_rules(section: Literal["training", "validation"]) -> tuple[Rule[Ru
             key,
             lambda run: run.seq_len(section) % run.sequence_shards != 0,
             lambda run: f"a multiple of {run.sequence_shards_formula}",
-            lambda run: (
-                f"set it to {max(run.seq_len(section) // run.sequence_shards, 1) * run.sequence_shards}"
-            ),
+            lambda run: f"set it to {_even_length(run.seq_len(section), run.sequence_shards)}",
             (TP, CP, SEQUENCE_PARALLEL, ROTATE, BALANCER),
         ),
         Rule(
@@ -75,7 +78,8 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         "training.batch_ramp",
         lambda run: any(size % run.samples_per_pass for size in run.config.training.batch_ramp[:2]),
         lambda run: (
-            f"start and increment in multiples of local_batch_size x data-parallel ranks = {run.samples_per_pass}"
+            "start and increment in multiples of local_batch_size x data-parallel ranks = "
+            f"{run.samples_per_pass}"
         ),
         lambda run: (
             f"set both to multiples of {run.samples_per_pass}, or change training.local_batch_size"
@@ -88,8 +92,8 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         lambda run: (
             run.num_weight_ranks > 1 and run.config.training.mixed_precision_reduce == "bfloat16"
         ),
-        "adds the gradients of all ranks with 8 bits of precision, and of all micro-batches if weights are replicated: "
-        "small ones are lost, and the numbers depend on the layout",
+        "adds the gradients of all ranks with 8 bits of precision, and of all micro-batches if "
+        "weights are replicated: small ones are lost, and the numbers depend on the layout",
         'set it to "float32", unless steps wait for the network',
         DEGREES,
         "warning",
@@ -101,7 +105,8 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
             run.config.training.dtype == "bfloat16"
             and run.config.training.mixed_precision_param == "float32"
         ),
-        "computes in float32 with weights stored in bfloat16: it has the precision of bfloat16 and the speed of float32",
+        "computes in float32 with weights stored in bfloat16: "
+        "it has the precision of bfloat16 and the speed of float32",
         'set training.dtype = "float32" for mixed precision, or mixed_precision_param = "bfloat16"',
         ("training.dtype",),
         "warning",
@@ -112,7 +117,8 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         lambda run: (
             run.config.optimizer.early_step_in_backward and run.config.is_set("training.max_norm")
         ),
-        f"{NO_EFFECT}: optimizer.early_step_in_backward updates weights before the gradient norm is known",
+        f"{NO_EFFECT}: optimizer.early_step_in_backward updates weights "
+        "before the gradient norm is known",
         involves=(EARLY_STEP,),
         severity="warning",
     ),
@@ -150,7 +156,8 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         EARLY_STEP,
         lambda run: run.config.optimizer.early_step_in_backward and run.num_accumulated > 1,
         lambda run: (
-            f"false with gradient accumulation over {run.num_accumulated} passes: each backward pass updates the weights"
+            f"false with gradient accumulation over {run.num_accumulated} passes: "
+            "each backward pass updates the weights"
         ),
         lambda run: f"set training.global_batch_size to {run.samples_per_pass} or -1",
         (*BATCH, *DEGREES),
@@ -200,9 +207,13 @@ def _describe_overlap(run: RunContext) -> str:
 def _describe_early_end(run: RunContext) -> str:
     section = run.config.lr_scheduler
     decays = section.warmup_steps < _horizon(run) and _decay_steps(run) != 0
-    final = f"min_lr_factor = {section.min_lr_factor} of its peak" if decays else "its peak, without a decay"
+    decayed = f"min_lr_factor = {section.min_lr_factor} of its peak"
+    final = decayed if decays else "its peak, without a decay"
     steps = run.config.training.steps
-    return f"ends the schedule at step {_horizon(run)} of {steps}; then the learning rate stays at {final}"
+    return (
+        f"ends the schedule at step {_horizon(run)} of {steps}; "
+        f"then the learning rate stays at {final}"
+    )
 
 
 LR_SCHEDULER_RULES: tuple[Rule[RunContext], ...] = (
