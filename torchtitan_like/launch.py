@@ -18,7 +18,7 @@ from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
-from torchtitan_like.data.batches.workers import few_cores
+from torchtitan_like.data.batches.workers import describe_core_shortage
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
@@ -183,8 +183,9 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
     if need := host_memory_need(config.training, spec.num_params(args), num_shards, num_ranks):
         free = host_memory().available
         logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
-    if crowded := few_cores(config.training.dataloader.num_workers, num_ranks, num_cores()):
-        logger.warning(crowded)
+    num_workers = config.training.dataloader.num_workers
+    if shortage := describe_core_shortage(num_workers, num_ranks, num_cores()):
+        logger.warning(shortage)
     return config
 
 

@@ -136,7 +136,7 @@ class ReplayBundleWriter:
 
     def _samples(self, position: int) -> list[list[int]]:
         """Return [first, last] of each stretch of positions that the step at `position` read."""
-        positions = self._batches.steps.next_from(position)
+        positions = self._batches.steps.positions_from(position)
         end = self._batches.order.end
         if end is not None:
             positions = positions[positions < end]

@@ -49,7 +49,7 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batches.batch import Batch, chain, count_valid, count_valid_by_source
+from torchtitan_like.data.batches.batch import Batch, chain_digest, count_valid, count_valid_by_source
 from torchtitan_like.data.errors import CacheWriteError
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
@@ -476,7 +476,7 @@ class Trainer:
         self.position.move("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.order_updates()
-        local = self.feed.local(batch)
+        local = self.feed.shard(batch)
         num_sources = len(self.batches.sources)
         loss_by_source = torch.zeros(num_sources, dtype=torch.float64, device=self.world.device)
         sources = self.world.to_device(batch.sources) if num_sources else None
@@ -518,7 +518,7 @@ class Trainer:
             step=step,
             n_tokens_seen=before.n_tokens_seen + num_tokens,
             position=batch.position,
-            digest_chain=chain(before.digest_chain, agreement.data_digest),
+            digest_chain=chain_digest(before.digest_chain, agreement.data_digest),
         )
         self.update_gate.record(self.progress)
         return StepRecord(

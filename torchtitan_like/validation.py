@@ -46,7 +46,7 @@ def losses_of_texts(
         begin = time.perf_counter()
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in _until_stop(batches, ask):
-            local = feed.local(batch)
+            local = feed.shard(batch)
             loss = total_of(evaluate(*feed.to_device(local, 0)))
             counts = count_valid(local[1]), count_bytes(local[1], bytes_of_token)
             sums += torch.tensor([loss.item(), *counts], dtype=torch.float64)

@@ -227,7 +227,7 @@ def test_ranks_that_have_different_texts_are_all_told_before_a_model_is_built(fo
     other.parent.mkdir(exist_ok=True)
     other.write_text((folder / "plays.jsonl").read_text().replace("hamlet 7 ", "hamlet and macbeth "))
     first, second = run_ranks(refusal_of_a_copy, 2, arguments(folder, "copies", 4), key, other)
-    assert first == second and f"the ranks would read different texts: {name} is " in first
+    assert first == second and f"ranks read different texts: {name} is " in first
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))

@@ -28,4 +28,4 @@ def test_a_start_on_one_core_is_a_warning_of_the_run(
 ) -> None:
     monkeypatch.setattr(launch, "num_cores", lambda: num_cores)
     read_config(["--training.dataloader.num_workers", "0"], 1)
-    assert ("may use 1 CPU core" in caplog.text) == is_warned
+    assert ("Only 1 CPU core is available" in caplog.text) == is_warned

@@ -1,10 +1,12 @@
-"""Build the batches of a run from its config sections. The whole path of a token, from top to bottom:
+"""Build the batches of a run from its config sections.
 
-    build_train_batches     find the sources, tokenize or open them, pack them into samples
-    batches/training.py     TrainBatches: which samples a step reads, and which of them this rank
-    batches/workers.py      reads them here or in worker processes
+A token passes through these modules, from bottom to top:
+
+    build_train_batches     finds the sources, tokenizes or opens them, packs them into samples
+    batches/training.py     TrainBatches: step -> samples of all ranks and of this rank
+    batches/workers.py      reads them in this process or in worker processes
     batches/batch.py        assemble: tokens, labels and digest of a Batch
-    samples/mixture.py      SampleOrder: which sample of which source is at a position
+    samples/mixture.py      SampleOrder: position in the stream -> source and sample
     samples/packing.py      PackedSamples: sample index -> tokens of a token file
 """
 
@@ -55,7 +57,7 @@ logger = logging.getLogger()
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A source and its display name. key: the name of its TOML table, "" for a source without one."""
+    """A source and its display name. key: name of its TOML table; "" for a source without table."""
 
     name: str
     source: DataSource
@@ -77,12 +79,15 @@ def build_train_batches(
     is_recorder: bool = True,
     makes_windows_ahead: bool = True,
 ) -> TrainBatches:
-    """Return this rank's training batches, at position 0. A collective: builds missing token caches.
+    """Return this rank's training batches at position 0. A collective: builds missing token caches.
 
-    seed: keys the order of samples. num_accumulation: micro-batches of a step at its full size.
-    with_positions: give the position of each token in its document. group: all ranks (None: one
-    process). is_recorder: see `RunDigests`. makes_windows_ahead: see `StreamedSamples`. Raises
-    DataError for faulty text or a faulty configuration, and WorkerKilled.
+    seed: seed of the sample order.
+    num_accumulation: micro-batches of a step at its full size.
+    with_positions: return the position of each token in its document.
+    group: all ranks; None: one process.
+    is_recorder: see `RunDigests`. makes_windows_ahead: see `StreamedSamples`.
+
+    Raises DataError for invalid text or configuration, and WorkerKilled.
     """
     named = resolve_sources("training", training, data.sources)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
@@ -107,7 +112,7 @@ def build_train_batches(
     order = SampleOrder(
         [_supply(one, part) for one, part in zip(named, parts, strict=True)],
         seed=seed if data.shuffle else None,
-        changes=[(steps.first_of(step), weights) for step, weights in changes],
+        changes=[(steps.first_position(step), weights) for step, weights in changes],
     )
     batches = TrainBatches(
         JoinedSamples(parts),
@@ -129,12 +134,12 @@ def build_train_batches(
         for start, shares in order.segments():
             listed = ", ".join(f"{key} {share:.2%}" for key, share in shares.items())
             logger.info(
-                f"Mixture from step {steps.num_begun(start) + 1:,} (sample {start:,}): {listed} "
+                f"Mixture from step {steps.num_started(start) + 1:,} (sample {start:,}): {listed} "
                 "of the samples"
             )
     if order.end is not None:
         logger.info(
-            f"The training text ends in step {steps.num_begun(order.end):,}, "
+            f"The training text ends in step {steps.num_started(order.end):,}, "
             f"with sample {order.end:,}"
         )
     return batches
@@ -155,8 +160,8 @@ def build_validation_sets(
     """Return this rank's batches of each validation text by name ("" if there is only one).
 
     A collective: builds missing token caches. Empty if validation is disabled. `validation.steps`
-    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole text), so the loss
-    is that of the same samples on every layout. Raises DataError as `build_train_batches` does.
+    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole text). The samples
+    are therefore the same on every layout. Raises DataError as `build_train_batches` does.
     """
     if not validation.enable:
         return {}
@@ -252,7 +257,7 @@ def _tokens(
     group: HostGroup,
     is_recorder: bool = True,
 ) -> TokenFile:
-    """Open the tokens of a source; its text is tokenized first if it is not in the cache."""
+    """Open the tokens of a source. Tokenize its text first if it is not in the cache."""
     source = named.source
     folders: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
     if source.format == "tokens":
@@ -310,15 +315,16 @@ def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
     if not samples.num_labels:
         raise DataError(
-            f"the text {named.name} {samples} has nothing to learn: each of its documents has one "
-            "token, and the first token of a document is no label (data.mask_document_starts)"
+            f"the text {named.name} {samples} has no labels: each document has only one token. "
+            "Expected longer documents, because data.mask_document_starts ignores first tokens: "
+            "check the text, or set data.mask_document_starts = false"
         )
     return Supply(
         named.key,
         samples.num_samples,
         samples.num_labels / samples.num_samples,
         named.source.weight,
-        # A stream finds its end when it reaches it.
+        # The size of a stream is unknown until it ends.
         0 if named.source.streaming else named.source.max_epochs,
     )
 
@@ -340,8 +346,10 @@ def _fingerprint(
     seed: int,
     changes: Sequence[tuple[int, dict[str, float]]],
 ) -> dict[str, Any]:
-    """Return everything that decides which tokens are at a position. Layout, batch size and the
-    location of the files are not part of it."""
+    """Return all settings and hashes that determine the tokens at a position of the stream.
+
+    Layout, batch size and the location of the files are not part of them.
+    """
     order = (
         f"blocks of {BLOCK_SAMPLES} samples, windows of {WINDOW_BLOCKS} blocks, "
         f"version {PERMUTATION_VERSION}"

@@ -1,15 +1,14 @@
-"""What the user is told when text, tokenizer or token cache are not as they should be."""
+"""Errors about text, tokenizers and token caches."""
 
 from __future__ import annotations
 
 
 class DataError(Exception):
-    """A fault in the data or in how it is configured: says where, what was expected, what to do."""
+    """The data or their configuration is invalid. The message has location, expectation, remedy."""
 
 
 class WorkerKilled(DataError):
-    """A process that tokenizes was killed from outside, usually because memory ran low. A new
-    start continues."""
+    """A tokenizing process was killed, usually because memory ran low. A new start continues."""
 
 
 class CacheWriteError(DataError):
@@ -21,4 +20,4 @@ class TokenizerError(DataError):
 
 
 class DataMismatch(DataError):
-    """A saved data position belongs to another stream of samples than this run would read."""
+    """A saved data position belongs to another stream of samples than this run's."""

@@ -1,4 +1,4 @@
-"""Read the samples of one step of a run again, from a checkpoint and the data."""
+"""Read the samples of one step of a run from a checkpoint and the data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from torchtitan_like.util.run_directory import METRICS
 class StepSample:
     """One sample of a step.
 
-    position: in the run's stream of samples. source: key of its table in the config, "" if the run
-    has one source; None: padding after the end of the data. epoch, sample: counted from 0 in the
-    source. text: the decoded tokens.
+    position: position in the run's stream of samples.
+    source: key of the source's table in the config; "" if the run has one source; None: padding
+        after the end of the data.
+    epoch, sample: counted from 0 in the source.
+    text: the decoded tokens.
     """
 
     position: int
@@ -37,7 +39,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The global batch of a step. digest: as `data_digest` in metrics.jsonl."""
+    """The global batch of a step. `digest` is the `data_digest` of metrics.jsonl."""
 
     step: int
     samples: list[StepSample]
@@ -54,9 +56,9 @@ def read_step(
     tokenizer: Tokenizer,
     step: int,
 ) -> StepSamples:
-    """Return the samples that a run reads in `step`, before or after that of its checkpoint.
+    """Return the samples that a run reads in `step`, before or after the step of its checkpoint.
 
-    manifest: of the checkpoint. Builds a token cache that is missing and writes nothing else.
+    manifest: manifest of the checkpoint. Builds a missing token cache and writes nothing else.
     Raises DataError, also if the data ends before `step`.
     """
     sources = resolve_sources("training", training, data.sources)
@@ -84,7 +86,7 @@ def read_step(
         positions = batches.next_positions()
         batch = next(batches, None)
     if batch is None:
-        raise DataError(f"the training text ends before step {step}")
+        raise DataError(f"the training text ends before step {step}: give an earlier step")
     return StepSamples(
         step,
         _samples(batches, batch, positions, tokenizer),
@@ -95,7 +97,7 @@ def read_step(
 
 
 def recorded_digest(run: Path, step: int) -> str | None:
-    """Return the digest of a step in the run's metrics.jsonl, or None if it is not there."""
+    """Return the digest of a step in the run's metrics.jsonl; None if the step has no row."""
     digest = None
     for row in read_rows(run / METRICS):
         if row.get("step") == step and "data_digest" in row:
@@ -116,19 +118,19 @@ def _link_downloads(data: Data, dump_folder: str, folder: Path) -> None:
 
 
 def _seek(batches: TrainBatches, manifest: dict[str, Any], step: int) -> None:
-    """Go to the start of `step`: from the checkpoint, or for an earlier step from the run's start."""
+    """Go to the start of `step` from the checkpoint, or from the run's start for earlier steps."""
     if step > manifest["step"]:
         batches.load_state_dict(manifest["data"])
-        batches.pass_over(step - manifest["step"] - 1)
+        batches.skip(step - manifest["step"] - 1)
         return
     position = manifest["data"]["origin"]["position"]
     if position:
         raise DataError(
-            f"the data of this run was changed at sample {position:,}. For steps before that, "
-            "give a checkpoint from before the change"
+            f"the data of this run changed at sample {position:,}. Expected a checkpoint from "
+            "before the change for earlier steps: give one"
         )
     batches.check_state(manifest["data"])
-    batches.pass_over(step - 1)
+    batches.skip(step - 1)
 
 
 def _samples(

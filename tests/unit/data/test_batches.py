@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_like.data.batches.batch import Batch, chain
+from torchtitan_like.data.batches.batch import Batch, chain_digest
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.text.tokenizer import Tokenizer
@@ -242,7 +242,7 @@ def test_the_digest_sees_order_and_content(build: Build, corpus_file: Path) -> N
 
 
 def test_the_chain_depends_on_every_step_and_their_order() -> None:
-    ends = {chain(chain(chain(0, a), b), c) for a, b, c in itertools.permutations([1, 2, 2**64 - 1])}
+    ends = {chain_digest(chain_digest(chain_digest(0, a), b), c) for a, b, c in itertools.permutations([1, 2, 2**64 - 1])}
     assert len(ends) == 6 and all(0 <= end < 2**64 for end in ends)
 
 
@@ -312,7 +312,7 @@ def test_fewer_tokens_than_a_sample_still_train(build: Build, tmp_path: Path) ->
 
 def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    with pytest.raises(DataError, match="expected 2 or more"):
+    with pytest.raises(DataError, match="Expected 2 or more"):
         build(file, data={"add_bos": False, "add_eos": False})
 
 

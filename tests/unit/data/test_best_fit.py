@@ -184,7 +184,7 @@ def test_a_long_plan_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_documents_without_a_label_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'all 3 documents .* have one token: .*data\.packing = "concat"'):
+    with pytest.raises(DataError, match=r'all 3 documents .* have one token\. .*data\.packing = "concat"'):
         BestFitSamples(token_file(tmp_path, [1, 1, 1]), 4, cache_folder=None, dump_folder="unused")
 
 

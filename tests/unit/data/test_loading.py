@@ -19,7 +19,7 @@ import pytest
 from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.batches.workers import PlannedBatches, few_cores
+from torchtitan_like.data.batches.workers import PlannedBatches, describe_core_shortage
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
@@ -110,13 +110,13 @@ def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Buil
 LEFT_BEHIND = """
 import builtins, sys
 from torchtitan_like.config.sections_training import DataLoader
-from torchtitan_like.data.batches.workers import PlannedBatches, reader
+from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
 
 def plans():
     yield from range(1000)
 
 PlannedBatches.__getitem__ = lambda self, plan: plan
-batches = reader(PlannedBatches(None, 1, with_positions=False), plans, DataLoader(num_workers=3))()
+batches = make_reader(PlannedBatches(None, 1, with_positions=False), plans, DataLoader(num_workers=3))()
 builtins.kept = batches  # as the traceback of an error keeps it
 assert next(batches) == 0
 raise ValueError("the error that ends the run")
@@ -170,15 +170,15 @@ def test_validation_reads_the_same_every_time(
 def test_too_few_cores_for_ranks_and_workers_are_told(
     num_workers: int, num_ranks: int, num_cores: int, wanted: int | None
 ) -> None:
-    told = few_cores(num_workers, num_ranks, num_cores)
+    told = describe_core_shortage(num_workers, num_ranks, num_cores)
     if wanted is None:
         assert told is None
     else:
-        assert told is not None and f"num_workers = {num_workers}: {num_ranks} ranks" in told
-        assert f"{num_cores} cores, expected ranks x (workers + 1) + 4 = {wanted} or more" in told
+        assert told is not None and f"{num_cores} CPU cores are too few for {num_ranks} ranks" in told
+        assert f"num_workers = {num_workers}. Expected ranks x (workers + 1) + 4 = {wanted} or more" in told
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_single_core_is_reported_with_and_without_workers(num_workers: int) -> None:
-    warning = few_cores(num_workers, 8, 1)
-    assert warning is not None and "may use 1 CPU core" in warning and "--cpus-per-task" in warning
+    warning = describe_core_shortage(num_workers, 8, 1)
+    assert warning is not None and "Only 1 CPU core is available" in warning and "--cpus-per-task" in warning

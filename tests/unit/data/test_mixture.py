@@ -188,7 +188,7 @@ def test_a_position_far_away_is_as_near_as_the_first() -> None:
 
 
 def test_a_weight_that_would_never_be_read_is_refused() -> None:
-    with pytest.raises(DataError, match="source 'b', 1e-07, gives it less than one sample in 65,536"):
+    with pytest.raises(DataError, match="the weight 1e-07 of source 'b' gives less than one sample in 65,536"):
         SampleOrder([Supply("a", 10, 16.0), Supply("b", 10, 16.0, 1e-7)], seed=3)
 
 
@@ -371,7 +371,7 @@ def test_a_text_without_a_label_is_refused(tokenizer: Tokenizer, tmp_path: Path)
     texts = {"empty": write_jsonl(tmp_path / "a.jsonl", ["a", "b"])}
     settings_ = {"mask_document_starts": True, "add_bos": False, "add_eos": False}
     with pytest.raises(
-        DataError, match="text empty .*: 2 documents, .* has nothing to learn: each of its documents"
+        DataError, match="text empty .*: 2 documents, .* has no labels: each document"
     ):
         mixed(tokenizer, texts, {"empty": {}}, **settings_)
 
@@ -406,7 +406,7 @@ def test_a_changed_mixture_is_refused_or_goes_on_without_a_repeat(
 
     other = mixed(tokenizer, texts, changed, allow_change=names)
     other.load_state_dict(state)
-    assert other.changes == names and "each source goes on behind as many samples" in caplog.text
+    assert other.changes == names and "Each source continues after the samples that were read" in caplog.text
     read += Counter(itertools.chain.from_iterable(rows(next(other)) for _ in range(10)))
     assert max(read.values()) == 1, "no sample twice in the first epoch"
     # A restart of the changed run, without the permission, is that run.

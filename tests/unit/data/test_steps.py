@@ -27,7 +27,7 @@ def plain(sizes: Sequence[tuple[int, int]], num_steps: int) -> list[list[int]]:
 def walked(positions: StepPositions, num_steps: int, start: int = 0) -> list[list[int]]:
     steps = []
     for _ in range(num_steps):
-        steps.append(positions.next_from(start).tolist())
+        steps.append(positions.positions_from(start).tolist())
         start = steps[-1][-1] + 1
     return steps
 
@@ -52,8 +52,8 @@ def test_a_step_reads_what_a_run_without_the_left_out_steps_reads(
     positions = StepPositions(sizes, skipped)
     assert walked(positions, 20) == kept[:20]
     for step, read in enumerate(kept[:20], start=1):
-        assert positions.num_begun(read[0]) == step - 1 and positions.num_begun(read[-1] + 1) == step
-        assert positions.first_of(step) == read[0]
+        assert positions.num_started(read[0]) == step - 1 and positions.num_started(read[-1] + 1) == step
+        assert positions.first_position(step) == read[0]
 
 
 def test_a_position_between_two_steps_is_read_on_from() -> None:

@@ -282,8 +282,8 @@ def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_made_again(b
         steps.append(next(batches))
         kept = [folder for folder in part._folder.glob("window-*") if not folder.name.startswith(".")]
         assert len(kept) <= streaming.NUM_AHEAD + 3 and len(part._open) <= streaming.NUM_AHEAD + 1
-    assert part._ahead is not None
-    part._ahead.join()
+    assert part._thread is not None
+    part._thread.join()
     assert len(list(part._folder.glob(".*"))) <= streaming.NUM_AHEAD + 4  # locks
     again = build((1, 1, 8), 0, own(corpus))
     assert [next(again).digest for _ in range(60)] == [batch.digest for batch in steps]
@@ -376,7 +376,7 @@ def test_what_is_wrong_with_the_text_is_told(build: Build, corpus: Path) -> None
     with pytest.raises(DataError, match=r'd.jsonl, line 2: "text" is 7'):
         list(build((1, 1, 8), 0, own(corpus, max_epochs=1)))
     write_jsonl(corpus / "nothing" / "a.jsonl", [""] * 300)
-    with pytest.raises(DataError, match="nothing to be learnt in the 1 files of .*nothing"):
+    with pytest.raises(DataError, match="the 1 files of .*nothing contain no labels"):
         next(build((1, 1, 8), 0, own(corpus / "nothing")))
 
 
@@ -448,4 +448,4 @@ def test_bad_records_end_a_stream_or_are_left_out_and_told(
         list(build((1, 1, 8), 0, source, shuffle=False))
     left = build((1, 1, 8), 0, source, shuffle=False, on_bad_record="skip")
     assert [contents(batch)[:2] for batch in left] == whole
-    assert "1 bad records left out, such as" in caplog.text
+    assert "skipped 1 bad records, such as" in caplog.text

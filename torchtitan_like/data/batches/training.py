@@ -1,8 +1,8 @@
-"""Training batches: the next samples of one global stream, whose only state is a position in it.
+"""Training batches: the next samples of one global stream, whose only state is a position.
 
-Which sample stands at a position is a formula (`mixture.SampleOrder`), and so is which positions a step reads
-(`steps.StepPositions`). How they are shared out follows from the layout and never enters the state, so another number of
-ranks reads the same samples at each step of the same size.
+`mixture.SampleOrder` maps positions to samples, and `StepPositions` maps steps to positions. Both
+are closed formulas. The layout only divides the samples of a step among ranks and is not part of
+the state: any number of ranks reads the same samples in a step of the same size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from torchtitan_like.data.batches.batch import Batch, Plan
 from torchtitan_like.data.batches.validation import ValidationBatches
-from torchtitan_like.data.batches.workers import PlannedBatches, reader
+from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
 from torchtitan_like.data.errors import DataMismatch
 from torchtitan_like.data.samples.mixture import Origin, SampleOrder
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples
@@ -32,14 +32,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
-# The order is worked out for this many positions at once: a step of a few samples would pay for numpy's calls alone.
+# Number of positions for which the order is computed at once. For a step of a few samples, the
+# overhead of numpy's calls would dominate.
 _ORDER_AHEAD = 4096
 
 
 class StepPositions:
-    """sizes: (first step, samples per step) for each batch size, from step 1 on. skip_steps: see `Training`."""
+    """The positions of the stream that each step reads.
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], skip_steps: Sequence[Sequence[int]] = ()) -> None:
+    sizes: (first step, samples per step) for each batch size; the first one starts at step 1.
+    skip_steps: see `Training`.
+
+    Positions without skipped steps form a *grid*: step k reads from grid point k - 1 to k.
+    """
+
+    def __init__(
+        self, sizes: Sequence[tuple[int, int]], skip_steps: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.sizes = tuple(sizes)
         self._levels = [(0, 0, sizes[0][1])]  # steps and positions before, samples per step
         for first, size in sizes[1:]:
@@ -49,42 +58,48 @@ class StepPositions:
         self._skipped: list[range] = []
         num_skipped = 0
         for first, last in skip_steps:
-            begin = first - 1 + num_skipped
+            start = first - 1 + num_skipped
             num_skipped += last - first + 1
-            self._skipped.append(range(self._grid(begin), self._grid(first - 1 + num_skipped)))
+            self._skipped.append(range(self._grid(start), self._grid(first - 1 + num_skipped)))
 
-    def first_of(self, step: int) -> int:
-        """The position at which ``step`` begins to read."""
-        return self._grid(step - 1 + sum(last - first + 1 for first, last in self._skip_steps if first <= step))
+    def first_position(self, step: int) -> int:
+        """Return the first position that ``step`` reads."""
+        skipped = [last - first + 1 for first, last in self._skip_steps if first <= step]
+        return self._grid(step - 1 + sum(skipped))
 
-    def num_begun(self, position: int) -> int:
-        """How many steps begin before ``position``."""
-        left_out = (range(r.start, min(r.stop, position)) for r in self._skipped if r.start < position)
-        return self._num_of_grid(position) - sum(
-            self._num_of_grid(r.stop) - self._num_of_grid(r.start) for r in left_out
+    def num_started(self, position: int) -> int:
+        """Return the number of steps that start before ``position``."""
+        skipped = (
+            range(r.start, min(r.stop, position)) for r in self._skipped if r.start < position
+        )
+        return self._num_grid_points(position) - sum(
+            self._num_grid_points(r.stop) - self._num_grid_points(r.start) for r in skipped
         )
 
-    def next_from(self, position: int) -> NDArray[np.int64]:
-        """The positions that a step reads when all before ``position`` has been read or left out: (samples,)."""
-        pieces, missing = [], None
-        while missing != 0:
-            for left_out in self._skipped:
-                if position in left_out:
-                    position = left_out.stop
-            if missing is None:
-                missing = self._level_of(position)[2]
-            stop = min([position + missing, *(r.start for r in self._skipped if r.start > position)])
+    def positions_from(self, position: int) -> NDArray[np.int64]:
+        """Return the positions (samples,) of the step that starts at or after ``position``."""
+        pieces, num_missing = [], None
+        while num_missing != 0:
+            for skipped in self._skipped:
+                if position in skipped:
+                    position = skipped.stop
+            if num_missing is None:
+                num_missing = self._level_of(position)[2]
+            next_skips = [r.start for r in self._skipped if r.start > position]
+            stop = min([position + num_missing, *next_skips])
             pieces.append(np.arange(position, stop))
-            position, missing = stop, missing - (stop - position)
+            num_missing -= stop - position
+            position = stop
         return np.concatenate(pieces)
 
     def _grid(self, num_steps: int) -> int:
-        """The position behind so many steps that leave nothing out."""
-        steps, position, size = self._levels[bisect_right(self._levels, num_steps, key=lambda level: level[0]) - 1]
+        """Return the position after ``num_steps`` steps if no step is skipped."""
+        index = bisect_right(self._levels, num_steps, key=lambda level: level[0]) - 1
+        steps, position, size = self._levels[index]
         return position + (num_steps - steps) * size
 
-    def _num_of_grid(self, position: int) -> int:
-        """How many points of the grid lie before ``position``."""
+    def _num_grid_points(self, position: int) -> int:
+        """Return the number of grid points before ``position``."""
         steps, start, size = self._level_of(max(position - 1, 0))
         return steps - (start - position) // size
 
@@ -93,12 +108,14 @@ class StepPositions:
 
 
 class TrainBatches:
-    """Iterator of `Batch`. All ranks see StopIteration at the same step: at the end of ``order``, if it has one.
+    """Iterator of `Batch`. All ranks raise StopIteration at the same step, at the end of ``order``.
 
-    The step in which the stream ends is filled up with samples that are masked wholly: no token is lost, and its
-    ``position`` is that of the end. ``sharing`` is (dp_rank, dp_size); a step's samples are a multiple of
-    ``local_batch_size`` for each. ``allow_change`` are patterns of what may differ between a saved fingerprint and this one.
-    ``dataloader``: workers.
+    The step in which the stream ends is padded with samples whose labels are all ignored. No token
+    is lost, and ``position`` of its batch is the end of the stream.
+
+    sharing: (dp_rank, dp_size). Each rank's part of a step is a multiple of ``local_batch_size``.
+    dataloader: number of worker processes, and prefetching.
+    allow_change: name patterns of fingerprint entries that may differ from a checkpoint's.
     """
 
     def __init__(
@@ -115,21 +132,27 @@ class TrainBatches:
         allow_change: Sequence[str] = (),
     ) -> None:
         self.fingerprint = dict(fingerprint)
-        self.order, self.steps = order, steps
-        self.changes: list[str] = []  # what differs from the data of the checkpoint, where that is allowed
-        self._allow_change, self._dataloader = allow_change, dataloader
+        self.order = order
+        self.steps = steps
+        self.changes: list[str] = []  # permitted differences from the data of the checkpoint
+        self._allow_change = allow_change
+        self._dataloader = dataloader
         self._reader: Iterator[Batch] | None = None
-        # Where the stream is, behind all samples handed out so far over all ranks and those left out before them.
+        # The position after all samples that any rank has read or skipped.
         self.position = 0
-        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+        self._ahead_from = 0
+        self._ahead: NDArray[np.int64] = np.empty(0, np.int64)
         by_key = zip(order.supplies, samples.parts, strict=True)
-        self._streams = {supply.key: part for supply, part in by_key if isinstance(part, StreamedSamples)}
+        self._streams = {
+            supply.key: part for supply, part in by_key if isinstance(part, StreamedSamples)
+        }
         self._batches = PlannedBatches(samples, local_batch_size, with_positions=with_positions)
-        self._sharing, self._local_batch_size = sharing, local_batch_size
+        self._sharing = sharing
+        self._local_batch_size = local_batch_size
 
     @property
     def sources(self) -> list[str]:
-        """The names of those that labels tell apart, by their number there; none where there is only one."""
+        """The names of the sources by number; empty if there is only one source."""
         names = [supply.key for supply in self.order.supplies]
         return names if len(names) > 1 else []
 
@@ -138,21 +161,26 @@ class TrainBatches:
 
     def __next__(self) -> Batch:
         if self._reader is None:
-            self._reader = reader(self._batches, self._plans, self._dataloader)()
-        batch = self._follow(next(self._reader)) if self._streams else next(self._reader)
+            self._reader = make_reader(self._batches, self._plans, self._dataloader)()
+        batch = next(self._reader)
+        if self._streams:
+            batch = self._advance_streams(batch)
         self.position = batch.position
         return batch
 
-    def _follow(self, batch: Batch) -> Batch:
-        """Let the streams go on to the end of a step; the batch as it is where the text ends in it. Raises StopIteration.
+    def _advance_streams(self, batch: Batch) -> Batch:
+        """Advance the streamed sources to the end of the step.
 
-        What lies before this step is not needed any more: no rank begins a step before all have read the one before it.
+        Returns the batch with the actual end of the stream. Raises StopIteration if the stream
+        ended before this step. Windows before this step are deleted: no rank starts a step before
+        all ranks have read the step before it.
         """
         end = batch.position
-        before, behind = self.order.counts_at(self.position), self.order.counts_at(end)
+        counts_before, counts_after = self.order.counts_at(self.position), self.order.counts_at(end)
         for key, stream in self._streams.items():
-            end -= behind[key] - stream.advance(behind[key])  # only a stream that is alone has an end
-            stream.delete_before(before[key])
+            # A stream has an end only if it is the only source.
+            end -= counts_after[key] - stream.advance(counts_after[key])
+            stream.delete_before(counts_before[key])
         if end == batch.position:
             return batch
         num_samples = int(np.count_nonzero(self.next_positions() < end))
@@ -161,24 +189,26 @@ class TrainBatches:
         return replace(batch, position=end, num_samples=num_samples)
 
     def _plans(self) -> Iterator[Plan]:
-        """What this rank reads in the steps from here on."""
+        """Yield this rank's plan for each step from the current position on."""
         position, end = self.position, self.order.end
+        dp_rank, dp_size = self._sharing
         while True:
-            whole = self.steps.next_from(position)
-            if end is not None and whole[0] >= end:
+            positions = self.steps.positions_from(position)
+            if end is not None and positions[0] >= end:
                 return
-            position = int(whole[-1]) + 1
+            position = int(positions[-1]) + 1
             position = position if end is None else min(position, end)
-            samples = self._samples_at(whole)
+            samples = self._samples_at(positions)
             num_samples = int(np.count_nonzero(samples != NO_SAMPLE))
-            local = (
-                np.arange(len(whole)).reshape(-1, self._sharing[1], self._local_batch_size)[:, self._sharing[0]].ravel()
-            )
-            yield Plan(samples[local], whole[local], position, num_samples)
+            rows = np.arange(len(positions)).reshape(-1, dp_size, self._local_batch_size)
+            local_rows = rows[:, dp_rank].ravel()
+            yield Plan(samples[local_rows], positions[local_rows], position, num_samples)
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
-        """State of a run that has consumed ``position`` samples: the `position` of the last batch that was trained
-        on, which need not be the last handed out. Without it, of all handed out. The same on every rank.
+        """Return the state of a run that has trained on all samples before ``position``.
+
+        position: `Batch.position` of the last trained batch; None: of the last batch that this
+        iterator returned. The state is equal on every rank.
         """
         position = self.position if position is None else position
         origin, counts = self.order.origin, self.order.counts_at(position)
@@ -191,17 +221,19 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raises DataMismatch, with every difference, if it is one of another stream.
+        """Restore a saved position. Raises DataMismatch, with every difference, for another stream.
 
-        Where the differences are allowed, every source goes on behind its last sample: the pattern begins anew there.
+        If all differences are allowed, every source continues after its last sample, and the
+        mixture pattern restarts.
         """
         position, counts = int(state["position"]), _counts_of(state)
-        self.changes = differing = self.check_state(state)
+        self.changes = self.check_state(state)
         self.order.start_at(_origin_of(state))
-        if differing:
+        if self.changes:
             logger.warning(
-                f"The data changed since the checkpoint, as data.allow_change permits: {', '.join(differing)}; "
-                f"each source goes on behind as many samples as were read of it: {dict(counts)}"
+                "The data changed since the checkpoint, as data.allow_change permits: "
+                f"{', '.join(self.changes)}. Each source continues after the samples that were "
+                f"read: {dict(counts)}"
             )
             self.order.start_at(Origin(position, counts))
         for key, stream in self._streams.items():
@@ -209,73 +241,102 @@ class TrainBatches:
         self._go_to(position)
 
     def check_state(self, state: Mapping[str, Any]) -> list[str]:
-        """What differs between a saved stream and this one. Raises DataMismatch if any of it is not allowed."""
+        """Return the differing fingerprint entries between a saved stream and this one.
+
+        Raises DataMismatch if any difference is not allowed.
+        """
         position, counts = int(state["position"]), _counts_of(state)
-        saved, here = dict(state["fingerprint"]), dict(self.fingerprint)
-        if saved == here:
-            # What the fingerprint leaves out, as max_epochs, may have moved samples before this position.
-            now = self.order.starting_at(_origin_of(state)).counts_at(position)
-            saved["samples read"], here["samples read"] = dict(counts), now
-        differing = _differing(saved, here)
-        refused = [key for key in differing if not any(fnmatchcase(key, name) for name in self._allow_change)]
+        saved, current = dict(state["fingerprint"]), dict(self.fingerprint)
+        if saved == current:
+            # Settings outside the fingerprint, such as max_epochs, may have moved earlier samples.
+            saved["samples read"] = dict(counts)
+            order = self.order.with_origin(_origin_of(state))
+            current["samples read"] = order.counts_at(position)
+        differing = _differing_keys(saved, current)
+        refused = [
+            key
+            for key in differing
+            if not any(fnmatchcase(key, pattern) for pattern in self._allow_change)
+        ]
         if refused:
             lines = (
-                f"  {key}: saved {saved.get(key, 'nothing')!r}, now {here.get(key, 'nothing')!r}" for key in differing
+                f"  {key}: saved {saved.get(key, 'nothing')!r}, now {current.get(key, 'nothing')!r}"
+                for key in differing
             )
             raise DataMismatch(
-                "the saved data position counts samples of another stream than the one configured now:\n"
+                "the data differ from the data of the checkpoint:\n"
                 + "\n".join(lines)
-                + "\nrestore these settings or files to continue the run; accept them with "
-                f"data.allow_change = {json.dumps(refused)}; or start a new run from its weights "
-                '(checkpoint.start = "warm", checkpoint.initial_load_path = the folder of the step)'
+                + "\nExpected the same settings and files: restore them to continue the run; "
+                f"accept them with data.allow_change = {json.dumps(refused)}; or start a new run "
+                "from the "
+                'weights (checkpoint.start = "warm", checkpoint.initial_load_path = the folder of '
+                "the step)"
             )
         return differing
 
-    def check_ranks(self, gather: Callable[[Any], list[Any]], validation: Mapping[str, ValidationBatches]) -> None:
-        """A collective. Raises DataMismatch, on all ranks, unless they read the same texts: nodes may have their own copies."""
-        texts = {f"validation {name}".strip(): batches.identity for name, batches in validation.items()}
-        ours = {**self.fingerprint, **texts}
-        if len(set(gather(xxhash.xxh3_128_hexdigest(json.dumps(ours, sort_keys=True).encode())))) == 1:
-            return  # of thousands of ranks all that is known of the texts would be hundreds of megabytes
-        first, *others = gather(ours)
-        for rank, other in enumerate(others, start=1):
-            for key in _differing(first, other):
-                told = f"{key} is {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}"
-                raise DataMismatch(f"the ranks would read different texts: {told}; give every node the same files")
+    def check_ranks(
+        self,
+        gather: Callable[[Any], list[Any]],
+        validation: Mapping[str, ValidationBatches],
+    ) -> None:
+        """Raise DataMismatch on all ranks unless they read the same texts. A collective.
 
-    def pass_over(self, num_steps: int) -> None:
-        """Go on by so many steps without reading them."""
+        Nodes may have their own copies of a text.
+        """
+        texts = {
+            f"validation {name}".strip(): batches.identity for name, batches in validation.items()
+        }
+        fingerprint = {**self.fingerprint, **texts}
+        content = json.dumps(fingerprint, sort_keys=True).encode()
+        # Compare hashes first: the fingerprints of thousands of ranks take hundreds of megabytes.
+        if len(set(gather(xxhash.xxh3_128_hexdigest(content)))) == 1:
+            return
+        first, *others = gather(fingerprint)
+        for rank, other in enumerate(others, start=1):
+            for key in _differing_keys(first, other):
+                raise DataMismatch(
+                    f"ranks read different texts: {key} is {first.get(key)!r} on rank 0, "
+                    f"{other.get(key)!r} on rank {rank}. Expected equal files: copy them to every "
+                    "node"
+                )
+
+    def skip(self, num_steps: int) -> None:
+        """Advance by ``num_steps`` steps without reading them."""
         position = self.position
         for _ in range(num_steps):
-            position = int(self.steps.next_from(position)[-1]) + 1
+            position = int(self.steps.positions_from(position)[-1]) + 1
         self._go_to(position)
 
     def next_positions(self) -> NDArray[np.int64]:
-        """The positions that the next step reads, on all ranks: (samples,)."""
-        return self.steps.next_from(self.position)
+        """Return the positions (samples,) that the next step reads on all ranks."""
+        return self.steps.positions_from(self.position)
 
     def _go_to(self, position: int) -> None:
-        self.position, self._reader = position, None
-        self._ahead_from, self._ahead = 0, np.empty(0, np.int64)
+        self.position = position
+        self._reader = None
+        self._ahead_from = 0
+        self._ahead = np.empty(0, np.int64)
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample number at each of the positions of a step, NO_SAMPLE beyond the end."""
-        first, behind = int(positions[0]), int(positions[-1]) + 1
-        if behind - first > len(positions):  # some between them are left out
+        """Return the sample number at each position of a step, NO_SAMPLE after the end."""
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        if end - first > len(positions):  # positions between them are skipped
             return self.order.samples_at(positions)
-        if not self._ahead_from <= first <= behind <= self._ahead_from + len(self._ahead):
+        if not self._ahead_from <= first <= end <= self._ahead_from + len(self._ahead):
             self._ahead_from = first
-            self._ahead = self.order.samples_at(np.arange(first, max(behind, first + _ORDER_AHEAD)))
+            self._ahead = self.order.samples_at(np.arange(first, max(end, first + _ORDER_AHEAD)))
         return self._ahead[positions - self._ahead_from]
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     missing = object()
-    return [key for key in sorted({*one, *other}) if one.get(key, missing) != other.get(key, missing)]
+    return [
+        key for key in sorted({*one, *other}) if one.get(key, missing) != other.get(key, missing)
+    ]
 
 
 def _counts_of(state: Mapping[str, Any]) -> Mapping[str, int]:
-    """Samples read of each source; a state from before there were mixtures knows of one without a name."""
+    """Return the samples read of each source. States without mixtures have one unnamed source."""
     return dict(state.get("counts", {"": int(state["position"])}))
 
 

@@ -1,8 +1,8 @@
-"""Validation batches: always the same samples, whatever the layout and however often they are read.
+"""Validation batches: the same samples in every evaluation and on every layout.
 
-Batch b is samples [b * local_batch_size, (b + 1) * local_batch_size) of the text in its own order; rank r of n
-reads the batches r, r + n, r + 2n, ... Which samples are read, and so the token-weighted mean of their loss, does
-not depend on n.
+Batch b has the samples [b * local_batch_size, (b + 1) * local_batch_size) of the text in file
+order. Rank r of n reads the batches r, r + n, r + 2n, ... The samples, and therefore the
+token-weighted mean of their loss, do not depend on n.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchtitan_like.data.batches.batch import Batch, Plan
-from torchtitan_like.data.batches.workers import PlannedBatches, reader
+from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 
 class ValidationBatches:
-    """Can be iterated any number of times. ``num_batches``: how many of the text's batches are read, -1 for all. ``identity``:
-    what the text is known by.
+    """The validation batches of one rank; any number of iterations is possible.
 
-    Every rank gets the same number of batches (its ``len``), as `Batch` with num_micro = 1; rows beyond the last
-    sample are masked wholly.
+    num_batches: number of batches that all ranks read; -1 for all batches of the text.
+    identity: name -> value, identifies the text.
+
+    Every rank has the same number of batches (``len``), as `Batch` with num_micro = 1. All labels
+    of rows after the last sample are ignored.
     """
 
     def __init__(
@@ -39,13 +41,17 @@ class ValidationBatches:
         with_positions: bool,
         dataloader: DataLoader,
     ) -> None:
-        self._local_batch_size, self.identity = local_batch_size, samples.identity
+        self._local_batch_size = local_batch_size
+        self.identity = samples.identity
         self._dp_rank, self._dp_size = sharing
-        in_text = -(-samples.num_samples // local_batch_size)
-        self.num_batches = in_text if num_batches < 0 else min(num_batches, in_text)
+        num_text_batches = -(-samples.num_samples // local_batch_size)
+        self.num_batches = (
+            num_text_batches if num_batches < 0 else min(num_batches, num_text_batches)
+        )
         self.num_samples = min(samples.num_samples, self.num_batches * local_batch_size)
-        batches = PlannedBatches(JoinedSamples([samples]), local_batch_size, with_positions=with_positions)
-        self._read = reader(batches, self._plans, dataloader)
+        joined = JoinedSamples([samples])
+        batches = PlannedBatches(joined, local_batch_size, with_positions=with_positions)
+        self._read = make_reader(batches, self._plans, dataloader)
 
     def __len__(self) -> int:
         return math.ceil(self.num_batches / self._dp_size)
@@ -59,5 +65,5 @@ class ValidationBatches:
             first = step * self._dp_size * size
             positions = first + self._dp_rank * size + np.arange(size)
             samples = np.where(positions < self.num_samples, positions, NO_SAMPLE)
-            after = min(first + self._dp_size * size, self.num_samples)
-            yield Plan(samples, positions, after, max(after - first, 0))
+            end = min(first + self._dp_size * size, self.num_samples)
+            yield Plan(samples, positions, end, max(end - first, 0))

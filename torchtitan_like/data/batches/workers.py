@@ -1,8 +1,8 @@
-"""Batches read ahead by worker processes: the same batches, in the same order, whatever their number.
+"""Read batches ahead in worker processes. Their number changes neither the batches nor the order.
 
-A worker holds no state: it is handed a `Plan` and returns what it says. Which plan comes next is decided in the main
-process, and how far a run has come follows from the batch that it trained on (`Batch.position`), not from the loader, which
-is ahead of it; so the loader's own state is never asked for.
+A worker has no state: it receives a `Plan` and returns its batch. The main process chooses the next
+plan. The position of a run comes from the batch that it trained on (`Batch.position`), because the
+loader reads ahead. The loader's own state is not used.
 """
 
 from __future__ import annotations
@@ -22,76 +22,90 @@ from torchtitan_like.data.samples.packing import JoinedSamples
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
 
-# What a terminal or a batch system sends to every process: the main process decides, and its workers end with it.
-_LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Signals that a terminal or batch system sends to every process. Workers ignore them: they end with
+# the main process.
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class PlannedBatches(Dataset[Batch]):
-    """From a plan to its batch; ``with_positions`` as in `assemble`."""
+    """Maps a plan to its batch. with_positions: see `assemble`."""
 
-    def __init__(self, samples: JoinedSamples, local_batch_size: int, *, with_positions: bool) -> None:
-        self._samples, self._local_batch_size, self._with_positions = samples, local_batch_size, with_positions
+    def __init__(
+        self, samples: JoinedSamples, local_batch_size: int, *, with_positions: bool
+    ) -> None:
+        self._samples = samples
+        self._local_batch_size = local_batch_size
+        self._with_positions = with_positions
 
     def __getitem__(self, plan: Plan) -> Batch:
-        return assemble(self._samples, plan, self._local_batch_size, with_positions=self._with_positions)
+        return assemble(
+            self._samples, plan, self._local_batch_size, with_positions=self._with_positions
+        )
 
 
-def reader(
+def make_reader(
     batches: PlannedBatches, make_plans: Callable[[], Iterator[Plan]], section: DataLoader
 ) -> Callable[[], Iterator[Batch]]:
-    """What reads the batches of ``make_plans()`` from their beginning: in this process, or with ``section.num_workers`` others
-    that are ahead of it.
+    """Return a function that starts an iterator over the batches of ``make_plans()``.
+
+    It reads in this process, or ahead in ``section.num_workers`` worker processes.
     """
     if section.num_workers == 0:
         return lambda: map(batches.__getitem__, make_plans())
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+        # torchdata 0.11 on torch 2.13 warns
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         loader: Iterable[Batch] = StatefulDataLoader(
             batches,
             sampler=_Plans(make_plans),
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=section.num_workers,
             prefetch_factor=section.prefetch_factor,
             persistent_workers=section.persistent_workers,
             worker_init_fn=_ignore_signals,
-            # A memory-mapped file is shared by fork; spawned workers would get a copy of what it holds.
+            # Forked workers share a memory-mapped file; spawned workers would copy its content.
             multiprocessing_context="fork",
             snapshot_every_n_steps=2**31,
         )
     return lambda: _start(loader)
 
 
-def few_cores(num_workers: int, num_ranks: int, num_cores: int) -> str | None:
-    """What to warn of before a machine starts ``num_ranks`` ranks, each with so many workers; None: nothing."""
+def describe_core_shortage(num_workers: int, num_ranks: int, num_cores: int) -> str | None:
+    """Return a warning if a machine has too few CPU cores for its ranks and workers, else None.
+
+    num_workers: per rank.
+    """
     if num_cores == 1:
         return (
-            f"This process may use 1 CPU core: training, data and saves of {num_ranks} ranks share it. In a Slurm job pass "
-            "--cpus-per-task to srun too, not to sbatch alone"
+            f"Only 1 CPU core is available for training, data and checkpoints of {num_ranks} "
+            "ranks. In a Slurm job, pass --cpus-per-task to srun too, not only to sbatch"
         )
-    wanted = num_ranks * (num_workers + 1) + 4
-    if num_workers == 0 or num_cores >= wanted:
+    num_required = num_ranks * (num_workers + 1) + 4
+    if num_workers == 0 or num_cores >= num_required:
         return None
     return (
-        f"training.dataloader.num_workers = {num_workers}: {num_ranks} ranks on this machine and their workers have "
-        f"{num_cores} cores, expected ranks x (workers + 1) + 4 = {wanted} or more, or they wait for one another; ask for more "
-        "cores, or set fewer workers (0 is enough for files on a local disk)"
+        f"{num_cores} CPU cores are too few for {num_ranks} ranks on this machine with "
+        f"training.dataloader.num_workers = {num_workers}. Expected ranks x (workers + 1) + 4 = "
+        f"{num_required} or more: request more cores, or set fewer workers (0 is enough for files "
+        "on a local disk)"
     )
 
 
 def _start(loader: Iterable[Batch]) -> Iterator[Batch]:
     batches = iter(loader)
-    # Registered anew, so that it runs before what the loader has registered for its workers: that waits.
+    # Register it again to run before the loader's own exit handler, which waits for the workers.
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
     return batches
 
 
 def _kill_workers() -> None:
-    """At the end of this process: an iteration that an error has left behind holds workers that ignore SIGTERM, and Python
-    would wait for them for ever.
+    """Kill the workers of an iteration that an error interrupted, at the exit of this process.
+
+    They ignore SIGTERM, and Python would wait for them forever.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
     for child in multiprocessing.active_children():
@@ -100,7 +114,7 @@ def _kill_workers() -> None:
 
 
 class _Plans:
-    """What is to be read, anew in each iteration: how the loader wants it."""
+    """A sampler for the loader: makes new plans in each iteration."""
 
     def __init__(self, make: Callable[[], Iterator[Plan]]) -> None:
         self._make = make
@@ -109,10 +123,10 @@ class _Plans:
         return self._make()
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _unchanged(batch: Batch) -> Batch:
     return batch
 
 
 def _ignore_signals(worker: int) -> None:
-    for number in _LEFT_TO_THE_MAIN_PROCESS:
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,25 +1,25 @@
-"""Samples in which no document is cut that fits into one ("best-fit packing").
+"""Best-fit packing: no document that fits into one sample is split.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling", §3. A sample has room for seq_len + 1 tokens: seq_len
-inputs, and as labels the same shifted by one. A longer document is cut into full samples and a rest, each of which begins
-with the last token of the piece before, so that no label is lost. Best-fit decreasing: the pieces, from the longest to the
-shortest, each go to the sample with the least room that is enough for them, or else to a new one.
+The method is that of Ding et al. 2024, "Fewer Truncations Improve Language Modeling", §3. A sample
+has room for seq_len + 1 tokens: seq_len inputs, and the same tokens shifted by one as labels. A
+longer document is split into pieces. Each piece starts with the last token of the piece before it,
+so that no label is lost. Best-fit decreasing assigns the pieces from the longest to the shortest.
+Each goes to the sample with the least sufficient room, or to a new sample.
 
-- Every token of a document but its first is a label exactly once in an epoch. What stands before a document's first token
-  is there by packing and not by the text's order: that token is never a label, whatever ``mask_document_starts`` says. A
-  document of one token has no label, and is left out.
-- No document of at most seq_len + 1 tokens is cut.
-- Padding stands at the end of a sample only, and is never a label.
-- Positions begin anew at each document, and at each piece of one that was cut.
-- The pieces of a sample stand in the order of the text, and the samples in that of their longest piece. The plan follows
-  from the lengths of the documents alone. Documents that share a sample may lie anywhere in the file: where it does not
-  fit into memory, a sample costs one access to the disk for each of its documents.
+- Every token of a document, except its first one, is a label exactly once in an epoch. The first
+  one is never a label, for any ``mask_document_starts``: the token before it comes from packing,
+  not from the text. Documents of one token are dropped.
+- No document of at most seq_len + 1 tokens is split.
+- Padding is only at the end of a sample, and is never a label.
+- Positions restart at 0 in each document, and in each piece of a split document.
+- The pieces of a sample are in text order. The samples are in the text order of their longest
+  pieces. The plan depends only on the lengths of the documents.
+- Documents that share a sample may be anywhere in the file. If the file does not fit into memory, a
+  sample costs one disk access for each of its documents.
 
-The plan is made once for a token file and a ``seq_len``, and lies beside the token file as one
-file of 64-bit words, with a
-hash table: a header, for each sample the number of its first piece (and at the end the number of
-pieces), for each
-piece the token where it begins.
+A plan is made once for each token file and ``seq_len``. It is stored next to the token file, as a
+file of 64-bit words with a hash table: a header; the first piece of each sample, then the number of
+pieces; the first token of each piece.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import Data
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.samples.packing import PackedSamples
+from torchtitan_like.data.samples.packing import Indices2d, PackedSamples
 from torchtitan_like.data.text.documents import CACHE_FOLDER_NAMES
 from torchtitan_like.data.tokens.checked_file import (
     CheckedArray,
@@ -52,29 +52,34 @@ from torchtitan_like.data.tokens.token_file import TokenFile, written_with_hashe
 
 logger = logging.getLogger()
 
-# Changes whenever any sample of any text would hold other tokens.
+# Increase it with any change of the tokens in a sample.
 VERSION = 1
 _WORD = np.dtype("<u8")
 
 
 def pack(file: TokenFile, seq_len: int, data: Data, dump_folder: str) -> PackedSamples:
-    """The samples of ``file`` as ``data.packing`` wants them."""
+    """Return the samples of ``file``, packed by the method `Data.packing`."""
     if data.packing == "best_fit":
-        return BestFitSamples(file, seq_len, cache_folder=data.cache_folder, dump_folder=dump_folder)
+        return BestFitSamples(
+            file, seq_len, cache_folder=data.cache_folder, dump_folder=dump_folder
+        )
     return PackedSamples(file, seq_len, mask_document_starts=data.mask_document_starts)
 
 
 class BestFitSamples(PackedSamples):
-    """The samples of a token file, packed by best-fit decreasing; the plan is made now unless it is there."""
+    """The samples of a token file, packed by best-fit decreasing. Makes a missing plan."""
 
     packing = f"best-fit decreasing, version {VERSION}"
 
-    def __init__(self, file: TokenFile, seq_len: int, *, cache_folder: str | None, dump_folder: str) -> None:
+    def __init__(
+        self, file: TokenFile, seq_len: int, *, cache_folder: str | None, dump_folder: str
+    ) -> None:
         super().__init__(file, seq_len, mask_document_starts=True)
         if not self.num_labels:
             raise DataError(
-                f"all {file.meta.num_documents:,} documents of {file.folder} have one token: best-fit packing expects one "
-                'with 2 or more, an input and a label; set data.packing = "concat" to learn a document from the one before'
+                f"all {file.meta.num_documents:,} documents of {file.folder} have one token. "
+                "Expected 2 or more for best-fit packing, an input and a label: set data.packing = "
+                '"concat" to predict a document from the one before it'
             )
         self._plan = cached_plan(file, seq_len, cache_folder=cache_folder, dump_folder=dump_folder)
         self.num_samples = self._plan.num_samples
@@ -82,39 +87,47 @@ class BestFitSamples(PackedSamples):
     def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         rows = np.zeros((len(samples), self.seq_len + 1), self.file.tokens.dtype)
         row, column, start, length = self._pieces(samples)
-        for piece in zip(row.tolist(), column.tolist(), start.tolist(), length.tolist(), strict=True):
-            in_row, at, first, size = piece
-            self.file.tokens.fill(rows[in_row, at : at + size], first)
+        for piece in zip(
+            row.tolist(), column.tolist(), start.tolist(), length.tolist(), strict=True
+        ):
+            row_index, offset, first, size = piece
+            self.file.tokens.fill(rows[row_index, offset : offset + size], first)
         return rows, _sums(row, length, len(samples))
 
-    def ignored_labels(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The labels of ``samples`` (rows,) that begin a document: their rows and columns."""
+    def ignored_labels(self, samples: NDArray[np.int64]) -> Indices2d:
+        """Return rows and columns of the labels of ``samples`` (rows,) that start a document."""
         row, column, _, _ = self._pieces(samples)
-        behind_another = column > 0
-        return row[behind_another], column[behind_another] - 1
+        is_label = column > 0
+        return row[is_label], column[is_label] - 1
 
     def positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         row, column, _, _ = self._pieces(samples)
-        return self._places(samples, row, column)
+        return self._positions_since(samples, row, column)
 
     def _pieces(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-        """Row, column, first token and length of each piece of ``samples`` (rows,), in order."""
-        real = samples >= 0
-        first = self._plan.first_pieces[np.where(real, samples, 0)]
-        counts = np.where(real, self._plan.first_pieces[np.where(real, samples + 1, 0)] - first, 0)
+        """Return row, column, first token and length of each piece of ``samples`` (rows,)."""
+        is_sample = samples >= 0
+        first = self._plan.first_pieces[np.where(is_sample, samples, 0)]
+        end = self._plan.first_pieces[np.where(is_sample, samples + 1, 0)]
+        counts = np.where(is_sample, end - first, 0)
         row = np.repeat(np.arange(len(samples)), counts)
-        start = self._plan.starts[np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)]
+        shifts = np.repeat(first - (np.cumsum(counts) - counts), counts)
+        start = self._plan.starts[np.arange(counts.sum()) + shifts]
         offsets = self.file.offsets
         document_ends = offsets[offsets.searchsorted(start.astype(np.uint64), side="right")]
         length = np.minimum(document_ends.astype(np.int64) - start, self.seq_len + 1)
-        before = _sums(row, length, len(samples))
-        before = np.cumsum(before) - before  # tokens in all rows above
-        return row, np.cumsum(length) - length - before[row], start, length
+        row_sizes = _sums(row, length, len(samples))
+        tokens_above = np.cumsum(row_sizes) - row_sizes  # in all earlier rows
+        return row, np.cumsum(length) - length - tokens_above[row], start, length
 
 
 @dataclass(frozen=True)
 class Plan:
-    """first_pieces: int64 (num_samples + 1,), where the pieces of each sample begin; starts: int64 (num_pieces,), tokens."""
+    """The pieces of every sample.
+
+    first_pieces: int64 (num_samples + 1,), first piece of each sample, then the number of pieces.
+    starts: int64 (num_pieces,), first token of each piece.
+    """
 
     first_pieces: NDArray[np.int64] | CheckedArray
     starts: NDArray[np.int64] | CheckedArray
@@ -124,10 +137,13 @@ class Plan:
         return len(self.first_pieces) - 1
 
 
-def cached_plan(file: TokenFile, seq_len: int, *, cache_folder: str | None, dump_folder: str) -> Plan:
-    """The plan of ``file``, from where token caches lie; made now unless it is there.
+def cached_plan(
+    file: TokenFile, seq_len: int, *, cache_folder: str | None, dump_folder: str
+) -> Plan:
+    """Return the plan of ``file`` from the folders of token caches; make it if it is missing.
 
-    Safe to call from any number of processes at once. Raises DataError for a damaged plan, and where none can be written.
+    Any number of processes may call it at once. Raises DataError if the plan is damaged, or if no
+    folder is writable.
     """
     is_cache = file.folder.parent.name in CACHE_FOLDER_NAMES
     return find_or_build(
@@ -141,14 +157,14 @@ def cached_plan(file: TokenFile, seq_len: int, *, cache_folder: str | None, dump
 
 
 def plan_name(file: TokenFile, seq_len: int) -> str:
-    """Of the file that holds the plan."""
+    """Return the file name of a plan."""
     return f"{file.folder.name}-{file.meta.text_digest:016x}.best_fit-v{VERSION}-{seq_len}"
 
 
 def open_plan(path: Path, file: TokenFile, seq_len: int) -> Plan | None:
-    """Open the plan of ``file``; None where there is none. Takes milliseconds, whatever the size.
+    """Open the plan of ``file``; None if it is missing. Takes milliseconds for any size.
 
-    Raises DataError where the file is there but is not what it should be.
+    Raises DataError if the plan is damaged or belongs to another file.
     """
     key = _key(file, seq_len)
     try:
@@ -156,114 +172,127 @@ def open_plan(path: Path, file: TokenFile, seq_len: int) -> Plan | None:
     except FileNotFoundError:
         return None
     size = path.stat().st_size
-    num_samples, num_pieces = header[len(key) :].tolist() if len(header) == len(key) + 2 else (0, 0)
-    first, behind = len(key) + 2, len(key) + 3 + num_samples
-    if not np.array_equal(header[: len(key)], key) or size != (behind + num_pieces) * _WORD.itemsize:
+    is_complete = len(header) == len(key) + 2
+    num_samples, num_pieces = header[len(key) :].tolist() if is_complete else (0, 0)
+    first_word, starts_word = len(key) + 2, len(key) + 3 + num_samples
+    expected_size = (starts_word + num_pieces) * _WORD.itemsize
+    if not np.array_equal(header[: len(key)], key) or size != expected_size:
         raise DataError(
-            f"the packing plan {path} is damaged: it has {size:,} bytes and is not the plan of {file.folder} for samples "
-            f"of {seq_len} tokens; delete it, it will be made again"
+            f"the packing plan {path} is damaged: it has {size:,} bytes. Expected the plan of "
+            f"{file.folder} for samples of {seq_len} tokens: delete it, and it is made again"
         )
     if not table_path(path).exists():
-        return None  # an earlier version made it: it is made again, with hashes
+        return None  # an earlier version wrote it without hashes: make it again
     raw = RawFile(path)
-    checked = CheckedFile(raw, HashTable(raw, f"delete {path}, it will be made again"))
+    checked = CheckedFile(raw, HashTable(raw, f"delete {path}, and it is made again"))
     checked.verify(0)
 
     def words(start: int, count: int) -> CheckedArray:
         dtype = np.dtype(np.int64)
         return CheckedArray(checked, dtype, start * _WORD.itemsize, count, in_memory=True)
 
-    return Plan(words(first, num_samples + 1), words(behind, num_pieces))
+    return Plan(words(first_word, num_samples + 1), words(starts_word, num_pieces))
 
 
 def make_plan(offsets: NDArray[np.uint64], seq_len: int) -> Plan:
-    """Pack the documents between ``offsets`` (num_documents + 1,), as the head of this module says."""
-    starts, lengths = _cut(offsets.view(np.int64), seq_len)
-    longest_first = np.argsort((seq_len + 1 - lengths).astype(np.min_scalar_type(seq_len)), kind="stable")
+    """Pack the documents between ``offsets`` (num_documents + 1,) by best-fit decreasing."""
+    starts, lengths = _split(offsets.view(np.int64), seq_len)
+    sort_keys = (seq_len + 1 - lengths).astype(np.min_scalar_type(seq_len))
+    longest_first = np.argsort(sort_keys, kind="stable")
     counts = np.bincount(lengths, minlength=seq_len + 2)
     del lengths
     sample = _best_fit(counts, seq_len + 1)
     num_samples = int(sample.max()) + 1
-    # The longest piece of a sample is the first that was put into it: written last here, it stays.
+    # The longest piece of a sample was assigned first. Reversed, its assignment is the last one.
     longest = np.empty(num_samples, np.int64)
     longest[sample[::-1]] = longest_first[::-1]
-    place = np.empty(num_samples, np.int64)
-    place[np.argsort(longest)] = np.arange(num_samples)
-    in_text_order = np.empty_like(sample)
-    in_text_order[longest_first] = place[sample]
-    del sample, longest_first, longest, place
+    new_number = np.empty(num_samples, np.int64)
+    new_number[np.argsort(longest)] = np.arange(num_samples)
+    sample_of_piece = np.empty_like(sample)
+    sample_of_piece[longest_first] = new_number[sample]
+    del sample, longest_first, longest, new_number
     first_pieces = np.zeros(num_samples + 1, np.int64)
-    np.cumsum(np.bincount(in_text_order, minlength=num_samples), out=first_pieces[1:])
-    return Plan(first_pieces, starts[np.argsort(in_text_order, kind="stable")])
+    np.cumsum(np.bincount(sample_of_piece, minlength=num_samples), out=first_pieces[1:])
+    return Plan(first_pieces, starts[np.argsort(sample_of_piece, kind="stable")])
 
 
-def _cut(offsets: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First token and length of each piece of the documents, in the order of the text. Each has a label at least."""
+def _split(offsets: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return first token and length of each piece in text order. Each piece has a label."""
     num_pieces = -(-(np.diff(offsets) - 1) // seq_len)
-    before = np.cumsum(num_pieces) - num_pieces
-    starts = np.repeat(offsets[:-1] - before * seq_len, num_pieces)
+    pieces_before = np.cumsum(num_pieces) - num_pieces
+    starts = np.repeat(offsets[:-1] - pieces_before * seq_len, num_pieces)
     starts += np.arange(len(starts)) * seq_len
     return starts, np.minimum(np.repeat(offsets[1:], num_pieces) - starts, seq_len + 1)
 
 
 def _best_fit(counts: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The sample of each piece, (num_pieces,), from the longest to the shortest; counts[n] of them have n tokens.
+    """Return the sample of each piece (num_pieces,), from the longest piece to the shortest.
 
-    Among samples of equal room the one that was opened first is taken. Samples of equal room are handled as one: each gets
-    as many pieces of the current length as it has room for, since what is left of it is then the tightest fit for the next.
+    counts[n]: number of pieces with n tokens.
+
+    Among samples of equal room, the oldest one is used. Samples of equal room are handled as one
+    group. Each gets as many pieces of the current length as fit, because its remaining room is then
+    the tightest fit for the next piece.
     """
     sample_of = np.empty(counts.sum(), np.int64)
-    fitting: list[tuple[int, NDArray[np.int64]]] = []  # heap of (room, samples), all of room for the current length
+    # Heap of (room, samples) with enough room for the current length.
+    fitting: list[tuple[int, NDArray[np.int64]]] = []
     too_small: dict[int, list[NDArray[np.int64]]] = defaultdict(list)  # room -> arrays of samples
-    done = num_samples = 0
+    num_done = num_samples = 0
     last_line = time.monotonic()
     for length in range(capacity, 1, -1):
         if length in too_small:
             heappush(fitting, (length, np.sort(np.concatenate(too_small.pop(length)))))
-        left = int(counts[length])
-        while left:
+        num_remaining = int(counts[length])
+        while num_remaining:
             if fitting:
                 room, samples = heappop(fitting)
             else:
-                room, samples = capacity, num_samples + np.arange(-(-left // (capacity // length)))
-                num_samples += len(samples)
-            each = room // length
-            placed = min(left, each * len(samples))
-            num_full, in_last = divmod(placed, each)
-            num_used = num_full + (in_last > 0)
-            sample_of[done : done + placed] = np.repeat(samples[:num_used], each)[:placed]
-            done, left = done + placed, left - placed
-            for room_left, group in (
-                (room - each * length, samples[:num_full]),
-                (room - in_last * length, samples[num_full:num_used]),
+                num_new = -(-num_remaining // (capacity // length))
+                room, samples = capacity, num_samples + np.arange(num_new)
+                num_samples += num_new
+            per_sample = room // length
+            num_placed = min(num_remaining, per_sample * len(samples))
+            num_full, num_in_last = divmod(num_placed, per_sample)
+            num_used = num_full + (num_in_last > 0)
+            placed = np.repeat(samples[:num_used], per_sample)[:num_placed]
+            sample_of[num_done : num_done + num_placed] = placed
+            num_done += num_placed
+            num_remaining -= num_placed
+            for remaining_room, group in (
+                (room - per_sample * length, samples[:num_full]),
+                (room - num_in_last * length, samples[num_full:num_used]),
                 (room, samples[num_used:]),
             ):
-                if len(group) and room_left >= length:
-                    heappush(fitting, (room_left, group))
-                elif len(group) and room_left > 1:
-                    too_small[room_left].append(group)
+                if len(group) and remaining_room >= length:
+                    heappush(fitting, (remaining_room, group))
+                elif len(group) and remaining_room > 1:
+                    too_small[remaining_room].append(group)
         if time.monotonic() - last_line > PROGRESS_SECONDS:
             last_line = time.monotonic()
-            logger.info(f"packing: {100 * done / len(sample_of):.0f}% of {len(sample_of):,} pieces")
+            percent = 100 * num_done / len(sample_of)
+            logger.info(f"packing: {percent:.0f}% of {len(sample_of):,} pieces")
     return sample_of
 
 
 def _build(path: Path, file: TokenFile, seq_len: int) -> Plan:
     """Make the plan and write it."""
-    started = time.monotonic()
+    start = time.monotonic()
     logger.info(
-        f"packing the {file.meta.num_documents:,} documents of {file.folder} into samples of {seq_len:,} tokens"
+        f"packing the {file.meta.num_documents:,} documents of {file.folder} into samples of "
+        f"{seq_len:,} tokens"
     )
     plan = make_plan(file.offsets[:], seq_len)
     with written_with_hashes(path, "the packing plan") as stream:
-        stream.write(np.array([*_key(file, seq_len), plan.num_samples, len(plan.starts)], _WORD).data)
+        header = [*_key(file, seq_len), plan.num_samples, len(plan.starts)]
+        stream.write(np.array(header, _WORD).data)
         stream.write(plan.first_pieces[:].astype(_WORD).data)
         stream.write(plan.starts[:].astype(_WORD).data)
     num_labels = file.meta.num_tokens - file.meta.num_documents
     padding = 1 - (num_labels + len(plan.starts)) / (plan.num_samples * (seq_len + 1))
     logger.info(
-        f"packed: {len(plan.starts):,} pieces in {plan.num_samples:,} samples, {100 * padding:.2f}% of them padding, "
-        f"{time.monotonic() - started:.1f} s"
+        f"packed: {len(plan.starts):,} pieces in {plan.num_samples:,} samples, "
+        f"{100 * padding:.2f}% padding, {time.monotonic() - start:.1f} s"
     )
     written = open_plan(path, file, seq_len)
     assert written is not None
@@ -272,7 +301,8 @@ def _build(path: Path, file: TokenFile, seq_len: int) -> Plan:
 
 def _key(file: TokenFile, seq_len: int) -> NDArray[np.uint64]:
     meta = file.meta
-    return np.array([VERSION, seq_len, meta.num_tokens, meta.num_documents, meta.text_digest], np.uint64)
+    key = [VERSION, seq_len, meta.num_tokens, meta.num_documents, meta.text_digest]
+    return np.array(key, np.uint64)
 
 
 def _sums(row: NDArray[np.int64], values: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:

@@ -1,15 +1,17 @@
-"""Which sample of which source stands at a position of the training stream: closed formulas, so that any position is
-reached at once.
+"""Map positions of the training stream to sources and their samples.
 
-The stream is a row of *segments*, in each of which the shares are constant. A segment repeats one pattern of
-``PATTERN`` positions, in which every source has its share, rounded to a multiple of 1/PATTERN. At every position of a
-segment, the number of samples read of a source differs from its rounded share by less than one sample (`_schedule`).
-A segment ends where the configured weights change, or behind the
-last sample of a source that has been read ``max_epochs`` times: the others then share what was its part. The stream
-ends when no source with a weight is left.
+The mapping is a closed formula: it can start at any position without reading the positions before
+it. The stream is a sequence of *segments* with constant mixture weights. A segment repeats one
+pattern of ``PATTERN`` positions, in which the weights are rounded to multiples of 1/PATTERN. At
+every position of a segment, the number of samples read from a source differs from its rounded share
+by less than one sample (`_schedule`).
 
-Samples of a source are read in that source's own order (`order.shuffled`), epoch after epoch. It is keyed by the
-source's name, so that another source beside it changes nothing about it.
+A segment ends where the configured weights change, or after the last sample of a source that was
+read ``max_epochs`` times. The other sources then divide its share. The stream ends when no source
+with a weight remains.
+
+Each source has its own sample order (`order.shuffled`) in each epoch. The order's seed depends on
+the source's name, so that it does not depend on the other sources.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples.order import shuffled
 from torchtitan_like.data.samples.packing import NO_SAMPLE
 
-# Changes whenever any position would get another source. Saved with the data position.
+# Increase it with any change of the source at a position. It is saved with the data position.
 MIXTURE_VERSION = 2
 PATTERN = 2**16
-# Of a source that is read as it comes: its samples are numbered in the order in which they are read.
+# Size of a streamed source. Its samples are numbered in the order of reading.
 UNKNOWN_SIZE = 2**48
 
 Indices = NDArray[np.int64]
@@ -38,10 +40,13 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Supply:
-    """What the order needs to know of a source.
+    """The properties of a source that determine its part of the stream.
 
-    key: its name, "" where it has none. weight: its share of the tokens, relative to the other weights. labels_per_sample:
-    mean number of labels in a sample. max_epochs: 0 is without limit. num_samples: UNKNOWN_SIZE for a stream.
+    key: name; "" for the only source of a run without a table.
+    num_samples: samples per epoch; UNKNOWN_SIZE for a streamed source.
+    labels_per_sample: mean number of labels in a sample.
+    weight: share of the tokens, relative to the other weights.
+    max_epochs: 0 is no limit.
     """
 
     key: str
@@ -53,7 +58,7 @@ class Supply:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the pattern begins: a position, and how many samples of each source (by key) lie before it."""
+    """The start of the pattern: a position, and the samples of each source (by key) before it."""
 
     position: int
     counts: Mapping[str, int]
@@ -61,8 +66,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Positions from ``start`` on; ``counts`` (num_sources,): samples of each source before it. Of the pattern: ``source``
-    and ``rank`` (PATTERN,), the how-many-th of its source a position is, and ``per_pattern`` (num_sources,).
+    """Positions from ``start`` on, with constant weights.
+
+    counts: (num_sources,), samples of each source before ``start``.
+    source: (PATTERN,), source at each position of the pattern.
+    rank: (PATTERN,), number of earlier positions of the pattern with the same source.
+    per_pattern: (num_sources,), samples of each source in the pattern.
     """
 
     start: int
@@ -73,11 +82,13 @@ class _Segment:
 
 
 class SampleOrder:
-    """The sample, by its number in the `JoinedSamples` of the same sources, at each position.
+    """Maps each position to a sample number of the `JoinedSamples` of the same sources.
 
-    changes: (position, weights by key) from where on other weights hold, in order of position. end: the position
-    behind the last sample, None where there is none. seed None: the samples of a source in the order of its files.
-    Raises DataError for weights with which a source would hardly ever be read.
+    changes: (position, new weights by key), in order of position.
+    seed: None: samples in file order.
+    end: the position after the last sample; None if the stream does not end.
+
+    Raises DataError for a weight that is too small for a sample in each pattern.
     """
 
     def __init__(
@@ -95,89 +106,104 @@ class SampleOrder:
         self.start_at(Origin(0, {}))
 
     def start_at(self, origin: Origin) -> None:
-        """Begin the pattern at ``origin``; nothing before it is asked for any more."""
+        """Start the pattern at ``origin``. Positions before it become invalid."""
         self.origin = origin
         self._segments, self.end = self._plan()
         self._segment_starts = np.array([segment.start for segment in self._segments], np.int64)
 
-    def starting_at(self, origin: Origin) -> SampleOrder:
-        """The same order with another origin."""
+    def with_origin(self, origin: Origin) -> SampleOrder:
+        """Return a copy with another origin."""
         other = copy(self)
         other.start_at(origin)
         return other
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Sample at each of ``positions``, NO_SAMPLE from the end on."""
+        """Return the sample at each of ``positions``; NO_SAMPLE from the end on."""
         source, count = self.locate(positions)
         samples = np.full(positions.shape, NO_SAMPLE, np.int64)
-        for index, (size, first) in enumerate(zip(self._sizes.tolist(), self.starts.tolist(), strict=False)):
-            mine = np.flatnonzero(source == index)
-            epochs, within = np.divmod(count[mine], size)
+        for index, size in enumerate(self._sizes.tolist()):
+            rows = np.flatnonzero(source == index)
+            epochs, source_samples = np.divmod(count[rows], size)
             if self._seeds is not None and size != UNKNOWN_SIZE:
                 for epoch in np.unique(epochs):
-                    chosen = epochs == epoch
-                    within[chosen] = shuffled(within[chosen], size, self._seeds[index], int(epoch))
-            samples[mine] = first + within
+                    in_epoch = epochs == epoch
+                    source_samples[in_epoch] = shuffled(
+                        source_samples[in_epoch], size, self._seeds[index], int(epoch)
+                    )
+            samples[rows] = self.starts[index] + source_samples
         return samples
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Number of the source at each position (-1 from the end on), and how many of its samples lie before."""
-        source, count = np.full(positions.shape, -1, np.int64), np.zeros(positions.shape, np.int64)
+        """Return the source at each position, and the number of that source's samples before it.
+
+        The source is -1 from the end on.
+        """
+        source = np.full(positions.shape, -1, np.int64)
+        count = np.zeros(positions.shape, np.int64)
         number = np.searchsorted(self._segment_starts, positions, side="right") - 1
         if self.end is not None:
             number[positions >= self.end] = -1
         for index in np.unique(number[number >= 0]):
             segment = self._segments[index]
-            mine = number == index
-            patterns, place = np.divmod(positions[mine] - segment.start, PATTERN)
-            source[mine] = of = segment.source[place]
-            count[mine] = segment.counts[of] + patterns * segment.per_pattern[of] + segment.rank[place]
+            rows = number == index
+            num_patterns, offset = np.divmod(positions[rows] - segment.start, PATTERN)
+            sources = segment.source[offset]
+            source[rows] = sources
+            count[rows] = (
+                segment.counts[sources]
+                + num_patterns * segment.per_pattern[sources]
+                + segment.rank[offset]
+            )
         return source, count
 
     def counts_at(self, position: int) -> dict[str, int]:
-        """Samples of each source (by key) before ``position``, epochs counted through."""
+        """Return the samples of each source (by key) before ``position``, over all epochs."""
         position = position if self.end is None else min(position, self.end)
-        counts = self._counts(self._segment_at(position), position) if self._segments else self._origin_counts()
+        counts = self._origin_counts()
+        if self._segments:
+            counts = self._counts(self._segment_at(position), position)
         return {supply.key: int(count) for supply, count in zip(self.supplies, counts, strict=True)}
 
     def segments(self) -> list[tuple[int, dict[str, float]]]:
-        """(position, share of the samples by key) of each segment."""
-        return [
-            (segment.start, {
-                supply.key: count / PATTERN
-                for supply, count in zip(self.supplies, segment.per_pattern.tolist(), strict=True) if count
-            })
-            for segment in self._segments
-        ]  # fmt: skip
+        """Return the first position and the shares of the samples (by key) of each segment."""
+        segments = []
+        for segment in self._segments:
+            counts = zip(self.supplies, segment.per_pattern.tolist(), strict=True)
+            shares = {supply.key: count / PATTERN for supply, count in counts if count}
+            segments.append((segment.start, shares))
+        return segments
 
     def _origin_counts(self) -> Indices:
-        return np.array([self.origin.counts.get(supply.key, 0) for supply in self.supplies], np.int64)
+        counts = [self.origin.counts.get(supply.key, 0) for supply in self.supplies]
+        return np.array(counts, np.int64)
 
     def _plan(self) -> tuple[list[_Segment], int | None]:
         position, counts = self.origin.position, self._origin_counts()
         limits = [supply.max_epochs * supply.num_samples or None for supply in self.supplies]
         weights = {supply.key: supply.weight for supply in self.supplies}
         later = []
-        for at, changed in self._changes:
-            if at <= position:
-                weights |= changed
+        for change_position, new_weights in self._changes:
+            if change_position <= position:
+                weights |= new_weights
             else:
-                later.append((at, changed))
+                later.append((change_position, new_weights))
         segments: list[_Segment] = []
         while True:
-            active = [
-                0.0 if limit is not None and count >= limit else weights[supply.key] / supply.labels_per_sample
-                for supply, count, limit in zip(self.supplies, counts.tolist(), limits, strict=True)
-            ]
-            if not any(active):
+            shares = []
+            for supply, count, limit in zip(self.supplies, counts.tolist(), limits, strict=True):
+                is_used_up = limit is not None and count >= limit
+                share = 0.0 if is_used_up else weights[supply.key] / supply.labels_per_sample
+                shares.append(share)
+            if not any(shares):
                 return segments, position
-            segment = _segment(position, counts, active, self.supplies)
+            segment = _segment(position, counts, shares, self.supplies)
             segments.append(segment)
             stops = [
-                _behind(segment, index, limit - int(counts[index]))
-                for index, limit in enumerate(limits) if limit is not None and active[index]
-            ]  # fmt: skip
-            stops += [at for at, _ in later[:1]]
+                _end_of(segment, index, limit - int(counts[index]))
+                for index, limit in enumerate(limits)
+                if limit is not None and shares[index]
+            ]
+            stops += [change_position for change_position, _ in later[:1]]
             if not stops:
                 return segments, None
             position = min(stops)
@@ -186,78 +212,85 @@ class SampleOrder:
                 weights |= later.pop(0)[1]
 
     def _segment_at(self, position: int) -> _Segment:
-        return self._segments[int(np.searchsorted(self._segment_starts, position, side="right")) - 1]
+        index = np.searchsorted(self._segment_starts, position, side="right") - 1
+        return self._segments[int(index)]
 
     @staticmethod
     def _counts(segment: _Segment, position: int) -> Indices:
-        patterns, rest = divmod(position - segment.start, PATTERN)
-        counts: Indices = segment.counts + patterns * segment.per_pattern
-        return counts + np.bincount(segment.source[:rest], minlength=len(counts))
+        num_patterns, remainder = divmod(position - segment.start, PATTERN)
+        counts: Indices = segment.counts + num_patterns * segment.per_pattern
+        return counts + np.bincount(segment.source[:remainder], minlength=len(counts))
 
 
 def seed_of(key: str, seed: int) -> int:
-    """The key of a source's order: ``seed`` itself where the source has no name."""
+    """Return the seed of a source's order: ``seed`` itself if the source has no name."""
     return xxhash.xxh3_64_intdigest(key.encode(), seed % 2**64) if key else seed
 
 
-def _segment(start: int, counts: Indices, shares: Sequence[float], supplies: Sequence[Supply]) -> _Segment:
+def _segment(
+    start: int, counts: Indices, shares: Sequence[float], supplies: Sequence[Supply]
+) -> _Segment:
     per_pattern = _apportion(shares, supplies)
     source = _schedule(per_pattern)
-    order = np.argsort(source, kind="stable")  # the positions of source 0, then those of source 1, ...
+    order = np.argsort(source, kind="stable")  # positions of source 0, positions of source 1, ...
     rank = np.empty_like(source)
     rank[order] = np.concatenate([np.arange(count) for count in per_pattern.tolist()])
     return _Segment(start, counts, source, rank, per_pattern)
 
 
 def _schedule(counts: Indices) -> Indices:
-    """Source of each position (n,), where source i occurs ``counts[i]`` times and n is the sum of all counts.
+    """Return the source of each position (n,). Source i occurs ``counts[i]`` times; n is their sum.
 
-    After p positions a source has occurred p * counts[i] / n times, to within 1 - 1 / (2k - 2), where k >= 2 sources have a
-    count. This is the schedule of Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980): the j-th
-    sample (from 1) of source i may be placed at position p (from 1) or later if p * counts[i] / n - (j - 1) >= 1 / (2k - 2);
-    of all samples that may, the one with the smallest (j - 1 / (2k - 2)) / counts[i] is placed.
+    After p positions, source i has occurred p * counts[i] / n times, with an error of at most
+    1 - 1 / (2k - 2), for k >= 2 sources with a count. The schedule is that of Tijdeman ("The
+    chairman assignment problem", Discrete Mathematics 32, 1980):
+
+    - The j-th sample (from 1) of source i is released at the first position p (from 1) with
+      p * counts[i] / n - (j - 1) >= 1 / (2k - 2).
+    - Among the released samples, the one with the smallest (j - 1 / (2k - 2)) / counts[i] is next.
     """
     num_positions = int(counts.sum())
-    sources = np.repeat(np.arange(len(counts)), counts)  # of the j-th samples, source by source
+    sources = np.repeat(np.arange(len(counts)), counts)  # source of each sample, source by source
     scale = 2 * max(2, int(np.count_nonzero(counts))) - 2
     j: Indices = np.concatenate([np.arange(1, count + 1) for count in counts.tolist()])
     releases = -(-((j - 1) * scale + 1) * num_positions // (scale * counts[sources]))  # rounded up
-    # Equal fractions give equal floats, and different ones differ by far more than a float's precision.
+    # Equal fractions give equal floats. Different ones differ by more than a float's precision.
     by_deadline = np.argsort((j * scale - 1) / counts[sources], kind="stable")
     urgency = np.empty_like(by_deadline)
     urgency[by_deadline] = np.arange(num_positions)
 
     by_release = np.argsort(releases, kind="stable")
-    num_released = np.searchsorted(releases[by_release], np.arange(1, num_positions + 1), side="right")
-    arrivals = urgency[by_release].tolist()
+    positions = np.arange(1, num_positions + 1)
+    num_released = np.searchsorted(releases[by_release], positions, side="right")
+    released_urgencies = urgency[by_release].tolist()
     candidates: list[int] = []
     placed = []
     first = 0
-    for last in num_released.tolist():
-        for arrival in arrivals[first:last]:
-            heappush(candidates, arrival)
-        first = last
+    for end in num_released.tolist():
+        for released in released_urgencies[first:end]:
+            heappush(candidates, released)
+        first = end
         placed.append(heappop(candidates))
     schedule: Indices = sources[by_deadline[placed]]
     return schedule
 
 
 def _apportion(shares: Sequence[float], supplies: Sequence[Supply]) -> Indices:
-    """PATTERN positions dealt out by ``shares`` (largest remainder)."""
-    wanted = np.array(shares) / sum(shares) * PATTERN
-    counts: Indices = np.floor(wanted).astype(np.int64)
-    counts[np.argsort(counts - wanted, kind="stable")[: PATTERN - counts.sum()]] += 1
+    """Divide PATTERN positions by ``shares`` (largest remainder method)."""
+    exact = np.array(shares) / sum(shares) * PATTERN
+    counts: Indices = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: PATTERN - counts.sum()]] += 1
     for supply, share, count in zip(supplies, shares, counts.tolist(), strict=True):
         if share and not count:
             raise DataError(
-                f"the weight of source {supply.key!r}, {supply.weight:g}, gives it less than one sample in {PATTERN:,}: "
-                "it would not be read; expected a larger weight, or 0"
+                f"the weight {supply.weight:g} of source {supply.key!r} gives less than one sample "
+                f"in {PATTERN:,}. Expected a larger weight, or 0: change it"
             )
     return counts
 
 
-def _behind(segment: _Segment, source: int, count: int) -> int:
-    """The position behind the ``count``-th sample (from 1) of a source in a segment."""
-    patterns, rest = divmod(count - 1, int(segment.per_pattern[source]))
-    place = np.flatnonzero(segment.source == source)[rest]
-    return segment.start + patterns * PATTERN + int(place) + 1
+def _end_of(segment: _Segment, source: int, count: int) -> int:
+    """Return the position after the ``count``-th sample (from 1) of a source in a segment."""
+    num_patterns, remainder = divmod(count - 1, int(segment.per_pattern[source]))
+    offset = np.flatnonzero(segment.source == source)[remainder]
+    return segment.start + num_patterns * PATTERN + int(offset) + 1
