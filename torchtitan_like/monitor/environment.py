@@ -1,6 +1,7 @@
-"""Record the environment of an attempt: what a reader needs to explain why two runs differ. Nothing is sent anywhere.
+"""Record the environment of an attempt, to explain later why two runs differ. Nothing leaves the machine.
 
-Values of environment variables are recorded for the names in `RECORDED` only (docs/guides/security.md lists them).
+Values of environment variables are recorded for the names in `RECORDED` only
+(docs/guides/security.md lists them).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from torchtitan_like.util.credentials import is_secret_name, mask_text
 GIT_TIMEOUT_S = 10.0
 MAX_DIFF_BYTES = 4 * 1024**2
 KEY_BYTES = 32
-# Whatever git shows by a user's own settings.
+# Options that make git's output independent of the user's settings.
 AS_A_PATCH = "--no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/".split()
 
-# Variables whose values are recorded, by topic; `*` ends a prefix. The names in docs/guides/security.md are checked against it.
+# Variables whose values are recorded, by topic; `*` ends a prefix. A test compares this table with
+# docs/guides/security.md.
 RECORDED: dict[str, tuple[str, ...]] = {
     "shell and system": (
         "PATH", "PWD", "SHELL", "LANG", "LC_ALL", "TZ", "HOSTNAME", "USER", "LOGNAME", "HOME", "TMPDIR",
@@ -73,26 +75,29 @@ RECORDED: dict[str, tuple[str, ...]] = {
 def is_recorded(name: str) -> bool:
     """Return True if the value of the variable `name` is recorded."""
     names = {pattern for patterns in RECORDED.values() for pattern in patterns}
-    # A prefix must not open the value of a secret that somebody gave such a name.
-    return name in names or (any(fnmatchcase(name, pattern) for pattern in names) and not is_secret_name(name))
+    if name in names:
+        return True
+    # The name of a secret may begin with one of the prefixes.
+    return not is_secret_name(name) and any(fnmatchcase(name, pattern) for pattern in names)
 
 
 class HashKey(NamedTuple):
-    """The key that turns values into hashes. `is_stored`: later attempts of the same user use the same key."""
+    """The key of the hashes of values. is_stored: later attempts of the same user use the same key."""
 
     secret: bytes
     is_stored: bool
 
     def hash(self, name: str, value: str) -> str:
-        """Return 8 hexadecimal digits that tell values of one variable apart, and tell nothing of the value."""
+        """Return 8 hexadecimal digits that differ between values of a variable and do not reveal them."""
         message = f"{name}={value}".encode(errors="surrogateescape")
         return hmac.new(self.secret, message, hashlib.sha256).hexdigest()[:8]
 
 
 def hash_key(variables: Mapping[str, str]) -> HashKey:
-    """Return this user's key, made at first use; a new key if no file can keep one.
+    """Return this user's key, created at first use; a new key if none can be stored.
 
-    The key lies outside every run folder: who has a copy of a run folder cannot test guesses against its hashes.
+    The key is outside all run folders. So a copy of a run folder does not allow anyone to test guesses
+    against its hashes.
     """
     state = variables.get("XDG_STATE_HOME") or os.path.join(variables.get("HOME") or "~", ".local", "state")
     file = Path(state).expanduser() / "torchtitan_like" / "environment.key"
@@ -102,7 +107,7 @@ def hash_key(variables: Mapping[str, str]) -> HashKey:
             temporary = file.with_name(f".{file.name}-{os.getpid()}")
             with open(temporary, "wb", opener=_open_private) as stream:
                 stream.write(os.urandom(KEY_BYTES))
-            with suppress(FileExistsError):  # another start made one at the same moment
+            with suppress(FileExistsError):  # another process has created one meanwhile
                 os.link(temporary, file)
             temporary.unlink()
         secret = file.read_bytes()
@@ -116,20 +121,24 @@ def recorded_variables(variables: Mapping[str, str], key: HashKey) -> list[str]:
     lines = [f"#hash_key={key.hash('', '') if key.is_stored else 'new for this attempt'}"]
     for name in sorted(variables):
         value = variables[name]
-        shown = mask_text(value) if is_recorded(name) else f"<hash {key.hash(name, value)}>" if value else ""
-        lines.append(f"{name}={shown}")
+        if is_recorded(name):
+            text = mask_text(value)
+        else:
+            text = f"<hash {key.hash(name, value)}>" if value else ""
+        lines.append(f"{name}={text}")
     return lines
 
 
 def write_environment(
     folder: Path, variables: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """Write variables.txt, packages.txt, facts.json, git.txt and, with local changes, uncommitted.diff into `folder`.
+    """Write variables.txt, packages.txt, facts.json, and git.txt into `folder`.
 
-    Each is sorted plain text, so that `diff -r` of two attempts shows what changed. Only the user can read them. git may
-    take seconds: run this in a thread.
+    Local changes of the checkout are written to uncommitted.diff. Each file is sorted plain text, so
+    that `diff -r` compares two attempts. Only the user can read the files. git may take seconds: run
+    this in a thread.
     """
-    # Imports the schema, which few users of this module need.
+    # Imports the config schema, which most users of this module do not need.
     from torchtitan_like.config.arguments import mask_arguments
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -146,7 +155,7 @@ def write_environment(
         "system": platform.platform(),
         "python": sys.version,
         "cpu": cpu_model(),
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cpus": _num_cpus(),
         "host_memory_bytes": host_memory_bytes(),
         **numeric_facts(),
     }
@@ -154,8 +163,15 @@ def write_environment(
     _write_git(folder, [Path(__file__).resolve().parents[1], *editables])
 
 
+def _num_cpus() -> int | None:
+    """Return the number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def numeric_facts() -> dict[str, object]:
-    """What decides the last bit of a result: torch, vector level, threads, and the GPUs with their libraries."""
+    """Return the facts that determine results to the last bit: torch, CPU capability, threads, GPUs."""
     import torch
 
     facts: dict[str, object] = {
@@ -167,8 +183,10 @@ def numeric_facts() -> dict[str, object]:
         "hip": torch.version.hip,
     }
     if torch.cuda.is_available():
-        devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-        facts["gpus"] = [f"{gpu.name}, {gpu.total_memory} bytes, capability {gpu.major}.{gpu.minor}" for gpu in devices]
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        facts["gpus"] = [
+            f"{gpu.name}, {gpu.total_memory} bytes, capability {gpu.major}.{gpu.minor}" for gpu in gpus
+        ]
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         driver = Path("/sys/module/nvidia/version")
@@ -177,38 +195,40 @@ def numeric_facts() -> dict[str, object]:
 
 
 def packages(paths: Iterable[str]) -> tuple[list[str], list[Path]]:
-    """Installed packages as sorted ``name==version``, and the source folders of those installed as editable.
+    """Return the installed packages as sorted `name==version`, and the source folders of editable ones.
 
-    Read from the names of the ``.dist-info`` folders (a first one on the path hides later ones), without opening their
-    metadata: hundreds of small files would be slow on a shared disk.
+    The names of the `.dist-info` folders hold both; the first of a name on the path counts. Their
+    metadata is not opened: hundreds of small files are slow on a shared disk.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     editables: list[Path] = []
     for path in dict.fromkeys(paths):
         for entry in sorted(Path(path or ".").glob("*.dist-info")):
             name, _, version = entry.name.removesuffix(".dist-info").partition("-")
-            if name in found:
+            if name in versions:
                 continue
-            found[name] = version
+            versions[name] = version
             if (source := _editable_source(entry / "direct_url.json")) is not None:
                 editables.append(source)
-    return sorted(f"{name}=={version}" for name, version in found.items()), editables
+    return sorted(f"{name}=={version}" for name, version in versions.items()), editables
 
 
 def _editable_source(direct_url: Path) -> Path | None:
-    """The folder that PEP 610's direct_url.json names, when the package is an editable one."""
+    """Return the source folder in an editable package's direct_url.json (PEP 610), or None."""
     try:
         data = json.loads(direct_url.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     is_editable = data.get("dir_info", {}).get("editable", False)
-    return Path(data["url"].removeprefix("file://")) if is_editable and data["url"].startswith("file://") else None
+    if not is_editable or not data["url"].startswith("file://"):
+        return None
+    return Path(data["url"].removeprefix("file://"))
 
 
 def git_state(folder: Path) -> tuple[list[str], str] | None:
-    """Facts and uncommitted diff of the checkout whose tracked files include ``folder``; None where there is none."""
+    """Return facts and the uncommitted diff of the git checkout that tracks files of `folder`, or None."""
     top = _git(folder, "rev-parse", "--show-toplevel")
-    # A package inside somebody else's checkout (a virtual environment in a project, say) is none of its files.
+    # A package in a virtual environment inside another project's checkout is not tracked there.
     if top is None or not _git(folder, "ls-files", "--", "."):
         return None
     commit = (_git(folder, "rev-parse", "--verify", "HEAD") or "none yet").strip()
@@ -221,14 +241,22 @@ def git_state(folder: Path) -> tuple[list[str], str] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """git's output; None when it failed, is not installed or did not answer in time."""
-    # GIT_OPTIONAL_LOCKS=0: only look; never refresh the index under a user's own git command.
-    command, env = ["git", "-C", str(folder), *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    """Return git's output; None if it fails, is not installed, or does not finish in time."""
+    command = ["git", "-C", str(folder), *arguments]
+    # Read only: git must not refresh the index while the user's own git command runs.
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S, env=env)
+        process = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_TIMEOUT_S,
+            env=env,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def _write_git(folder: Path, sources: Iterable[Path]) -> None:
@@ -245,9 +273,9 @@ def _write_git(folder: Path, sources: Iterable[Path]) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """An opener for `open`: nobody but the user can read the file."""
+    """Open a file that only the user can read (an `opener` of `open`)."""
     descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # also a file that is there already
+    os.fchmod(descriptor, 0o600)  # for a file that exists already
     return descriptor
 
 
