@@ -18,18 +18,16 @@ from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.schema import JobConfig
 from torchtitan_like.config.toml_text import toml_value
 
-_USAGE = """\
-usage: python -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]
-
-A TOML file has the settings ([section], key = value). It may extend another file (extends =
-"base.toml"). The command line overrides both.
-  --section.key value     or --section.key=value; - and _ in names are the same
-  --section.switch        sets it to true; --section.no_switch to false; --section.switch=false too
-  --section.list a,b      a list; its items are separated by commas
-  --section.lists a,b c,d a list of lists
-  --section.key None      unsets a setting that may be unset
-  --model.args.dim 256    a table with names of your own, such as --data.sources.NAME.path FILE
-Check without training:   titan check X.toml [--section.key value ...] [--world-size N]
+_SYNTAX = """\
+Settings of [section], key = value in the TOML file, which may extend another file (extends = "base.toml").
+The command line overrides both:
+  --section.key value      or --section.key=value; - and _ in names are the same
+  --section.switch         sets it to true; --section.no_switch to false; --section.switch=false too
+  --section.list a,b       a list; its items are separated by commas
+  --section.lists a,b c,d  a list of lists
+  --section.key None       unsets a setting that may be unset
+  --model.args.dim 256     a table with names of your own, such as --data.sources.NAME.path FILE
+Check without training:    titan check X.toml [--section.key value ...] [--world-size N]
 """
 
 _INTRODUCTION = """\
@@ -115,8 +113,8 @@ def _meaning(setting: Setting) -> str:
 
 
 def help_text() -> str:
-    """Return all settings, grouped by section, with type, choices, default and meaning."""
-    lines = [_USAGE]
+    """Return the syntax of arguments and all settings: type, choices, default and meaning."""
+    lines = [_SYNTAX]
     for path, section in _sections():
         title = (section.__doc__ or "").splitlines()[0]
         lines.append(f"[{'.'.join(path)}]  {title} {_conditions(section.facts.needs)}".rstrip())

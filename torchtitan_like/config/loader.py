@@ -24,6 +24,10 @@ from torchtitan_like.util.modules import is_file_name
 _NO_KEYS = ("[key]", "int", "float")
 # Suggestions for misspelled names are slow to compute.
 MAX_SUGGESTIONS = 50
+USAGE = """\
+usage: titan train X.toml [--section.key VALUE ...]
+       torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key VALUE ...]
+"""
 CUSTOM_IMPORT = ("experimental", "custom_import")
 
 
@@ -36,7 +40,7 @@ def load_config(argv: list[str]) -> JobConfig:
     if wants_help(argv):
         from torchtitan_like.config.document import help_text
 
-        sys.stdout.write(help_text())
+        sys.stdout.write(f"{USAGE}\n{help_text()}")
         raise SystemExit(0)
     arguments, problems = parse_arguments(argv)
     file = dict(arguments.leaves).get(("job", "config_file"))

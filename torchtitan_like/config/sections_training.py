@@ -14,7 +14,7 @@ from torchtitan_like.config.base import (
     StepRanges,
     StepWeights,
 )
-from torchtitan_like.config.facts import Facts, Need, above, enabled, field
+from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 
@@ -319,9 +319,18 @@ class DataSource(Section):
         "auto",
         "Type of the token ids in flat .bin files (without .idx). auto: uint16 for a vocabulary "
         "of at most 65,536.",
+        needs=one_of("format", "tokens"),
     )
     text_field: str = field(
-        "text", "Field or column that contains the text of a document.", min_length=1
+        "text",
+        "Field or column that contains the text of a document.",
+        min_length=1,
+        needs=Need(
+            "format",
+            '{key} other than "tokens"',
+            lambda format_name, _: format_name != "tokens",
+            "token files contain no text",
+        ),
     )
     streaming: bool = field(
         False,

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.config.datasets import datasets_for
+from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import NO_EFFECT, Problem, nearest
 from torchtitan_like.preflight.folders import describe_missing
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_training import DataSource
+
+
+MIXTURE_SETTINGS = ("weight", "weight_from", "max_epochs")
 
 
 def check_datasets(config: JobConfig) -> Iterator[Problem]:
@@ -34,9 +38,7 @@ def _check_dataset(config: JobConfig, section: str, table: str) -> Iterator[Prob
     for name, source in sources.items():
         key = f"{table}.{name}"
         yield from _check_files(f"{key}.path", source.path, source.format, (f"{key}.format",))
-        for unused, reason in _find_unused(source, section):
-            if getattr(source, unused) != type(source).model_fields[unused].default:
-                yield _no_effect(f"{key}.{unused}", reason, table)
+        yield from _check_effect(config, key, source, section)
     for key in (f"{section}.dataset", f"{section}.dataset_path"):
         if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
             yield _no_effect(key, f"[{table}] names the dataset", table)
@@ -78,15 +80,20 @@ def _check_named_dataset(config: JobConfig, section: str, table: str) -> Iterato
         yield Problem(f"{section}.dataset", None, expected, remedy, severity="training_error")
 
 
-def _find_unused(source: DataSource, section: str) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a source that have no effect, each with the reason."""
-    if section == "validation":
-        for name in ("weight", "weight_from", "max_epochs"):
-            yield name, "each validation source is read once and has its own loss"
-    if source.format == "tokens":
-        yield "text_field", 'with format = "tokens" no text is read'
-    else:
-        yield "token_dtype", 'it needs format = "tokens"'
+def _check_effect(
+    config: JobConfig, key: str, source: DataSource, section: str
+) -> Iterator[Problem]:
+    """Warn about the settings of a source that differ from their defaults and have no effect."""
+    for setting in settings_of(type(source), tuple(key.split("."))):
+        name = setting.path[-1]
+        if getattr(source, name) == setting.default:
+            continue
+        for need in setting.needs:
+            if not need.is_met(config.value_of(need.key), config):
+                yield _no_effect(setting.key, f"it needs {need}", need.key)
+        if section == "validation" and name in MIXTURE_SETTINGS:
+            reason = "each validation source is read once and has its own loss"
+            yield _no_effect(setting.key, reason)
 
 
 def _check_files(

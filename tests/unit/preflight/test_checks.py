@@ -193,6 +193,24 @@ def test_mixture_settings_have_no_effect_in_validation() -> None:
     assert keys(check(f"{line} {set_}"), "warning") == names
 
 
+@pytest.mark.parametrize(
+    ("line", "key", "reason"),
+    [
+        ("token_dtype uint16", "token_dtype", 'it needs data.sources.a.format = "tokens"'),
+        (
+            "text_field body --data.sources.a.format tokens",
+            "text_field",
+            'it needs data.sources.a.format other than "tokens": token files contain no text',
+        ),
+    ],
+)
+def test_settings_of_other_formats_have_no_effect(line: str, key: str, reason: str) -> None:
+    problems = check(f"--training.steps 1000 --data.sources.a.path {TEXT} --data.sources.a.{line}")
+    (warning,) = [problem for problem in problems if problem.has_no_effect]
+    assert warning.key == f"data.sources.a.{key}"
+    assert warning.expected == f"has no effect in this run: {reason}"
+
+
 def test_hub_paths_are_complete() -> None:
     line = "--training.steps 1000 --data.sources.a.path hf://datasets/owner/name@v1/*.parquet"
     assert check(line) == []
