@@ -93,6 +93,8 @@ def flops_per_token(args, seq_len):
     return 6 * weights + 12 * args.n_layers * args.dim * seq_len
 """,
     "sharding.py": """
+from torchtitan_like.models.decoder_tables import decoder_constraints
+
 SHARDING = (
     ("tok_embeddings.weight", "vocab_embedding"),
     ("layers.*.norm.weight", "norm"),
@@ -105,13 +107,8 @@ SHARDING = (
 )
 
 
-def tied(args):
-    return ()
-
-
 def constraints(args):
-    keys = ("n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-    return {key: getattr(args, key) for key in keys}
+    return decoder_constraints(args, args.n_kv_heads)
 """,
     "hf.py": """
 NAMES = tuple(
@@ -145,16 +142,12 @@ register(
         args_type=flavors.ParallelArgs,
         flavors=flavors.FLAVORS,
         build=Parallel,
-        block_pattern="layers.*",
-        first_modules=("tok_embeddings",),
-        last_modules=("norm", "output"),
         init_table=flavors.init_table,
         num_params=flavors.num_params,
         flops_per_token=flavors.flops_per_token,
         constraints=sharding.constraints,
         check=flavors.check,
         sharding=sharding.SHARDING,
-        tied=sharding.tied,
         hf_names=hf.hf_names,
         hf_config=hf.hf_config,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
 
 if TYPE_CHECKING:
@@ -101,14 +102,11 @@ class StageTensor:
 _STAGE_SIZES = ("batch", "seq", "hidden_seq")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One family of models. `A` is its `args_type`, a frozen dataclass of ints, floats, bools, strings.
 
     build(A) -> nn.Module    build the single-device module on the default device (meta)
-    block_pattern            fnmatch pattern of the fqns of the repeated blocks
-    first_modules            fqns of the modules before the blocks
-    last_modules             fqns of the modules after the blocks; the head is last
     init_table(A)            (fnmatch pattern of parameter names, InitRule); the first match applies
     num_params(A)            number of parameters, a tied one once, computed without building
     flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
@@ -116,33 +114,39 @@ class ModelSpec:
                              n_kv_heads, vocab_size, max_seq_len
     check(A)                 one sentence for each problem of the sizes; empty if there is none
     sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
-    tied(A)                  pairs (alias, name of the parameter that it is)
     hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
     hf_config(A)             content of Hugging Face's config.json
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
     num_active_params(A)     number of parameters that compute a token, for a mixture of experts
+
+    The defaults of these fields describe `layers.decoder.Decoder`:
+
+    block_pattern            fnmatch pattern of the fqns of the repeated blocks
+    first_modules            fqns of the modules before the blocks
+    last_modules             fqns of the modules after the blocks; the head is last
+    tied(A)                  pairs (alias, name of the parameter that it is)
     """
 
     name: str
     args_type: type
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module]
-    block_pattern: str
-    first_modules: tuple[str, ...]
-    last_modules: tuple[str, ...]
     init_table: Callable[[Any], tuple[tuple[str, InitRule], ...]]
     num_params: Callable[[Any], int]
     flops_per_token: Callable[[Any, int], int]
     constraints: Callable[[Any], dict[str, int]]
     check: Callable[[Any], list[str]]
     sharding: Table
-    tied: Callable[[Any], Table]
     hf_names: Callable[[Any], Rows]
     hf_config: Callable[[Any], dict[str, Any]]
     meta_names: Callable[[Any], Rows] | None = None
     stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
     num_active_params: Callable[[Any], int] | None = None
+    block_pattern: str = "layers.*"
+    first_modules: tuple[str, ...] = ("tok_embeddings",)
+    last_modules: tuple[str, ...] = ("norm", "output")
+    tied: Callable[[Any], Table] = tied_output
 
     def __post_init__(self) -> None:
         unknown = sorted({role for _, role in self.sharding} - SHARDING_ROLES.keys())

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
+from torchtitan_like.models.decoder_tables import (
+    ATTENTION,
+    FEED_FORWARD,
+    decoder_constraints,
+    decoder_sharding,
+)
 from torchtitan_like.models.llama3.flavors import LlamaArgs
 
-SHARDING = (
-    ("tok_embeddings.weight", "vocab_embedding"),
-    ("layers.*.attention_norm.weight", "norm"),
-    ("layers.*.attention.w[qkv].weight", "column"),
-    ("layers.*.attention.wo.weight", "row"),
-    ("layers.*.ffn_norm.weight", "norm"),
-    ("layers.*.feed_forward.w[13].weight", "column"),
-    ("layers.*.feed_forward.w2.weight", "row"),
-    ("norm.weight", "norm"),
-    ("output.weight", "output"),
-)
+SHARDING = decoder_sharding(*ATTENTION, *FEED_FORWARD)
 
 
 def constraints(args: LlamaArgs) -> dict[str, int]:
-    """Return the sizes that a layout must divide (heads, layers, vocabulary) or fit (max_seq_len)."""
-    return {
-        "n_layers": args.n_layers,
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.num_kv_heads,
-        "vocab_size": args.vocab_size,
-        "max_seq_len": args.max_seq_len,
-    }
-
-
-def tied(args: LlamaArgs) -> tuple[tuple[str, str], ...]:
-    """Return pairs (alias, parameter that it is)."""
-    return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()
+    """See `ModelSpec.constraints`."""
+    return decoder_constraints(args, args.num_kv_heads)

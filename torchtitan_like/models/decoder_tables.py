@@ -1,0 +1,43 @@
+"""What the tables of families share that build on `layers.decoder.Decoder`. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan_like.models.hf_table import Table
+
+# Rows of `decoder_sharding` for `layers.attention.Attention` and `layers.feed_forward.FeedForward`.
+ATTENTION = (("attention.w[qkv].weight", "column"), ("attention.wo.weight", "row"))
+FEED_FORWARD = (("feed_forward.w[13].weight", "column"), ("feed_forward.w2.weight", "row"))
+
+
+def decoder_sharding(*block_rows: tuple[str, str]) -> Table:
+    """Return the sharding table of a `Decoder` of `DecoderBlock`s.
+
+    block_rows: (pattern of parameter names within a block, sharding role), for attention and
+    feed-forward.
+    """
+    return (
+        ("tok_embeddings.weight", "vocab_embedding"),
+        ("layers.*.attention_norm.weight", "norm"),
+        ("layers.*.ffn_norm.weight", "norm"),
+        *((f"layers.*.{pattern}", role) for pattern, role in block_rows),
+        ("norm.weight", "norm"),
+        ("output.weight", "output"),
+    )
+
+
+def decoder_constraints(args: Any, num_kv_heads: int) -> dict[str, int]:
+    """Return the sizes that a layout must divide (heads, layers, vocabulary) or fit (max_seq_len)."""
+    return {
+        "n_layers": args.n_layers,
+        "n_heads": args.n_heads,
+        "n_kv_heads": num_kv_heads,
+        "vocab_size": args.vocab_size,
+        "max_seq_len": args.max_seq_len,
+    }
+
+
+def tied_output(args: Any) -> Table:
+    """Return the pair (alias, parameter that it is) of a tied output head."""
+    return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()
