@@ -62,8 +62,8 @@ def bucketing_backend(
 def merge_collectives(graph: fx.Graph, blocks: Collection[str], groups: Collection[str]) -> int:
     """Merge the collectives over `groups` (names) within each of `blocks` (fqns), in place.
 
-    Gathers move to the position of the first of them, reductions to that of the last. Returns how
-    many collectives were saved. Raises RuntimeError if there are collectives but none can be merged,
+    A merged gather is at the position of the first one, a merged reduction at the position of the
+    last one. Returns how many collectives were saved. Raises RuntimeError if there are collectives but none can be merged,
     or if one of a block's collectives needs the result of another.
     """
     buckets: dict[_BucketKey, list[fx.Node]] = {}

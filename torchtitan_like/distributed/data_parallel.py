@@ -44,8 +44,8 @@ def apply_data_parallel(
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
-    reshard: "always" frees gathered weights after every forward. "default" keeps those of the head
-        and of the outermost group, which backward needs first; with pipelines it keeps all, since
+    reshard: "always" frees gathered weights after every forward. "default" keeps the weights
+        of the head and of the outermost group, which backward needs first; with pipelines it keeps all, since
         each micro-batch would gather them again. "never" keeps all.
     prefetch_depth: number of blocks gathered ahead of the one that computes; FSDP2's default is 1.
 

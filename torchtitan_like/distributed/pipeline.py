@@ -45,7 +45,7 @@ class _Shape(NamedTuple):
 
 
 def hidden_width(model: nn.Module, spec: ModelSpec) -> int:
-    """Return the width of hidden states: that of the embedding's or head's weight."""
+    """Return the width of hidden states, from the weight of the embedding or the head."""
     patterns = [pattern for pattern, role in spec.sharding if role in ("vocab_embedding", "output")]
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):

@@ -2,7 +2,7 @@
 
 An order lists the actions that each rank computes. Time is counted in forward passes of one stage. A
 backward pass takes 2 units (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): 1 for the
-gradient of its input (I) and 1 for that of its weights (W). Messages take no time.
+gradient of its input (I) and 1 for the gradient of its weights (W). Messages take no time.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ class _GatherWeight(torch.autograd.Function):
 
     Backward: cast to `reduce_dtype`, reduce-scatter (sum) over shards, all-reduce (sum) over
     replicas, cast to the weight's own dtype. It is one function because autograd would cast a
-    gradient between two functions to `param_dtype`. For communication, the rows of all ranks are
-    padded to those of the first.
+    gradient between two functions to `param_dtype`. For communication, the shard of each
+    rank is padded to the number of rows of the first one.
     """
 
     @staticmethod

@@ -59,7 +59,7 @@ class HostGroup:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group; 0 if it is alone."""
+        """This process's rank in the group; 0 if there is only one."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def adopt(self) -> None:

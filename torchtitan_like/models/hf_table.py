@@ -1,4 +1,4 @@
-"""Map a model's tensors to those of another format, as pairs of rectangles with equal values.
+"""Map a model's tensors to another format's tensors, as pairs of rectangles with equal values.
 
 Loading, exporting, and checking all use these pairs, so that every format is read and written by
 the same code. *Native* names and shapes are this framework's; *external* ones are the other
@@ -21,7 +21,7 @@ Box = tuple[Span, ...]  # a span for every dimension
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a model's table. `{}` in a name stands for a number, such as a layer's.
+    """One row of a model's table. `{}` in a name is a number, such as a layer's.
 
     native: a native name. Several: concatenated along `axis` they are one external tensor.
     external: an external name. Several: concatenated along `axis` they are one native tensor, with

@@ -81,7 +81,7 @@ def check_machine(
 
 
 def gpu_problems(csv: str, num_gpus: int | None, known_bad: Set[str]) -> list[str]:
-    """Return what is wrong with the GPUs. csv: nvidia-smi's answer to QUERY (noheader, nounits)."""
+    """Return the problems of the GPUs. csv: nvidia-smi's output for QUERY (noheader, nounits)."""
     rows = [[word.strip() for word in line.split(",")] for line in csv.splitlines() if line.strip()]
     problems = []
     if num_gpus not in (None, len(rows)):

@@ -26,13 +26,15 @@ MAX_PAUSE = 30
 
 
 class Heartbeat:
-    """Writes ``heartbeat/rank-<r>.json`` from a thread when the rank's position has changed.
+    """Writes `heartbeat/rank-<r>.json` from a thread when the rank's position has changed.
 
-    A rank that stays at one position of a step, or at one batch of a validation, for longer than
-    `RankPosition.stall_seconds` also writes, once per position, the stacks of all its threads
-    (``stacks-rank-<r>.txt``) and its collectives into ``trace`` (a file, and a function that returns
-    its content). This happens before a collective's time-out ends the process. Write errors are
-    noted in `failures`.
+    A rank may stay at one position of a step, or at one batch of a validation, for longer than
+    `RankPosition.stall_seconds`. It then writes the stacks of all its threads
+    (`stacks-rank-<r>.txt`) and its collectives, once per position, before the time-out of a
+    collective ends the process.
+
+    trace: the file for the collectives, and a function that returns its content.
+    failures: notes write errors.
     """
 
     def __init__(

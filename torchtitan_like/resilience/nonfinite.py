@@ -1,6 +1,6 @@
 """Skip the updates of non-finite steps and spikes, on the device, without making the host wait.
 
-`UpdateGate` decides from the global gradient norm alone, so all ranks decide alike. A non-finite
+`UpdateGate` decides from nothing but the global gradient norm, so all ranks decide alike. A non-finite
 loss reaches every gradient and thereby the norm.
 """
 

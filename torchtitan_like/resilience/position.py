@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """A phase ("start", "step", "validate", "save", "end") of a step. time: Unix time of its begin."""
+    """A phase ("start", "step", "validate", "save", "end") of a step. time: Unix time of its start."""
 
     phase: str
     step: int

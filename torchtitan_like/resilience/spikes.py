@@ -37,7 +37,7 @@ class SpikeWindow:
     def __init__(
         self, size: int, device: torch.device, values: Sequence[float | None] = ()
     ) -> None:
-        # float64, like the norm: that of finite gradients may exceed the largest float32.
+        # float64, like the norm: the norm of finite gradients may exceed the largest float32.
         self._values = torch.full((size,), torch.nan, device=device, dtype=torch.float64)
         newest = [torch.nan if value is None else value for value in values[-size:]]
         self._values[: len(newest)] = torch.tensor(newest, device=device, dtype=torch.float64)
@@ -65,7 +65,7 @@ class SpikeWindow:
     def tolist(self, num_later: int = 0) -> list[float | None]:
         """Return the values before the last `num_later`, oldest first. Waits for the device.
 
-        None stands for a non-finite value, which JSON lacks.
+        A non-finite value becomes None, because JSON has no notation for it.
         """
         size = len(self._values)
         num = self._num_added - num_later

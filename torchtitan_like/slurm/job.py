@@ -83,7 +83,7 @@ def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
         return srun_code, f"code {srun_code}"
     try:
         code = read_exit(folder).code
-    except (OSError, ValueError):  # srun's other codes are not those of the run
+    except (OSError, ValueError):  # srun's other codes are not codes of the run
         return CRASH, f"code {CRASH}, without an exit.json (srun returned {srun_code})"
     return code, f"code {code}"
 
@@ -100,7 +100,7 @@ def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: s
         "the next task of the array continues": "SLURM_ARRAY_JOB_ID" in os.environ,
         "REQUEUE=0": os.environ.get("REQUEUE", "1") == "0",
         starts: in_vain >= max_in_vain,
-        f"starts in vain cannot be counted, {uncounted}": in_vain > 0 and bool(uncounted),
+        f"starts without progress cannot be counted: {uncounted}": in_vain > 0 and bool(uncounted),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -386,7 +386,7 @@ def test_uncounted_starts_need_progress_for_another_start(
         publish(config, step)
     monkeypatch.setattr(Path, "write_text", refuse)
     assert job.after(config, 0, 1) == expected
-    assert ("cannot be counted, [Errno 28] No space left on device" in capsys.readouterr().err) == (expected == 0)
+    assert ("cannot be counted: [Errno 28] No space left on device" in capsys.readouterr().err) == (expected == 0)
 
 
 def test_starts_without_progress_are_bounded_and_progress_resets_the_count(config, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers of many experts in one call: each group of rows has a weight of its own.
+"""Linear layers of many experts in one call: each group of rows has its own weight.
 
 `torch.nn.functional.grouped_mm` computes them in one kernel where it accepts the tensors. Otherwise
 one matrix product for each group does.

@@ -2,7 +2,7 @@
 
 Tokens are gathered into rows, sorted by expert. The experts compute their rows, and a token's
 results are gathered again and added in the order of its scores. Forward and backward gather only.
-So the order of every addition is fixed, whatever the layout of the run.
+So the order of every addition is the same on every layout.
 """
 
 from __future__ import annotations

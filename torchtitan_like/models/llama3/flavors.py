@@ -29,7 +29,7 @@ class LlamaArgs:
     init_std: a number, or a name in INIT_STD.
     attn_type: kernel of attention that ends at document borders ("sdpa", "flex", "varlen").
     attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
-        to those of its document.
+        to the earlier tokens of its document.
     """
 
     dim: int = 4096

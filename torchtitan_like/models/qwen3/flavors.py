@@ -24,7 +24,7 @@ class Qwen3Args:
         with the number of layers (False).
     attn_type: kernel of attention that ends at document borders ("sdpa", "flex", "varlen").
     attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
-        to those of its document.
+        to the earlier tokens of its document.
     """
 
     dim: int = 1024

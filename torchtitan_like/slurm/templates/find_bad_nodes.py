@@ -3,13 +3,13 @@
     salloc --nodes=16 --gpus-per-node=8 --exclusive python DIR/find_bad_nodes.py --gpus 8
     python DIR/find_bad_nodes.py --hosts 'node-[1-16]'       # in an allocation that holds them
 
-First all nodes check themselves at once (titan node check). Then the good nodes all-reduce in
+First, all nodes check themselves in parallel (titan node check). Then the good nodes all-reduce in
 pairs. If a pair fails, each of its nodes is tried again with a node of a good pair. A node that
 does not answer in --timeout seconds is bad. Options after `--` go to srun. --dry-run prints the
 commands of the first round.
 
-Returns 0 if no node is bad, 1 if it has printed the option, and 2 if it cannot tell, for example
-because every pair fails.
+Returns 0 if no node is bad, 1 if it has printed the option, and 2 if the result is
+ambiguous, for example because every pair fails.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_alone(
 def check_pairs(
     pairs: Sequence[tuple[str, str]], run: Runner, options: Sequence[str], first_port: int
 ) -> list[bool]:
-    """Return whether the hosts of each pair reach each other. All run at once, on own ports."""
+    """Return whether the hosts of each pair reach each other. All run in parallel, on different ports."""
 
     def try_pair(number: int) -> bool:
         pair = pairs[number]
@@ -119,7 +119,7 @@ def main(arguments: list[str], run: Runner | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", metavar="LIST", help="default: those of this job")
+    parser.add_argument("--hosts", metavar="LIST", help="default: the hosts of this job")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many each node must have")
     parser.add_argument(
         "--timeout", type=float, default=300, metavar="SECONDS", help="for the answer of a node"
