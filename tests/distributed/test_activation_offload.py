@@ -42,7 +42,7 @@ def with_log(argv):
         for name in LAYOUTS
     ],
 )
-def test_the_numbers_are_those_of_no_checkpointing(tmp_path, layout):
+def test_results_equal_those_without_checkpointing(tmp_path, layout):
     world_size, overrides = LAYOUTS[layout]
     traces = {}
     for mode in ("none", "offload"):

@@ -175,7 +175,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_collectives_beside_products_overlap(name: str) -> None:
+def test_collectives_overlap_matrix_products(name: str) -> None:
     run, expected = RUNS[name]
     for graphs, error in run_ranks(of_a_step, 2, run, timeout=120):
         assert graphs == expected

@@ -109,7 +109,7 @@ CORES = [
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("cell", CORES, ids=str)
-def test_attention_is_that_of_one_device(cell, num_ranks):
+def test_attention_equals_one_device(cell, num_ranks):
     worst = max(error for errors in run_ranks(core_errors, num_ranks, cell) for error in errors)
     assert worst < TOLERANCES[cell.dtype]
 
@@ -131,7 +131,7 @@ def test_the_models_kernel_is_what_computes(method):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_what_a_ring_finds_piece_by_piece_is_the_whole(device, kv_heads):
+def test_ring_attention_equals_full_attention(device, kv_heads):
     """The kernels that a ring calls, without ranks: queries that see one piece of the keys partly, another one whole."""
     cell = Cell(dtype=torch.bfloat16, kv_heads=kv_heads)
     q, k, v, grad = (x.to(device) for x in inputs(cell))
@@ -241,7 +241,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_loss_and_gradients_are_those_of_one_rank(run):
+def test_loss_and_gradients_equal_one_rank(run):
     limit = 1e-10 if run.dtype == torch.float64 else 1e-5
     for errors in run_ranks(model_errors, run.cp, run):
         assert {name: error for name, error in errors.items() if not error < limit} == {}
@@ -336,7 +336,7 @@ def test_a_ring_sends_messages_to_one_neighbour_and_gradients_wide(num_ranks, ba
 
 
 @pytest.mark.parametrize(("num_ranks", "kv_heads", "sent_kv_heads"), [(2, 2, 2), (4, 4, 4), (4, 2, 4), (2, 1, 2)])
-def test_ulysses_exchanges_heads_for_tokens_and_repeats_those_that_are_too_few(num_ranks, kv_heads, sent_kv_heads):
+def test_ulysses_exchanges_heads_for_tokens_and_repeats_too_few_heads(num_ranks, kv_heads, sent_kv_heads):
     cell, part = Cell("ulysses", dtype=torch.float32, kv_heads=kv_heads), SEQ // num_ranks
     qkv = ("all_to_all_single", size(HEADS + 2 * sent_kv_heads, part))
     output = ("all_to_all_single", size(HEADS, part))
@@ -435,7 +435,7 @@ def test_a_fault_turns_a_cell_red(cell):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("balancer", ["headtail", None])
-def test_every_token_goes_to_one_rank_with_its_label_and_place(method, balancer, num_ranks):
+def test_every_token_goes_to_one_rank_with_its_label_and_position(method, balancer, num_ranks):
     tokens = torch.arange(3 * 2 * 16).view(3, 2, 16)
     positions = tokens * 7
     shares = [ContextParallel(None, r, num_ranks, method, balancer) for r in range(num_ranks)]
@@ -451,7 +451,7 @@ def test_every_token_goes_to_one_rank_with_its_label_and_place(method, balancer,
     assert halves[0] == ([0, 15] if is_balanced else [0, 16 // num_ranks - 1])
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_sizes_that_cannot_be_sharded_are_refused():
     cp = ContextParallel(None, 0, 2)
     with pytest.raises(ValueError, match="18 tokens cannot be divided into the 4 equal chunks .* multiple of 4"):
         cp.shard(torch.zeros(1, 18), torch.zeros(1, 18), None)

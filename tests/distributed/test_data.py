@@ -132,7 +132,7 @@ def test_a_loss_is_the_mean_of_its_sources(folder, reference):
         assert len(set(losses)) == len(SIZES)
 
 
-def test_restarts_on_other_layouts_read_on(folder, reference):
+def test_restarts_on_other_layouts_continue(folder, reference):
     """Stopped after steps 2 and 4."""
     fed = []
     for (ranks, local_batch), steps in zip([(2, 2), (4, 1), (1, 4)], (2, 4, STEPS), strict=True):
@@ -148,7 +148,7 @@ def test_restarts_on_other_layouts_read_on(folder, reference):
 RAMP = {"training.batch_ramp": "2,2,12", "training.global_batch_size": 8, "training.seq_len": 32}
 
 
-def test_a_growing_batch_reads_on_from_where_it_was(folder):
+def test_a_growing_batch_continues_at_the_same_sample(folder):
     """2, 2, 4, 6, 8 and 8 samples, on any layout, also where a run goes on in the middle of the ramp."""
     runs = {"one": (1, 2, None), "two": (2, 1, None), "stages": (2, 2, "pipeline")}
     for name, (ranks, local_batch, degree) in runs.items():
@@ -187,7 +187,7 @@ def train_in_small_windows(argv):
         return train(argv)
 
 
-def test_a_stream_is_read_on_by_any_layout(folder):
+def test_a_stream_continues_on_any_layout(folder):
     run_ranks(train_in_small_windows, 1, stream_arguments(folder, "stream", 8))
     for (ranks, local_batch), steps in zip([(2, 2), (4, 2)], (4, STEPS), strict=True):
         later = {"training.steps": steps, "lr_scheduler.total_steps": STEPS}
@@ -222,7 +222,7 @@ def refusal_of_a_copy(argv, key, other):
     ("key", "name"),
     [("data.sources.plays.path", "sources.plays.num_tokens"), ("validation.sources.plays.path", "validation plays")],
 )
-def test_ranks_that_have_different_texts_are_all_told_before_a_model_is_built(folder, key, name):
+def test_ranks_with_different_texts_end_before_a_model_is_built(folder, key, name):
     other = folder / "stale" / "plays.jsonl"
     other.parent.mkdir(exist_ok=True)
     other.write_text((folder / "plays.jsonl").read_text().replace("hamlet 7 ", "hamlet and macbeth "))

@@ -115,13 +115,13 @@ def same(value: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_was_saved_is_loaded_on_every_layout(step: Any, ranks: int, dim: int | None) -> None:
+def test_a_checkpoint_loads_on_every_layout(step: Any, ranks: int, dim: int | None) -> None:
     folder, records = step
     assert run_ranks(load_state, ranks, str(folder), records, dim) == [[]] * ranks
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_what_was_saved_on_any_layout_is_loaded(tmp_path: Path, dim: int | None) -> None:
+def test_a_checkpoint_of_any_layout_loads(tmp_path: Path, dim: int | None) -> None:
     records = run_ranks(save_state, 2, str(tmp_path), dim)[0]
     assert run_ranks(load_state, 1, str(tmp_path), records, 0) == [[]]
 
@@ -254,7 +254,7 @@ class Intruder:
         return os.mkdir, (str(self.path),)
 
 
-def test_metadata_that_is_not_what_was_written_is_never_unpickled(step: Any, damaged: Path) -> None:
+def test_changed_metadata_is_never_unpickled(step: Any, damaged: Path) -> None:
     intruder = pickle.dumps(Intruder(damaged / "harm"))
     size = step[1][".metadata"].size
     (damaged / ".metadata").write_bytes(intruder + bytes(size - len(intruder)))
@@ -280,7 +280,7 @@ def load_part(folder: str, records: dict[str, FileRecord]) -> tuple[dict[str, se
     return reader.verified, f"read {sum(end - begin for name, k in wanted for begin, end in [records[name].span(k)])}"
 
 
-def test_only_what_is_needed_is_read_and_the_rest_on_request(step: Any, damaged: Path) -> None:
+def test_only_needed_bytes_are_read_and_the_rest_on_request(step: Any, damaged: Path) -> None:
     folder, records = step
     results = run_ranks(load_part, 2, str(folder), records)
     seen = {(name, index) for read, _ in results for name in read for index in read[name]}

@@ -134,7 +134,7 @@ def num_all_reduces(outcome):
     [{}, GATHER, PRECOMPUTE, {"recipe_name": "rowwise"}, {"recipe_name": "rowwise_with_gw_hp"}],
     ids=["tensorwise", "gather", "precompute", "rowwise", "rowwise_with_gw_hp"],
 )
-def test_numbers_are_those_of_wide_products_within_rounding(layout, section):
+def test_results_equal_wide_products_within_rounding(layout, section):
     """A product is off by about 4 % (see the unit tests) with errors of either sign. A gradient has passed through a dozen of
     them; the loss of a model that has hardly begun to learn depends on them little. That they differ shows that they are used.
     """
@@ -184,7 +184,7 @@ def test_replicas_gather_nothing():
     assert ours.losses == result("ddp").losses
 
 
-def test_scales_computed_beforehand_are_the_same_in_one_message():
+def test_precomputed_scales_are_equal_and_sent_in_one_message():
     """Else there is one for each weight in each forward."""
     ours, theirs = result("fsdp", **PRECOMPUTE), result("fsdp", **GATHER)
     assert ours.losses == theirs.losses

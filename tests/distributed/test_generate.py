@@ -81,7 +81,7 @@ def test_what_is_not_a_checkpoint(tmp_path, capsys):
     assert "no valid manifest.json" in capsys.readouterr().err
 
 
-def test_the_window_moves_and_the_end_ends():
+def test_the_window_moves_and_eos_ends_the_text():
     seen = []
 
     def model(tokens):
@@ -94,7 +94,7 @@ def test_the_window_moves_and_the_end_ends():
     assert seen == [[1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
-def test_the_blank_before_the_first_word_stays(tmp_path):
+def test_the_space_before_the_first_word_is_kept(tmp_path):
     """Llama 2's decoder takes one from the beginning of every text."""
     llama2().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)

@@ -110,7 +110,7 @@ def test_without_a_dtype_every_tensor_keeps_its_own(tmp_path, step):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_numbers_that_float16_does_not_reach_are_told(tmp_path, caplog):
+def test_values_beyond_float16_are_reported(tmp_path, caplog):
     """float32 to bfloat16 is not looked at: it reaches as far."""
     state = {"layers.0.w": torch.tensor([65504.0, -1.0]), "one": torch.tensor([[-7e4]]), "none": torch.zeros(0, 4)}
     for dtype in (torch.bfloat16, torch.float16):
@@ -155,7 +155,7 @@ def test_shards_are_merged_and_removed(tmp_path, capsys):
     assert all(torch.equal(found[theirs], whole()[ours]) for ours, theirs in ROWS)
 
 
-def test_both_under_torchrun(tmp_path, step, repo_root):
+def test_export_and_consolidate_under_torchrun(tmp_path, step, repo_root):
     """As a person starts them, from anywhere; the bytes are those of one process."""
     path, _ = step
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
@@ -176,7 +176,7 @@ def test_both_under_torchrun(tmp_path, step, repo_root):
         assert bytes_of(tmp_path / f"{name}-2") == bytes_of(tmp_path / f"{name}-1")
 
 
-def test_a_system_that_takes_no_advice_exports_all_the_same(tmp_path, monkeypatch):
+def test_an_export_works_without_posix_fadvise(tmp_path, monkeypatch):
     """As macOS, where native saves work too."""
     monkeypatch.delattr("os.posix_fadvise")
     write_export(tmp_path, {"w": torch.ones(3)}, rows=(("w", "w"),), tied=(), dtype=None, group=HostGroup.alone())

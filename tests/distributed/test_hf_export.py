@@ -160,7 +160,7 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_export_holds_the_tensors(reference, dtype):
+def test_the_export_contains_the_tensors(reference, dtype):
     found = load(reference / ("files-bf16" if dtype else "one-file"))
     for name, tensor in whole().items():
         expected = tensor.to(DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor
@@ -169,7 +169,7 @@ def test_the_export_holds_the_tensors(reference, dtype):
     assert not found
 
 
-def test_the_files_are_cut_by_bytes_and_indexed(reference):
+def test_files_are_split_by_bytes_and_indexed(reference):
     folder = reference / "files-bf16"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -185,7 +185,7 @@ def test_the_files_are_cut_by_bytes_and_indexed(reference):
     [(1, "rows"), (2, "rows"), (4, "rows"), (2, "columns"), (4, "grid"), (4, "hybrid"), (4, "replicated"), (4, "subset"),
      (2, "stages"), (4, "stages")],
 )  # fmt: skip
-def test_all_write_the_same_bytes(tmp_path, reference, world_size, layout):
+def test_every_layout_writes_the_same_bytes(tmp_path, reference, world_size, layout):
     for name, options in OPTIONS.items():
         folder = tmp_path / name
         results = run_ranks(export_with, world_size, str(folder), layout, options)
@@ -404,7 +404,7 @@ def consolidate_on(ranks, source, folder, mapping, num_threads):
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "grid", "hybrid", "replicated"])
-def test_shards_that_torch_has_written(tmp_path, reference, layout):
+def test_shards_written_by_torch(tmp_path, reference, layout):
     """Also by two ranks of four, and alone; with scalars, integers and bools, which torch's own merger gets wrong."""
     run_ranks(write_torch_shards, 4, str(tmp_path / "shards"), layout, None)
     for name, ranks, num_threads in (("some", [1, 3], 2), ("all", [0, 1, 2, 3], 5)):
@@ -466,7 +466,7 @@ def test_shards_with_full_shapes_are_merged(tmp_path):
     assert load(tmp_path / "out")["w"].tolist() == [1, 2, 3, 4]
 
 
-def test_a_shard_that_was_cut_short(tmp_path):
+def test_a_truncated_shard(tmp_path):
     shard(tmp_path, 1, "w", 0, [1.0, 2.0])
     path = next(tmp_path.iterdir())
     path.write_bytes(path.read_bytes()[:-1])
@@ -474,7 +474,7 @@ def test_a_shard_that_was_cut_short(tmp_path):
         consolidate(tmp_path, tmp_path / "out")
 
 
-def test_files_that_are_no_shards(tmp_path):
+def test_files_that_are_not_shards(tmp_path):
     shard(tmp_path, 1, "w", 0, [1.0], metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="lacks DCP_SHARDING_INFO"):
         consolidate(tmp_path, tmp_path / "out")
@@ -538,7 +538,7 @@ def rounds_until_it_fails(failing_rank):
     return calls, error
 
 
-def test_all_stop_in_the_round_after_a_failure_and_until_then_nobody_is_left_waiting():
+def test_all_ranks_stop_in_the_round_after_a_failure():
     (first, error), (second, other) = run_ranks(rounds_until_it_fails, 2, 1)
     assert first == {"work": 5, "exchange": 5} and second == {"work": 4, "exchange": 5}
     assert error == other and "rank 1" in error and "No space left" in error and "rank 0" not in error

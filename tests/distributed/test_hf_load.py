@@ -159,7 +159,7 @@ def test_every_format_gives_the_same_weights_on_every_topology(original, kind, s
 
 
 @untied
-def test_what_shapes_do_not_tell_is_compared_with_the_config(original):
+def test_sizes_that_shapes_do_not_show_are_compared_with_the_config(original):
     folder, args = original[0] / "hf", sizes(False)
     assert config_differences(folder, LLAMA.hf_config(args)) == []
     other = resolve_args(
@@ -284,7 +284,7 @@ def test_a_rank_without_a_share_of_a_tensor_owns_nothing_of_it():
     assert shares[3] == []
 
 
-def test_what_config_json_leaves_out_is_transformers_default(tmp_path):
+def test_keys_missing_in_config_json_have_transformers_defaults(tmp_path):
     ours = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"}, "rms_norm_eps": 1e-5, "hidden_size": 8}
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     keys = [line.split(" has ")[1].split(" = ")[0] for line in config_differences(tmp_path, ours)]

@@ -26,7 +26,7 @@ def entropy_of_frequencies(tokens):
     return -sum(share * np.log(share) for share in shares if share)
 
 
-def test_two_ranks_learn_what_follows_what(tmp_path):
+def test_two_ranks_learn_the_next_token(tmp_path):
     """One small block gets below what frequencies alone can tell. ./run_train.sh, whose model is larger, gets to 5.0."""
     argv = options(str(tmp_path / "run"), "float32", **{
         "model.args.dim": 64, "model.args.n_layers": 1, "model.args.n_kv_heads": 4, "training.dataset": "shakespeare",

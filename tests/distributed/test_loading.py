@@ -76,14 +76,14 @@ def hashes(folder):
         ("model,optimizer,lr_scheduler,dataloader,train_state", 0, 0, "new", 0),
     ],
 )
-def test_parts_left_out_start_anew_and_the_others_go_on(folder, hashes, left_out, tokens, position, weights, adam_step):
+def test_excluded_states_start_fresh_and_the_others_resume(folder, hashes, left_out, tokens, position, weights, adam_step):
     changes = {"checkpoint.exclude_from_loading": left_out} if left_out else {}
     for state in run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING, **changes)):
         assert state == (3, tokens, position, hashes[weights], adam_step)
 
 
 @pytest.mark.parametrize("tied", ["false", "true"])
-def test_a_warm_start_takes_all_weights_and_nothing_else(tmp_path, tied):
+def test_a_warm_start_loads_all_weights_and_nothing_else(tmp_path, tied):
     changes = {"training.steps": 2, "model.args.enable_weight_tying": tied}
     first = options(str(tmp_path / "first"), "float32", **SAVING, **changes)
     run_ranks(train, 2, first)
@@ -181,7 +181,7 @@ def gathered_at_a_start(argv):
     return told
 
 
-def test_no_rank_tells_all_others_the_names_of_its_parameters(folder):
+def test_no_rank_sends_the_names_of_its_parameters_to_all_others(folder):
     """Of 405 billion weights and their optimizer that is 0.3 MB, and on 16,384 ranks as many times as much on each."""
     for told in run_ranks(gathered_at_a_start, 2, options(str(folder), "float32", **SAVING)):
         assert told and not any(b"attention.wq" in value for value in told)
@@ -232,12 +232,12 @@ def run_and_look_for_exit_file(argv):
         Retention.close = close
 
 
-def test_how_a_run_ended_is_written_before_it_waits_for_deletions(tmp_path):
+def test_exit_json_is_written_before_waiting_for_deletions(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 1})
     assert run_ranks(run_and_look_for_exit_file, 1, argv) == [(ExitCode.DONE, [True])]
 
 
-def test_a_finished_run_whose_last_save_is_weights_alone_is_finished(tmp_path):
+def test_a_finished_run_whose_last_save_is_weights_only_is_finished(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 2})
     assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
     assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
@@ -272,7 +272,7 @@ def train_with_signals(argv):
     return code, step
 
 
-def test_more_signals_do_not_cut_the_last_save_short(tmp_path):
+def test_more_signals_do_not_interrupt_the_last_save(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 50})
     endings = run_in_process_of_its_own(train_with_signals, 2, argv)
     code, step = endings[0]

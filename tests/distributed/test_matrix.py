@@ -152,7 +152,7 @@ def test_long_cells_equal_one_rank(folder, layout, option, dtype, monkeypatch):
     compare(expected, cell, dtype)
 
 
-def test_joined_collectives_change_nothing(folder):
+def test_joined_collectives_change_no_number(folder):
     expected = reference(str(folder / "one-rank-2"), "float64", 2, False)
     bucketed = {**overrides("simple-fsdp", "compile"), "parallelism.simple_fsdp_bucketing": "true"}
     cell = run_ranks(run_cell, 2, options(str(folder / "bucketed"), "float64", **bucketed), timeout=240)[0]
@@ -164,7 +164,7 @@ def test_there_are_enough_cells():
 
 
 @pytest.mark.parametrize(("layout", "option"), EXCLUDED)
-def test_what_is_left_out_is_refused_for_its_reason(folder, layout, option):
+def test_excluded_cells_are_refused_for_their_reason(folder, layout, option):
     argv = options(str(folder / layout), "float32", **overrides(layout, option))
     with pytest.raises(ConfigError) as refused:
         load_checked(argv, LAYOUTS[layout][0], training=True, device_type="cpu")

@@ -46,7 +46,7 @@ def assert_close(run, other, limit):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trains_as_a_cpu_does_and_twice_the_same(tmp_path, ranks):
+def test_training_equals_cpu_and_repeats_exactly(tmp_path, ranks):
     """On two ranks with FSDP."""
     needs(ranks)
     fixed = {"debug.deterministic": "true"}
@@ -56,7 +56,7 @@ def test_trains_as_a_cpu_does_and_twice_the_same(tmp_path, ranks):
     assert_close(first, trained(tmp_path / "cpu", ranks, NO_GPU), limit=1e-3)
 
 
-def test_parameters_in_host_memory_learn_the_same(tmp_path):
+def test_offloaded_parameters_train_the_same(tmp_path):
     offloaded = trained(tmp_path / "offloaded", **{"training.enable_cpu_offload": "true"})
     assert "Applied CPU offloading to the model" in offloaded.stdout
     assert_close(offloaded, trained(tmp_path / "plain"), limit=1e-4)
@@ -71,7 +71,7 @@ def test_memory_is_measured_and_its_history_written(tmp_path):
     assert pickle.loads(path.read_bytes())["segments"]
 
 
-def test_peaks_start_anew_at_each_log_line():
+def test_peaks_are_reset_at_each_log_line():
     monitor = build_memory_monitor(torch.device("cuda", torch.cuda.current_device()))
     before = monitor.read().scalars["memory/max_active(GiB)"]
     kept = torch.empty(GIB // 8, dtype=torch.uint8, device="cuda")

@@ -93,7 +93,7 @@ def run_with_word(argv, model, wrong):
         ("outside", ("h.*.ln.*", "head_norm")),
     ],
 )
-def test_a_wrong_word_turns_a_cell_red(folder, model, wrong):
+def test_a_wrong_sharding_role_turns_a_cell_red(folder, model, wrong):
     """Whether a whole weight's gradient is partial shows where its input is whole, without sequence parallelism."""
     world_size, overrides = LAYOUTS["tp-2-no-sp"]
     expected = reference(model, folder, "float32")
@@ -110,7 +110,7 @@ def test_every_parameter_learns(folder, model):
         assert abs(gradient).max() > 0, name
 
 
-def test_the_outside_model_is_what_it_says():
+def test_the_outside_model_matches_its_description():
     spec = get_spec("outside")
     assert spec is outside_model.SPEC
     args = resolve_args(spec, "small", {"n_layers": 2})

@@ -220,7 +220,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_equals_one_rank_however_it_is_cut(name):
+def test_equals_one_rank_for_any_split(name):
     world_size, schedule, options = SPLITS[name]
     check(run_ranks(alone, world_size, schedule, options))
 
@@ -327,7 +327,7 @@ def with_a_bad_micro_batch(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
-def test_a_bad_micro_batch_reaches_every_gradient_of_every_stage(schedule):
+def test_a_non_finite_micro_batch_reaches_every_gradient_of_every_stage(schedule):
     results = run_ranks(with_a_bad_micro_batch, 2, schedule)
     assert sorted(loss for loss, _ in results) == [0.0, float("inf")]
     assert all(is_bad for _, bad in results for is_bad in bad.values())
@@ -370,7 +370,7 @@ def with_a_wrong_shape():
     step(pipeline, batch(), 1)
 
 
-def test_a_stage_that_hands_on_another_shape_says_so():
+def test_a_stage_that_returns_another_shape_is_reported():
     with pytest.raises(
         RankError,
         match=r"stage 0 returned hidden states as \(1, 12, 16\), torch.float64. The next stage expects \(1, 6, 16\)",
@@ -401,7 +401,7 @@ def _noted(ran, stage, name, function, micro_batch, *args, **kwargs):
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble", "DualPipeV"])
-def test_the_timeline_is_of_what_runs(schedule):
+def test_the_timeline_shows_the_executed_schedule(schedule):
     for planned, ran, first_line in run_ranks(planned_and_run, 2, schedule):
         assert ran == planned
         assert first_line.startswith(f"Pipeline {schedule}: ")

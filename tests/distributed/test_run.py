@@ -47,7 +47,7 @@ def run_of_its_own(argvs):
         logging.getLogger().removeHandler(handler)
 
 
-def test_ranks_with_other_degrees_end_before_they_wait_for_each_others_groups(tmp_path):
+def test_ranks_with_different_degrees_end_before_waiting_for_groups(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **TWO, **{"training.steps": 1})
     other = [*argv, "--parallelism.tensor_parallel_degree", "2"]
     for code, errors in run_ranks(run_of_its_own, 2, [argv, other]):
@@ -87,7 +87,7 @@ def test_an_update_has_the_rate_of_its_step_and_clipped_gradients(tmp_path):
     assert [row["lr"] for row in rows] == [LR / 2, LR, LR / 2, 0.0] and all(row["grad_norm"] > 0.25 for row in rows)
 
 
-def test_what_only_fills_the_last_batch_is_not_counted(tmp_path):
+def test_padding_of_the_last_batch_is_not_counted(tmp_path):
     """An epoch that is no multiple of the batch."""
     text = tmp_path / "one.jsonl"
     text.write_text("".join(short_documents(tmp_path).read_text().splitlines(keepends=True)[:30]))
@@ -101,7 +101,7 @@ def test_what_only_fills_the_last_batch_is_not_counted(tmp_path):
     assert seen[-1] % 32 == 0 and seen[-1] - 32 < sum(row["num_valid_tokens"] for row in rows) <= seen[-1]
 
 
-def test_a_resume_tells_when_another_run_has_written_the_metrics(tmp_path):
+def test_a_resume_reports_metrics_written_by_another_run(tmp_path):
     """Here one of two steps that saved nothing; its rows stand before those of the run that goes on."""
     saving = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}
     starts = [{"training.steps": 4, **saving}, {"training.steps": 5, **saving}, {"training.steps": 2},
@@ -131,7 +131,7 @@ def run_with_a_rate_of_its_own(argv):
     return run_one_rank([*argv, "--optimizer.lr", "0.1"] if dist.get_rank() else argv)
 
 
-def test_ranks_with_other_settings_end_together(tmp_path):
+def test_ranks_with_different_settings_end_together(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **TWO)
     assert run_ranks(run_with_a_rate_of_its_own, 2, argv) == [ExitCode.BAD_CONFIG] * 2
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -157,7 +157,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_run_that_is_stopped_has_saved_and_says_why(tmp_path, name):
+def test_a_stopped_run_has_saved_and_logs_the_reason(tmp_path, name):
     changes, cause, code = STOPS[name]
     argv = options(
         str(tmp_path / "run"), "float32", **changes, **TWO, **{"checkpoint.enable": "true", "training.steps": 50}
@@ -187,7 +187,7 @@ def stopped_by(argv, switch, place="train_step"):
         setattr(Trainer, place, plain)
 
 
-def test_a_validation_is_broken_off_when_the_run_is_to_stop(tmp_path):
+def test_a_stop_request_interrupts_a_validation(tmp_path):
     changes = {**TWO, "training.steps": 50, "validation.enable": "true", "validation.freq": 3, "validation.steps": 20,
                "validation.seq_len": 32, "validation.dataset": "shakespeare_validation"}  # fmt: skip
     argv = options(str(tmp_path / "run"), "float32", **changes)
@@ -264,7 +264,7 @@ START_UP_LINES = [
 ]
 
 
-def test_the_lines_of_a_start_come_in_their_order(tmp_path):
+def test_log_lines_of_the_start_are_in_order(tmp_path):
     settings = {"training.steps": 1, "training.local_batch_size": 4, "checkpoint.enable": "true"}
     settings |= {"activation_checkpoint.mode": "selective", "profiling.enable_profiling": "true"}
     lines = run_ranks(log_lines, 2, options(str(tmp_path / "run"), "float32", **settings))[0]

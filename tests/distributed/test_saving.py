@@ -50,7 +50,7 @@ def manifest_of(folder, step, place="checkpoint"):
     return json.loads((folder / place / f"step-{step}" / "manifest.json").read_text())
 
 
-def test_a_save_in_the_background_has_the_bytes_of_one_in_the_foreground(tmp_path):
+def test_asynchronous_and_synchronous_saves_have_the_same_bytes(tmp_path):
     """Although the weights change while it is written: it is written from a copy, and awaited before the next."""
     changes = {"training.steps": 5, "checkpoint.interval": 1}
     for mode in ("disabled", "async", "async_with_pinned_mem"):
@@ -67,7 +67,7 @@ def test_a_save_in_the_background_has_the_bytes_of_one_in_the_foreground(tmp_pat
                 assert found[name] == files[name]
 
 
-def test_exports_in_the_background_have_the_bytes_of_one_in_the_foreground(tmp_path):
+def test_asynchronous_and_synchronous_exports_have_the_same_bytes(tmp_path):
     """In every mode. The last checkpoint is an export too, and the run waits for it."""
     changes = {"training.steps": 2, "lr_scheduler.total_steps": 4}
     changes |= {"checkpoint.hf_interval": 1, "checkpoint.hf_shard_gb": 3e-4}
@@ -117,7 +117,7 @@ def test_a_rank_without_the_shared_folder_stops_all_before_the_first_save(tmp_pa
     assert steps_of(tmp_path / "run") == [] and not list(tmp_path.rglob("shard-*"))
 
 
-def test_the_log_tells_type_and_garbage_collection_of_saves_and_loads(tmp_path):
+def test_the_log_reports_kind_and_garbage_collection_of_saves_and_loads(tmp_path):
     changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": "bfloat16"}
     changes |= {"checkpoint.hf_interval": 2, "checkpoint.interval": 1, "lr_scheduler.total_steps": 3}
 
@@ -154,7 +154,7 @@ def train_and_ask(argv, asks):
     return code
 
 
-def test_a_switch_file_asks_for_a_save_or_an_export_within_two_steps(tmp_path):
+def test_a_switch_file_requests_a_save_or_an_export_within_two_steps(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 10})
     assert run_ranks(train_and_ask, 2, argv, {2: "SAVE", 5: "EXPORT"}) == [ExitCode.DONE] * 2
     (asked,) = [step for step in steps_of(tmp_path / "run") if step != 10]
@@ -181,7 +181,7 @@ def train_until_asked(argv, after):
     return code, step
 
 
-def test_a_run_stops_in_good_order_at_a_step_that_is_just_being_saved(tmp_path):
+def test_a_run_stops_cleanly_at_a_step_that_is_being_saved(tmp_path):
     """That step is saved once; an export asked for with the stop is written before the run ends."""
     changes = {"training.steps": 50, "checkpoint.interval": 1, "checkpoint.async_mode": "async"}
     argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
@@ -191,7 +191,7 @@ def test_a_run_stops_in_good_order_at_a_step_that_is_just_being_saved(tmp_path):
     assert steps_of(tmp_path / "run", "checkpoint/hf") == [step]
 
 
-def test_an_export_asked_for_at_the_very_end_is_written(tmp_path):
+def test_an_export_requested_at_the_end_is_written(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING | {"training.steps": 3})
     assert run_ranks(train_and_ask, 2, argv, {2: "EXPORT"}) == [ExitCode.DONE] * 2
     assert steps_of(tmp_path / "run", "checkpoint/hf") == [3]
@@ -212,7 +212,7 @@ def train_and_ask_in_the_last_validation(argv):
     return code
 
 
-def test_an_export_asked_for_while_the_last_step_is_validated_is_written(tmp_path):
+def test_an_export_requested_during_the_last_validation_is_written(tmp_path):
     changes = {"training.steps": 3, "validation.enable": "true", "validation.steps": 2, "validation.seq_len": 32,
                "validation.local_batch_size": 2, "validation.dataset": "shakespeare_validation"}  # fmt: skip
     argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
@@ -245,13 +245,13 @@ def test_the_rows_of_a_step_are_on_disk_before_it_is_published(tmp_path):
     assert seen == [(step, step, 8 * step) for step in (2, 4, 5)]
 
 
-def test_minutes_ask_for_a_save_as_steps_do(tmp_path):
+def test_an_interval_in_minutes_triggers_a_save(tmp_path):
     """With next to no time between two saves every step is saved, from the third on at the latest."""
     run(tmp_path / "run", **{"training.steps": 6, "checkpoint.interval_minutes": 1e-9, "checkpoint.keep_latest_k": 0})
     assert {3, 4, 5, 6} <= set(steps_of(tmp_path / "run"))
 
 
-def test_a_seed_checkpoint_is_what_a_run_begins_with(tmp_path):
+def test_a_run_starts_from_a_seed_checkpoint(tmp_path):
     run(tmp_path / "run", ranks=1, **{"checkpoint.create_seed_checkpoint": "true"})
     assert steps_of(tmp_path / "run") == [0] and manifest_of(tmp_path / "run", 0)["kind"] == "full"
     run(tmp_path / "run", **{"training.steps": 2})
@@ -272,7 +272,7 @@ def damage(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_step_is_left_out_and_the_run_goes_on_from_the_one_before(tmp_path):
+def test_a_damaged_step_is_skipped_and_the_run_resumes_from_the_previous_one(tmp_path):
     changes = {"checkpoint.interval": 2, "lr_scheduler.total_steps": 6}
     run(tmp_path / "straight", **changes, **{"training.steps": 6})
     run(tmp_path / "run", **changes, **{"training.steps": 4})
@@ -284,7 +284,7 @@ def test_a_damaged_step_is_left_out_and_the_run_goes_on_from_the_one_before(tmp_
     assert len(names) == 4, "the damaged step is kept beside the others, under another name"
 
 
-def test_nothing_whole_to_go_on_from_is_an_error_not_a_new_run(tmp_path):
+def test_only_damaged_checkpoints_are_an_error_not_a_new_run(tmp_path):
     run(tmp_path / "run", **{"training.steps": 2})
     damage(tmp_path / "run/checkpoint/step-2/shard-00000.bin")
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 4})
@@ -301,7 +301,7 @@ def start_that_fails(argv):
     return "it started"
 
 
-def test_a_finished_run_goes_on_although_its_last_save_was_weights_alone(tmp_path):
+def test_a_finished_run_continues_after_a_last_save_of_weights_only(tmp_path):
     changes = {"checkpoint.interval": 3, "checkpoint.last_save_model_only": "true", "lr_scheduler.total_steps": 6}
     run(tmp_path / "straight", **changes, **{"training.steps": 6})
     run(tmp_path / "run", **changes, **{"training.steps": 4})
@@ -358,7 +358,7 @@ def test_a_checkpoint_of_simple_fsdp_is_one_of_fsdp2(tmp_path):
     assert sizes[0] == sizes[1] and len(sizes[0]) == 2
 
 
-def test_the_last_save_as_safetensors_begins_another_run_with_the_same_weights(tmp_path):
+def test_another_run_starts_from_a_last_save_as_safetensors(tmp_path):
     """Interval saves stay native; the last one is Hugging Face's, and is loaded by its path."""
     hf = {"checkpoint.last_save_model_only": "true", "checkpoint.last_save_in_hf": "true"}
     run(tmp_path / "run", **hf, **{"training.steps": 4, "checkpoint.interval": 2})
@@ -387,7 +387,7 @@ def first_losses(argv):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_last_weights_are_saved_in_the_type_asked_for(tmp_path, dtype):
+def test_the_last_weights_are_saved_in_the_requested_dtype(tmp_path, dtype):
     changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": dtype}
     run(tmp_path / "run", **changes, **{"training.steps": 2})
     metadata = (tmp_path / "run/checkpoint/step-2/.metadata").read_bytes()

@@ -205,7 +205,7 @@ def test_gradients_are_those_of_one_rank_and_lie_where_fsdp2_puts_them(layout):
 
 
 @pytest.mark.parametrize("layout", ["fsdp-4", "hsdp-2x2", "fsdp-2-tp-2"])
-def test_a_tied_weight_stays_one(layout):
+def test_a_tied_weight_stays_tied(layout):
     ours, theirs = outcomes(layout, tied=True)[0], one_rank(tied=True)
     assert_same(ours, theirs)
     assert "output.weight" not in ours.gradients
@@ -234,7 +234,7 @@ MIXED = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32
 
 
 @pytest.mark.parametrize("reshard", ["default", "always", "never"])
-def test_the_casts_of_one_rank_give_the_numbers_of_fsdp2(reshard):
+def test_casts_of_one_rank_equal_fsdp2(reshard):
     """To the last bit, in bfloat16, over micro-batches and with what is computed again."""
     options = {**MIXED, "reshard": reshard, "num_micro": 2, "recompute": "full" if reshard == "always" else "none"}
     (ours,), (theirs,) = outcomes("one", impl="casts", **options), outcomes("one", impl="fsdp2", **options)
@@ -265,7 +265,7 @@ def test_what_is_gathered_again_for_backward(reshard):
 
 
 @pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
-def test_gradients_are_reduced_in_the_type_that_is_asked_for(reduced):
+def test_gradients_are_reduced_in_the_requested_dtype(reduced):
     (counts,) = outcomes("fsdp-2", **{**MIXED, "reduce_dtype": reduced}, n_layers=1)[0].operators
     assert dict(counts.keys()) == {
         "all_gather_into_tensor": torch.bfloat16,
@@ -342,7 +342,7 @@ def test_the_weights_of_a_block_share_their_collectives(layout):
             assert graph.after[f"{kind} elements"] == graph.before[f"{kind} elements"]
 
 
-def test_mixed_types_do_not_share():
+def test_weights_of_different_dtypes_do_not_share_collectives():
     """Gathered in bfloat16, reduced in float32: as FSDP2 computes."""
     options = Options(backend="aot_eager", buckets=BLOCKS[:1], n_layers=1, **MIXED)
     ours, graphs = run_ranks(run_counting_merges, 2, LAYOUTS["fsdp-2"], options, timeout=240)[0]
@@ -424,5 +424,5 @@ def test_validation(backend):
     ("one", "SimpleFSDP"), ("fsdp-2", "SimpleFSDP"), ("ddp-2", "SimpleFSDP (replicated)"),
     ("hsdp-2x2", "SimpleFSDP (hybrid)"),
 ])  # fmt: skip
-def test_the_log_tells_what_was_applied(layout, name):
+def test_the_log_reports_what_was_applied(layout, name):
     assert outcomes(layout)[0].name == name

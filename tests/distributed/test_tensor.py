@@ -204,7 +204,7 @@ def norm_where_some_name_an_older_mesh():
     return clip_gradients(parameters, 1e9, dist.group.WORLD).item()
 
 
-def test_the_norm_takes_equal_meshes_for_one():
+def test_the_norm_treats_equal_meshes_as_one():
     """As after a pipeline, whose first and last stages leave other meshes in DTensor's caches than those between."""
     assert run_ranks(norm_where_some_name_an_older_mesh, 4, timeout=20) == pytest.approx([32**0.5] * 4)
 
@@ -392,7 +392,7 @@ ROWS = get_spec("llama3").sharding
     ],
     ids=["no row", "two rows", "unknown role", "tied apart", "too few entries", "features"],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_named(layout, sharding, expected):
+def test_sizes_that_cannot_be_sharded_are_named(layout, sharding, expected):
     for message in run_ranks(refusal, layout.size, layout, sharding):
         assert re.search(expected, message or "", re.MULTILINE)
 

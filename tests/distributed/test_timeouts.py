@@ -94,7 +94,7 @@ def stand_still(argv, folder):
         return left
 
 
-def test_a_rank_that_stands_still_leaves_the_stacks_of_all(tmp_path):
+def test_a_hung_rank_leaves_the_stacks_of_all(tmp_path):
     settings = {"comm.train_timeout_seconds": 1, "training.steps": 4, "training.local_batch_size": 4}
     folder = tmp_path / "run/attempts/1/heartbeat"
     stacks = run_ranks(stand_still, 2, options(str(tmp_path / "run"), "float32", **settings), folder)[1]

@@ -195,7 +195,7 @@ def test_a_full_disk_while_hashes_are_added_ends_all_ranks_together(
     assert "cannot write the hashes of the token cache" in results[0][1]
 
 
-def test_a_full_disk_is_no_bad_data() -> None:
+def test_a_full_disk_is_not_reported_as_bad_data() -> None:
     assert (
         next(code for kind, code in CODES.items() if issubclass(CacheWriteError, kind))
         is ExitCode.STORAGE

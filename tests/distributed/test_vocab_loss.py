@@ -163,7 +163,7 @@ def with_bad_hidden(bad):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_bad_logits_give_a_bad_loss_on_every_rank(bad):
+def test_non_finite_logits_give_a_non_finite_loss_on_every_rank(bad):
     assert not any(torch.tensor(run_ranks(with_bad_hidden, 2, bad)).isfinite())
 
 
@@ -216,5 +216,5 @@ def needed(case):
     ("train", (True, True)), ("frozen weight", (True, False)), ("first layer frozen", (False, True)),
     ("no grad", (False, False)),
 ])  # fmt: skip
-def test_only_wanted_gradients_are_there(case, expected):
+def test_only_requested_gradients_are_computed(case, expected):
     assert run_ranks(needed, 2, case) == [expected] * 2

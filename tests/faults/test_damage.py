@@ -33,7 +33,7 @@ def test_these_are_all_files(steps: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_seen_named_and_stepped_over(steps: Path, tmp_path: Path, name: str) -> None:
+def test_damage_is_detected_named_and_skipped(steps: Path, tmp_path: Path, name: str) -> None:
     draw, run = random.Random(name), tmp_path / "run"
     intact = start_here(steps.parent, steps / f"step-{OLD}", load_step=OLD)
     assert intact.step == OLD
@@ -80,7 +80,7 @@ def test_a_damaged_export_is_refused(steps: Path, tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_trainer_steps_over_damage_on_every_rank(chain: Chain) -> None:
+def test_every_rank_of_the_trainer_skips_a_damaged_step(chain: Chain) -> None:
     chain.run(**SHORT, training__steps=6)
     flip(chain.folder / "checkpoint/step-6/shard-00001.bin", 0.7, 3)
     DAMAGES["removed"](chain.folder / "checkpoint/step-4/config.toml")
@@ -100,7 +100,7 @@ def test_a_sector_that_cannot_be_read_is_damage(chain: Chain) -> None:
     assert len(chain.check_rows("after damage")) == 6
 
 
-def test_the_trainer_refuses_to_begin_anew(chain: Chain) -> None:
+def test_the_trainer_refuses_to_start_from_scratch(chain: Chain) -> None:
     chain.run(training__steps=1)
     DAMAGES["one byte short"](chain.folder / "checkpoint/step-1/.metadata")
     ended = chain.starter.start(chain.argv(), 2, chain.folder).wait()
@@ -108,7 +108,7 @@ def test_the_trainer_refuses_to_begin_anew(chain: Chain) -> None:
     assert ended.says("step-1/.metadata"), ended.tail
 
 
-def test_what_others_left_behind_is_no_start(chain: Chain) -> None:
+def test_leftover_folders_are_not_a_start(chain: Chain) -> None:
     chain.run(**SHORT, training__steps=4)
     folder = chain.folder / "checkpoint"
     left = [folder / name for name in ("step-9.tmp-0badcafe", ".trash-1", "step-8.superseded-0badcafe")]

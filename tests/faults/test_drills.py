@@ -71,7 +71,7 @@ def test_a_weight_that_became_nan_is_never_resumed_from(chain: Chain) -> None:
     assert ended.says("step-4.nonfinite"), ended.tail
 
 
-def test_what_was_killed_on_two_ranks_reads_on_with_one(chain: Chain) -> None:
+def test_a_run_killed_on_two_ranks_resumes_on_one(chain: Chain) -> None:
     """Sums are made in another order then; what is read in which step is the same."""
     chain.overrides.update(BASE)
     chain.run(plants=[Plant("validation", "SIGKILL", 1, 4)], settings=SHORT)

@@ -98,7 +98,7 @@ def test_after_all_these_errors_the_run_finishes(shared_chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_training_can_go_on_without_a_save(chain: Chain, mode: str) -> None:
+def test_training_can_continue_after_a_failed_save(chain: Chain, mode: str) -> None:
     rule = Rule("write", STAGED.format(step=4) + "/shard-00001.bin", "ENOSPC", rank=1, hits=1)
     ended = chain.run([rule], "continue", checkpoint__on_save_error="continue", checkpoint__async_mode=mode,
                       checkpoint__interval=4, checkpoint__keep_latest_k=0, training__steps=12)  # fmt: skip
@@ -109,7 +109,7 @@ def test_training_can_go_on_without_a_save(chain: Chain, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_slow_disk_makes_a_save_late_and_nothing_else(chain: Chain, mode: str) -> None:
+def test_a_slow_disk_only_delays_a_save(chain: Chain, mode: str) -> None:
     rule = Rule("write", STAGED.format(step=4) + "/shard-00001.bin", "stall", rank=1, seconds=1.5)
     ended = chain.run([rule], "slow", checkpoint__async_mode=mode, checkpoint__interval=4, training__steps=8)
     assert ended.exit == {"reason": "done", "code": 0, "step": 8}, ended.tail

@@ -119,7 +119,7 @@ ON_ITS_WAY = (
 
 
 @pytest.mark.parametrize("name", ON_ITS_WAY)
-def test_training_goes_on_and_rows_are_written_later(chain: Chain, name: str) -> None:
+def test_training_continues_and_rows_are_written_later(chain: Chain, name: str) -> None:
     writer = WRITERS[name]
     chain.overrides.update({**BASE, **writer.overrides, "checkpoint__on_save_error": "continue"})
     rule = Rule(writer.call, writer.pattern, "ENOSPC", rank=writer.rank, first=writer.first, hits=2)
@@ -267,7 +267,7 @@ def test_a_disk_that_fills_up_at_a_random_moment(chain: Chain, seed: int) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_run_train_learns_of_an_end_that_no_file_of_the_run_tells(chain: Chain, num_ranks: int) -> None:
+def test_run_train_returns_the_code_of_a_run_that_could_write_no_file(chain: Chain, num_ranks: int) -> None:
     chain.faults.set(Rule("open", "*/outputs/exit.json*", "ENOSPC", rank=0, hits=0))
     env = trainer_environment({**chain.faults.env, "NGPU": str(num_ranks)})
     result = subprocess.run(

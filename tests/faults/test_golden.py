@@ -42,7 +42,7 @@ def golden(version: int) -> Path:
     return ASSETS / f"v{version}" / "step-3"
 
 
-def test_there_is_one_of_every_version() -> None:
+def test_every_checkpoint_version_has_an_example() -> None:
     assert VERSIONS == tuple(range(1, FORMAT_VERSION + 1))
     for version in VERSIONS:
         assert json.loads((golden(version) / "manifest.json").read_text())["format_version"] == version
@@ -50,7 +50,7 @@ def test_there_is_one_of_every_version() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_it_holds_what_it_held(version: int, tmp_path: Path) -> None:
+def test_a_stored_checkpoint_has_its_original_content(version: int, tmp_path: Path) -> None:
     shutil.copytree(golden(version), tmp_path / "checkpoint" / "step-3")
     loaded = start_here(tmp_path, golden(version))
     assert loaded.step == 3, loaded.told
@@ -59,7 +59,7 @@ def test_it_holds_what_it_held(version: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_run_goes_on_from_it(version: int, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) -> None:
     """On one rank, though two have written it."""
     outputs = tmp_path / "outputs"
     shutil.copytree(golden(version), outputs / "checkpoint" / "step-3")

@@ -79,7 +79,7 @@ def test_an_export_lost_to_a_kill_is_made_by_the_next_start(chain: Chain) -> Non
         assert kept[0] == kept[1]
 
 
-def test_killed_while_it_clears_up_after_a_kill(chain: Chain) -> None:
+def test_killed_while_cleaning_up_after_a_kill(chain: Chain) -> None:
     kills = []
     for number, point in enumerate(START_POINTS):
         if point != "while the lock is taken":  # the start after it waits half a minute for a sign of life

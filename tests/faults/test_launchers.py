@@ -41,7 +41,7 @@ def run_train(folder: Path, plant: Plant) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_first_error_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+def test_the_first_error_is_printed_last(tmp_path: Path) -> None:
     """Its peers die within milliseconds of it, of a connection that it has closed."""
     result = run_train(tmp_path / "outputs", Plant("step", "raise", 1, 4))
     assert result.returncode == 1 and not (tmp_path / "outputs/exit.json").exists()
@@ -87,7 +87,7 @@ TrainBatches.__next__ = read
 """
 
 
-def test_data_that_one_rank_cannot_read_are_not_taken_for_a_lost_peer(tmp_path: Path) -> None:
+def test_unreadable_data_on_one_rank_is_not_reported_as_a_lost_peer(tmp_path: Path) -> None:
     """To the others it is a connection that has closed; it was not killed, and no memory is to be looked at."""
     (tmp_path / "mine.py").write_text(SPOILT)
     environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})
@@ -100,7 +100,7 @@ def test_data_that_one_rank_cannot_read_are_not_taken_for_a_lost_peer(tmp_path: 
     assert "rank 1, step 2, phase data:" in ours and ours.splitlines()[-1].endswith("no space on this node"), ours
 
 
-def test_run_train_returns_the_code_all_have_agreed_on(tmp_path: Path) -> None:
+def test_run_train_returns_the_agreed_code(tmp_path: Path) -> None:
     result = run_train(tmp_path / "outputs", Plant("validation", "SIGTERM", 1, 4))
     assert result.returncode == 75, result.stderr[-3000:]
     assert "requeue (code 75)" in result.stderr.splitlines()[-1]
@@ -203,7 +203,7 @@ def test_a_signal_during_the_imports_ends_with_its_code(
         assert "Traceback" not in output
 
 
-def test_a_second_start_leaves_the_files_of_a_living_run(tmp_path: Path) -> None:
+def test_a_second_start_keeps_the_files_of_a_running_run(tmp_path: Path) -> None:
     """The ranks themselves refuse it, as where the launcher did not know of the run. The run that lives is this test."""
     folder = tmp_path / "outputs"
     lock = RunLock(folder / "checkpoint")
@@ -222,7 +222,7 @@ def test_a_second_start_leaves_the_files_of_a_living_run(tmp_path: Path) -> None
     assert not (folder / "attempts").exists() and not (folder / "config.toml").exists()
 
 
-def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None:
+def test_torchrun_restarts_a_killed_run(chain: Chain, warm: Starter) -> None:
     """All ranks of it, from the newest checkpoint, to the last step."""
     chain.overrides.update(BASE)
     chain.starter = Torchrun(chain.faults.env, "--max-restarts=1")
@@ -235,7 +235,7 @@ def test_torchrun_starts_a_killed_run_again(chain: Chain, warm: Starter) -> None
     assert not read_errors(chain.folder / "attempts/2")
 
 
-def test_a_run_goes_on_with_fewer_machines_and_with_more(chain: Chain) -> None:
+def test_a_run_continues_with_fewer_and_with_more_machines(chain: Chain) -> None:
     """One of two is lost in step 4: the other goes on alone, saves when a new one comes in step 6, and both end the run."""
     chain.overrides.update(BASE, checkpoint__interval=1, experimental__custom_import="tests.faults.pace")
     [port] = free_ports(1)

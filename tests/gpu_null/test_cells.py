@@ -107,7 +107,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_a_step_costs_what_the_table_says(
+def test_a_step_has_the_counts_of_the_table(
     cell: Cell, device: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     recorded = run_recorded(device, tmp_path, cell.command, cell.num_ranks)

@@ -91,7 +91,7 @@ def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> Non
     assert resume.startswith("Resume (the same command, more steps): ") and sample.startswith("Sample: ")
 
 
-def test_the_line_that_resumes_resumes(trained) -> None:
+def test_the_printed_resume_line_works(trained) -> None:
     folder, done = trained
     resume = done.stdout.splitlines()[-2].partition("): ")[2]
     again = shell(resume, folder)
@@ -100,7 +100,7 @@ def test_the_line_that_resumes_resumes(trained) -> None:
     assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
 
 
-def test_the_line_that_samples_samples(trained) -> None:
+def test_the_printed_sample_line_works(trained) -> None:
     folder, done = trained
     sample = done.stdout.splitlines()[-1].removeprefix("Sample: ")
     printed = shell(f"{sample} --num-tokens 4", folder)
@@ -126,7 +126,7 @@ def test_a_sample_is_a_function_of_its_seed(trained, capsys, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["nowhere", "outputs/checkpoint"])
-def test_what_is_no_checkpoint_cannot_be_sampled(trained, name, capsys) -> None:
+def test_generating_without_a_checkpoint_is_refused(trained, name, capsys) -> None:
     assert titan(["generate", str(trained[0] / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and f"{name} is not a checkpoint" in captured.err
@@ -163,12 +163,12 @@ FULL, WEIGHTS = {"kind": "full"}, {"kind": "weights"}
         ({50: FULL, 80: FULL}, 80, "Resume (all data is read; allow more epochs: max_epochs of the source): ./run"),
     ],
 )
-def test_what_is_said_about_resuming_is_what_resuming_does(saved: dict, last_step: int, expected: str) -> None:
+def test_the_resume_line_describes_what_the_resume_does(saved: dict, last_step: int, expected: str) -> None:
     steps = [StepFolder(step, Path(f"step-{step}"), manifest) for step, manifest in saved.items()]
     assert expected in how_to_resume(steps, "./run", planned=100, last_step=last_step)
 
 
-def test_a_folder_with_a_blank_can_be_pasted() -> None:
+def test_a_folder_with_a_space_is_quoted_in_printed_commands() -> None:
     only = [StepFolder(100, Path("my run/step-100"), WEIGHTS)]
     assert "path 'my run/step-100' and" in how_to_resume(only, "./run", planned=100, last_step=100)
     metrics = {"enable_tensorboard": True, "save_tb_folder": "tb"}
@@ -180,7 +180,7 @@ def test_a_folder_with_a_blank_can_be_pasted() -> None:
 # ---- what the guides say
 
 
-def test_every_shown_command_is_one_that_is_tried_here_or_by_the_tests_themselves() -> None:
+def test_every_documented_command_has_a_test() -> None:
     scripts = (
         "count_collectives",
     )
@@ -261,7 +261,7 @@ def check_job(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("start", SHOWN)
-def test_a_shown_command_is_right(start: str) -> None:
+def test_a_documented_command_works(start: str) -> None:
     commands = [command for command in shown_commands() if command.startswith(start)]
     assert commands
     for command in commands:
@@ -283,13 +283,13 @@ def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_exit_codes_are_those_of_the_table() -> None:
+def test_documented_exit_codes_are_the_codes_of_the_program() -> None:
     text = (ROOT / "docs/reference/exit_codes.md").read_text()
     table = {int(code) for code in re.findall(r"^\| (\d+) \| ", text, re.MULTILINE)}
     assert table == {1, *map(int, ExitCode)}  # 1: a crash, for which nobody can leave a word
 
 
-def test_variables_are_those_of_the_launcher() -> None:
+def test_documented_variables_are_the_variables_of_the_launcher() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     rows = re.findall(r"^\| (`[A-Z][^|]*) \|", text, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"[A-Z_]+", row)}
@@ -305,7 +305,7 @@ PLANNED = (
 
 
 @pytest.mark.parametrize("planned", PLANNED)
-def test_what_is_planned_is_refused(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_features_are_refused(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments = ["--job.config_file", "train_configs/debug_model.toml", "--data.sources.a.path=README.md"]
     with pytest.raises(ConfigError) as caught:

@@ -76,7 +76,7 @@ def test_it_explains_itself(house: Path) -> None:
     assert "set -" not in result.stdout
 
 
-def test_every_node_is_given_the_same_meeting_point(house: Path) -> None:
+def test_every_node_gets_the_same_rendezvous(house: Path) -> None:
     result = emulate(house, 3, 2, "--job.description", "two words")
     assert result.returncode == 0, result.stderr
     lines = sorted(result.stdout.splitlines())
@@ -206,7 +206,7 @@ def exact(rows: list[dict[str, Any]]) -> list[list[Any]]:
     return [[row[key] for key in EXACT] for row in rows]
 
 
-def test_two_nodes_are_one(data: Path, run_forked: ForkedTrainer, tmp_path: Path) -> None:
+def test_two_nodes_equal_one(data: Path, run_forked: ForkedTrainer, tmp_path: Path) -> None:
     """HSDP, sharded inside each node of 2 ranks and copied across: the numbers of 4 ranks on one node, bit for bit."""
     one = run_forked(arguments(data, tmp_path / "one", 2, **HYBRID), 4, tmp_path / "one")
     assert one.returncode == 0, one.tail

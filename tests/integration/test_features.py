@@ -356,7 +356,7 @@ def test_loading_and_exporting_hugging_face_weights_logs_nothing_but_facts(
     assert [line for line in lines if not INFO_LINE.match(line)] == []
 
 
-def test_two_ranks_are_one(default: RunResult, reference: RunResult) -> None:
+def test_two_ranks_equal_one(default: RunResult, reference: RunResult) -> None:
     expect_the_same_losses(default, reference, rtol=1e-5)
     assert default.exit == {"reason": "done", "code": 0, "step": STEPS}
 
@@ -416,13 +416,13 @@ def test_the_step_line(default: RunResult) -> None:
     ], lines
 
 
-def test_start_and_end_are_told_in_order(default: RunResult) -> None:
+def test_start_and_end_are_logged_in_order(default: RunResult) -> None:
     lines = iter([line for line in default.stdout.splitlines() if line.startswith("[rank0]:[titan] ")])
     for pattern in LIFE_OF_A_RUN:
         assert any(re.search(pattern, line) for line in lines), f"no {pattern!r} after the one before it"
 
 
-def test_tokenizer_and_memory_of_the_model_are_told(default: RunResult) -> None:
+def test_tokenizer_and_memory_of_the_model_are_logged(default: RunResult) -> None:
     assert re.search(r"tokenizer.*2,048 tokens, BOS \d+, EOS \d+", default.stdout)
     assert re.search(r"memory.* for model", default.stdout)
 
@@ -462,7 +462,7 @@ def expect_the_same_losses(result: RunResult, reference: RunResult, rtol: float)
         assert [row["num_tokens"] for row in validation] == [row["num_tokens"] for row in expected]
 
 
-def test_warm_start_takes_the_weights_alone(
+def test_a_warm_start_loads_only_the_weights(
     files: Path, reference: RunResult, run_forked: ForkedTrainer, tmp_path: Path
 ) -> None:
     """Weights of another run; step, schedule, optimizer and data are those of a new one."""

@@ -110,7 +110,7 @@ def straight(text, run_forked, tmp_path_factory):
     return rows
 
 
-def test_stopped_at_7_and_killed_at_13_is_never_stopped(text, straight, warm, run_forked, tmp_path):
+def test_a_run_stopped_at_7_and_killed_at_13_equals_an_uninterrupted_one(text, straight, warm, run_forked, tmp_path):
     folder = tmp_path / "outputs"
     first = run_forked(arguments(text, folder, **{"training.steps": 7}), 2, folder)
     assert first.exit == {"reason": "done", "code": 0, "step": 7}, first.tail
@@ -121,7 +121,7 @@ def test_stopped_at_7_and_killed_at_13_is_never_stopped(text, straight, warm, ru
     assert exact_rows(folder) == straight
 
 
-def test_a_run_that_went_back_goes_on_when_it_is_killed_and_started_again(text, straight, warm, run_forked, tmp_path):
+def test_a_run_with_load_step_continues_after_a_kill(text, straight, warm, run_forked, tmp_path):
     """The same command, with the load_step that it was given to go back."""
     folder = tmp_path / "outputs"
     run_forked(arguments(text, folder, **{"training.steps": 12}), 2, folder)
@@ -145,7 +145,7 @@ def test_sigterm_saves_and_asks_for_a_requeue(text, straight, run_forked, tmp_pa
     assert exact_rows(folder) == straight
 
 
-def test_other_rank_counts_read_the_same_and_reach_the_same(text, straight, run_forked, tmp_path):
+def test_other_rank_counts_read_the_same_samples_and_reach_the_same_loss(text, straight, run_forked, tmp_path):
     """The state is global: 2 ranks, then 1, then 4 at one global batch."""
     folder = tmp_path / "outputs"
     for steps, ngpu, local in ((8, 2, 2), (16, 1, 4), (STEPS, 4, 1)):
@@ -170,7 +170,7 @@ def test_a_finished_run_ends_at_once(text, run_forked, tmp_path):
     assert "Building llama3" not in again.stdout
 
 
-def test_bad_numbers_change_no_weight_and_stop_all(text, tmp_path):
+def test_non_finite_numbers_change_no_weight_and_stop_all_ranks(text, tmp_path):
     folder = tmp_path / "outputs"
     # The first update throws every weight far off: the second loss is not finite.
     changes = {"optimizer.lr": 1e30, "lr_scheduler.warmup_steps": 0, "checkpoint.interval": 1000}

@@ -160,7 +160,7 @@ def preempt(run: Run) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("preempted")
-def test_a_killed_worker_brings_the_job_back(array: tuple[Run, str], cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_is_queued_again_after_a_killed_worker(array: tuple[Run, str], cluster: Cluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path / "job", cluster.scripts)
     [job] = run.submit(*SBATCH, str(run.scripts / "train.slurm"))
     run.await_output(f"Holding at step {HOLD_AT}")
@@ -182,7 +182,7 @@ def near_its_limit(run: Run, job: str) -> None:
     run.cluster.run("scontrol", "update", f"JobId={job}_1", "EndTime=now+2minutes")
 
 
-def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> None:
+def test_a_chain_continues_and_the_kill_switch_ends_the_remaining_jobs(stub: Run) -> None:
     jobs = stub.submit(str(stub.scripts / "submit_chain.sh"), "4", str(stub.scripts / "train.slurm"))
     stub.await_output("The stub runs")
     stub.cluster.run("scancel", "--signal=USR1", "--batch", jobs[0])
@@ -197,7 +197,7 @@ def test_a_chain_goes_on_and_the_kill_switch_burns_what_is_left(stub: Run) -> No
     assert switch.exists() and stub.output().count("The stub runs") == 2
 
 
-def test_a_job_that_a_person_cancels_stays_cancelled(stub: Run) -> None:
+def test_a_cancelled_job_is_not_queued_again(stub: Run) -> None:
     [job] = stub.submit(*SBATCH, "--nodes=2", str(stub.scripts / "train.slurm"))
     stub.await_output("The stub runs on 2 nodes", times=2)
     beside = stub.cluster.run(str(stub.scripts / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
@@ -225,7 +225,7 @@ def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path
     assert (tmp_path / "hello.slurm.out").read_text() == "done\n"
 
 
-def test_the_ranks_of_an_allocation_say_that_they_are_well(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_ranks_of_an_allocation_pass_the_check(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={tmp_path}/out")
     env = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     job = cluster.run(*SBATCH, *options, str(cluster.scripts / "check_nodes.slurm"), env=env).strip()

@@ -166,7 +166,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
     assert not offenders
 
 
-def test_the_package_imports_what_it_asks_for_and_no_more() -> None:
+def test_the_package_imports_exactly_its_requirements() -> None:
     """Third parties, by the lists of pyproject.toml."""
     found = {
         top_package(name) for path in CORE for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)

@@ -11,7 +11,7 @@ from torchtitan_like.preflight import load_checked
 
 
 @pytest.mark.parametrize(("option", "seen"), [("--debug.launch_blocking", "1"), ("--debug.no_launch_blocking", "0")])
-def test_waiting_for_kernels_is_set_before_anybody_asks_for_a_gpu(
+def test_launch_blocking_is_set_before_the_first_use_of_a_gpu(
     option: str, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver reads its environment once."""

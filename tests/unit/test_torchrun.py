@@ -36,7 +36,7 @@ def test_ranks_that_stop_early_give_their_code(codes: set[int], expected: int | 
         (["--nnodes=2", "--node_rank=1", "--master_addr=node-1", "--master_port=7"], "static", "node-1:7"),
     ],
 )
-def test_the_rendezvous_is_ours(given: list[str], backend: str, endpoint: str) -> None:
+def test_the_rendezvous_of_torchrun_is_replaced(given: list[str], backend: str, endpoint: str) -> None:
     arguments = torch_run.parse_args([*given, "program.py"])
     set_rendezvous(arguments)
     assert arguments.rdzv_backend == f"torchtitan_like_{backend}"

@@ -63,7 +63,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", [0, EXTENT - 1, EXTENT, 2 * EXTENT, 2 * EXTENT + EXTENT // 2 - 1])
-def test_one_flipped_bit_is_found_where_it_is(tmp_path: Path, content: bytes, position: int) -> None:
+def test_a_flipped_bit_is_located(tmp_path: Path, content: bytes, position: int) -> None:
     record = write(tmp_path / "file", content)
     flip(tmp_path / "file", position)
     index = position // EXTENT
@@ -87,7 +87,7 @@ def test_a_wrong_length_is_found_without_reading(tmp_path: Path, content: bytes,
             check(tmp_path, {"file": record})
 
 
-def test_all_damage_of_a_folder_is_told_and_progress_ends_at_the_whole(tmp_path: Path, content: bytes) -> None:
+def test_all_damage_of_a_folder_is_reported_and_progress_ends_at_the_total(tmp_path: Path, content: bytes) -> None:
     records = {name: write(tmp_path / name, content) for name in ("a", "b", "c")}
     flip(tmp_path / "a", 5)
     flip(tmp_path / "a", EXTENT)
@@ -123,7 +123,7 @@ def test_a_range_is_read_and_only_its_extents(
     assert into == content[offset : offset + length]
 
 
-def test_neighbours_are_served_from_one_read(tmp_path: Path, content: bytes) -> None:
+def test_neighboring_ranges_share_one_read(tmp_path: Path, content: bytes) -> None:
     record = write(tmp_path / "file", content)
     into = bytearray(8)
     with ExtentSource(tmp_path / "file", record) as source:

@@ -59,12 +59,12 @@ def test_a_change_is_named(changes: Any, expected: str) -> None:
     assert compare(fingerprint(), fingerprint(**changes)) == [expected]
 
 
-def test_spikes_that_are_only_told_of_change_no_bit() -> None:
+def test_spikes_that_are_only_logged_change_no_bit() -> None:
     assert compare(fingerprint(), fingerprint(spike_threshold=5.0)) == []
     assert compare(fingerprint(), fingerprint(on_spike="skip", spike_threshold=0.0)) == []
 
 
-def test_every_reason_is_told() -> None:
+def test_every_reason_is_reported() -> None:
     now = fingerprint()
     stored = now | {"torch": "2.0.0", "threads": "64"}
     line = resume_line(stored, now)
@@ -86,7 +86,7 @@ def test_threads_and_settings_of_this_process_are_read() -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def test_a_gpu_repeats_its_bits_only_when_told_to() -> None:
+def test_a_gpu_is_bit_exact_only_in_deterministic_mode() -> None:
     gpu = fingerprint() | {"device": "NVIDIA H100 80GB HBM3", "NCCL": "2.27.3"}
     assert resume_line(gpu, gpu) == "bit-exact: no (debug.deterministic is false)"
     told = gpu | {"deterministic": "yes"}
@@ -94,5 +94,5 @@ def test_a_gpu_repeats_its_bits_only_when_told_to() -> None:
     assert compare(gpu, {name: value for name, value in gpu.items() if name != "NCCL"}) == ["NCCL 2.27.3 -> none"]
 
 
-def test_a_checkpoint_that_does_not_say() -> None:
+def test_a_checkpoint_without_a_fingerprint() -> None:
     assert resume_line(None, fingerprint()).startswith("bit-exact: unknown")

@@ -95,14 +95,14 @@ def test_a_directory_fills_the_tensors_in_place(tmp_path, state, files, index):
     assert (report.unused, report.missing, report.converted) == ((), (), {})
 
 
-def test_large_tensors_pass_in_parts(tmp_path, state, monkeypatch):
+def test_large_tensors_are_read_in_parts(tmp_path, state, monkeypatch):
     monkeypatch.setattr(reads, "MAX_ELEMENTS", 3)
     ours = empty(state)
     load(write(tmp_path / "hf", state), ours)
     assert_equal(ours, state)
 
 
-def test_dtypes_are_converted_and_told(tmp_path, state):
+def test_dtypes_are_converted_and_logged(tmp_path, state):
     stored = {name: tensor.bfloat16() for name, tensor in state.items()}
     ours = empty(state)
     report = load(write(tmp_path / "hf", stored), ours)
@@ -111,7 +111,7 @@ def test_dtypes_are_converted_and_told(tmp_path, state):
     assert "Read 4 tensors" in str(report) and "4 bfloat16 -> float32" in str(report)
 
 
-def test_what_is_missing_surplus_or_of_another_shape_is_named_before_anything_is_read(tmp_path, state):
+def test_missing_extra_and_misshapen_tensors_are_reported_before_reading(tmp_path, state):
     folder = write(tmp_path / "hf", state)
     ours = empty(state | {"layers.2.w": torch.empty(1), "layers.3.w": torch.empty(1), "head": torch.empty(9, 4)})
     del ours["layers.0.w"]
@@ -125,13 +125,13 @@ def test_what_is_missing_surplus_or_of_another_shape_is_named_before_anything_is
     assert all(tensor.isnan().all() for tensor in ours.values())
 
 
-def test_integers_are_no_weights(tmp_path, state):
+def test_integer_tensors_are_refused(tmp_path, state):
     folder = write(tmp_path / "hf", state | {"head": torch.zeros(9, 5, dtype=torch.int8)})
     with pytest.raises(CheckpointError, match=r"lm_head.weight has another kind of dtype \(int8 -> float32\)"):
         load(folder, empty(state))
 
 
-def test_tables_that_every_model_computes_may_stay_unread(tmp_path, state, caplog):
+def test_computed_tables_may_stay_unread(tmp_path, state, caplog):
     folder = write(tmp_path / "hf", state)
     save_file({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "more.safetensors")
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
@@ -244,7 +244,7 @@ def test_float8_rows_that_stand_side_by_side(quantized):
     assert torch.equal(ours["w"], torch.cat([reference[::2], reference[1::2]]))
 
 
-def test_float8_is_read_where_it_is_asked_for_and_nowhere_else(quantized, tmp_path, state):
+def test_float8_is_read_only_on_request(quantized, tmp_path, state):
     folder, theirs, _ = quantized
     ours = {"w": torch.empty(10, 7), "norm": torch.empty(7)}
     with pytest.raises(CheckpointError, match="set checkpoint.initial_load_in_hf_quantized = true"):
@@ -263,7 +263,7 @@ def test_float8_is_read_where_it_is_asked_for_and_nowhere_else(quantized, tmp_pa
         load(folder, ours, quantized=True, rows=FP8_ROWS)
 
 
-def test_factors_of_what_is_no_float8_are_refused(quantized):
+def test_scales_of_tensors_that_are_not_float8_are_refused(quantized):
     folder, theirs, reference = quantized
     write_files(folder, theirs | {"q.weight": reference.bfloat16()})
     with pytest.raises(CheckpointError, match="scales .* that are not float8: q.weight"):
@@ -305,7 +305,7 @@ def test_damaged_files_are_named(tmp_path, state, damage):
         load(folder, empty(state))
 
 
-def test_a_file_of_a_set_without_index_is_missed(tmp_path, state):
+def test_a_missing_file_of_a_set_without_index_is_detected(tmp_path, state):
     folder = write(tmp_path / "hf", state, files=3, index=False)
     (folder / "model-00003-of-00003.safetensors").unlink()
     with pytest.raises(DamagedError, match="missing model-00003-of-00003.safetensors"):
@@ -328,7 +328,7 @@ def test_a_wrong_index_is_damage(tmp_path, state, index, words):
         load(folder, empty(state))
 
 
-def test_files_beside_those_that_are_read_are_named(tmp_path, state, caplog):
+def test_unread_files_are_logged(tmp_path, state, caplog):
     """Another program may take those: transformers a `model.safetensors`, before any index."""
     folder = write(tmp_path / "hf", state, files=2)
     load(folder, empty(state))
@@ -341,7 +341,7 @@ def test_files_beside_those_that_are_read_are_named(tmp_path, state, caplog):
     assert "ignoring adapter_model.safetensors, model.safetensors" in caplog.text
 
 
-def test_a_tensor_that_stands_in_two_files_is_damage(tmp_path, state):
+def test_a_tensor_in_two_files_is_damage(tmp_path, state):
     folder = write(tmp_path / "hf", state)
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())

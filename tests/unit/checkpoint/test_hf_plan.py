@@ -108,7 +108,7 @@ TWO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (with_header({"a": TWO}, 9), "as in its header"),
     ],
 )
-def test_what_is_no_complete_file(tmp_path, content, words):
+def test_an_incomplete_file_is_refused(tmp_path, content, words):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(DamagedError, match=words):
@@ -242,7 +242,7 @@ STRIPES = {((m * MIB, n * MIB, 1),): (rank,) for k in range(8) for m, n, rank in
         (STRIPES, [8, 1]),  # rank 1 has a quarter of each extent, and the last bytes behind the last of them
     ],
 )
-def test_who_holds_most_of_an_extent_writes_it_and_replicas_share(boxes, extents_of_each):
+def test_the_rank_with_most_of_an_extent_writes_it_and_replicas_share(boxes, extents_of_each):
     found = one_tensor((sum(n for ((_, n, _),) in boxes),), boxes)
     counts = Counter(assign_extents(lay_out_files(found, [["t"]]), found).values())
     assert [counts[rank] for rank in range(len(extents_of_each))] == extents_of_each
@@ -256,7 +256,7 @@ def test_columns_are_written_in_turns():
     assert sorted(counts.values()) == [16, 16, 16, 17]
 
 
-def test_names_are_ordered_by_their_numbers_and_files_are_cut_by_bytes():
+def test_names_are_ordered_by_their_numbers_and_files_are_split_by_bytes():
     names = ["layers.10.w", "layers.2.w", "norm.w", "layers.1.w"]
     told = [[ShardInfo(name, "F32", (10,), (((0, 10, 1),),)) for name in names]]
     found = plan.plan_tensors(merge_shards(told, ["0"]), tuple((name, name) for name in names), (), None)
@@ -310,7 +310,7 @@ def test_a_dtype_that_the_format_lacks():
         plan.describe_shards({"w": torch.zeros(1, dtype=torch.complex128)})
 
 
-def test_a_system_that_takes_no_advice_exports_all_the_same(tmp_path, monkeypatch):
+def test_an_export_works_without_posix_fadvise(tmp_path, monkeypatch):
     """As macOS, where native saves work too."""
     monkeypatch.delattr("os.posix_fadvise")
     write_export(tmp_path, {"w": torch.ones(3)}, rows=(("w", "w"),), tied=(), dtype=None, group=HostGroup.alone())

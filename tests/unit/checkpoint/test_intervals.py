@@ -25,7 +25,7 @@ def test_minutes_count_from_the_start_and_from_each_save() -> None:
     assert intervals.are_over()
 
 
-def test_a_save_is_asked_for_once_though_it_comes_some_steps_later() -> None:
+def test_a_save_is_requested_once_although_it_happens_later() -> None:
     clock = Clock()
     intervals = Intervals(2.5, clock)
     clock.now += 150
@@ -34,7 +34,7 @@ def test_a_save_is_asked_for_once_though_it_comes_some_steps_later() -> None:
     assert intervals.are_over(), "without a save too, the next interval asks again"
 
 
-def test_no_minutes_are_never_over() -> None:
+def test_an_interval_of_0_minutes_never_ends() -> None:
     clock = Clock()
     intervals = Intervals(0, clock)
     clock.now += 10**9

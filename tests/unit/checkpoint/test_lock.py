@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_it_is_held_until_released(tmp_path: Path) -> None:
+def test_a_lock_is_held_until_released(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "new", sleep=never)
     lock.acquire()
     lock.check()
@@ -83,7 +83,7 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, monk
     second.release()
 
 
-def test_a_live_holder_on_this_machine_is_known_without_waiting(tmp_path: Path) -> None:
+def test_a_live_local_holder_is_detected_without_waiting(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path, sleep=never), RunLock(tmp_path, sleep=never)
     assert second.local_holder() is None
     first.acquire()
@@ -94,7 +94,7 @@ def test_a_live_holder_on_this_machine_is_known_without_waiting(tmp_path: Path) 
     assert second.local_holder() is None, "nobody can tell from here"
 
 
-def test_a_killed_holder_on_this_machine_is_succeeded_at_once(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_local_process_is_taken_over_immediately(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
@@ -109,7 +109,7 @@ def test_a_killed_holder_on_this_machine_is_succeeded_at_once(tmp_path: Path) ->
     process.stdout.close()
 
 
-def test_a_pid_given_to_another_process_does_not_hold(tmp_path: Path) -> None:
+def test_a_reused_pid_does_not_hold_the_lock(tmp_path: Path) -> None:
     lock = RunLock(tmp_path, sleep=never)
     holder_elsewhere(tmp_path, machine=lock._content["machine"], pid=os.getpid(), started="1")
     lock.acquire()
@@ -117,7 +117,7 @@ def test_a_pid_given_to_another_process_does_not_hold(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_silent_holder_elsewhere_is_succeeded_after_the_wait(tmp_path: Path, caplog: Any) -> None:
+def test_the_lock_of_a_silent_remote_process_is_taken_over_after_a_wait(tmp_path: Path, caplog: Any) -> None:
     holder_elsewhere(tmp_path)
     waits: list[float] = []
     lock = RunLock(tmp_path, interval=10, patience=35, sleep=waits.append)
@@ -128,7 +128,7 @@ def test_a_silent_holder_elsewhere_is_succeeded_after_the_wait(tmp_path: Path, c
     lock.release()
 
 
-def test_a_holder_elsewhere_that_beats_is_not(tmp_path: Path) -> None:
+def test_the_lock_of_a_remote_process_with_a_heartbeat_is_respected(tmp_path: Path) -> None:
     holder_elsewhere(tmp_path)
     waits: list[float] = []
 
@@ -142,7 +142,7 @@ def test_a_holder_elsewhere_that_beats_is_not(tmp_path: Path) -> None:
     assert json.loads((tmp_path / LOCK).read_text())["token"] == "theirs"
 
 
-def test_a_holder_elsewhere_that_ends_is_succeeded(tmp_path: Path) -> None:
+def test_the_lock_of_a_remote_process_that_ends_is_taken_over(tmp_path: Path) -> None:
     file = holder_elsewhere(tmp_path)
     waits: list[float] = []
 
@@ -206,7 +206,7 @@ def test_an_unreadable_lock_is_waited_for_in_short_calls(tmp_path: Path, content
     lock.release()
 
 
-def test_of_two_successors_one_wins(tmp_path: Path) -> None:
+def test_one_of_two_waiting_processes_gets_the_lock(tmp_path: Path) -> None:
     holder_elsewhere(tmp_path)
     locks = [RunLock(tmp_path, interval=0.04, patience=0.1) for _ in range(4)]
     outcomes: list[str] = []
@@ -239,7 +239,7 @@ def test_the_heartbeat_changes_the_file_until_the_release(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lost_lock_is_noticed_and_left_to_its_new_holder(tmp_path: Path) -> None:
+def test_a_lost_lock_is_detected_and_left_to_its_new_holder(tmp_path: Path) -> None:
     lock = RunLock(tmp_path, interval=0.01)
     lock.acquire()
     other = holder_elsewhere(tmp_path)
@@ -252,7 +252,7 @@ def test_a_lost_lock_is_noticed_and_left_to_its_new_holder(tmp_path: Path) -> No
     assert json.loads(other.read_text())["token"] == "theirs"
 
 
-def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
+def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
     lock.acquire()
     (tmp_path / LOCK).unlink()

@@ -60,7 +60,7 @@ def visible(checkpointer: Checkpointer) -> list[str]:
     return sorted(path.name for path in checkpointer.folder.iterdir() if path.name != LOCK)
 
 
-def test_what_nobody_disturbs_is_published(checkpointer: Checkpointer) -> None:
+def test_an_undisturbed_save_is_published(checkpointer: Checkpointer) -> None:
     once_written(checkpointer, lambda staged: None)
     save(checkpointer)
     assert visible(checkpointer) == ["step-5"]
@@ -93,7 +93,7 @@ def test_a_file_that_is_shorter_on_disk_than_what_was_written_is_not_published(c
     [({}, 4000), ({"kind": "weights", "dtype": torch.bfloat16}, 2000), ({"kind": "hf", "dtype": torch.bfloat16}, 2000)],
     ids=["full", "weights", "hf"],
 )
-def test_the_disk_is_asked_for_the_bytes_of_the_save(
+def test_free_space_is_checked_for_the_bytes_of_the_save(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, what: dict[str, Any], num_bytes: int
 ) -> None:
     """Before anything is written."""

@@ -45,7 +45,7 @@ def left(folder: Path) -> list[int]:
         (["10", "20", "30", "40", "50"], 2, 20, [20, 40, 50]),
     ],
 )
-def test_what_is_kept(tmp_path: Path, on_disk: list[str], keep: int, every: int, expected: list[int]) -> None:
+def test_kept_steps(tmp_path: Path, on_disk: list[str], keep: int, every: int, expected: list[int]) -> None:
     make_steps(tmp_path, *on_disk)
     before = left(tmp_path)
     retention = Retention(tmp_path, keep_latest_k=keep, keep_every=every)
@@ -89,7 +89,7 @@ def test_the_files_opened_after_a_save_do_not_grow_with_kept_steps(
     assert [len(names) for names in many] == ([keep, 1, 1] if keep else [0, 0, 0])
 
 
-def test_the_newest_full_step_is_looked_at_again_before_others_go(
+def test_the_newest_full_step_is_checked_again_before_others_are_deleted(
     tmp_path: Path, retention: Retention
 ) -> None:
     """Its files have gone since the save before: the one that is deleted otherwise is the last whole one."""
@@ -112,7 +112,7 @@ def test_the_newest_full_step_is_looked_at_again_before_others_go(
         (["20", "30", "40", "50", "60"], 0, ["20", "30", "40", "50"]),
     ],
 )
-def test_a_superseded_step_expires_when_as_many_steps_have_passed_it_as_are_kept(
+def test_a_superseded_step_expires_after_as_many_newer_steps_as_are_kept(
     tmp_path: Path, steps: list[str], keep: int, expected: list[str]
 ) -> None:
     """Exports too; pinned ones never (step 20)."""
@@ -144,7 +144,7 @@ def test_the_newest_full_step_before_another_is_pinned(tmp_path: Path) -> None:
     assert [path.parent.name for path in tmp_path.glob(f"*/{PIN}")] == ["step-20"]
 
 
-def test_deletion_does_not_wait_but_is_awaited_at_the_end(
+def test_deletion_runs_in_the_background_and_is_awaited_at_the_end(
     tmp_path: Path, retention: Retention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_steps(tmp_path, "1", "2", "3")
@@ -162,7 +162,7 @@ def test_deletion_does_not_wait_but_is_awaited_at_the_end(
     assert not (tmp_path / ".trash-1").exists()
 
 
-def test_what_could_not_be_deleted_is_tried_again(
+def test_a_failed_deletion_is_retried(
     tmp_path: Path, retention: Retention, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Also when the same step has been saved, and is doomed, once more."""
@@ -192,7 +192,7 @@ def test_the_trash_of_an_earlier_run_is_emptied(tmp_path: Path, retention: Reten
 
 
 @pytest.mark.parametrize("why", ["", "for a bad step"])
-def test_a_pin_that_says_why_outlives_the_one_that_is_taken_back(tmp_path: Path, why: str) -> None:
+def test_a_pin_with_a_reason_outlives_a_released_one(tmp_path: Path, why: str) -> None:
     make_steps(tmp_path / "checkpoint", "10", "20")
     checkpointer = one_rank(tmp_path)
     unpin = checkpointer.pin_before(30)

@@ -47,7 +47,7 @@ def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model-2"]
 
 
-def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "model"
     dead = subprocess.Popen(["true"])
     dead.wait()

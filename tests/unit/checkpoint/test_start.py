@@ -183,17 +183,17 @@ def test_refused(decide: Any, asked: Any, on_disk: list[str], words: str) -> Non
 
 
 @pytest.mark.parametrize("on_disk", [["5!"], ["5m"]])
-def test_damage_is_told_from_other_mistakes(decide: Any, on_disk: list[str]) -> None:
+def test_damage_is_distinguished_from_other_errors(decide: Any, on_disk: list[str]) -> None:
     with pytest.raises(DamagedError):
         decide({}, on_disk)
 
 
-def test_what_is_left_out_is_said(decide: Any) -> None:
+def test_unused_steps_are_logged(decide: Any) -> None:
     (start, *_) = decide({}, ["5", "10!"])
     assert str(start).endswith("shard-00000.bin has 50 bytes, expected 100")
 
 
-def test_the_first_format_brings_its_configuration_too(tmp_path: Path) -> None:
+def test_the_first_format_includes_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-5" / MANIFEST).write_text('{"format_version": 1, "kind": "full", "step": 5, "seed": 3}')
     (tmp_path / "step-5" / "config.toml").write_text(CONFIG)
@@ -222,7 +222,7 @@ def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) ->
         (["5", "10", "15"], "another", [5]),  # those that it goes back before
     ],
 )
-def test_a_run_that_has_gone_back_goes_on_when_it_is_started_again(tmp_path: Path, on_disk, config, expected) -> None:
+def test_a_run_with_load_step_continues_when_restarted(tmp_path: Path, on_disk, config, expected) -> None:
     """torchrun and Slurm start the same command again, load_step and all: what it has saved since is its own."""
     make_steps(tmp_path, *on_disk)
     starts = decide_start(section(load_step=5), tmp_path, LAST_STEP, ASSETS, config)
@@ -241,7 +241,7 @@ def test_formats(tmp_path: Path) -> None:
         format_of(tmp_path / "step-1")
 
 
-def test_of_what_thousands_of_ranks_have_written_one_manifest_is_in_memory(
+def test_one_manifest_of_thousands_of_ranks_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is 40 MB then, and every rank is told where to start."""

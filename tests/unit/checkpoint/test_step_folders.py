@@ -26,7 +26,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:
     record = FileRecord(5, ("ab", "cd"))
     content = {"kind": "full", "step": 5, "files": {"a": record}, "nested": {"b": 1, "a": [0.1, None, "ü"]}}
     write_manifest(tmp_path, content)
@@ -90,7 +90,7 @@ def test_a_newer_format_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SHARD])
-def test_what_cannot_be_looked_at_is_no_damage(tmp_path: Path, name: str) -> None:
+def test_an_inaccessible_folder_is_not_damage(tmp_path: Path, name: str) -> None:
     """A missing permission, a server that is away: the run must not go back to an older step and set this one aside."""
     make_steps(tmp_path, "5", "10")
     file = tmp_path / "step-10" / name
@@ -193,7 +193,7 @@ def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "step-6").is_dir() and not staged.exists()
 
 
-def test_a_name_is_given_only_to_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_renamed_only_after_its_files_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power cut there is the step and all of it, or no step."""
     staged, final, done = tmp_path / "checkpoint" / "step-5.tmp-x", tmp_path / "checkpoint" / "step-5", list[str]()
     staged.mkdir(parents=True)

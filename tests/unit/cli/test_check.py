@@ -32,7 +32,7 @@ def test_prints_toml_that_can_be_run_again(capsys: pytest.CaptureFixture[str], t
     assert capsys.readouterr().out == captured.out
 
 
-def test_what_an_imported_module_prints_is_no_part_of_it(
+def test_output_of_an_imported_module_goes_to_stderr(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "talkative.py").write_text("print('hello')")
@@ -65,7 +65,7 @@ def test_problems_go_to_stderr(arguments: list[str], part: str, capsys: pytest.C
     assert captured.out == "" and part in captured.err
 
 
-def test_works_without_torch_and_at_once(repo_root: Path) -> None:
+def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:
     """No torch, and nothing heavy: the check runs before every launch. 0.2 s on the machine this was written on."""
     code = (
         "import sys, runpy; sys.argv[1:] = ['train_configs/debug_model.toml', '--world-size', '2', '--training']\n"

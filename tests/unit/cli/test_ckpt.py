@@ -41,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
 # ---- ls, show, verify
 
 
-def test_ls_tells_of_everything_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_everything_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path, "10", "20w", "30!", "40m", "50?", "60H")
     make_steps(tmp_path / "hf", "20h")
     (tmp_path / "step-10" / "PIN").touch()
@@ -121,7 +121,7 @@ def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.Cap
     assert "train_state.json  (not a tensor)" in text
 
 
-def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_every_step_and_reports_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path, "1", "2", "3!", "4m", "5w")
     make_steps(tmp_path / "hf", "5h")
     (tmp_path / "step-2" / "model.safetensors").touch()
@@ -140,7 +140,7 @@ def test_verify_reads_every_step_and_tells_all_damage(tmp_path: Path, capsys: py
     assert run(capsys, "verify", tmp_path / "step-9")[0] == 2
 
 
-def test_progress_tells_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 0.5, 2.0, 4.0])
     meter = ProgressMeter("step-5", clock=lambda: next(times))
     for done in (1, 2 * 2**20, 8 * 2**20):
@@ -202,7 +202,7 @@ def test_diff_finds_settings_names_shapes_and_numbers(
     ]
 
 
-def test_diff_compares_what_is_no_tensor(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_values_that_are_not_tensors(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, position in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         state = {"model.w": torch.ones(2), "train_state.json": json.dumps({"position": position})}
@@ -287,7 +287,7 @@ def test_an_export_in_another_dtype_keeps_everything_else(
     assert (out / "tokenizer.json").read_text() == "{}"
 
 
-def test_a_torch_file_keeps_its_form_and_loses_what_its_slices_drag_along(
+def test_a_torch_file_keeps_its_format_without_the_storage_behind_slices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = torch.randn(1000, 1000)
@@ -313,7 +313,7 @@ def test_a_native_step_in_bfloat16_is_half_as_large(
     assert "float32" not in text.split("model.", 1)[1] and "optimizer" not in text.split("model.", 1)[1]
 
 
-def test_the_few_tensors_of_a_wider_type_lose_nothing(
+def test_tensors_of_a_wider_dtype_keep_their_precision(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights in bfloat16, norms in float32."""
@@ -331,7 +331,7 @@ def test_the_few_tensors_of_a_wider_type_lose_nothing(
     assert torch.equal(found.read("model.output.weight"), before.read("model.output.weight").bfloat16().float())
 
 
-def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_overflow_of_a_narrower_dtype_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save({"fits": torch.tensor([65504.0]), "deep": {"not": torch.tensor([1.0, -1e5])}}, tmp_path / "m.pt")
     for dtype, text in (("bfloat16", ""), ("float16", "1 tensors overflow to infinity in float16")):
         caplog.clear()
@@ -349,7 +349,7 @@ def test_numbers_beyond_a_narrower_type_are_told(tmp_path: Path, caplog: pytest.
         (["{tmp}/m.pt", "{tmp}/out", "--to", "hf", "--config", "{step}/config.toml"], "missing"),
     ],
 )
-def test_what_cannot_be_converted_leaves_nothing_behind(
+def test_a_failed_conversion_leaves_no_file(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], text: str
 ) -> None:
     torch.save({"norm.weight": torch.ones(32)}, tmp_path / "m.pt")
@@ -373,7 +373,7 @@ def test_damage_is_found_before_anything_is_written(
 
 
 @pytest.mark.parametrize("command", [None, "cp -r {src} {dst}/{name}"])
-def test_offload_copies_what_is_complete_and_keeps_the_newest_here(
+def test_offload_copies_complete_steps_and_keeps_the_newest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str | None
 ) -> None:
     run_folder, archive = tmp_path / "run", tmp_path / "archive"
@@ -397,7 +397,7 @@ def test_offload_copies_what_is_complete_and_keeps_the_newest_here(
     assert "copied" not in text
 
 
-def test_offload_goes_on_after_one_that_ended_before_it_had_verified(
+def test_offload_continues_after_an_interrupted_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder, archive = tmp_path / "run", tmp_path / "archive"
@@ -421,7 +421,7 @@ def test_offload_goes_on_after_one_that_ended_before_it_had_verified(
         ("sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'", "shard-00000.bin"),
     ],
 )
-def test_a_copy_that_is_not_right_removes_nothing(
+def test_a_wrong_copy_removes_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
 ) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
@@ -432,7 +432,7 @@ def test_a_copy_that_is_not_right_removes_nothing(
     assert not list((tmp_path / "archive").glob("*.sha256"))
 
 
-def test_a_step_damaged_here_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_step_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
     (tmp_path / "archive").mkdir()
     flip_bit(tmp_path / "run" / "step-10" / SHARD, 9)
@@ -443,7 +443,7 @@ def test_a_step_damaged_here_is_not_copied(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("fault", ["written again here", "gone there", "damaged there"])
-def test_an_earlier_copy_is_looked_at_before_the_step_goes(
+def test_an_earlier_copy_is_verified_before_the_step_is_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     run_folder, archive = tmp_path / "run", tmp_path / "archive"
@@ -462,7 +462,7 @@ def test_an_earlier_copy_is_looked_at_before_the_step_goes(
     assert sorted(os.listdir(run_folder)) == ["step-10", "step-20", "step-30"]
 
 
-def test_a_step_that_is_written_again_while_others_are_copied_stays(
+def test_a_step_rewritten_during_the_copy_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes back to step 10, and is at 40 again; of its new step 20 there is no copy."""
@@ -481,7 +481,7 @@ def test_a_step_that_is_written_again_while_others_are_copied_stays(
     assert [number for number, _ in numbered_folders(folder)] == [20, 40]
 
 
-def test_a_damaged_step_is_none_of_those_that_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_step_does_not_count_as_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
     (tmp_path / "archive").mkdir()
     flip_bit(tmp_path / "run" / "step-30" / SHARD, 9)
@@ -507,7 +507,7 @@ def test_a_time_between_failures_is_above_0(capsys: pytest.CaptureFixture[str]) 
     assert code == 2 and text == "--mtbf-hours 0: expected more than 0\n"
 
 
-def test_the_best_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_interval_is_youngs_formula(capsys: pytest.CaptureFixture[str]) -> None:
     """sqrt(2 * 40 s * 43,200 s) = 1,859 s = 744 steps; a save of 40 s is then 2.1 % of the time."""
     argv = ["interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 12, "--interval", 500]
     lines = run(capsys, *argv)[1].splitlines()
@@ -517,7 +517,7 @@ def test_the_best_interval_is_youngs(capsys: pytest.CaptureFixture[str]) -> None
     assert min(in_all) == 4.30
 
 
-def test_the_times_of_a_run_are_taken_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_times_of_a_run_are_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two full saves of 30 and 50 s among steps of 2.5 s; what was written in other forms, and a gap, do not count."""
     rows = [{"step": n, "time": 2.5 * n + (900 if n > 300 else 0)} for n in range(1, 401) if n != 200]
     saves = [{"event": "save", "form": form, "seconds": s} for form, s in (("full", 30), ("hf", 999), ("full", 50))]

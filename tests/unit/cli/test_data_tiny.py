@@ -131,7 +131,7 @@ def test_the_end_of_text_of_gpt2_stays_the_last_entry(tmp_path: Path) -> None:
     assert small.decode(small.encode("Ünïcode 🙂")) == "Ünïcode 🙂"
 
 
-def test_files_beside_the_tokenizer_go_with_it(tmp_path: Path) -> None:
+def test_other_tokenizer_files_are_copied(tmp_path: Path) -> None:
     assert run("tokenizer", ASSETS, tmp_path / "small", "--keep", 300) == 0
     config = json.loads((tmp_path / "small" / "tokenizer_config.json").read_text())
     assert config["added_tokens_decoder"].keys() == {"298", "299"}
@@ -247,7 +247,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_told_with_code_2_and_nothing_is_left(
+def test_errors_return_2_and_leave_no_file(
     tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(repo_root)

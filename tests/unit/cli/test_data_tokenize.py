@@ -77,7 +77,7 @@ def test_formats_are_those_of_a_source() -> None:
     assert FORMATS == ("auto", *ENDINGS)
 
 
-def test_makes_what_the_cache_of_a_run_holds(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_equals_the_token_cache_of_a_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenize(corpus, tmp_path / "out tokens") == 0
     tokenizer = load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
@@ -91,7 +91,7 @@ def test_makes_what_the_cache_of_a_run_holds(corpus: Path, tmp_path: Path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out tokens"]
 
 
-def test_a_killed_command_typed_again_goes_on_to_the_same_bytes_with_any_workers(
+def test_a_killed_command_resumes_to_the_same_bytes_with_any_workers(
     corpus: Path, tmp_path: Path, repo_root: Path
 ) -> None:
     with start(corpus, tmp_path / "one", repo_root, "--workers", "1") as process:
@@ -109,7 +109,7 @@ def test_a_killed_command_typed_again_goes_on_to_the_same_bytes_with_any_workers
     assert not (tmp_path / ".two.building").exists()
 
 
-def test_only_one_process_makes_a_folder(
+def test_only_one_process_writes_a_folder(
     corpus: Path, tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with start(corpus, tmp_path / "out", repo_root, "--workers", "1", PAUSE_AFTER="1") as process:
@@ -121,7 +121,7 @@ def test_only_one_process_makes_a_folder(
     assert process.returncode == 0
 
 
-def test_a_complete_folder_is_found_again_and_never_written_over(
+def test_a_complete_folder_is_reused_and_never_overwritten(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tokenize(corpus, tmp_path / "out") == 0
@@ -136,7 +136,7 @@ def test_a_complete_folder_is_found_again_and_never_written_over(
     assert "exists already and has no meta.json" in capsys.readouterr().err
 
 
-def test_without_bos_and_eos_there_are_the_tokens_of_the_text_alone(corpus: Path, tmp_path: Path) -> None:
+def test_without_bos_and_eos_only_the_text_is_tokenized(corpus: Path, tmp_path: Path) -> None:
     assert tokenize(corpus, tmp_path / "out", "--no-bos", "--no-eos") == 0
     texts = [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
     expected = [token for text in texts for token in load_tokenizer(ASSETS).encode(text)]
@@ -152,7 +152,7 @@ def test_several_inputs_are_read_in_the_order_given(corpus: Path, tmp_path: Path
     assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
 
 
-def test_bad_records_are_left_out_as_a_run_would(
+def test_bad_records_are_skipped_as_in_a_run(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (corpus / "1.jsonl").open("a") as file:
@@ -179,7 +179,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_told_with_code_2(
+def test_errors_return_2(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     given, message = FAULTS[name]

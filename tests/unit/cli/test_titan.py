@@ -69,7 +69,7 @@ def test_an_unknown_command_is_refused(name: str, remedy: str, capsys: pytest.Ca
     assert capsys.readouterr().err == f"titan: there is no command {name!r}. {remedy}\n"
 
 
-def test_options_and_settings_may_stand_in_any_order() -> None:
+def test_options_and_settings_may_be_in_any_order() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", nargs="?")
     parser.add_argument("--world-size")

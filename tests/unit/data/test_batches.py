@@ -53,7 +53,7 @@ def check_step(shares: list[Batch], expected: list[Row]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mask", [False, True])
-def test_every_layout_reads_what_a_plain_loop_reads(
+def test_every_layout_reads_the_samples_of_a_plain_loop(
     build: Build, corpus_file: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], mask: bool
 ) -> None:
     ranks = ranks_of(build, corpus_file, layout, data={"mask_document_starts": mask})
@@ -100,7 +100,7 @@ def test_positions_count_from_each_documents_start_in_the_sample(
     legs=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 4)), min_size=1, max_size=4),
 )
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_restarts_on_other_layouts_go_on_where_the_run_was(
+def test_restarts_on_other_layouts_continue_at_the_same_sample(
     build: Build,
     corpus_file: Path,
     tokenizer: Tokenizer,
@@ -123,7 +123,7 @@ def test_restarts_on_other_layouts_go_on_where_the_run_was(
         assert all(other == state for other in states)
 
 
-def test_state_is_of_what_was_consumed_not_of_what_was_prefetched(build: Build, corpus_file: Path) -> None:
+def test_the_state_counts_consumed_not_prefetched_batches(build: Build, corpus_file: Path) -> None:
     batches = build(corpus_file)
     consumed = next(batches)
     prefetched = next(batches)
@@ -132,7 +132,7 @@ def test_state_is_of_what_was_consumed_not_of_what_was_prefetched(build: Build, 
     assert torch.equal(next(resumed).tokens, prefetched.tokens)
 
 
-def test_a_far_position_is_reached_at_once(build: Build, corpus_file: Path) -> None:
+def test_a_distant_position_is_reached_immediately(build: Build, corpus_file: Path) -> None:
     batches = build(corpus_file)
     state = batches.state_dict(10**15)
     batches.load_state_dict(state)
@@ -140,7 +140,7 @@ def test_a_far_position_is_reached_at_once(build: Build, corpus_file: Path) -> N
     assert batch.first_samples == [10**15] and batch.num_valid_tokens > 0
 
 
-def test_going_back_gives_the_same_batches_again(build: Build, corpus_file: Path) -> None:
+def test_rewinding_repeats_the_same_batches(build: Build, corpus_file: Path) -> None:
     batches = build(corpus_file)
     batches.load_state_dict(batches.state_dict(1000))
     next(batches)
@@ -151,7 +151,7 @@ def test_going_back_gives_the_same_batches_again(build: Build, corpus_file: Path
     assert (back.position, back.digest) == (1001, expected.digest) and torch.equal(back.tokens, expected.tokens)
 
 
-def test_a_step_of_many_samples_is_that_of_many_steps(build: Build, corpus_file: Path) -> None:
+def test_one_large_step_equals_many_small_ones(build: Build, corpus_file: Path) -> None:
     large, small = build(corpus_file, local_batch_size=10_000), build(corpus_file, local_batch_size=1000)
     for _ in range(2):
         parts = [next(small) for _ in range(10)]
@@ -162,7 +162,7 @@ def test_a_step_of_many_samples_is_that_of_many_steps(build: Build, corpus_file:
 
 @pytest.mark.parametrize("layout", [(1, 1, 8), (2, 2, 2), (4, 2, 1)], ids=str)
 @pytest.mark.parametrize("max_epochs", [1, 3])
-def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
+def test_all_ranks_end_the_last_epoch_together_after_every_token(
     build: Build, corpus_file: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], max_epochs: int
 ) -> None:
     ranks = ranks_of(build, corpus_file, layout, max_epochs=max_epochs)
@@ -219,7 +219,7 @@ def test_masked_document_starts_make_counts_ragged(build: Build, corpus_file: Pa
 
 
 @pytest.mark.parametrize(("add_bos", "add_eos"), [*itertools.product([False, True], repeat=2)])
-def test_bos_and_eos_stand_where_they_are_asked_for(
+def test_bos_and_eos_are_inserted_where_requested(
     build: Build, tmp_path: Path, tokenizer: Tokenizer, add_bos: bool, add_eos: bool
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
@@ -233,7 +233,7 @@ def test_bos_and_eos_stand_where_they_are_asked_for(
     assert batch.num_valid_tokens == len(expected) - 1
 
 
-def test_the_digest_sees_order_and_content(build: Build, corpus_file: Path) -> None:
+def test_the_digest_depends_on_order_and_content(build: Build, corpus_file: Path) -> None:
     digests = {
         next(build(corpus_file, local_batch_size=8, seed=seed, data={"shuffle": shuffle})).digest
         for seed, shuffle in [(1, True), (2, True), (1, False)]
@@ -257,7 +257,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_position_in_another_stream_is_refused_with_the_names_of_what_differs(
+def test_a_position_in_another_stream_is_refused_with_the_differences(
     build: Build, corpus_file: Path, difference: str
 ) -> None:
     changed, names = DIFFERENCES[difference]
@@ -288,7 +288,7 @@ def test_another_tokenizer_is_refused(build: Build, corpus_file: Path, tmp_path:
         batches.load_state_dict(state)
 
 
-def test_the_same_text_elsewhere_in_other_files_and_layouts_is_accepted(
+def test_the_same_text_in_other_files_and_layouts_is_accepted(
     build: Build, corpus_file: Path, tmp_path: Path
 ) -> None:
     lines = corpus_file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -316,7 +316,7 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
         build(file, data={"add_bos": False, "add_eos": False})
 
 
-def test_ranks_that_read_the_same_text_tell_each_other_little(build: Build, corpus_file: Path) -> None:
+def test_ranks_with_the_same_text_exchange_few_bytes(build: Build, corpus_file: Path) -> None:
     """All that is known of twenty sources would be hundreds of megabytes on each of 16,384 ranks."""
     told: list[str] = []
     build(corpus_file).check_ranks(lambda mine: [told.append(mine), [mine, mine]][1], {})

@@ -132,7 +132,7 @@ def test_samples_are_those_of_a_plain_loop(
 
 @given(corpora)
 @settings(max_examples=200, deadline=None)
-def test_every_token_but_a_documents_first_is_a_label_once_and_no_document_is_cut_that_fits(
+def test_each_token_is_a_label_once_and_documents_that_fit_are_not_split(
     tmp_path_factory: pytest.TempPathFactory, corpus: tuple[int, list[int]]
 ) -> None:
     seq_len, lengths = corpus
@@ -162,7 +162,7 @@ def test_every_token_but_a_documents_first_is_a_label_once_and_no_document_is_cu
     assert torch.equal(positions[..., 1:][real], torch.where(goes_on, positions[..., :-1] + 1, 0)[real])
 
 
-def test_many_documents_leave_next_to_no_padding_and_stand_in_the_texts_order() -> None:
+def test_many_documents_need_little_padding_and_keep_their_order() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 50_000).astype(np.int64) + 2
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     plan = make_plan(offsets.astype(np.uint64), 2048)
@@ -176,7 +176,7 @@ def test_many_documents_leave_next_to_no_padding_and_stand_in_the_texts_order() 
     assert (np.diff(longest) > 0).all()
 
 
-def test_a_long_plan_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_plan_logs_its_progress(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(best_fit, "PROGRESS_SECONDS", -1.0)
     caplog.set_level(logging.INFO)
     make_plan(np.array([0, 3, 5, 7, 9], np.uint64), 2)
@@ -188,7 +188,7 @@ def test_documents_without_a_label_are_refused(tmp_path: Path) -> None:
         BestFitSamples(token_file(tmp_path, [1, 1, 1]), 4, cache_folder=None, dump_folder="unused")
 
 
-def test_the_policy_names_the_samples(tmp_path: Path) -> None:
+def test_the_packing_policy_selects_the_class_of_samples(tmp_path: Path) -> None:
     file = token_file(tmp_path, [3, 5])
     assert type(pack(file, 4, Data(), "unused")) is PackedSamples
     assert type(pack(file, 4, Data(packing="best_fit"), "unused")) is BestFitSamples
@@ -198,7 +198,7 @@ def test_the_policy_names_the_samples(tmp_path: Path) -> None:
 # The plan on disk
 
 
-def test_a_plan_lies_beside_the_tokens_and_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_stored_next_to_the_tokens_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = token_file(tmp_path, [3, 9, 2, 5])
     first = cached_plan(file, 4)
     written, table = sorted((tmp_path / ".token_cache").glob("[!.]*"))
@@ -211,7 +211,7 @@ def test_a_plan_lies_beside_the_tokens_and_is_found_again(tmp_path: Path, monkey
         assert np.array_equal(plan.starts, made.starts) and np.array_equal(plan.first_pieces, made.first_pieces)
 
 
-def test_another_length_or_text_is_another_plan(tmp_path: Path) -> None:
+def test_another_length_or_text_needs_another_plan(tmp_path: Path) -> None:
     one, other = token_file(tmp_path, [3, 9, 2, 5]), token_file(tmp_path, [3, 9, 5, 2])
     assert cached_plan(one, 4).num_samples != cached_plan(one, 3).num_samples
     assert plan_name(one, 4) != plan_name(other, 4)
@@ -241,7 +241,7 @@ def test_a_plan_with_a_flipped_bit_is_refused(tmp_path: Path, offset: int) -> No
         cached_plan(file, 4)
 
 
-def test_a_plan_of_an_earlier_version_without_hashes_is_made_again(tmp_path: Path) -> None:
+def test_a_plan_without_hashes_is_rebuilt(tmp_path: Path) -> None:
     file = token_file(tmp_path, [3, 9, 2, 5])
     starts = cached_plan(file, 4).starts[:].tolist()
     path = tmp_path / ".token_cache" / plan_name(file, 4)
@@ -250,7 +250,7 @@ def test_a_plan_of_an_earlier_version_without_hashes_is_made_again(tmp_path: Pat
     assert cached_plan(file, 4).starts[:].tolist() == starts
 
 
-def test_read_only_tokens_have_their_plan_in_the_users_cache_folder(
+def test_the_plan_of_read_only_tokens_is_in_the_users_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "run"))
@@ -312,7 +312,7 @@ def planner(file: TokenFile, repo_root: Path, stdin: int = subprocess.PIPE) -> I
             process.kill()
 
 
-def test_a_killed_plan_is_invisible_and_made_again(tmp_path: Path, repo_root: Path) -> None:
+def test_a_killed_plan_is_invisible_and_rebuilt(tmp_path: Path, repo_root: Path) -> None:
     file = token_file(tmp_path, [3, 9, 2, 5])
     with planner(file, repo_root) as process:
         wait_for(process, "paused")
@@ -326,7 +326,7 @@ def test_a_killed_plan_is_invisible_and_made_again(tmp_path: Path, repo_root: Pa
     assert not list((tmp_path / ".token_cache").glob("*.building"))
 
 
-def test_one_plans_and_the_others_wait_for_it(tmp_path: Path, repo_root: Path) -> None:
+def test_one_process_plans_while_the_others_wait(tmp_path: Path, repo_root: Path) -> None:
     file = token_file(tmp_path, [3, 9, 2, 5])
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(planner(file, repo_root))
@@ -344,7 +344,7 @@ def test_one_plans_and_the_others_wait_for_it(tmp_path: Path, repo_root: Path) -
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_an_epoch_has_the_labels_that_were_promised(
+def test_an_epoch_has_the_announced_number_of_labels(
     build: Build, corpus_file: Path, tokenizer: Tokenizer, packing: str, mask: bool
 ) -> None:
     data = {"packing": packing, "mask_document_starts": mask}
@@ -383,7 +383,7 @@ def test_the_other_policy_is_refused_by_name(build: Build, corpus_file: Path) ->
     assert len([line for line in str(caught.value).splitlines() if line.startswith("  ")]) == 1
 
 
-def test_validation_reads_what_is_packed(build: Build, corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_validation_reads_packed_samples(build: Build, corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     source: Any = {"own": DataSource(path=str(corpus_file))}
     batches = build_validation_sets(
         Validation(enable=True, seq_len=16, local_batch_size=3, sources=source),
@@ -398,7 +398,7 @@ def test_validation_reads_what_is_packed(build: Build, corpus_file: Path, tokeni
     assert sum(batch.num_valid_tokens for batch in batches) == meta.num_tokens - meta.num_documents
 
 
-def test_a_document_that_fits_stands_whole_in_its_sample(build: Build, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_document_that_fits_is_in_one_sample(build: Build, tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", ["abcdefg" * count for count in range(1, 8)])
     batches = build(file, data=BEST_FIT, seq_len=40, local_batch_size=1, max_epochs=1)
     sizes = np.diff(batches._batches._samples.parts[0].file.offsets[:].astype(np.int64))

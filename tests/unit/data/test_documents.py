@@ -54,7 +54,7 @@ def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow"])
-def test_every_format_gives_the_texts_in_order_however_it_is_cut(tmp_path: Path, name: str, piece_bytes: int) -> None:
+def test_pieces_of_every_format_yield_the_texts_in_order(tmp_path: Path, name: str, piece_bytes: int) -> None:
     file = tmp_path / name
     write_jsonl(file, TEXTS) if "json" in name else write_table(file, TEXTS)
     assert read(file) == TEXTS
@@ -99,7 +99,7 @@ def test_a_text_file_is_one_document_whatever_its_size(tmp_path: Path, piece_byt
     st.lists(st.text(alphabet='aé\n🙂\\"', max_size=30), max_size=12), st.integers(1, 60), st.booleans(), st.booleans()
 )
 @settings(max_examples=80, deadline=None)
-def test_lines_are_read_once_wherever_the_borders_fall(
+def test_lines_are_read_once_wherever_pieces_end(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], step: int, ascii_only: bool, last_newline: bool
 ) -> None:
     lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts]
@@ -111,7 +111,7 @@ def test_lines_are_read_once_wherever_the_borders_fall(
     assert [text for span in spans for text in read_piece(corpus, (span,))] == texts
 
 
-def test_small_files_share_a_piece_and_large_ones_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_share_a_piece_and_large_ones_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 1000)
     for number in range(50):
         write_jsonl(tmp_path / f"{number:02}.jsonl", ["x" * 70])
@@ -121,7 +121,7 @@ def test_small_files_share_a_piece_and_large_ones_are_cut(tmp_path: Path, monkey
     assert max(map(documents.piece_size, pieces)) <= 1000
 
 
-def test_paths_mean_files_in_the_order_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_expand_to_files_sorted_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [
         "b/2.jsonl",
         "a.jsonl",
@@ -155,7 +155,7 @@ def fault(path: Path | str, **kwargs: str) -> str:
     return str(caught.value)
 
 
-def test_a_link_whose_file_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_broken_link_is_reported(tmp_path: Path) -> None:
     """As those into the Hub's cache, when a cluster deletes what nobody has read for long."""
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "blob")
@@ -163,13 +163,13 @@ def test_a_link_whose_file_is_gone_is_named(tmp_path: Path) -> None:
         assert "b.jsonl is a link to a file that is not there" in fault(path)
 
 
-def test_missing_data_are_named(tmp_path: Path) -> None:
+def test_missing_data_is_reported(tmp_path: Path) -> None:
     assert f"no data at '{tmp_path}/none.jsonl': it is not a file" in fault(tmp_path / "none.jsonl")
     assert "matching glob" in fault(tmp_path / "*.jsonl")
     assert "a folder without files of a known ending" in fault(tmp_path)
 
 
-def test_a_format_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text")
     assert "cannot be told by its ending" in fault(tmp_path / "a.csv")
     write_jsonl(tmp_path / "b.jsonl", ["b"])
@@ -206,7 +206,7 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, case: str, num_bef
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_bad_lines_are_left_out_when_that_is_asked_for(tmp_path: Path, case: str, piece_bytes: int) -> None:
+def test_bad_lines_are_skipped_on_request(tmp_path: Path, case: str, piece_bytes: int) -> None:
     line, message = BAD_LINES[case]
     file = tmp_path / "bad.jsonl"
     file.write_bytes(GOOD + b"\n" + line.rstrip(b"\n") + b"\n" + GOOD * 2)
@@ -224,7 +224,7 @@ def read_skipping(path: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
 @pytest.mark.parametrize("kind", ["string", "large", "dictionary"])
-def test_bad_rows_are_named_or_left_out(tmp_path: Path, name: str, kind: str) -> None:
+def test_bad_rows_are_reported_or_skipped(tmp_path: Path, name: str, kind: str) -> None:
     file = write_table(tmp_path / name, ["a", "QQQQ", None, "d", "e"], rows=2, kind=kind)
     file.write_bytes(file.read_bytes().replace(b"QQQQ", b"Q\xffQQ"))
     good, bad = read_skipping(file)
@@ -236,7 +236,7 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path, name: str, kind: str) ->
     assert fault(file).startswith(bad[0])
 
 
-def test_a_text_file_that_is_not_utf8_is_left_out_when_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_text_file_that_is_not_utf8_is_skipped_on_request(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
     (tmp_path / "b.txt").write_bytes(b"b")
     good, bad = read_skipping(tmp_path)

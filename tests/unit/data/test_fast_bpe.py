@@ -115,20 +115,20 @@ PARTS = ["the", "ing", "an", " ", "  ", "\n", "\r\n", "\t", "th", "heref", " rev
 @pytest.mark.parametrize("case", ["shipped", *CASES])
 @given(st.text(max_size=100) | st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"])).map("".join))
 @settings(max_examples=60, deadline=None)
-def test_gives_the_ids_of_the_library_for_any_text(case: str, text: str) -> None:
+def test_ids_equal_those_of_the_library_for_any_text(case: str, text: str) -> None:
     fast, library = engines(case)
     if fast.accepts(text):
         assert fast.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("case", ["shipped", *CASES])
-def test_gives_the_ids_of_the_library_for_a_longer_text(case: str) -> None:
+def test_ids_equal_those_of_the_library_for_a_longer_text(case: str) -> None:
     fast, library = engines(case)
     for text in training_texts():
         assert fast.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
-def test_the_hard_cases_are_there() -> None:
+def test_difficult_cases_are_covered() -> None:
     """Ids in no order need a table; a converted vocabulary has tokens that its merges do not make."""
     assert engines("GPT-2, ids in no order")[0]._id_of_rank is not None
     assert engines("Qwen 2")[0]._id_of_rank is None
@@ -262,7 +262,7 @@ def test_vocabularies_that_may_change_the_ids_are_refused(name: str) -> None:
         FastBPE(content, library_of(content))
 
 
-def test_a_token_that_merges_do_not_make_is_no_reason_where_words_are_not_taken_whole() -> None:
+def test_tokens_that_no_merge_makes_are_accepted() -> None:
     content = shipped()
     content["model"]["vocab"] |= {"qzxj": 4000, "zxj": 4001}
     library = library_of(content)
@@ -270,7 +270,7 @@ def test_a_token_that_merges_do_not_make_is_no_reason_where_words_are_not_taken_
     assert FastBPE(content, library).encode(text) == library.encode(text).ids
 
 
-def test_added_tokens_that_are_looked_for_in_the_text_are_a_reason() -> None:
+def test_added_tokens_that_match_in_text_are_refused() -> None:
     library = library_of(shipped())
     library.add_tokens(["thou"])
     with pytest.raises(Unproven, match="not special in the text: 'thou'"):
@@ -284,7 +284,7 @@ def test_difficult_texts_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> 
         FastBPE(shipped(), library_of(shipped()))
 
 
-def test_characters_of_which_the_engines_think_differently_are_left_to_the_library(
+def test_characters_that_the_engines_treat_differently_use_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An older table, in which two letters are none."""
@@ -296,7 +296,7 @@ def test_characters_of_which_the_engines_think_differently_are_left_to_the_libra
     assert found == ["Щ", "ж", *map(chr, range(0x20000, 0x20010))]
 
 
-def test_the_tokenizer_uses_it_and_takes_the_library_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_uses_fast_bpe_or_falls_back_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = load_tokenizer(ASSETS)
     texts = ["to be", "мир", "\U00020000", "a" * 26_000, "x " * 9_000 + "\n" * 26_000]
     expected = [tokenizer._inner.encode(text, add_special_tokens=False).ids for text in texts]
@@ -305,7 +305,7 @@ def test_the_tokenizer_uses_it_and_takes_the_library_where_it_must(monkeypatch: 
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [[1], [1], *expected[2:]]
 
 
-def test_texts_are_encoded_alike_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_encoded_alike_during_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of several streams are made in threads, and the first text of one of them makes the engine."""
     content = json.loads(trained(CASES["Llama 3, converted"][0]))
     CASES["Llama 3, converted"][1](content)
@@ -327,7 +327,7 @@ def test_texts_are_encoded_alike_while_it_is_made(monkeypatch: pytest.MonkeyPatc
     assert seen and all(ids == expected for ids in seen)
 
 
-def test_the_reason_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     tokenizer = load_tokenizer(ASSETS)
     assert tokenizer.encode_batch(["a", "b"]) and not caplog.messages

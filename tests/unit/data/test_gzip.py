@@ -49,7 +49,7 @@ def read(path: Path, on_bad_record: str = "error") -> list[str]:
 @pytest.mark.parametrize("num_members", [1, 7])
 @pytest.mark.parametrize("part_bytes", [300, 2000, 2**30])
 @pytest.mark.parametrize("ending", [".jsonl.gz", ".json.gz"])
-def test_a_compressed_file_gives_its_texts_in_order_however_it_is_cut(
+def test_pieces_of_a_gzip_file_yield_its_texts_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, num_members: int, ending: str
 ) -> None:
     cut_into(part_bytes, monkeypatch)
@@ -60,7 +60,7 @@ def test_a_compressed_file_gives_its_texts_in_order_however_it_is_cut(
     assert sum(span.size for span in spans) == pytest.approx(file.stat().st_size * 2.5, abs=len(spans))
 
 
-def test_compressed_and_plain_files_are_one_source_and_small_ones_share_a_piece(tmp_path: Path) -> None:
+def test_gzip_and_plain_files_form_one_source_and_small_files_share_a_piece(tmp_path: Path) -> None:
     write_gzip(tmp_path / "a.jsonl.gz", ["one", "two"])
     write_jsonl(tmp_path / "b.jsonl", ["three"])
     (tmp_path / "c.jsonl.gz").write_bytes(b"")
@@ -69,7 +69,7 @@ def test_compressed_and_plain_files_are_one_source_and_small_ones_share_a_piece(
     assert len(plan_pieces(find_corpus(str(tmp_path)))) == 1
 
 
-def test_a_bad_line_is_named_by_its_place_in_the_text(tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_with_its_line_number(tmp_path: Path) -> None:
     raw = b'{"text": "good"}\n' * 3 + b'{"text": 7}\n'
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(raw))
@@ -82,7 +82,7 @@ def test_a_bad_line_is_named_by_its_place_in_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [500, 2**30])
-def test_a_file_that_was_cut_off_is_told_or_its_rest_left_out(
+def test_a_truncated_gzip_file_is_reported_or_its_rest_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
     cut_into(part_bytes, monkeypatch)
@@ -101,13 +101,13 @@ def test_a_file_that_was_cut_off_is_told_or_its_rest_left_out(
     assert 1 <= len(told) <= num_parts and all("cannot be decompressed" in one and str(file) in one for one in told)
 
 
-def test_what_is_no_gzip_file_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gzip_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_text(json.dumps({"text": "plain"}))
     with pytest.raises(DataError, match=r"a.json.gz, line 1: cannot be decompressed from here on \(Not a gzipped file"):
         read(tmp_path)
 
 
-def test_a_cache_of_compressed_text_is_that_of_the_text(
+def test_gzip_and_plain_text_have_the_same_token_cache(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(formats, "GZIP_BYTES", 2000)

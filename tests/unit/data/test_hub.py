@@ -74,7 +74,7 @@ def test_later_starts_need_no_network(downloads: Callable[..., Path], monkeypatc
     assert find_corpus(PATH) == first
 
 
-def test_faults_of_the_network_are_waited_out(downloads: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_downloads_are_retried_after_network_errors(downloads: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     downloads(*[ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1))
     assert find_corpus(PATH).format == "jsonl"
     assert caplog.text.count("reset by peer; trying again") == hub.ATTEMPTS - 1
@@ -88,7 +88,7 @@ def test_faults_of_the_network_are_waited_out(downloads: Callable[..., Path], ca
         ("hf://datasets/own/tales/en/*.jsonl", [], "expected hf://datasets/OWNER/NAME@REVISION/PATTERN"),
     ],
 )
-def test_what_cannot_be_downloaded_is_told(
+def test_a_failed_download_is_reported(
     downloads: Callable[..., Path], path: str, faults: list[Exception], told: str
 ) -> None:
     downloads(*faults)
@@ -96,7 +96,7 @@ def test_what_cannot_be_downloaded_is_told(
         find_corpus(path)
 
 
-def test_a_part_of_the_text_is_not_taken_for_the_whole(downloads: Callable[..., Path]) -> None:
+def test_missing_files_of_the_listing_are_reported(downloads: Callable[..., Path]) -> None:
     downloads(listed=("en/a.jsonl", "en/b.jsonl"))
     with pytest.raises(DataError, match=r"1 of 2 files are missing, en/b.jsonl"):
         find_corpus(PATH)

@@ -120,7 +120,7 @@ def labels_of(batches: TrainBatches) -> Counter[int]:
 
 
 @pytest.mark.parametrize("ending", [".json.gz", ".jsonl", ".parquet", ".txt"])
-def test_an_epoch_is_all_of_the_text_file_by_file_in_an_order_of_its_own(
+def test_an_epoch_reads_every_file_in_its_own_order(
     build: Build, the_hub: Hub, tmp_path: Path, ending: str
 ) -> None:
     write_files(the_hub.folder / "en", ending)
@@ -151,7 +151,7 @@ def digests(ranks: list[TrainBatches], num_steps: int) -> list[int]:
     return [sum(next(rank).digest for rank in ranks) % 2**64 for _ in range(num_steps)]
 
 
-def test_layouts_restarts_and_lost_files_change_nothing_and_the_list_is_asked_for_once(
+def test_layouts_restarts_and_lost_files_do_not_change_the_stream(
     build: Build, the_hub: Hub, tmp_path: Path
 ) -> None:
     def ranks(size: int) -> list[TrainBatches]:
@@ -174,7 +174,7 @@ def test_layouts_restarts_and_lost_files_change_nothing_and_the_list_is_asked_fo
     assert digests(again, 30) == whole[41:71]
 
 
-def test_another_revision_is_another_text(build: Build, the_hub: Hub, tmp_path: Path) -> None:
+def test_another_revision_has_another_fingerprint(build: Build, the_hub: Hub, tmp_path: Path) -> None:
     first = build(PATH, streaming=True)  # type: ignore[arg-type]
     (kept,) = (tmp_path / "run").rglob("files.json")
     kept.write_text(kept.read_text().replace("c0ffee", "decade"))
@@ -199,7 +199,7 @@ def test_one_process_downloads_and_the_others_wait(the_hub: Hub, tmp_path: Path)
     assert not list(listing.folder.rglob("*.gz"))
 
 
-def test_faults_of_the_network_and_cut_files_are_waited_out(the_hub: Hub, tmp_path: Path) -> None:
+def test_network_errors_and_truncated_files_are_retried(the_hub: Hub, tmp_path: Path) -> None:
     the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
     listing = hub.list_files(PATH, tmp_path)
     file = next(iter(listing.sizes))
@@ -217,7 +217,7 @@ def test_faults_of_the_network_and_cut_files_are_waited_out(the_hub: Hub, tmp_pa
     assert file.read_bytes() == gzip.decompress(raw)
 
 
-def test_a_file_that_is_damaged_on_the_hub_is_told_at_once(the_hub: Hub, tmp_path: Path) -> None:
+def test_a_file_damaged_on_the_hub_is_reported_without_a_retry(the_hub: Hub, tmp_path: Path) -> None:
     source = the_hub.folder / "en/part-0.json.gz"
     source.write_bytes(source.read_bytes()[:-9])
     listing = hub.list_files(PATH, tmp_path)
@@ -233,7 +233,7 @@ def test_a_file_that_is_damaged_on_the_hub_is_told_at_once(the_hub: Hub, tmp_pat
     ("name", "here"),
     [("a.json.gz", "a.json.gz.json"), ("x/a.txt.gz", "x/a.txt.gz.txt"), ("a.gz", "a.gz.unpacked"), ("a.parquet",) * 2],
 )
-def test_what_is_unpacked_has_a_name_of_its_own(tmp_path: Path, name: str, here: str) -> None:
+def test_a_decompressed_file_has_its_own_name(tmp_path: Path, name: str, here: str) -> None:
     listing = hub.Listing("", "", "", tmp_path, {})
     assert hub._name_here(name) == here
     assert listing._name(tmp_path / here) == name and listing.is_gzip(tmp_path / here) == name.endswith(".gz")
@@ -247,7 +247,7 @@ def test_what_is_unpacked_has_a_name_of_its_own(tmp_path: Path, name: str, here:
         ("hf://datasets/own/tales/en/*.jsonl", None, "expected hf://datasets/OWNER/NAME@REVISION/PATTERN"),
     ],
 )
-def test_what_cannot_be_listed_is_told(
+def test_a_failed_listing_is_reported(
     the_hub: Hub, tmp_path: Path, path: str, fault: Exception | None, told: str
 ) -> None:
     the_hub.faults = [fault] if fault else []
@@ -255,7 +255,7 @@ def test_what_cannot_be_listed_is_told(
         hub.list_files(path, tmp_path)
 
 
-def test_a_run_without_network_is_told_at_once(build: Build, the_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_reported_immediately(build: Build, the_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = build(PATH, streaming=True)  # type: ignore[arg-type]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"part-\d.json.gz of hf://datasets/own/tales.*HF_HUB_OFFLINE must not be set"):
@@ -272,7 +272,7 @@ def test_a_run_without_network_is_told_at_once(build: Build, the_hub: Hub, monke
         ("*/[ab].gz", {"en/a.gz"}),
     ],
 )
-def test_patterns_are_those_of_globs(tmp_path: Path, pattern: str, names: set[str]) -> None:
+def test_patterns_are_globs(tmp_path: Path, pattern: str, names: set[str]) -> None:
     known = ["a.gz", "en/a.gz", "en/x/b.gz", "en/c.txt"]
     for name in known:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -281,7 +281,7 @@ def test_patterns_are_those_of_globs(tmp_path: Path, pattern: str, names: set[st
     assert {file.relative_to(tmp_path).as_posix() for file in tmp_path.glob(pattern)} == names
 
 
-def test_a_process_ends_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Path) -> None:
+def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Path) -> None:
     """What is downloaded ahead is left as it is: without an error, and without waiting for it."""
     code = """if 1:
         import os, sys, threading, time

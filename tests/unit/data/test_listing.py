@@ -90,7 +90,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the files"))
 
 
-def test_only_one_rank_looks_at_the_files(
+def test_only_one_rank_lists_the_files(
     source: DataSource, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks()
@@ -102,7 +102,7 @@ def test_only_one_rank_looks_at_the_files(
     assert np.array_equal(first.offsets, second.offsets)
 
 
-def test_a_rank_with_files_of_its_own_looks_at_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_rank_with_its_own_files_lists_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Where they lie may differ from node to node; that they are the same is compared afterwards."""
     for name, write in WRITERS.items():
         ranks, kind = Ranks(), "auto" if name == "text" else "tokens"
@@ -113,7 +113,7 @@ def test_a_rank_with_files_of_its_own_looks_at_them(tokenizer: Tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["npy", "megatron"])
-def test_other_files_at_the_same_place_are_looked_at(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_other_files_at_the_same_path_are_listed(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Each node may have a copy of its own, and that copy may be an older one."""
     ranks, source = Ranks(), DataSource(path=str(WRITERS[name](tmp_path / "data")), format="tokens")
     first = opened(source, tokenizer, tmp_path, ranks.restart())
@@ -125,7 +125,7 @@ def test_other_files_at_the_same_place_are_looked_at(name: str, tokenizer: Token
     assert opened(source, tokenizer, tmp_path, ranks.restart()).meta.text_digest != first.meta.text_digest
 
 
-def test_a_file_that_changes_between_two_looks_is_not_read(
+def test_a_file_that_changes_after_the_listing_is_not_read(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run would go on with other data. A new start may read it."""
@@ -141,7 +141,7 @@ def test_a_file_that_changes_between_two_looks_is_not_read(
     assert opened(source, tokenizer, tmp_path).tokens[0:4].tolist() == [5, 6, 7, 8]
 
 
-def test_an_error_of_the_one_is_everyones(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_error_of_the_listing_rank_is_raised_on_all(tokenizer: Tokenizer, tmp_path: Path) -> None:
     class Failing(Ranks):
         def leader_does(self, action: Callable[[], Any]) -> Any:
             raise DataError("no data")
@@ -151,7 +151,7 @@ def test_an_error_of_the_one_is_everyones(tokenizer: Tokenizer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "[0-9]*.jsonl"])
-def test_a_folder_tells_what_is_in_it_without_a_look_at_each_file(
+def test_listing_a_folder_does_not_examine_each_file(
     pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank of a run looks for the text before it joins the others."""

@@ -62,7 +62,7 @@ def contents(batch: Batch) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(1, None), (2, 1), (4, 3)])
 @pytest.mark.parametrize("layout", [(0, 1), (1, 2)])
-def test_workers_change_nothing(
+def test_workers_do_not_change_batches(
     read_by: Build, num_workers: int, prefetch: int | None, layout: tuple[int, int]
 ) -> None:
     """Over two ends of an epoch, to the end of the text."""
@@ -72,7 +72,7 @@ def test_workers_change_nothing(
     assert others.position == alone.position
 
 
-def test_the_state_is_of_what_was_handed_out_and_goes_on_with_other_workers(read_by: Build) -> None:
+def test_the_state_counts_returned_batches_and_works_with_other_workers(read_by: Build) -> None:
     expected = [contents(batch) for batch in itertools.islice(read_by(0), 12)]
     got, state = [], read_by(0).state_dict()
     for num_workers, steps in ((2, 3), (0, 4), (1, 5)):
@@ -130,7 +130,7 @@ def test_an_error_ends_a_process_whose_workers_are_reading() -> None:
     assert ended.stderr.rstrip().endswith("ValueError: the error that ends the run")
 
 
-def test_a_fault_in_a_worker_is_that_of_the_main_process(read_by: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_worker_is_raised_in_the_main_process(read_by: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: PlannedBatches, plan: Any) -> Batch:
         raise DataError(f"file x, token {plan.positions[0]}")
 
@@ -167,7 +167,7 @@ def test_validation_reads_the_same_every_time(
     ("num_workers", "num_ranks", "num_cores", "wanted"),
     [(2, 8, 27, 28), (2, 8, 28, None), (1, 1, 5, 6), (1, 1, 6, None), (0, 8, 2, None)],
 )
-def test_too_few_cores_for_ranks_and_workers_are_told(
+def test_too_few_cores_for_ranks_and_workers_are_reported(
     num_workers: int, num_ranks: int, num_cores: int, wanted: int | None
 ) -> None:
     told = describe_core_shortage(num_workers, num_ranks, num_cores)

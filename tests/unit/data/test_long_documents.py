@@ -126,7 +126,7 @@ def difficult_text(draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_ids_of_the_parts_are_those_of_the_whole(
+def test_parts_have_the_ids_of_the_whole_document(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = LOADERS[name](tmp_path)
@@ -165,7 +165,7 @@ UNKNOWN: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_may_depend_on_the_whole_text_is_not_cut_but_refused_when_it_is_too_long(
+def test_a_tokenizer_that_needs_the_whole_text_refuses_long_documents(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tokenizers.Tokenizer.from_str(trained("GPT-2"))
@@ -183,7 +183,7 @@ def test_what_may_depend_on_the_whole_text_is_not_cut_but_refused_when_it_is_too
         cache(file, tokenizer)
 
 
-def test_a_run_without_a_place_to_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(ASSETS)
     monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 100)
     monkeypatch.setattr(tokenizer, "max_part", 1000)
@@ -194,7 +194,7 @@ def test_a_run_without_a_place_to_cut_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])
-def test_many_texts_in_one_call_have_the_ids_of_each(file: str) -> None:
+def test_a_batch_of_texts_has_the_ids_of_each_text(file: str) -> None:
     tokenizer, draw = load_tokenizer(ASSETS / file), random.Random(2)
     for _ in range(40):
         texts = [difficult_text(draw) for _ in range(draw.randrange(1, 6))]
@@ -208,7 +208,7 @@ def test_many_texts_in_one_call_have_the_ids_of_each(file: str) -> None:
         ] == [tokenizer.encode(text) for text in texts]
 
 
-def test_a_long_document_has_progress_by_its_bytes(
+def test_progress_counts_the_bytes_of_a_long_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 10_000)
@@ -248,7 +248,7 @@ CHARACTERS = ASSETS.parent / "checkpoints" / "tokenizer"  # a token for each cha
 
 
 @pytest.mark.parametrize("size", [10, pytest.param(299, marks=pytest.mark.nightly)])
-def test_a_giant_document_takes_a_few_bytes_of_memory_for_each_of_its_own(
+def test_a_giant_document_needs_a_few_bytes_of_memory_per_byte(
     size: int, tmp_path: Path, repo_root: Path
 ) -> None:
     """6 bytes for each byte of text, and what a part takes; the `tokenizers` library took 310

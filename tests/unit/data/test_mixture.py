@@ -93,7 +93,7 @@ supplies_of = st.lists(
     window=st.tuples(st.integers(0, 300), st.integers(1, 50)),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_formula_is_the_loop(
+def test_the_closed_form_equals_a_loop(
     short_pattern: None,
     rows: list[tuple[int, float, int, float]],
     changes: dict[int, tuple[int, float]],
@@ -123,7 +123,7 @@ def test_the_formula_is_the_loop(
 
 
 @pytest.mark.parametrize("num", [10, 100, 2000, 70_000, 200_000])
-def test_shares_hold_from_the_first_samples_on(num: int) -> None:
+def test_weights_hold_from_the_first_samples(num: int) -> None:
     supplies = [Supply("a", 991, 16.0, 5.0), Supply("b", 7919, 16.0, 3.0), Supply("c", 13, 16.0, 2.0)]
     counts = SampleOrder(supplies, seed=3).counts_at(num)
     for key, share in {"a": 0.5, "b": 0.3, "c": 0.2}.items():
@@ -133,7 +133,7 @@ def test_shares_hold_from_the_first_samples_on(num: int) -> None:
 @pytest.mark.parametrize(
     "weights", [(3.7, 0.01, 0.01, 0.01), (1.0, 1.0, 1.0), (8.0, 2.0, 1.0), (5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-3)]
 )
-def test_a_source_is_never_a_whole_sample_off_its_share(weights: tuple[float, ...]) -> None:
+def test_a_source_deviates_from_its_weight_by_less_than_one_sample(weights: tuple[float, ...]) -> None:
     order = SampleOrder([Supply(str(n), 1000, 16.0, weight) for n, weight in enumerate(weights)], seed=3)
     ((_, shares),) = order.segments()
     num_positions = 2 * mixture.PATTERN
@@ -145,13 +145,13 @@ def test_a_source_is_never_a_whole_sample_off_its_share(weights: tuple[float, ..
         assert np.abs(np.cumsum(sources == index) - share * positions).max() < 1
 
 
-def test_shares_are_of_tokens() -> None:
+def test_weights_are_fractions_of_tokens() -> None:
     """A source whose samples are half padding is read twice as often for the same weight."""
     order = SampleOrder([Supply("full", 1000, 16.0), Supply("half", 1000, 8.0)], seed=3)
     assert order.counts_at(30_000) == {"full": 10_000, "half": 20_000}
 
 
-def test_every_epoch_of_every_source_is_whole() -> None:
+def test_every_epoch_of_every_source_is_complete() -> None:
     supplies = [Supply("a", 100, 16.0, 5.0), Supply("b", 70, 16.0, 3.0), Supply("c", 30, 16.0, 2.0)]
     order = SampleOrder(supplies, seed=3)
     samples = order.samples_at(np.arange(3000))
@@ -162,7 +162,7 @@ def test_every_epoch_of_every_source_is_whole() -> None:
             assert sorted(piece.tolist()) == list(range(supply.num_samples))
 
 
-def test_a_source_that_is_used_up_leaves_its_part_to_the_others() -> None:
+def test_other_sources_replace_an_exhausted_one() -> None:
     supplies = [Supply("a", 1000, 16.0, 2.0), Supply("b", 1000, 16.0, 1.0), Supply("few", 10, 16.0, 1.0, max_epochs=3)]
     order = SampleOrder(supplies, seed=3)
     (_, before), (position, after) = order.segments()
@@ -180,7 +180,7 @@ def test_the_stream_ends_when_all_sources_do() -> None:
     assert counts == Counter({**dict.fromkeys(range(7), 2), **dict.fromkeys(range(7, 57), 1)})
 
 
-def test_a_position_far_away_is_as_near_as_the_first() -> None:
+def test_a_distant_position_costs_no_more_than_the_first() -> None:
     supplies = [Supply("a", 10**9, 16.0, 5.0), Supply("b", 10**8, 16.0, 3.0)]
     order = SampleOrder(supplies, seed=3)
     far = order.samples_at(np.arange(10**12, 10**12 + 1000))
@@ -192,13 +192,13 @@ def test_a_weight_that_would_never_be_read_is_refused() -> None:
         SampleOrder([Supply("a", 10, 16.0), Supply("b", 10, 16.0, 1e-7)], seed=3)
 
 
-def test_a_source_keeps_its_order_whatever_stands_beside_it() -> None:
+def test_other_sources_do_not_change_the_order_of_a_source() -> None:
     alone = SampleOrder([Supply("a", 100, 16.0)], seed=3).samples_at(np.arange(100))
     beside = SampleOrder([Supply("b", 9, 16.0), Supply("a", 100, 16.0)], seed=3).samples_at(np.arange(400))
     assert [sample - 9 for sample in beside.tolist() if sample >= 9][:100] == alone.tolist()
 
 
-def test_the_pattern_begins_anew_behind_an_origin() -> None:
+def test_the_pattern_restarts_after_an_origin() -> None:
     supplies = [Supply("a", 100, 16.0), Supply("b", 100, 16.0)]
     order = SampleOrder(supplies, seed=None)
     order.start_at(Origin(10, {"a": 7, "b": 103}))
@@ -254,7 +254,7 @@ def rows(batch: Batch) -> list[tuple[int, ...]]:
     return [tuple(row) for row in batch.tokens.flatten(0, 1).tolist()]
 
 
-def test_a_mixture_reads_what_its_sources_hold(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+def test_a_mixture_reads_the_samples_of_its_sources(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
     """Rows, labels, digests against a loop over the sources read alone, in the order that the formula gives."""
     batches = mixed(tokenizer, texts, WEIGHTS)
     pieces = {name: list(_alone(tokenizer, texts[name], name)) for name in WEIGHTS}
@@ -305,7 +305,7 @@ def test_every_layout_reads_the_same_mixture(
         assert one.digest == sum(share.digest for share in shares) % 2**64
 
 
-def test_a_mixture_goes_on_after_a_restart(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+def test_a_mixture_continues_after_a_restart(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
     whole, part = mixed(tokenizer, texts, WEIGHTS), mixed(tokenizer, texts, WEIGHTS)
     expected = [next(whole).digest for _ in range(50)]
     got = [next(part).digest for _ in range(20)]
@@ -327,7 +327,7 @@ def test_weights_change_at_their_step(tokenizer: Tokenizer, texts: dict[str, Pat
     assert all(has(batch, "plays") for batch in steps[:10]) and all(has(batch, "verse") for batch in steps[10:])
 
 
-def test_weights_change_at_their_step_whatever_is_left_out(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+def test_weights_change_at_their_step_despite_skipped_steps(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
     weights = {"plays": {"weight": 1.0, "weight_from": [[11, 0]]}, "verse": {"weight": 0.0, "weight_from": [[11, 1.0]]}}
     batches = mixed(tokenizer, texts, weights, skip_steps=[(3, 5), (11, 12)])
     word = tokenizer.encode("hamlet")
@@ -349,7 +349,7 @@ def test_the_log_names_the_text_that_is_read(
         caplog.clear()
 
 
-def test_the_log_tells_the_steps(
+def test_the_log_reports_when_weights_change_and_texts_end(
     tokenizer: Tokenizer, texts: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -389,7 +389,7 @@ def test_a_text_without_a_label_is_refused(tokenizer: Tokenizer, tmp_path: Path)
         ),
     ],
 )  # fmt: skip
-def test_a_changed_mixture_is_refused_or_goes_on_without_a_repeat(
+def test_a_changed_mixture_is_refused_or_continues_without_repeats(
     tokenizer: Tokenizer,
     texts: dict[str, Path],
     changed: dict[str, Any],
@@ -436,7 +436,7 @@ def test_a_run_of_the_earlier_schedule_resumes_where_each_source_was(
     assert resumed.order.counts_at(resumed.position) == {"plays": 24, "verse": 0, "prose": 0}
 
 
-def test_an_end_that_moved_what_was_read_is_refused(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
+def test_more_epochs_of_an_exhausted_source_are_refused(tokenizer: Tokenizer, texts: dict[str, Path]) -> None:
     """More epochs of a source that has been used up already: the others have read its part meanwhile."""
     once = {**WEIGHTS, "prose": {"weight": 2.0, "max_epochs": 1}}
     run = mixed(tokenizer, texts, once)
@@ -476,7 +476,7 @@ def test_skipped_steps_are_never_read_and_the_others_are_unchanged(
         assert next(resumed).digest == digests[15]
 
 
-def test_a_step_that_meets_skipped_samples_in_its_middle_goes_on_behind_them(
+def test_a_step_continues_after_skipped_samples_in_its_middle(
     tokenizer: Tokenizer, texts: dict[str, Path]
 ) -> None:
     batches = mixed(tokenizer, texts, WEIGHTS)

@@ -31,7 +31,7 @@ def test_is_a_bijection_at_block_and_window_borders(num_samples: int) -> None:
 
 @given(st.integers(1, 100_000), st.data())
 @settings(max_examples=50, deadline=None)
-def test_any_position_alone_gives_what_the_whole_epoch_gives(num_samples: int, data: st.DataObject) -> None:
+def test_a_single_position_equals_its_entry_in_the_epoch(num_samples: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, num_samples - 1), min_size=1, max_size=20)))
     assert np.array_equal(shuffled(positions, num_samples, 1, 2), epoch_order(num_samples, 1, 2)[positions])
 
@@ -53,7 +53,7 @@ def test_every_seed_and_epoch_has_its_own_order() -> None:
     assert len(orders) == 400
 
 
-def test_every_sample_may_come_at_every_place() -> None:
+def test_every_sample_can_be_at_every_position() -> None:
     # 2,000 epochs of 20 samples: each of the 400 (place, sample) pairs is expected 100 times, standard deviation 10.
     counts = np.zeros((20, 20), int)
     for epoch in range(2000):
@@ -61,13 +61,13 @@ def test_every_sample_may_come_at_every_place() -> None:
     assert counts.min() > 50 and counts.max() < 150
 
 
-def test_neighbours_do_not_stay_together() -> None:
+def test_neighbors_are_separated() -> None:
     order = epoch_order(5_000)
     # A random order keeps two neighbours side by side twice (either way round) on average; Poisson.
     assert np.count_nonzero(np.abs(np.diff(order)) == 1) < 15
 
 
-def test_a_window_reads_few_places_of_the_file() -> None:
+def test_a_window_reads_few_regions_of_the_file() -> None:
     num_samples = 20 * WINDOW
     order = epoch_order(num_samples)[:WINDOW]
     num_places = 1 + np.count_nonzero(np.diff(np.sort(order)) != 1)

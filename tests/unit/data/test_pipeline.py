@@ -24,7 +24,7 @@ def resolve(dataset: str = "shakespeare", path: str | None = None, **sources: st
     return named.name, named.source.path
 
 
-def test_sources_go_before_dataset_path_and_that_before_the_name() -> None:
+def test_sources_override_dataset_path_which_overrides_the_name() -> None:
     shipped = str(DATASETS["shakespeare"].file)
     assert resolve() == ("shakespeare", shipped)
     assert resolve(path="/own/*.jsonl") == ("shakespeare", "/own/*.jsonl")
@@ -32,7 +32,7 @@ def test_sources_go_before_dataset_path_and_that_before_the_name() -> None:
     assert resolve("no name", path="/own", mine="/mine") == ("mine", "/mine")
 
 
-def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_c4_test_reads_the_shipped_text_and_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert resolve("c4_test") == ("c4_test", str(DATASETS["shakespeare"].file))
     (message,) = caplog.messages
@@ -46,7 +46,7 @@ def test_c4_test_is_the_shipped_text_and_says_so_in_one_line(caplog: pytest.LogC
         ("validation", Validation(dataset="c4_validation"), "validation", False),
     ],
 )
-def test_c4_lies_on_the_hub_at_a_commit(name: Any, section: Any, files: str, streaming: bool) -> None:
+def test_c4_is_read_from_a_fixed_commit_of_the_hub(name: Any, section: Any, files: str, streaming: bool) -> None:
     (named,) = resolve_sources(name, section, {})
     commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
     assert named.source == DataSource(
@@ -65,12 +65,12 @@ def test_c4_lies_on_the_hub_at_a_commit(name: Any, section: Any, files: str, str
         ("validation", Validation(dataset="c4"), "validation.dataset is 'c4': .* c4_validation"),
     ],
 )
-def test_what_cannot_be_read_is_refused(name: Any, section: Any, message: str) -> None:
+def test_an_unreadable_source_is_refused(name: Any, section: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         resolve_sources(name, section, {})
 
 
-def test_shipped_text_is_what_its_note_says(repo_root: Path) -> None:
+def test_the_shipped_text_matches_its_note(repo_root: Path) -> None:
     note = (repo_root / "torchtitan_like/data/corpus/README.md").read_text(encoding="utf-8")
     for name in ("shakespeare", "shakespeare_validation"):
         file = DATASETS[name].file
@@ -79,7 +79,7 @@ def test_shipped_text_is_what_its_note_says(repo_root: Path) -> None:
     assert "public domain" in note
 
 
-def test_the_room_imports_only_what_a_batch_needs(repo_root: Path) -> None:
+def test_the_data_package_imports_only_what_a_batch_needs(repo_root: Path) -> None:
     heavy = ("datasets", "pyarrow", "pandas", "torch.distributed.tensor", "transformers", "tokenizers", "tiktoken")
     script = f"import sys, torchtitan_like.data.build; print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-c", script]

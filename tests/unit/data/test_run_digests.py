@@ -62,7 +62,7 @@ def test_a_bit_that_flips_between_two_starts_is_found_before_training(
     start().tokens[8_000:10_000]
 
 
-def test_what_the_start_does_not_verify_is_verified_when_it_is_read(
+def test_files_not_verified_at_the_start_are_verified_when_read(
     start: Callable[..., TokenFile], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start().tokens[:]
@@ -88,7 +88,7 @@ def test_the_records_of_all_processes_are_merged_and_bounded(
     assert np.count_nonzero(np.fromfile(table, "<u4")) == num_extents
 
 
-def test_a_second_source_with_the_same_files_ends_no_record(
+def test_a_second_source_with_the_same_files_keeps_the_record(
     start: Callable[..., TokenFile], tmp_path: Path
 ) -> None:
     training = start()
@@ -114,7 +114,7 @@ def test_processes_that_read_different_bytes_end_the_next_start(
         start()
 
 
-def test_what_a_kill_leaves_of_a_log_is_used(
+def test_a_log_truncated_by_a_kill_is_used(
     start: Callable[..., TokenFile], tmp_path: Path, folder: Path
 ) -> None:
     start().tokens[8_000:10_000]
@@ -150,7 +150,7 @@ def test_a_file_that_is_overwritten_or_truncated_during_the_run_ends_it(
         opened.tokens[8_000:10_000]
 
 
-def test_a_full_disk_is_one_warning(
+def test_a_full_disk_causes_one_warning(
     start: Callable[..., TokenFile],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -43,7 +43,7 @@ pairs = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3).m
 
 
 @given(sizes=growing, skipped=pairs)
-def test_a_step_reads_what_a_run_without_the_left_out_steps_reads(
+def test_steps_read_the_samples_that_are_not_skipped(
     sizes: list[tuple[int, int]], skipped: list[list[int]]
 ) -> None:
     kept = plain(sizes, 60)
@@ -56,7 +56,7 @@ def test_a_step_reads_what_a_run_without_the_left_out_steps_reads(
         assert positions.first_position(step) == read[0]
 
 
-def test_a_position_between_two_steps_is_read_on_from() -> None:
+def test_reading_continues_from_a_position_between_two_steps() -> None:
     assert walked(StepPositions(SIZES), 4, start=3) == [[3, 4], [5, 6], [7, 8, 9], [10, 11, 12]]
     assert walked(StepPositions([(1, 4)], [[2, 3]]), 2, start=2) == [[2, 3, 12, 13], [14, 15, 16, 17]]
 
@@ -64,7 +64,7 @@ def test_a_position_between_two_steps_is_read_on_from() -> None:
 @pytest.mark.parametrize(
     ("ramp", "last"), [([8, 8, 100], 32), ([2, 3, 50], 20), ([4, 4, 1], 64), ([1, 1, 7], 2), ([16, 16, 10_000], 48)]
 )
-def test_a_ramp_grows_as_megatrons(ramp: list[int], last: int) -> None:
+def test_a_batch_size_ramp_equals_megatrons(ramp: list[int], last: int) -> None:
     """Counted sample by sample: a step has start + increment x (parts of the ramp that have been read), at most all."""
     start, increment, samples = ramp
     num_increments = (last - start) // increment

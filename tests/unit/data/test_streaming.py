@@ -161,7 +161,7 @@ def stream(folder: Path, tokenizer: Tokenizer, mask: bool = False, shuffle: bool
 
 
 @pytest.mark.parametrize(("layout", "mask"), [(LAYOUTS[0], True), (LAYOUTS[1], False), (LAYOUTS[2], True)], ids=str)
-def test_every_layout_reads_what_a_plain_loop_reads(
+def test_every_layout_reads_the_samples_of_a_plain_loop(
     build: Build, corpus: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], mask: bool
 ) -> None:
     ranks = ranks_of(build, layout, own(corpus), mask_document_starts=mask)
@@ -181,7 +181,7 @@ def test_every_layout_reads_what_a_plain_loop_reads(
     legs=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 12)), min_size=2, max_size=5),
 )
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_restarts_on_other_layouts_go_on_where_the_run_was(
+def test_restarts_on_other_layouts_continue_at_the_same_sample(
     build: Build, corpus: Path, tokenizer: Tokenizer, shuffle: bool, legs: list[tuple[tuple[int, int, int], int]]
 ) -> None:
     expected = stream(corpus, tokenizer, shuffle=shuffle)
@@ -208,7 +208,7 @@ def contents(batch: Batch) -> tuple[Any, ...]:
     )
 
 
-def test_workers_change_nothing(build: Build, corpus: Path) -> None:
+def test_workers_do_not_change_batches(build: Build, corpus: Path) -> None:
     """To the end of the text; then a restart in the middle, of what was handed out and not of what was read ahead."""
     layout, source = (2, 2, 2), own(corpus, max_epochs=1)
     alone = [contents(batch) for batch in build(layout, 1, source)]
@@ -226,7 +226,7 @@ def test_workers_change_nothing(build: Build, corpus: Path) -> None:
     [((1, 1, 8), 2, "concat"), ((4, 1, 2), 1, "concat"), ((2, 2, 2), 2, "best_fit")],
     ids=str,
 )
-def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
+def test_all_ranks_end_the_last_epoch_together_after_every_token(
     build: Build, corpus: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], num_epochs: int, pack: str
 ) -> None:
     ranks = ranks_of(build, layout, own(corpus, max_epochs=num_epochs), packing=pack)
@@ -257,7 +257,7 @@ def test_the_last_epoch_ends_for_all_ranks_at_once_with_every_token_read(
     assert next(longer).num_samples == 8
 
 
-def test_a_far_position_costs_one_window(build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distant_position_costs_one_window(build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "NUM_AHEAD", 0)
     batches = build((1, 1, 8), 0, own(corpus))
     (part,) = batches._streams.values()
@@ -275,7 +275,7 @@ def test_a_far_position_costs_one_window(build: Build, corpus: Path, monkeypatch
     assert made == [2_000_001]
 
 
-def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_made_again(build: Build, corpus: Path) -> None:
+def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_rebuilt(build: Build, corpus: Path) -> None:
     batches, steps = build((1, 1, 8), 0, own(corpus)), []
     (part,) = batches._streams.values()
     for _ in range(60):
@@ -320,7 +320,7 @@ def test_streams_and_cached_texts_are_mixed(build: Build, corpus: Path, layout: 
     assert state["counts"] == read and min(read.values()) > 10
 
 
-def test_skipped_steps_are_passed_over(build: Build, corpus: Path) -> None:
+def test_skipped_steps_are_not_read(build: Build, corpus: Path) -> None:
     plain = build((1, 1, 8), 0, own(corpus, max_epochs=1))
     expected = [contents(batch) for number, batch in enumerate(plain, start=1) if not 3 <= number <= 12]
     skipping = build((1, 1, 8), 0, own(corpus, max_epochs=1), skip_steps=[[3, 12]])
@@ -371,7 +371,7 @@ def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, t
     assert not read - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}
 
 
-def test_what_is_wrong_with_the_text_is_told(build: Build, corpus: Path) -> None:
+def test_errors_in_the_text_are_reported(build: Build, corpus: Path) -> None:
     (corpus / "d.jsonl").write_text('{"text": "good"}\n{"text": 7}\n')
     with pytest.raises(DataError, match=r'd.jsonl, line 2: "text" is 7'):
         list(build((1, 1, 8), 0, own(corpus, max_epochs=1)))
@@ -380,7 +380,7 @@ def test_what_is_wrong_with_the_text_is_told(build: Build, corpus: Path) -> None
         next(build((1, 1, 8), 0, own(corpus / "nothing")))
 
 
-def test_what_cannot_be_streamed_is_refused_with_the_configuration() -> None:
+def test_the_config_check_refuses_sources_that_cannot_be_streamed() -> None:
     stream = {"path": "a", "streaming": True}
     for section, source, expected in (
         (Data, {**stream, "max_epochs": 2}, "in a mixture .*not available yet"),
@@ -391,7 +391,7 @@ def test_what_cannot_be_streamed_is_refused_with_the_configuration() -> None:
             section(sources={"one": DataSource(**source), "two": DataSource(path="b")})
 
 
-def test_a_fork_does_not_keep_what_another_thread_had_locked(tmp_path: Path) -> None:
+def test_a_fork_releases_the_locks_of_other_threads(tmp_path: Path) -> None:
     """A loader's workers may be forked while a thread makes the next window."""
     with token_cache._locked(tmp_path / "lock", tmp_path, wait=True):
         worker = multiprocessing.get_context("fork").Process(target=signal.pause)
@@ -406,7 +406,7 @@ def test_a_fork_does_not_keep_what_another_thread_had_locked(tmp_path: Path) -> 
         worker.join()
 
 
-def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> None:
+def test_a_process_can_end_while_windows_are_built(corpus: Path, tmp_path: Path) -> None:
     """What is made ahead is left as it is, without an error and at once."""
     code = """if 1:
         import sys, threading
@@ -435,7 +435,7 @@ def test_a_process_ends_while_windows_are_made(corpus: Path, tmp_path: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, "making\n", "")
 
 
-def test_bad_records_end_a_stream_or_are_left_out_and_told(
+def test_bad_records_end_a_stream_or_are_skipped_and_reported(
     build: Build, corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = [contents(batch)[:2] for batch in build((1, 1, 8), 0, own(corpus / "c.jsonl", max_epochs=1), shuffle=False)]

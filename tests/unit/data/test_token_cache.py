@@ -64,7 +64,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_holds_the_documents_one_after_the_other(corpus: Path, tokenizer: Tokenizer) -> None:
+def test_documents_are_stored_one_after_the_other(corpus: Path, tokenizer: Tokenizer) -> None:
     file = cache(corpus)
     assert file.folder.parent == corpus / ".token_cache"
     assert visible(corpus / ".token_cache") == [file.folder.name]
@@ -82,7 +82,7 @@ def test_ids_beyond_16_bits_are_stored_in_32() -> None:
     assert [token_file.token_type(size).itemsize for size in (2**16, 2**16 + 1, 2**17)] == [2, 4, 4]
 
 
-def test_the_same_however_the_work_is_cut_and_by_how_many(
+def test_pieces_and_workers_do_not_change_the_cache(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = cache(corpus, cache_folder=str(tmp_path / "whole"))
@@ -94,7 +94,7 @@ def test_the_same_however_the_work_is_cut_and_by_how_many(
     assert contents(whole) == contents(pieces) == contents(workers)
 
 
-def test_is_found_again_without_reading_the_text(
+def test_a_cache_is_reused_without_reading_the_text(
     corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = cache(corpus)
@@ -107,7 +107,7 @@ def test_is_found_again_without_reading_the_text(
     assert again.folder == first.folder and not caplog.messages
 
 
-def test_moves_with_its_data(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_can_move_with_its_data(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = cache(corpus).folder.name
     shutil.move(corpus, tmp_path / "elsewhere")
     monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
@@ -132,7 +132,7 @@ def rename_file(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_text, change_same_size, add_file, rename_file])
-def test_another_source_is_another_cache(corpus: Path, change: Any) -> None:
+def test_another_source_has_another_cache(corpus: Path, change: Any) -> None:
     before = cache(corpus)
     change(corpus)
     after = cache(corpus)
@@ -140,14 +140,14 @@ def test_another_source_is_another_cache(corpus: Path, change: Any) -> None:
     assert after.meta.text_digest != before.meta.text_digest
 
 
-def test_a_touched_source_is_built_again_and_known_to_be_the_same_text(corpus: Path) -> None:
+def test_a_touched_source_is_rebuilt_and_recognized_as_the_same_text(corpus: Path) -> None:
     before = cache(corpus)
     os.utime(corpus / "0.jsonl", (1, 1))
     after = cache(corpus)
     assert after.folder != before.folder and after.meta == before.meta
 
 
-def test_another_policy_is_another_cache(corpus: Path, tokenizer: Tokenizer) -> None:
+def test_another_policy_has_another_cache(corpus: Path, tokenizer: Tokenizer) -> None:
     policies = [TokenPolicy(tokenizer, bos, eos) for bos in (None, 2046) for eos in (None, 2047)]
     policies.append(TokenPolicy(load_tokenizer(ASSETS / "tokenizer.model"), 2046, 2047))
     found = find_corpus(str(corpus))
@@ -160,7 +160,7 @@ def test_another_policy_is_another_cache(corpus: Path, tokenizer: Tokenizer) -> 
     assert np.array_equal(files[3].tokens, files[4].tokens)
 
 
-def test_documents_without_a_token_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_documents_without_a_token_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     file = cache(write_jsonl(tmp_path / "a" / "a.jsonl", ["one", "", "two", ""]))
     assert (file.meta.num_documents, file.meta.num_empty, file.meta.text_bytes) == (2, 2, 6)
@@ -175,7 +175,7 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str], mess
     assert visible(file.parent / ".token_cache") == []
 
 
-def test_a_faulty_text_leaves_nothing_and_builds_when_mended(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_text_leaves_no_cache_and_builds_once_repaired(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
     lines = (corpus / "2.jsonl").read_text()
     (corpus / "2.jsonl").write_text(lines + "{oops\n")
@@ -186,7 +186,7 @@ def test_a_faulty_text_leaves_nothing_and_builds_when_mended(corpus: Path, monke
     assert cache(corpus).meta.num_documents == 60
 
 
-def test_bad_records_are_left_out_and_counted_once_when_that_is_asked_for(
+def test_bad_records_are_skipped_and_counted_once_on_request(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     as_they_were = cache(corpus)
@@ -308,7 +308,7 @@ def test_a_cache_of_an_earlier_version_is_hashed_once(
 
 
 @pytest.mark.parametrize(("place", "value"), [(0, 1), (-1, 2), (5, 2**63), (5, 0)])
-def test_a_list_of_documents_of_an_earlier_version_that_does_not_rise_is_refused(
+def test_unordered_document_offsets_of_an_earlier_version_are_refused(
     corpus: Path, place: int, value: int
 ) -> None:
     folder = without_hashes(cache(corpus).folder)
@@ -468,7 +468,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
     pytest.fail(f"ended without {text!r}: {''.join(lines)}")
 
 
-def test_a_killed_build_is_invisible_and_goes_on_where_it_was(
+def test_a_killed_build_is_invisible_and_resumes(
     corpus: Path, tmp_path: Path, repo_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with builder(corpus, repo_root, commits=3) as process:
@@ -494,7 +494,7 @@ def test_a_killed_build_is_invisible_and_goes_on_where_it_was(
     assert contents(resumed) == contents(cache(corpus, cache_folder=str(tmp_path / "fresh")))
 
 
-def test_one_builds_and_the_others_wait_for_it(corpus: Path, repo_root: Path) -> None:
+def test_one_process_builds_while_the_others_wait(corpus: Path, repo_root: Path) -> None:
     whole = documents.PIECE_BYTES
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(builder(corpus, repo_root, commits=1, piece_bytes=whole))
@@ -521,7 +521,7 @@ def test_a_waiting_process_takes_over_from_one_that_is_killed(corpus: Path, repo
     assert cache(corpus).meta.num_documents == 60
 
 
-def test_a_build_whose_folder_another_node_takes_over_gives_way(corpus: Path, tmp_path: Path) -> None:
+def test_a_build_ends_if_another_node_takes_over_its_folder(corpus: Path, tmp_path: Path) -> None:
     tokens = np.arange(4, dtype=np.uint16)
     piece = token_file.EncodedPiece(tokens, np.array([4], np.uint64), np.array([9], np.uint64), 0, 5)
     first = token_file.Staging(tmp_path / "staging", tokens.dtype)
@@ -535,7 +535,7 @@ def test_a_build_whose_folder_another_node_takes_over_gives_way(corpus: Path, tm
     assert done is not None and done.tokens.tolist() == [*range(4)] * 2 and done.offsets.tolist() == [0, 4, 8]
 
 
-def test_a_full_disk_is_reported_and_what_was_done_is_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_finished_work_is_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
     monkeypatch.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
     sync, calls = os.fsync, iter(range(1000))
@@ -553,7 +553,7 @@ def test_a_full_disk_is_reported_and_what_was_done_is_kept(corpus: Path, monkeyp
     assert cache(corpus).meta.num_documents == 60
 
 
-def test_progress_tells_share_rates_and_remaining_time() -> None:
+def test_progress_shows_percentage_rates_and_remaining_time() -> None:
     now = 0.0
     progress = Progress(total=100 * 2**20, done=0, tokens=0, clock=lambda: now)
     now = 9.0
@@ -565,7 +565,7 @@ def test_progress_tells_share_rates_and_remaining_time() -> None:
     assert progress.line(2**20, 5000) is None
 
 
-def test_the_folder_of_the_data_looks_to_others_as_before(corpus: Path) -> None:
+def test_the_data_folder_looks_unchanged_to_others(corpus: Path) -> None:
     """A reader of the folder must not take our files for data."""
     datasets = pytest.importorskip("datasets")
 

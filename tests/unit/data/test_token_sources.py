@@ -101,7 +101,7 @@ def test_files_without_an_index_have_documents_that_end_with_eos(
         check_equal(read_once(build, file, mask, token_dtype=kind), TOKENS, starts, mask)
 
 
-def test_auto_takes_32_bits_for_a_large_vocabulary_and_says_so(
+def test_auto_reads_32_bits_for_a_large_vocabulary_and_logs_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
 ) -> None:
     class Large:
@@ -152,7 +152,7 @@ def test_a_token_cache_of_another_tokenizer_is_refused(build: Build, corpus_file
         open_source(cache, other)
 
 
-def test_the_ways_to_name_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_paths_may_be_files_folders_or_patterns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = tmp_path / "all"
     prefix = write_megatron(folder / "b", [[[1, 2, 3]]])
     write_flat(folder / "a" / "z.bin", [4, 5])
@@ -198,7 +198,7 @@ def write_kind(folder: Path, number: int, kind: str, tokens: list[int]) -> None:
     places=st.lists(st.floats(0, 0.999), max_size=20),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_however_they_are_split_over_files_the_tokens_are_one_stream(
+def test_the_split_over_files_does_not_change_the_stream(
     build: Build,
     tokenizer: Tokenizer,
     tmp_path_factory: pytest.TempPathFactory,
@@ -236,7 +236,7 @@ def test_however_they_are_split_over_files_the_tokens_are_one_stream(
     assert stream[low:high].tolist() == tokens[low:high] and stream[high:].tolist() == tokens[high:]
 
 
-def test_validation_reads_them_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_validation_reads_token_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     sources = {"held": DataSource(path=str(write_flat(tmp_path / "a.bin", TOKENS)), format="tokens")}
     validation = Validation(enable=True, seq_len=SEQ_LEN, local_batch_size=2, sources=sources)
     shared: dict[str, Any] = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}
@@ -272,7 +272,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_source_that_was_changed_is_another(build: Build, tmp_path: Path, change: str) -> None:
+def test_a_changed_source_has_another_fingerprint(build: Build, tmp_path: Path, change: str) -> None:
     saved = read_once(build, write_both(tmp_path / "data"), token_dtype="uint16").state_dict()
     CHANGES[change](tmp_path / "data")
     here = read_once(build, tmp_path / "data", token_dtype="uint32" if change == "the type" else "uint16")
@@ -280,7 +280,7 @@ def test_a_source_that_was_changed_is_another(build: Build, tmp_path: Path, chan
         here.load_state_dict(saved)
 
 
-def test_a_source_that_was_moved_and_renamed_is_the_same(build: Build, tmp_path: Path) -> None:
+def test_a_moved_and_renamed_source_keeps_its_fingerprint(build: Build, tmp_path: Path) -> None:
     first = read_once(build, write_both(tmp_path / "data"))
     shutil.copytree(tmp_path / "data", tmp_path / "far" / "away", ignore=shutil.ignore_patterns(".token_cache"))
     for file in (tmp_path / "far" / "away").iterdir():
@@ -291,7 +291,7 @@ def test_a_source_that_was_moved_and_renamed_is_the_same(build: Build, tmp_path:
     assert moved.fingerprint == first.fingerprint
 
 
-def test_nothing_is_put_in_and_the_log_says_so(build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_token_is_inserted_and_the_log_reports_it(build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     file = write_flat(tmp_path / "a.bin", TOKENS)
     prints = [build(file, format="tokens", data={"add_bos": add, "add_eos": add}).fingerprint for add in (False, True)]
@@ -299,7 +299,7 @@ def test_nothing_is_put_in_and_the_log_says_so(build: Build, tmp_path: Path, cap
     assert "1 files of tokens, read as they stand: no BOS or EOS is put in" in caplog.text
 
 
-def test_opening_reads_a_few_extents_of_a_file_and_holds_none(
+def test_opening_reads_few_extents_and_keeps_none_in_memory(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sparse file of 64 GiB: reading or copying it would take minutes, and all memory."""
@@ -317,7 +317,7 @@ def test_opening_reads_a_few_extents_of_a_file_and_holds_none(
     assert not (tmp_path / ".token_cache").exists()
 
 
-def test_the_search_for_documents_is_done_once(
+def test_documents_are_searched_once(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_both(tmp_path / "data")
@@ -363,7 +363,7 @@ def test_the_search_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, mo
     assert peak < 2**21  # the file and the list have 8 MiB each; a chunk takes 8 bytes for each of its 16,384 tokens
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -378,7 +378,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer, monkey
     assert open_source(file, tokenizer, with_documents=True).meta.num_documents == len(eos_starts(TOKENS))
 
 
-def test_documents_that_cannot_be_told_are_worth_a_warning(
+def test_a_warning_reports_files_without_document_ends(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = write_flat(tmp_path / "a.bin", range(100))

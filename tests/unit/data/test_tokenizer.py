@@ -57,7 +57,7 @@ def test_shipped_tokenizer_has_2048_tokens_with_bos_and_eos_last(tokenizer: Toke
 
 
 @pytest.mark.parametrize("name", ["shakespeare", "shakespeare_validation"])
-def test_both_files_give_the_same_ids_on_the_shipped_text_and_back(
+def test_both_formats_encode_and_decode_the_shipped_text_alike(
     tokenizer: Tokenizer, tiktoken_one: Tokenizer, name: str
 ) -> None:
     for line in DATASETS[name].file.read_text(encoding="utf-8").splitlines():
@@ -76,7 +76,7 @@ def test_both_files_give_the_same_ids_on_the_shipped_text_and_back(
     | st.lists(st.sampled_from(["the", "ing", "an", " ", "\n", "th", "he", "12", "'s", "é"])).map("".join)
 )
 @settings(max_examples=300, deadline=None)
-def test_both_files_give_the_same_ids_on_any_text_and_back(text: str) -> None:
+def test_both_formats_encode_and_decode_any_text_alike(text: str) -> None:
     one, other = (load_once(ASSETS / name) for name in FILES[:2])
     assert one.encode(text) == other.encode(text)
     assert one.decode(one.encode(text)) == other.decode(other.encode(text)) == text
@@ -87,7 +87,7 @@ load_once = functools.cache(load_tokenizer)
 
 
 @pytest.mark.parametrize("name", FILES[:2])
-def test_special_tokens_in_text_are_text(name: str) -> None:
+def test_special_tokens_in_text_are_encoded_as_text(name: str) -> None:
     tokenizer = load_tokenizer(ASSETS / name)
     text = "a<|end_of_text|>b<|begin_of_text|>"
     ids = tokenizer.encode(text)
@@ -95,7 +95,7 @@ def test_special_tokens_in_text_are_text(name: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_a_bos_that_is_not_marked_special_is_no_way_in_either(copy: Callable[..., Path]) -> None:
+def test_a_bos_not_marked_special_is_encoded_as_text_too(copy: Callable[..., Path]) -> None:
     folder = copy(*FILES)
     edit_json(
         folder / "tokenizer.json", lambda content: [token.update(special=False) for token in content["added_tokens"]]
@@ -104,7 +104,7 @@ def test_a_bos_that_is_not_marked_special_is_no_way_in_either(copy: Callable[...
     assert tokenizer.bos_id == 2046 and 2046 not in tokenizer.encode("a<|begin_of_text|>")
 
 
-def test_truncation_and_padding_saved_in_the_file_do_not_cut_documents(copy: Callable[..., Path]) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(copy: Callable[..., Path]) -> None:
     folder = copy("tokenizer.json")
     plain = load_tokenizer(folder).encode("to be or not to be " * 50)
     cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
@@ -114,7 +114,7 @@ def test_truncation_and_padding_saved_in_the_file_do_not_cut_documents(copy: Cal
     assert load_tokenizer(folder).encode("to be or not to be " * 50) == plain
 
 
-def test_a_tokenizer_that_draws_is_refused(copy: Callable[..., Path]) -> None:
+def test_a_random_tokenizer_is_refused(copy: Callable[..., Path]) -> None:
     """The same text would have other ids in a cache, in a window of a stream, and in one that is made again."""
     folder = copy("tokenizer.json")
     edit_json(folder / "tokenizer.json", lambda content: content["model"].update(dropout=0.5))
@@ -133,7 +133,7 @@ NAMED = {
 @pytest.mark.parametrize("vocabulary", FILES[:2])
 @pytest.mark.parametrize("config_file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("case", NAMED)
-def test_bos_and_eos_are_those_named_beside_the_vocabulary_else_the_usual_ones(
+def test_bos_and_eos_come_from_the_tokenizer_config_or_have_common_names(
     copy: Callable[..., Path], vocabulary: str, config_file: str, case: str
 ) -> None:
     config, expected = NAMED[case]
@@ -164,7 +164,7 @@ def test_a_file_with_the_ranks_of_llama_3_has_its_256_special_tokens(tmp_path: P
     assert {token_id: tokenizer.decode([token_id]) for token_id in names} == names
 
 
-def test_a_file_of_another_size_has_bos_and_eos_behind_the_last_token(tmp_path: Path) -> None:
+def test_a_file_of_another_size_has_bos_and_eos_after_the_last_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_ranks(tmp_path / "own.tiktoken", 300))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (302, 300, 301)
 
@@ -174,13 +174,13 @@ def test_long_runs_of_one_kind_do_not_break_the_tiktoken_engine(tiktoken_one: To
     assert tiktoken_one.decode(tiktoken_one.encode(text)) == text
 
 
-def test_runs_are_cut_where_llama_3_cuts_them(tiktoken_one: Tokenizer) -> None:
+def test_runs_are_split_as_llama_3_splits_them(tiktoken_one: Tokenizer) -> None:
     text = "be " + "to" * 20_000 + " or"
     parts = [text[: 3 + 25_000], text[3 + 25_000 :]]
     assert tiktoken_one.encode(text) == [token for part in parts for token in tiktoken_one.encode(part)]
 
 
-def test_the_fingerprint_changes_with_the_ids_and_with_nothing_else(
+def test_only_the_ids_change_the_fingerprint(
     copy: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     folder = copy(*FILES)
@@ -206,7 +206,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_tokenizers_say_what_is_wrong(tmp_path: Path, case: str) -> None:
+def test_errors_of_broken_tokenizers(tmp_path: Path, case: str) -> None:
     files, message = BROKEN[case]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -251,7 +251,7 @@ def test_vocabulary_is_checked_against_model_and_settings(
     assert all(problem in str(caught.value) for problem in problems)
 
 
-def test_training_makes_the_bundled_tokenizer_again(tmp_path: Path) -> None:
+def test_training_reproduces_the_bundled_tokenizer(tmp_path: Path) -> None:
     assert titan(["data", "train-tokenizer", "--output", str(tmp_path)]) == 0
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (ASSETS / name).read_bytes(), name

@@ -77,7 +77,7 @@ def test_the_same_samples_on_every_layout(
     assert digest == sum(row.digest for row in expected) % 2**64
 
 
-def test_all_means_every_token_and_steps_limit_the_batches(
+def test_validation_covers_all_tokens_unless_steps_limit_it(
     build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer
 ) -> None:
     (everything,), (four,) = build_ranks(1), build_ranks(1, steps=4)
@@ -114,7 +114,7 @@ def test_positions_are_those_of_the_samples(build_ranks: BuildRanks, corpus_file
     assert all(batch.positions is None for batch in build_ranks(1)[0])
 
 
-def test_each_text_is_a_set_of_its_own(tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path) -> None:
+def test_each_validation_text_is_a_separate_set(tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", ["Now is the winter of our discontent"])
     sources = {name: DataSource(path=str(file)) for name, file in (("plays", corpus_file), ("histories", other))}
     given = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}

@@ -86,7 +86,7 @@ def test_what_is_computed_again(plain, section, num_mm, num_attention):
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain[2], strict=True)), "numbers do not change"
 
 
-def test_early_stop_leaves_out_what_nobody_needs():
+def test_early_stop_skips_unneeded_recomputation():
     """The last product of a block: its result is the next block's input, which is kept."""
     whole = backward(mode="full")[0]["mm.default"]
     assert whole - backward(mode="full", early_stop=True)[0]["mm.default"] == NUM_BLOCKS
@@ -102,7 +102,7 @@ def test_the_more_is_computed_again_the_less_is_kept(less, more):
 
 
 @pytest.mark.parametrize(("budget", "least", "most"), [(1.0, 0, 0), (0.5, 1, LINEARS), (0.0, LINEARS - 1, LINEARS - 1)])
-def test_a_memory_budget_is_the_compilers_to_spend(plain, budget, least, most):
+def test_the_compiler_uses_the_memory_budget(plain, budget, least, most):
     import torch._functorch.config as functorch_config
 
     with functorch_config.patch(activation_memory_budget=1.0):

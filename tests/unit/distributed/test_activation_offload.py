@@ -60,7 +60,7 @@ def test_activations_leave_the_device_and_the_gradients_stay_equal():
     assert offload.num_bytes == 0  # freed by the backward pass
 
 
-def test_a_storage_comes_back_once_for_all_that_share_it(monkeypatch):
+def test_a_shared_storage_is_copied_back_once(monkeypatch):
     reads = []
     copy_ = torch.Tensor.copy_
 
@@ -149,7 +149,7 @@ def test_nothing_is_copied_without_gradients():
     assert offload.peak_bytes == 0
 
 
-def test_host_memory_that_is_not_there_ends_the_first_step(monkeypatch):
+def test_missing_host_memory_ends_the_first_step(monkeypatch):
     monkeypatch.setattr(activation_offload, "available_bytes", lambda: 2 * ACTIVATION)
     block, x = build(ActivationOffload(local_ranks=2))
     block(x)

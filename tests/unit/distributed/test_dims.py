@@ -40,7 +40,7 @@ def test_mesh_shape(degrees, world_size, shape):
         ({"tensor_parallel": 8}, 4, "= 8, but the world has 4 ranks"),
     ],
 )
-def test_what_does_not_fit_is_named(degrees, world_size, words):
+def test_degrees_that_do_not_fit_are_named(degrees, world_size, words):
     import re
 
     dims, errors = resolve_degrees(parallelism(**degrees), world_size)
@@ -72,7 +72,7 @@ def test_every_data_shard_is_counted_once(dims):
         (ParallelDims(8, pp=2, cp=2, tp=2), {"pp": 2, "dp_shard": 2, "tp": 2}),
     ],
 )
-def test_weights_are_cut_over_the_ranks_that_read_parts_of_a_sequence_too(dims, shape):
+def test_weights_are_sharded_over_context_parallel_ranks_too(dims, shape):
     assert list(dims.weights_shape().items()) == list(shape.items())
 
 

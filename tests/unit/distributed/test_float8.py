@@ -67,7 +67,7 @@ def test_every_linear_layer_but_the_head():
     ]
 
 
-def test_a_filter_leaves_out_by_part_of_the_name():
+def test_a_filter_excludes_by_part_of_the_name():
     model, lines = convert(filter_fqns=["attention.wk", "layers.1", "nowhere"])
     assert converted(model) == {f"layers.0.{name}" for name in LINEARS if name != "attention.wk"}
     assert lines[-1] == "quantize.linear.float8.filter_fqns: no name of a linear layer contains 'nowhere'"
@@ -79,7 +79,7 @@ def test_dimensions_are_multiples_of_16_on_each_rank_of_a_tensor_parallel_group(
     assert converted(convert(tp=8)[0]) == set()
 
 
-def test_only_what_is_cut_evenly_is_gathered_in_float8():
+def test_only_evenly_sharded_weights_are_gathered_in_float8():
     def gathered(num_shards):
         model, lines = convert(num_shards, enable_fsdp_float8_all_gather=True)
         weights = {name for name, p in model.named_parameters() if type(p).__name__.startswith("WeightWith")}

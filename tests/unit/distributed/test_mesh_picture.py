@@ -96,7 +96,7 @@ def test_every_picture_fits_a_screen(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("dims", layouts(16), ids=str)
-def test_ranks_stand_where_the_mesh_has_them(dims: ParallelDims) -> None:
+def test_ranks_are_at_their_mesh_coordinates(dims: ParallelDims) -> None:
     """Read the picture back: the names beside and above a rank are its coordinates."""
     _, *lines = picture(dims)
     across = [name for name in ("cp", "tp") if getattr(dims, name) > 1]

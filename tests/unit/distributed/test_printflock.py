@@ -12,7 +12,7 @@ for i in range(100):
 """
 
 
-def test_lines_stay_whole(tmp_path, repo_root):
+def test_concurrent_lines_do_not_mix(tmp_path, repo_root):
     path = tmp_path / "output"
     with open(path, "a") as output:
         ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank)], stdout=output, cwd=repo_root)

@@ -36,7 +36,7 @@ def run(repo_root, size: int, **environ: str) -> tuple[list, str]:
     return json.loads(done.stdout), done.stderr
 
 
-def test_the_last_collectives_are_kept_and_the_environment_is_told_of(repo_root):
+def test_the_last_collectives_are_kept_and_the_environment_is_logged(repo_root):
     found, said = run(repo_root, 3, TORCH_FR_BUFFER_SIZE="9")
     assert found == ["run/comm_traces/rank_7", [[[3]]] * 3]
     assert "TORCH_FR_BUFFER_SIZE=9 in the environment is overridden with 3" in said

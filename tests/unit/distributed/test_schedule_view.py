@@ -65,7 +65,7 @@ def test_1f1b_holds_no_more_micro_batches_than_stages_from_here_on():
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_what_is_refused_is_what_torch_refuses(schedule):
+def test_refusals_equal_torchs(schedule):
     """On its own order, not through `order_of`, which asks `refusal` first."""
     from torchtitan_like.distributed.schedule_view import _torch_order
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_none_says_where(tmp_path, text, words):
         ([["0F0", "0W0"], ["1F0", "1B0"]], "rank 0 at 0W0 would wait"),
     ],
 )
-def test_an_order_that_cannot_be_run_is_refused(rows, words):
+def test_an_impossible_order_is_refused(rows, words):
     order = [[Action(int(cell[0]), cell[1], int(cell[2])) for cell in row] for row in rows]
     with pytest.raises(ValueError, match=words):
         simulate(order)

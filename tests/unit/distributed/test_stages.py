@@ -63,7 +63,7 @@ def section(pp=2, schedule="1F1B", **others):
         (126, 16, 1, 1, [7, *[8] * 14, 7]),
     ],
 )
-def test_blocks_are_dealt_evenly(n_layers, num_stages, first, last, blocks):
+def test_blocks_are_distributed_evenly(n_layers, num_stages, first, last, blocks):
     """As TorchTitan's generate_llm_fqn_per_model_part deals them."""
     stages = split(names(n_layers), num_stages, first, last)
     assert [sum(fqn.startswith("b.") for fqn in stage) for stage in stages] == blocks
@@ -101,7 +101,7 @@ def test_explicit_names_hold_each_module_once_in_order(stages, words):
 # ---- ranks
 
 
-def test_stages_go_round_or_in_a_v():
+def test_stages_are_assigned_in_a_loop_or_a_v():
     assert [stage_ids(r, 4, 8, "Interleaved1F1B") for r in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert [stage_ids(r, 4, 8, "DualPipeV") for r in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert [stage_ids(r, 2, 2, "GPipe") for r in range(2)] == [(0,), (1,)]
@@ -195,7 +195,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("given", GOOD)
-def test_nothing_is_wrong(given):
+def test_valid_configurations_have_no_problem(given):
     assert refusals(given) == []
 
 
@@ -239,7 +239,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_cannot_work_is_refused(name):
+def test_invalid_configurations_are_refused(name):
     given, others, key, words = BROKEN[name]
     (fault,) = refusals(given, **others)
     assert key in fault.key
@@ -247,7 +247,7 @@ def test_what_cannot_work_is_refused(name):
     assert re.search(words, fault.expected), fault.expected
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_problems_are_reported_together():
     tied = dataclasses.replace(ARGS, enable_weight_tying=True)
     found = refusals(section(schedule="DualPipeV", microbatch_size=4), args=tied)
     assert [fault.key.rpartition("_")[2] for fault in found] == ["degree", "size"]

@@ -26,7 +26,7 @@ def test_forward_sees_the_view_and_others_the_parameter():
     torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(2, 3))
 
 
-def test_the_parameter_may_be_exchanged_below():
+def test_the_parameter_may_be_replaced_under_the_view():
     linear = nn.Linear(3, 2, bias=False)
     view_parameter(linear, "weight", double)
     linear._parameters["weight"] = torch.ones(2, 3)
@@ -37,7 +37,7 @@ def test_the_parameter_may_be_exchanged_below():
     )
 
 
-def test_the_last_view_is_the_first_to_look():
+def test_the_last_view_is_applied_first():
     linear = nn.Linear(1, 1, bias=False)
     linear._parameters["weight"] = torch.ones(1, 1)
     view_parameter(linear, "weight", lambda x: x * 10)

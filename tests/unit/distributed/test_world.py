@@ -39,7 +39,7 @@ def test_pick_device(monkeypatch, num_visible, local_rank, expected):
     assert taken == ([] if expected == "cpu" else [expected])
 
 
-def test_who_has_not_come_is_named():
+def test_missing_ranks_are_named():
     """torch would say that a connection has timed out."""
     place = dist.HashStore()
     place.set("here/2", "")

@@ -92,7 +92,7 @@ def test_idle_ranks_use_no_core() -> None:
     assert [pid for _, pid in run_ranks(identity, 2)] == pids
 
 
-def test_a_call_leaves_no_trace_in_seed_dtype_environment_and_folder() -> None:
+def test_a_call_restores_seed_dtype_environment_and_folder() -> None:
     before = run_ranks(traces, 2)
     run_ranks(leave_traces, 2)
     assert run_ranks(traces, 2) == before
@@ -114,13 +114,13 @@ def test_a_failure_names_its_rank_and_its_pool_is_replaced(fn, rank, text) -> No
     assert [r for r, pid in run_ranks(identity, 2) if pid not in old] == [0, 1]
 
 
-def test_the_exception_itself_comes_back() -> None:
+def test_the_exception_of_a_rank_is_returned() -> None:
     with pytest.raises(RankError) as raised:
         run_in_process_of_its_own(raise_on_rank_1, 2)
     assert isinstance(raised.value.exception, ValueError)
 
 
-def test_a_hang_is_killed_and_shows_where() -> None:
+def test_a_hung_rank_is_killed_and_its_stack_shown() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)no answer from rank 1 within 3 s.*in hang_on_rank_1"):
         run_ranks(hang_on_rank_1, 2, timeout=3)  # in which the other one answers
@@ -141,7 +141,7 @@ def test_a_pool_that_is_worn_out_is_replaced(fn, args) -> None:
     assert {pid for _, pid in run_ranks(identity, 2)}.isdisjoint(pid for _, pid in before)
 
 
-def test_a_function_that_cannot_travel_is_refused_before_any_rank_gets_it() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused_before_any_rank_gets_it() -> None:
     with pytest.raises(TypeError, match="top level of its module"):
         run_in_process_of_its_own(lambda: None, 1)
 

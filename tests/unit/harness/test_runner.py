@@ -44,7 +44,7 @@ def _fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_runs_share_a_folder_and_are_told_in_order(tmp_path) -> None:
+def test_runs_share_a_folder_and_their_results_are_in_order(tmp_path) -> None:
     seen = []
     row = OverrideDefinitions([["--a", "1"], ["--b", "2"]], "two runs", "two_runs", expect=seen.extend)
     results = run_row(row, tmp_path)
@@ -63,7 +63,7 @@ def test_an_expected_code_is_no_fault_and_any_other_stops_the_test(tmp_path) -> 
     assert len(read_rows(tmp_path / "unexpected" / "outputs" / "metrics.jsonl")) == 1
 
 
-def test_what_expect_raises_fails_the_row(tmp_path) -> None:
+def test_an_error_of_the_check_fails_the_row(tmp_path) -> None:
     def expect(results: list[runner.RunResult]) -> None:
         assert results[0].metrics == []
 
@@ -71,7 +71,7 @@ def test_what_expect_raises_fails_the_row(tmp_path) -> None:
         run_row(OverrideDefinitions([[]], "wrong", "wrong", expect=expect), tmp_path)
 
 
-def test_a_hang_is_ended_with_all_its_processes(tmp_path) -> None:
+def test_all_processes_of_a_hung_run_are_killed(tmp_path) -> None:
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"did not end within 6 s.*\n.*the trainer's output") as raised:
         run_row(OverrideDefinitions([["--hang"]], "hangs", "hangs", timeout=6), tmp_path)
@@ -82,7 +82,7 @@ def test_a_hang_is_ended_with_all_its_processes(tmp_path) -> None:
         time.sleep(0.05)
 
 
-def test_what_a_shell_or_a_scheduler_has_set_is_not_for_the_code_under_test() -> None:
+def test_variables_of_a_shell_or_scheduler_are_removed() -> None:
     strange = {
         "SLURM_JOB_ID": "1",
         "WORLD_SIZE": "8",

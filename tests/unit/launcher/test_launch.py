@@ -161,7 +161,7 @@ def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> N
     assert shell.read("run")[-len(arguments) :] == arguments
 
 
-def test_torchrun_starts_as_torchtitans_users_know(shell: Shell) -> None:
+def test_torchrun_gets_the_arguments_of_torchtitan(shell: Shell) -> None:
     result = shell(CONFIG_FILE="my.toml", LOG_RANK="0,1", NGPU="3")
     torchrun = ["--nproc_per_node=3", "--nnodes=1", "--max-restarts=0"]  # whatever PET_NNODES and PET_MAX_RESTARTS say
     torchrun += ["--local-ranks-filter", "0,1", "--role", "rank", "--tee", "3"]
@@ -175,7 +175,7 @@ def test_one_rank_needs_no_torchrun(shell: Shell) -> None:
     assert shell.read("run") == ["-m", "torchtitan_like.train", "--job.config_file", "my.toml"]
 
 
-def test_what_another_launcher_has_left_launches_nothing(shell: Shell) -> None:
+def test_variables_of_another_launcher_are_removed(shell: Shell) -> None:
     """One rank without torchrun would look for peers, and return 0 for every end that is agreed on."""
     left = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
     assert shell(NGPU="1", **left).returncode == 0
@@ -233,7 +233,7 @@ GPU = "GPU-{}0000000-1111-2222-3333-444444444444"
     ("known_bad", "is_started"),
     [("", True), ("\n \n", True), (f"{GPU.format(7)}\n", True), (f"\n{GPU.format(1)}\n", False)],
 )
-def test_gpus_are_named_and_a_bad_one_starts_nothing(shell: Shell, known_bad: str, is_started: bool) -> None:
+def test_gpus_are_listed_and_a_bad_gpu_starts_nothing(shell: Shell, known_bad: str, is_started: bool) -> None:
     lines = "".join(f"echo 'GPU {i}: H100 (UUID: {GPU.format(i)})'\n" for i in range(2))
     executable(shell.folder / "bin" / "nvidia-smi", f"#!/bin/sh\n{lines}")
     (shell.folder / "bad").write_text(known_bad)
@@ -243,7 +243,7 @@ def test_gpus_are_named_and_a_bad_one_starts_nothing(shell: Shell, known_bad: st
     assert (f"so nothing is started: GPU 1: H100 (UUID: {GPU.format(1)})" in result.stderr) != is_started
 
 
-def test_what_nccl_tells_goes_to_a_file_for_each_process(shell: Shell) -> None:
+def test_nccl_logs_to_one_file_per_process(shell: Shell) -> None:
     folder = shell.folder / "nccl"
     assert shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG_SUBSYS="COLL").returncode == 0
     told = shell.environment
@@ -254,7 +254,7 @@ def test_what_nccl_tells_goes_to_a_file_for_each_process(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
-def test_ranks_stay_near_their_gpus(shell: Shell, ranks: str) -> None:
+def test_numa_binding_is_passed_to_torchrun(shell: Shell, ranks: str) -> None:
     executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
     shell(NGPU=ranks, NUMA_BINDING="node")
     assert "--numa-binding=node" in shell.read("run") and f"--nproc_per_node={ranks}" in shell.read("run")
@@ -298,7 +298,7 @@ def test_several_machines_with_amd_gpus_need_a_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("prefix", "role"), [("rank", "rank"), ("host", "node-1:"), ("digits", "1:")])
-def test_lines_start_with_what_was_asked_for(prefix: str, role: str) -> None:
+def test_lines_start_with_the_chosen_prefix(prefix: str, role: str) -> None:
     assert read_options({"log_prefix": prefix}, {}, MACHINE).role == role
 
 
@@ -315,7 +315,7 @@ def test_lines_start_with_what_was_asked_for(prefix: str, role: str) -> None:
         ),
     ],
 )
-def test_several_machines(shell: Shell, variables: dict[str, str], expected: str) -> None:
+def test_arguments_of_several_machines(shell: Shell, variables: dict[str, str], expected: str) -> None:
     shell(NNODES="2", NGPU="4", **variables)
     assert expected in (shell.folder / "run").read_text()
     [checked] = (shell.folder / "checks").read_text().splitlines()
@@ -324,7 +324,7 @@ def test_several_machines(shell: Shell, variables: dict[str, str], expected: str
     assert run[run.index("--role") + 1] == os.uname().nodename.split(".")[0] + ":"
 
 
-def test_as_many_machines_as_there_are(shell: Shell) -> None:
+def test_every_number_of_machines_is_checked(shell: Shell) -> None:
     """Each number of them is checked before any comes."""
     shell(NNODES="2:4", NGPU="4", MASTER_ADDR="node-1", MAX_RESTARTS="3")
     run, checks = shell.read("run"), (shell.folder / "checks").read_text().splitlines()
@@ -339,7 +339,7 @@ def test_the_number_of_restarts_is_always_given(shell: Shell, variables: dict[st
     assert restarts == [f"--max-restarts={variables.get('MAX_RESTARTS', 0)}"]
 
 
-def test_one_process_starts_again_under_torchrun(shell: Shell) -> None:
+def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
     shell(NGPU="1", MAX_RESTARTS="2")
     assert {"torchtitan_like.torchrun", "--nproc_per_node=1", "--max-restarts=2"} <= set(shell.read("run"))
 
@@ -438,7 +438,7 @@ def test_closed_streams_change_no_exit_code(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("reason", "code"), [("requeue", 75), ("bad_numbers", 70), ("bad_data", 65), ("interrupted", 130)]
 )
-def test_one_rank_ends_in_the_words_of_several(shell: Shell, ranks: str, reason: str, code: int) -> None:
+def test_one_rank_ends_with_the_message_of_several(shell: Shell, ranks: str, reason: str, code: int) -> None:
     """torchrun's workers return 0 for an end that all have agreed on, one rank without torchrun the code."""
     result = shell(NGPU=ranks, RUN=ENDS % (reason, code) + (f"; exit {code}" if ranks == "1" else ""))
     assert result.returncode == code
@@ -446,7 +446,7 @@ def test_one_rank_ends_in_the_words_of_several(shell: Shell, ranks: str, reason:
     assert words == f"Stopped at step 7: {reason} (code {code}); logs: {shell.folder}/outputs/attempts"
 
 
-def test_an_error_that_could_not_be_recorded_is_not_taken_for_a_kill(shell: Shell) -> None:
+def test_an_error_that_could_not_be_recorded_is_not_reported_as_a_kill(shell: Shell) -> None:
     (shell.folder / "outputs/attempts").write_text("in the way")
     result = shell(NGPU="1", RUN="echo ValueError: the cause >&2; exit 1")
     cause, words = result.stderr.splitlines()
@@ -468,7 +468,7 @@ def test_an_error_that_could_not_be_recorded_is_not_taken_for_a_kill(shell: Shel
     ],
     ids=["a rank has raised", "a rank was killed", "one raised, the other was killed for it", "all were killed"],
 )
-def test_the_last_words_after_a_crash_are_the_first_error(
+def test_the_last_line_after_a_crash_is_the_first_error(
     shell: Shell, errors: dict[int, str], last: str, code: int
 ) -> None:
     """Of this start: what an earlier one has left, also before it had a folder, is not the cause of this crash."""
@@ -517,7 +517,7 @@ def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
     assert f"generate {shlex.quote(str(newest))} --prompt" in sample
 
 
-def test_the_line_that_resumes_says_where_machines_meet_and_who_has_started_them(shell: Shell) -> None:
+def test_the_resume_line_has_the_rendezvous_and_the_script(shell: Shell) -> None:
     shell.is_script = True
     publish_step(shell, 300)
     several = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "node-1", "MASTER_PORT": "29511", "RDZV_ID": "run 1"}
@@ -528,7 +528,7 @@ def test_the_line_that_resumes_says_where_machines_meet_and_who_has_started_them
     assert resume.endswith(": scripts/emulate_multinode.sh 2 1 --training.steps 600")
 
 
-def test_a_run_that_went_back_is_not_told_to_go_back_once_more(shell: Shell) -> None:
+def test_the_resume_line_does_not_repeat_load_step(shell: Shell) -> None:
     """The line that resumes it has more steps, and so is another command."""
     publish_step(shell, 300)
     resolved = shell.folder / "resolved.toml"
@@ -552,13 +552,13 @@ def test_the_resume_line_replaces_options_instead_of_repeating_them(shell: Shell
     assert "CONFIG_FILE='my config.toml' " in result.stdout, "quoted as a whole it would be no assignment"
 
 
-def test_without_a_checkpoint_the_last_lines_say_how_to_get_one(shell: Shell) -> None:
+def test_the_last_lines_without_a_checkpoint(shell: Shell) -> None:
     lines = shell().stdout.splitlines()[-3:]
     assert "--checkpoint.enable" in lines[1]
     assert lines[2] == "Sample: needs a checkpoint"
 
 
-def test_a_run_that_saves_nothing_offers_no_older_runs_step(shell: Shell) -> None:
+def test_a_run_without_checkpoints_offers_no_step_of_an_older_run(shell: Shell) -> None:
     publish_step(shell, 7)
     resolved = shell.folder / "resolved.toml"
     resolved.write_text(resolved.read_text().replace("enable = true", "enable = false", 1))
@@ -574,7 +574,7 @@ def test_help_lists_variables_and_settings(shell: Shell) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the folder one stands in comes first")
-def test_the_package_is_that_of_the_script_wherever_one_stands(tmp_path: Path) -> None:
+def test_the_script_uses_its_own_package_in_any_folder(tmp_path: Path) -> None:
     """In another clone, say, and with a CDPATH, with which cd prints where it goes."""
     (tmp_path / "torchtitan_like").mkdir()
     (tmp_path / "torchtitan_like/__init__.py").write_text("raise SystemExit('an older clone')")
@@ -617,7 +617,7 @@ def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, 
 
 
 @pytest.mark.parametrize(("sent", "reason", "code"), [("TERM", "requeue", 75), ("INT", "interrupted", 130)])
-def test_a_signal_before_the_ranks_have_begun_is_no_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
+def test_a_signal_before_the_ranks_have_started_is_no_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
     """torchrun returns 1, and no rank has come so far that it could have written exit.json."""
     run = f"trap 'exit 1' {sent}; touch ready; while [ -e ready ]; do sleep 0.05; done"
     process = shell.start(RUN=run)
@@ -648,7 +648,7 @@ def test_a_rank_that_is_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("reason", "code"), [("requeue", 75), ("interrupted", 130)])
-def test_ranks_that_a_signal_stops_in_their_imports_end_with_its_code(shell: Shell, reason: str, code: int) -> None:
+def test_ranks_stopped_during_imports_return_the_code_of_the_signal(shell: Shell, reason: str, code: int) -> None:
     """The signal has reached a rank, and not this script."""
     result = shell(RUN=f"exit {code}")
     assert result.returncode == code
@@ -666,7 +666,7 @@ def test_a_rank_that_refuses_the_config_is_no_crash(shell: Shell, ranks: str) ->
 
 
 @pytest.mark.parametrize("code", ["0", "74"])
-def test_a_run_whose_folder_cannot_be_written_tells_its_end(shell: Shell, code: str) -> None:
+def test_a_run_whose_folder_cannot_be_written_reports_its_end(shell: Shell, code: str) -> None:
     """In the launcher's own temporary folder, which goes with the launcher."""
     end = '{"reason": "storage", "code": 74, "step": 7}'
     folder = "$TORCHTITAN_LIKE_LAUNCHER_FOLDER"
@@ -676,7 +676,7 @@ def test_a_run_whose_folder_cannot_be_written_tells_its_end(shell: Shell, code: 
     assert not Path((shell.folder / "folder").read_text().strip()).exists()
 
 
-def test_a_second_start_leaves_the_exit_json_of_a_living_run(shell: Shell) -> None:
+def test_a_second_start_keeps_the_exit_json_of_a_running_run(shell: Shell) -> None:
     """It is refused before any rank is started; the run that lives is this test."""
     steps, end = shell.folder / "outputs/checkpoint", shell.folder / "outputs/exit.json"
     end.write_text('{"reason": "done", "code": 0, "step": 9}')  # written, while old steps are still being deleted
@@ -691,7 +691,7 @@ def test_a_second_start_leaves_the_exit_json_of_a_living_run(shell: Shell) -> No
     assert json.loads(end.read_text())["step"] == 9
 
 
-def test_a_machine_may_join_a_living_run(shell: Shell) -> None:
+def test_a_machine_may_join_a_running_run(shell: Shell) -> None:
     """Of another run on this machine, its ranks find out."""
     lock = RunLock(shell.folder / "outputs/checkpoint")
     lock.acquire()
@@ -702,7 +702,7 @@ def test_a_machine_may_join_a_living_run(shell: Shell) -> None:
     assert shell.was_started
 
 
-def test_ranks_that_find_a_living_run_leave_its_exit_json(shell: Shell) -> None:
+def test_ranks_refused_by_a_running_run_keep_its_exit_json(shell: Shell) -> None:
     """As where the run is another machine's."""
     result = shell(RUN="echo belongs to a run that is alive >&2; exit 74")
     assert result.returncode == 74 and result.stderr == "belongs to a run that is alive\n"

@@ -162,7 +162,7 @@ def tiny(**overrides):
     return model.double()
 
 
-def test_a_document_reads_the_same_among_others_as_alone():
+def test_other_documents_do_not_change_the_attention_of_a_document():
     model, positions = tiny(**BLOCK_CAUSAL), some_positions()
     tokens = torch.randint(64, positions.shape)
     together = model(tokens, positions=positions)
@@ -174,7 +174,7 @@ def test_a_document_reads_the_same_among_others_as_alone():
     assert relative(together, model(tokens)) > 0.1
 
 
-def test_without_document_borders_positions_are_places_for_the_rotary_tables_alone():
+def test_without_document_borders_positions_only_select_rotary_rows():
     model = tiny()
     tokens = torch.randint(64, (2, 24))
     places = torch.arange(24).expand(2, 24)
@@ -248,7 +248,7 @@ def test_other_devices_use_the_kernel_itself(attn_type, monkeypatch):
         ({"attn_type": "flex"}, 'attn_type = \'flex\': expected "sdpa" with attn_mask_type = "causal"'),
     ],
 )
-def test_what_no_kernel_does_is_refused(overrides, said):
+def test_an_unsupported_combination_is_refused(overrides, said):
     with pytest.raises(ValueError) as refusal:
         resolve_args(LLAMA, "debugmodel", overrides)
     assert said in str(refusal.value)
@@ -268,7 +268,7 @@ def test_what_no_kernel_does_is_refused(overrides, said):
         ("varlen", "cuda", "float16", 512, "not 512"),
     ],
 )
-def test_what_a_device_cannot_do_is_said_before_the_run(attn_type, device_type, dtype, head_dim, said):
+def test_attention_that_a_device_cannot_compute_is_reported_before_the_run(attn_type, device_type, dtype, head_dim, said):
     found = unsupported_attention(attn_type, device_type=device_type, dtype=dtype, head_dim=head_dim)
     assert said in found and bool(said) == bool(found)
 

@@ -128,7 +128,7 @@ def test_any_row_covers_every_element_once(table):
         (("a", ("b.{e}", "c.{e}"), (1, 1)), "set axis"),
     ],
 )
-def test_a_row_that_means_nothing_is_refused(row, words):
+def test_a_malformed_row_is_refused(row, words):
     with pytest.raises(ValueError, match=words):
         Row(*row)
 
@@ -146,19 +146,19 @@ def test_a_shape_that_does_not_fit_its_row_is_named(row, words):
 
 
 @pytest.mark.parametrize("present", ["0.a", "0.b"])
-def test_a_part_of_their_tensor_alone_is_refused(present):
+def test_a_part_of_an_external_tensor_is_refused(present):
     with pytest.raises(KeyError, match=f"{present} and .'0.[ab]'. together are one external tensor"):
         links((Row(("{}.a", "{}.b"), "{}.ab"),), {present: (2, 3), "1.a": (1, 1), "1.b": (1, 1)})
 
 
-def test_tensors_that_no_row_knows_are_named():
+def test_tensors_without_a_row_are_named():
     with pytest.raises(KeyError, match="2 of 3 tensors.*bias.*layers.x.wq"):
         links((("layers.{}.wq", "q.{}"),), {"bias": (1,), "layers.x.wq": (1,), "layers.0.wq": (1,)})
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("format", ["hf_names", "meta_names"])
-def test_llamas_tables_know_every_parameter(format, tied):
+def test_tables_of_llama_cover_every_parameter(format, tied):
     args = resolve_args(LLAMA, "debugmodel", SMALL | {"enable_weight_tying": tied})
     with torch.device("meta"):
         model = LLAMA.build(args)

@@ -75,7 +75,7 @@ print(hex(weight_hash(llama(dict(n_layers=2)))), torch.backends.cpu.get_cpu_capa
 """
 
 
-def test_weights_do_not_depend_on_threads_or_vector_level():
+def test_weights_do_not_depend_on_threads_or_cpu_capability():
     """numpy's dispatch is cut down too; the baseline it was compiled for cannot be switched off."""
     expected = hex(weight_hash(llama({"n_layers": 2})))
     started = [
@@ -122,7 +122,7 @@ def test_constants():
     assert torch.equal(drawn(InitRule("zeros"), (2, 3)), torch.zeros(2, 3))
 
 
-def test_neighbours_names_and_seeds_are_unrelated():
+def test_neighboring_elements_names_and_seeds_are_uncorrelated():
     rule, shape = InitRule("normal", 1.0), (500, 400)
     x = drawn(rule, shape)
     others = [x.roll(1), x.roll(400), drawn(rule, shape, seed=1), drawn(rule, shape, name="weights")]
@@ -156,7 +156,7 @@ def test_the_first_rule_that_matches_wins():
 
 
 @pytest.mark.parametrize("damage", ["swap", "one bit", "rows"])
-def test_the_hash_sees_every_element_and_its_place(damage):
+def test_the_hash_depends_on_every_element_and_its_index(damage):
     holder = Holder(weight=(300, 200))
     initialize(holder, NORMAL, 0)
     before, weight = weight_hash(holder), holder.weight.data

@@ -84,7 +84,7 @@ def test_frequencies_are_stretched_as_published():
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_tables_are_hugging_faces_at_long_range(head_dim):
+def test_tables_equal_hugging_faces_at_long_range(head_dim):
     """To the last digit of a cosine; a last digit of a frequency alone would be 1e-3 at position 16,384."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -121,7 +121,7 @@ def test_the_rotation_for_cuda_gives_the_same_numbers(dtype):
     torch.testing.assert_close(*gradients)
 
 
-def test_rotary_tables_are_the_same_on_every_way_to_them():
+def test_rotary_tables_are_equal_however_they_are_built():
     direct = RotaryEmbedding(64, 512, 5e5, factor=8.0)
     with torch.device("meta"):
         other = RotaryEmbedding(64, 512, 5e5, factor=8.0).to(torch.bfloat16)

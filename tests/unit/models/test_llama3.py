@@ -41,7 +41,7 @@ STRETCHED = {"rope_original_max_seq_len": 64, "rope_theta": 1e4}
     ],
     ids=["plain", "gqa", "stretched", "long", "tied"],
 )
-def test_logits_are_hugging_faces(overrides, seq):
+def test_logits_equal_hugging_faces(overrides, seq):
     """fp32, within 1e-5: at 8,192 tokens too, where a last digit of a rotary frequency would show as 1e-4."""
     transformers = pytest.importorskip("transformers")
     args, model = build(overrides)
@@ -150,7 +150,7 @@ def test_a_tied_output_is_one_tensor_and_learns_from_both_ends():
     torch.testing.assert_close(tied, untied.tok_embeddings.weight.grad + untied.output.weight.grad)
 
 
-def test_two_stages_are_the_whole_model():
+def test_two_stages_equal_the_whole_model():
     args, model = build()
     tokens = some_tokens(args)
     first, last = copy.deepcopy(model), copy.deepcopy(model)

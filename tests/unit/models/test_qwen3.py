@@ -133,7 +133,7 @@ def test_sizes_are_known_without_torch():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_has_one_word_and_one_rule(tied):
+def test_every_parameter_has_one_role_and_one_rule(tied):
     args, model = build({"enable_weight_tying": tied})
     names = list(shapes_of(model))
     for name in names:
@@ -146,7 +146,7 @@ def test_every_parameter_has_one_word_and_one_rule(tied):
             assert any(fnmatchcase(name, pattern) for name in names), pattern
 
 
-def test_the_norms_of_heads_have_a_word_of_their_own():
+def test_norms_of_heads_have_their_own_role():
     """Their weights are whole on every rank, their heads are not."""
     _, model = build()
     words = {name: word for name in shapes_of(model) for pattern, word in QWEN.sharding if fnmatchcase(name, pattern)}
@@ -179,7 +179,7 @@ def test_initial_weights(name, overrides, rule):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("format", ["hf_names", "meta_names"])
-def test_the_tables_know_every_parameter(format, tied):
+def test_tables_cover_every_parameter(format, tied):
     args, model = build({"enable_weight_tying": tied})
     found = links(getattr(QWEN, format)(args), shapes_of(model), QWEN.tied(args))
     ours = dict(model.named_parameters())
@@ -203,7 +203,7 @@ def test_the_tables_know_every_parameter(format, tied):
     ],
     ids=["tied", "untied", "narrow heads", "long"],
 )
-def test_logits_are_hugging_faces(overrides, seq):
+def test_logits_equal_hugging_faces(overrides, seq):
     transformers = pytest.importorskip("transformers")
     args, model = build(overrides)
     perturb(model)
@@ -218,7 +218,7 @@ def test_logits_are_hugging_faces(overrides, seq):
     assert (ours - reference).abs().max() <= 1e-5
 
 
-def test_the_norms_of_heads_and_the_base_of_rotation_matter_here():
+def test_norms_of_heads_and_the_rotary_base_change_the_logits():
     """Else equal logits would say nothing of them."""
     args, model = build()
     perturb(model)
@@ -283,7 +283,7 @@ def test_module_names_are_the_fields():
     ]
 
 
-def test_labels_give_the_sum_of_token_losses_and_everything_learns():
+def test_labels_give_the_sum_of_token_losses_and_every_parameter_a_gradient():
     args, model = build()
     tokens, labels = some_tokens(args), some_tokens(args).roll(-1, dims=1)
     labels[:, -1] = -100
@@ -327,7 +327,7 @@ def test_a_models_dtype_is_kept(dtype, loss_dtype):
     assert {b.dtype for b in model.buffers()} == {torch.float32}
 
 
-def test_two_stages_are_the_whole_model():
+def test_two_stages_equal_the_whole_model():
     args, model = build(UNTIED)
     tokens = some_tokens(args)
     first, last = copy.deepcopy(model), copy.deepcopy(model)

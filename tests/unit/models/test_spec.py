@@ -80,7 +80,7 @@ def test_all_wrong_sizes_are_named_at_once():
 @pytest.mark.parametrize(
     "wrong", [("normal", 0.0, 0.0), ("trunc_normal", 1.0, 0.0), ("normal", 1.0, 2.0), ("ones", 0.0, 1.0)]
 )
-def test_an_init_rule_that_means_nothing_is_refused(wrong):
+def test_a_malformed_init_rule_is_refused(wrong):
     with pytest.raises(ValueError, match="InitRule"):
         InitRule(*wrong)
 

@@ -35,7 +35,7 @@ def test_simultaneous_starts_get_different_attempts(
         assert Attempt(tmp_path).number == 2
 
 
-def test_other_ranks_make_nothing(tmp_path: Path) -> None:
+def test_other_ranks_create_no_files(tmp_path: Path) -> None:
     other = Attempt(tmp_path / "run", number=4)
     assert not (tmp_path / "run").exists()
     assert other.folder == tmp_path / "run" / "attempts" / "4"

@@ -79,7 +79,7 @@ def test_without_a_place_for_the_key_the_hashes_are_of_one_attempt(tmp_path: Pat
     assert recorded_variables({}, key) == ["#hash_key=new for this attempt"]
 
 
-def test_the_documented_list_is_the_list() -> None:
+def test_the_documented_variables_are_the_listed_ones() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs/guides/security.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text.split("## What a run records")[1], re.MULTILINE))
     documented = {topic: tuple(re.findall(r"`([^`]+)`", rows[topic])) for topic in RECORDED}

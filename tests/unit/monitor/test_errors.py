@@ -24,7 +24,7 @@ def broken_driver() -> int:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_it_says_who_where_when_and_why(tmp_path: Path) -> None:
+def test_a_record_has_rank_host_time_and_traceback(tmp_path: Path) -> None:
     record = record_error(tmp_path, 3, "save", 12, fail("too small"))
     assert read_errors(tmp_path) == [record]
     first, *traceback = describe_error(record).splitlines()
@@ -48,7 +48,7 @@ def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "told"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])
-def test_it_names_the_gpu_as_far_as_that_can_be_known(
+def test_the_record_names_the_gpu_if_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Callable[[], int], told: str
 ) -> None:
     """Other ranks of the host may have left nothing: its logs name GPUs, not ranks."""

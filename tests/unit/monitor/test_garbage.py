@@ -72,7 +72,7 @@ def test_log_line_names_reason_and_seconds(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(("freq", "enabled"), [(50, False), (0, True)])
-def test_takes_over_and_gives_back(freq: int, enabled: bool) -> None:
+def test_automatic_collection_is_disabled_and_restored(freq: int, enabled: bool) -> None:
     gc.disable()  # as it is after the imports
     collector = GarbageCollection(freq)
     assert gc.isenabled() is enabled

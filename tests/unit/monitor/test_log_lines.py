@@ -23,7 +23,7 @@ def root_logger_as_before() -> Iterator[None]:
     log.logger.setLevel(level)
 
 
-def test_line_on_stdout_once_and_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_printed_once_and_immediately(capsys: pytest.CaptureFixture[str]) -> None:
     log.init_logger()
     log.init_logger()
     log.logger.info("hello")
@@ -45,7 +45,7 @@ def test_each_line_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipe.flushed.endswith(" - root - WARNING - now\n")
 
 
-def test_file_gets_the_lines_without_colours_and_is_replaced(tmp_path: Path) -> None:
+def test_the_file_has_lines_without_colors_and_is_replaced(tmp_path: Path) -> None:
     log.init_logger()
     first, second = tmp_path / "logs" / "a.log", tmp_path / "b.log"
     log.add_file(first)
@@ -62,7 +62,7 @@ def test_file_gets_the_lines_without_colours_and_is_replaced(tmp_path: Path) -> 
     ("terminal", "disabled", "no_color", "expected"),
     [(True, False, False, True), (False, False, False, False), (True, True, False, False), (True, False, True, False)],
 )
-def test_colours_only_on_a_willing_terminal(
+def test_colors_only_on_a_terminal_that_supports_them(
     terminal: bool, disabled: bool, no_color: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -328,7 +328,7 @@ def test_step_time_divides_by_the_steps_that_were_done(
     assert row["tps"] == pytest.approx(TOKENS / 0.5)
 
 
-def test_the_first_step_is_shown_when_there_is_nothing_else(build: Callable[..., Metrics], clock: Clock) -> None:
+def test_the_first_step_is_measured_if_it_is_the_only_one(build: Callable[..., Metrics], clock: Clock) -> None:
     metrics = build()
     clock.now += 50.0
     metrics.record(record(1))

@@ -57,7 +57,7 @@ def test_the_first_module_is_named(
     assert f"The last {num_before + 1} of {num_before + 1} modules" in caplog.text
 
 
-def test_measurements_on_a_device_are_judged_later_and_alike(caplog: pytest.LogCaptureFixture) -> None:
+def test_measurements_on_a_device_are_evaluated_later_with_the_same_result(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is read, and so nothing is raised, before `judge`; finite steps behind the first bad one change nothing."""
     place, model = [7, 2], build("1.second.weight", 3e38)
     detector = OverflowDetector([model], Debug(), lambda: (place[0], place[1]))
@@ -72,7 +72,7 @@ def test_measurements_on_a_device_are_judged_later_and_alike(caplog: pytest.LogC
     detector.judge()
 
 
-def test_as_many_modules_are_shown_as_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_requested_number_of_modules_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     """Each with its weights, inputs and outputs: abs min and max of each."""
     model = build("2.second.weight", torch.inf)
     watch(model, detect_overflow_frames=3)
@@ -91,7 +91,7 @@ def test_as_many_modules_are_shown_as_are_asked_for(caplog: pytest.LogCaptureFix
     assert frames[1].strip() == "4.00e-04  1.00e+00  input 0", "of the first block"
 
 
-def test_finite_numbers_are_none_of_its_business(caplog: pytest.LogCaptureFixture) -> None:
+def test_finite_values_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     model, plain = build(), build()
     detector = watch(model)
     inputs = torch.rand(2, 4)
@@ -104,7 +104,7 @@ def test_finite_numbers_are_none_of_its_business(caplog: pytest.LogCaptureFixtur
     model(torch.full((2, 4), torch.nan))
 
 
-def test_a_step_can_be_traced_and_the_one_behind_it_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_can_be_traced_and_the_next_one_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     model, place = build(), [1, 0]
     settings = Debug(detect_overflow=True, trace_batch_nums=[2], abort_after_batch_num=2)

@@ -60,7 +60,7 @@ def test_a_failing_loop_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
 
-def test_switched_off_it_imports_and_makes_nothing(tmp_path: Path) -> None:
+def test_a_disabled_profiler_imports_and_writes_nothing(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
 from torchtitan_like.config.sections_run import Profiling

@@ -87,7 +87,7 @@ def test_wandb_gets_project_config_and_scalars(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_the_room_imports_little() -> None:
+def test_the_monitor_package_imports_few_modules() -> None:
     """Only rows imports torch. Nothing imports a dashboard, the export of torch.profiler or the schema."""
     code = """
 import sys

@@ -49,7 +49,7 @@ def test_the_norm_covers_all_chunks_of_any_layout_in_memory(num):
     assert clip_gradients(parameters(grad), 1e9).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_bad_number_shows_in_the_norm():
+def test_a_non_finite_gradient_makes_the_norm_non_finite():
     assert not clip_gradients(parameters(torch.tensor([1.0, float("nan")])), 1.0).isfinite()
 
 

@@ -118,7 +118,7 @@ def test_token_losses_are_summed_by_the_source_of_their_row():
 
 @pytest.mark.parametrize("vocab", [2048, 32000, 128256])
 @pytest.mark.parametrize("chunk_mib", [8, 0])
-def test_softmax_of_bf16_logits_is_as_good_as_float64s(vocab, chunk_mib):
+def test_softmax_of_bf16_logits_is_as_accurate_as_float64s(vocab, chunk_mib):
     """1e-6 of the loss of the same bf16 logits; torch's own fp32 kernel misses it at 128,256 entries."""
     hidden, weight, labels = problem(48, torch.bfloat16, vocab, scale=5.0)
     reference = F.cross_entropy((hidden @ weight.T).double(), labels, reduction="sum")
@@ -172,7 +172,7 @@ def test_without_a_token_all_is_zero():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("compile_backend", [None, "eager"])
-def test_bad_logits_give_a_bad_loss(bad, compile_backend):
+def test_non_finite_logits_give_a_non_finite_loss(bad, compile_backend):
     hidden, weight, labels = problem(ignored=0)
     with torch.no_grad():
         hidden[200] = bad
@@ -197,7 +197,7 @@ def test_a_label_outside_the_vocabulary_is_an_error():
         chunked_cross_entropy(1)(hidden, weight, labels)
 
 
-def test_a_graph_kept_gives_the_same_gradient_twice():
+def test_a_retained_graph_gives_the_same_gradient_twice():
     hidden, weight, labels = problem()
     loss = chunked_cross_entropy(1)(hidden, weight, labels)
     first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5), retain_graph=True)

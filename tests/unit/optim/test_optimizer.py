@@ -61,7 +61,7 @@ def test_a_skipped_step_changes_neither_weights_nor_state(implementation):
     assert all(torch.equal(v, before[1][k]) for k, v in optimizer.state_dict().items())
 
 
-def test_a_parameter_that_no_gradient_reaches_is_named():
+def test_a_parameter_without_a_gradient_is_named():
     model, _ = model_and_loss()
     model[0].bias.requires_grad_(False)  # is not to be trained, and so not missed
     optimizer = build_optimizer(model.named_parameters(), section())
@@ -70,7 +70,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named():
         optimizer.clip_gradients(1.0)
 
 
-def test_no_weight_decay_is_a_matter_of_names():
+def test_no_weight_decay_matches_parameter_names():
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(no_weight_decay=["*.bias"]))
     for p in model.parameters():
@@ -114,7 +114,7 @@ def test_in_backward_equals_after_backward(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_in_backward_never_lets_a_bad_gradient_in(implementation):
+def test_in_backward_skips_non_finite_gradients(implementation):
     model, loss = model_and_loss()
     optimizer = build_optimizer(
         model.named_parameters(), section(implementation=implementation, early_step_in_backward=True)
@@ -128,7 +128,7 @@ def test_in_backward_never_lets_a_bad_gradient_in(implementation):
     assert torch.equal(weights(model), before)
 
 
-def test_in_backward_waits_for_a_gradient_that_is_on_its_way_to_the_host(monkeypatch):
+def test_in_backward_waits_for_gradients_copied_to_the_host(monkeypatch):
     """FSDP2 of torch 2.11 calls the hook of an offloaded parameter before the copy of its gradient has arrived."""
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))

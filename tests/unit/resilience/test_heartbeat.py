@@ -119,7 +119,7 @@ def test_a_failing_rank_kills_its_hung_peers(
         peer.kill()
 
 
-def test_thousands_of_ranks_write_seldom(
+def test_large_runs_write_heartbeats_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps of 1 s on 16,384 ranks, each writes its position twice a minute, and at once when it hangs."""

@@ -35,7 +35,7 @@ def test_nothing_ends_a_run_by_default() -> None:
     assert one.reached() == []
 
 
-def test_a_deadline_is_reached_and_stays_so_until_the_run_has_ended() -> None:
+def test_an_expired_deadline_stays_expired() -> None:
     clock = Clock()
     one = build(clock, section={"max_runtime_minutes": 1.5})
     clock.now += 89.9
@@ -79,7 +79,7 @@ def test_slurm_is_asked(told: str, expected: bool, tmp_path: Path, monkeypatch: 
     assert end_of_slurm_job({"SLURM_JOB_ID": "8"}) is None, "scontrol has failed"
 
 
-def test_memory_of_a_host_is_looked_at_now_and_then() -> None:
+def test_host_memory_is_checked_periodically() -> None:
     clock, used = Clock(), iter([94.0, 95.5])
     one = build(clock, section={"max_cpu_mem_percent": 95}, used_percent=lambda: next(used))
     assert one.reached() == one.reached() == []
@@ -93,7 +93,7 @@ def test_a_gpu_is_full_only_when_emptying_its_cache_does_not_help(freed: int, ex
     assert build(Clock(), section={"min_free_gpu_gib": 2}, free_bytes=lambda: next(free)).reached() == expected
 
 
-def test_the_share_of_a_cgroup_counts_where_it_is_fuller_than_the_host(tmp_path: Path) -> None:
+def test_a_cgroup_counts_if_it_is_fuller_than_the_host(tmp_path: Path) -> None:
     host = used_memory_percent(tmp_path)
     for name, content in {"max": "1000\n", "current": "999\n", "stat": "anon 1\ninactive_file 9\n"}.items():
         (tmp_path / f"memory.{name}").write_text(content)
@@ -102,7 +102,7 @@ def test_the_share_of_a_cgroup_counts_where_it_is_fuller_than_the_host(tmp_path:
     assert used_memory_percent(tmp_path) == pytest.approx(host, abs=5)
 
 
-def test_a_grace_that_is_too_short_is_told_of_once() -> None:
+def test_a_grace_that_is_too_short_is_reported_once() -> None:
     one = build(Clock(), section={"grace_seconds": 60})
     assert one.grace_warning(10, 20) is None
     warning = one.grace_warning(10, 21)

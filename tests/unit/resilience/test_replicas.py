@@ -34,7 +34,7 @@ def test_order_and_signs_count() -> None:
     assert int(bits_hash(torch.empty(0))) == 0
 
 
-def test_of_replicas_that_are_the_same_a_number_is_gathered_and_no_names() -> None:
+def test_equal_replicas_exchange_one_number_and_no_names() -> None:
     """Names and hashes of all parameters of 16,384 ranks are gigabytes on each of them."""
     gathered: list[torch.Tensor] = []
 
@@ -63,7 +63,7 @@ WRONG = {"wq": 1, "wk": 3}
         ([SAME, {"wq": 4, "wk": 4}, SAME], [[0, 1, 2]], ["wq, wk on rank 1"]),
     ],
 )
-def test_who_is_wrong(of_ranks: list[dict[str, int]], sets: list[list[int]], expected: list[str]) -> None:
+def test_the_differing_rank_is_identified(of_ranks: list[dict[str, int]], sets: list[list[int]], expected: list[str]) -> None:
     assert differences(of_ranks, sets) == expected
 
 

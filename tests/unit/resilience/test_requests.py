@@ -20,7 +20,7 @@ def test_a_request_is_sent_once():
     assert requests.take() == [0] * len(Request)
 
 
-def test_what_is_told_during_a_validation_is_sent_all_the_same():
+def test_a_request_during_validation_is_sent():
     requests = Requests()
     requests.note(Request.TERMINATE)
     told = requests.noted()
@@ -28,7 +28,7 @@ def test_what_is_told_during_a_validation_is_sent_all_the_same():
     assert not any(requests.noted())
 
 
-def test_what_a_signal_notes_while_requests_are_taken_is_sent_once():
+def test_a_signal_while_requests_are_read_is_sent_once():
     """A handler may run between any two operations; what it notes goes on the wire now or the next time."""
 
     def counts_with_a_note_before(number):
@@ -79,7 +79,7 @@ def test_the_first_stop_of_the_table_wins(counts, expected):
     ("signum", "request_"),
     [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT), (signal.SIGUSR1, Request.TERMINATE)],
 )
-def test_a_signal_is_a_request_and_handlers_come_back(signum, request_):
+def test_a_signal_is_a_request_and_handlers_are_restored(signum, request_):
     former = signal.getsignal(signum)
     requests = Requests()
     with requests.listening():
@@ -97,7 +97,7 @@ def test_every_stop_has_a_code_and_codes_differ():
     assert ExitCode.BAD_CONFIG == 78
 
 
-def test_the_guide_tells_of_every_code_and_cause(repo_root):
+def test_the_guide_documents_every_code_and_cause(repo_root):
     guide = (repo_root / "docs/guides/operations.md").read_text()
     for code in ExitCode:
         (line,) = [line for line in guide.splitlines() if line.startswith(f"| {int(code)} | `{code.reason}` |")]

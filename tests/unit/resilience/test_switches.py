@@ -7,7 +7,7 @@ from torchtitan_like.resilience.requests import Request
 from torchtitan_like.resilience.switches import Switches
 
 
-def test_a_switch_file_asks_once_and_is_gone(tmp_path: Path) -> None:
+def test_a_switch_file_requests_once_and_is_removed(tmp_path: Path) -> None:
     switches = Switches(tmp_path, Resilience())
     assert switches.read() == []
     for name in ("SAVE", "EXPORT", "save.txt"):
@@ -24,7 +24,7 @@ def test_the_kill_switch_stays(tmp_path: Path) -> None:
     assert (tmp_path / "KILL").exists()
 
 
-def test_switches_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_switches_may_be_in_another_folder(tmp_path: Path) -> None:
     """One file for the runs of a whole group."""
     switches = Switches(
         tmp_path / "run", Resilience(kill_switch_path=str(tmp_path / "all"), save_switch_path="../save-both")

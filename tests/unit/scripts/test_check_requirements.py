@@ -58,7 +58,7 @@ def test_this_python_is_good_enough_for_the_tests() -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_a_bare_python_is_told_what_it_lacks() -> None:
+def test_missing_packages_of_a_bare_python_are_listed() -> None:
     command = [sys.executable, "-S", "-I", check_requirements.__file__]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1

@@ -70,7 +70,7 @@ def test_an_80b_on_512_gpus(gbs, tflops, comm, compute, verdict, capsys) -> None
     assert lines[2].startswith(verdict)
 
 
-def test_a_number_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*IDEFICS, "--gbs", "0", "--tflops", "90"])
     assert "expected more than 0: gbs" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_what_a_rank_sends() -> None:
     ]
 
 
-def test_ranks_that_differ_have_tables_of_their_own() -> None:
+def test_different_ranks_have_separate_tables() -> None:
     rows = rows_of([("pp", 2, "send", 2**20)])
     lines = table({"pp": 2, "tp": 2}, [rows, rows, [], []])
     assert lines[0] == "One step of 4 ranks: pp 2 x tp 2"

@@ -43,7 +43,7 @@ def write(folder: Path, name: str, events: list[dict[str, Any]]) -> Path:
     return file
 
 
-def test_what_no_kernel_covers_is_exposed() -> None:
+def test_communication_without_a_concurrent_kernel_is_exposed() -> None:
     found = exposed_comm.exposed_in(STEP)
     assert found is not None
     assert (found.num_steps, found.total, found.computed, found.sent) == (1, 60, 34, 33)
@@ -74,7 +74,7 @@ def test_a_trace_without_kernels_tells_nothing(
     assert "no trace with kernels of a GPU" in capsys.readouterr().err
 
 
-def test_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank0_trace.json").write_text('{"traceEvents": [')
     assert exposed_comm.main([str(tmp_path)]) == 2
     assert "rank0_trace.json is no Chrome trace" in capsys.readouterr().err

@@ -31,7 +31,7 @@ cat "$ANSWER"
 """
 
 
-def test_a_disk_is_told_as_a_table(tmp_path: Path) -> None:
+def test_results_of_a_disk_are_a_table(tmp_path: Path) -> None:
     program(tmp_path, "fio", FIO)
     told = {"read": {"bw_bytes": 2_400_400_000, "iops": 2400.4}, "write": {"bw_bytes": 1_000_000, "iops": 61.0}}
     (tmp_path / "answer").write_text(json.dumps({"jobs": [told]}))

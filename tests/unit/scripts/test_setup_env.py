@@ -83,7 +83,7 @@ def installed(repo: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def test_a_python_that_has_all_is_used_as_it_is(repo: Path) -> None:
+def test_a_complete_python_is_used_unchanged(repo: Path) -> None:
     (repo / "bin" / "has-packages").touch()
     assert setup(repo) == (0, str(repo / "bin" / "python3"), "")
     assert not (repo / ".venv").exists()
@@ -97,13 +97,13 @@ def test_a_named_python_comes_first_and_its_path_becomes_absolute(repo: Path, na
     assert code == 0 and os.path.samefile(python, own) and os.path.isabs(python)
 
 
-def test_a_venv_that_has_all_is_used_as_it_is(repo: Path) -> None:
+def test_a_complete_venv_is_used_unchanged(repo: Path) -> None:
     venv = make_python(repo / ".venv" / "bin" / "python", "has-packages")
     assert setup(repo) == (0, str(venv), "")
     assert installed(repo) == []
 
 
-def test_a_named_python_that_lacks_something_is_not_passed_over_in_silence(repo: Path) -> None:
+def test_a_named_python_with_missing_packages_is_reported(repo: Path) -> None:
     make_python(repo / ".venv" / "bin" / "python", "has-packages")
     _, _, stderr = setup(repo, PYTHON="bin/python3")
     lines = [line.strip() for line in stderr.splitlines()]
@@ -135,14 +135,14 @@ def test_a_torch_that_is_too_old_is_replaced_by_the_tested_one(repo: Path) -> No
     assert torch.endswith("torch==2.13.0")
 
 
-def test_a_torch_that_is_there_is_kept(repo: Path) -> None:
+def test_an_installed_torch_is_kept(repo: Path) -> None:
     make_python(repo / ".venv" / "bin" / "python", "has-torch")
     assert setup(repo)[0] == 0
     [project] = installed(repo)
     assert project.endswith(f"-e {repo}")
 
 
-def test_a_failed_installation_says_how_to_go_on_and_may_be_tried_again(repo: Path) -> None:
+def test_a_failed_installation_prints_a_remedy_and_can_be_retried(repo: Path) -> None:
     code, python, stderr = setup(repo, "dev", PIP_FAILS="1")
     assert (code, python) == (1, "")
     for advice in ("ERROR: No matching distribution", "try again", "PYTHON=/path/to/python", "PIP_INDEX_URL", "rm -rf"):
@@ -151,7 +151,7 @@ def test_a_failed_installation_says_how_to_go_on_and_may_be_tried_again(repo: Pa
     assert setup(repo, "dev")[0] == 0
 
 
-def test_an_old_python_is_refused_with_a_way_out(repo: Path) -> None:
+def test_an_old_python_is_refused_with_a_remedy(repo: Path) -> None:
     (repo / "bin" / "is-old").touch()
     code, _, stderr = setup(repo)
     assert code == 1

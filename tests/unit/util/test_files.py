@@ -68,7 +68,7 @@ def root_logger_as_before() -> Iterator[None]:
     log.logger.setLevel(level)
 
 
-def test_a_record_is_in_the_file_whole_or_not_at_all(tmp_path: Path, disk: Disk) -> None:
+def test_a_record_is_written_completely_or_not_at_all(tmp_path: Path, disk: Disk) -> None:
     file = AppendOnlyFile(tmp_path / "a")
     file.append(b"first\n")
     disk.free = 4
@@ -137,7 +137,7 @@ def test_lost_log_lines_are_counted_in_the_log(tmp_path: Path, disk: Disk) -> No
     assert failures.stop_is_due()
 
 
-def test_a_dashboard_never_ends_in_half_a_record(tmp_path: Path, disk: Disk) -> None:
+def test_a_dashboard_never_ends_with_a_partial_record(tmp_path: Path, disk: Disk) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     failures = WriteFailures()
@@ -179,7 +179,7 @@ def full(*_: object) -> int:
 
 
 @pytest.mark.parametrize("act", [_flush, lambda: (log.init_logger(), log.logger.info("a line"))])
-def test_a_full_disk_behind_stdout_ends_nothing(
+def test_a_full_disk_behind_stdout_does_not_end_the_run(
     act: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = io.StringIO()

@@ -45,14 +45,14 @@ def test_numbers_that_are_not_finite_are_strings_in_valid_json(value: float, tex
     assert repr(read_rows(tmp_path / "a.jsonl")[0]["loss"]) == repr(value)
 
 
-def test_a_torn_last_line_is_no_row(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_not_a_row(tmp_path: Path) -> None:
     """It is being written, or its writer was killed or found the disk full."""
     file = tmp_path / "a.jsonl"
     file.write_bytes(encode({"step": 1}) + b'{"step": 2, "loss": 1.')
     assert read_rows(file) == [{"step": 1}]
 
 
-def test_rows_are_there_for_other_readers_after_append(tmp_path: Path) -> None:
+def test_rows_are_visible_to_other_readers_after_append(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "new" / "a.jsonl")
     file.append(rows(1, 2))
     assert [row["step"] for row in read_rows(file.path)] == [1, 2]
