@@ -13,15 +13,14 @@ BASE = """
     --validation.no-enable --checkpoint.no-enable
 """.split()
 
-# What the stand-in cannot model, and so no cell runs.
-NOT_MODELED = {
-    "asynchronous tensor parallelism": "needs symmetric memory: ranks map each other's device memory",
-    "CUDA graphs": "no capture; the trainer does not use them",
-    "cuDNN attention": "cuDNN's own library needs a device; the cells take the flash kernel",
-    "varlen attention": "the borders of documents are found on the device, where all positions are zero",
-    "values": "everything read from a device is zero, so losses, norms and restored weights mean nothing",
-    "times, NCCL progress and errors, out-of-memory behavior of kernels, several nodes": "nothing is executed",
-}
+# No cell covers what the stand-in for a GPU cannot model:
+#
+# - asynchronous tensor parallelism: it needs symmetric memory, in which ranks map each other's device memory
+# - CUDA graphs: there is no capture, and the trainer does not use them
+# - cuDNN attention: cuDNN's own library needs a device; the cells use the flash kernel
+# - varlen attention: the device finds the borders of documents, and all positions are zero there
+# - values: everything read from a device is zero, so losses, norms and restored weights mean nothing
+# - times, NCCL progress and errors, out-of-memory behavior of kernels, several nodes: nothing is executed
 
 
 @dataclass(frozen=True)

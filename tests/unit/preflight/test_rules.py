@@ -462,7 +462,6 @@ def test_a_disabled_feature_only_warns(line: str, ranks: int, words: str, rule: 
 
 
 HALF = "training.mixed_precision_param=bfloat16"
-FEATURES = f"{HALF} model.args.multiple_of=1 model.args.dim=192"  # 512 of them
 UNALIGNED = [
     (f"{HALF} model.args.vocab_size=50257", 1, "model.args.vocab_size = 50304", "unaligned-vocabulary"),
     (f"{HALF} model.args.vocab_size=50304 tp=16", 16, "vocab_size = 50304", ""),
