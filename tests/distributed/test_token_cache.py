@@ -132,7 +132,7 @@ def test_a_killed_worker_ends_all_ranks_together(corpus: Path, tmp_path: Path) -
     )
     again = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
     assert {error for error, _, _ in again} == {""}
-    assert any("going on after" in line for _, _, lines in again for line in lines)
+    assert any("continuing after" in line for _, _, lines in again for line in lines)
 
 
 def test_bad_data_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ FULL_DISKS = {
 def test_a_full_disk_ends_all_ranks_together(name: str, corpus: Path, tmp_path: Path) -> None:
     results = run_ranks(with_a_fault, 2, {0}, FULL_DISKS[name], FULL, corpus, tmp_path / "run")
     assert {(error, message) for error, message, _ in results} == {("CacheWriteError", results[0][1])}
-    assert "No space left on device; what was done is kept: free space" in results[0][1]
+    assert "No space left on device. The finished part is kept: free space" in results[0][1]
     assert {error for error, _, _ in run_ranks(build_batches, 2, corpus, tmp_path / "run")} == {""}
 
 

@@ -104,7 +104,7 @@ def test_a_killed_command_resumes_to_the_same_bytes_with_any_workers(
     assert process.returncode == -signal.SIGKILL and not (tmp_path / "two").exists()
     with start(corpus, tmp_path / "two", repo_root, "--workers", "2") as process:
         again, _ = process.communicate("", timeout=100)
-    assert process.returncode == 0 and "going on after 3 of " in again, again
+    assert process.returncode == 0 and "continuing after 3 of " in again, again
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert not (tmp_path / ".two.building").exists()
 
@@ -130,7 +130,7 @@ def test_a_complete_folder_is_reused_and_never_overwritten(
     assert tokenize(corpus, tmp_path / "out") == 0
     assert "tokenizing" not in capsys.readouterr().out
     assert tokenize(corpus, tmp_path / "out", "--no-bos") == 2
-    assert "it was built for something else; delete the folder" in capsys.readouterr().err
+    assert "it was built for something else. Delete the folder" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
     assert tokenize(tmp_path / "corpus" / "0.jsonl", corpus) == 2
     assert "exists already and has no meta.json" in capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_bad_records_are_skipped_as_in_a_run(
     assert tokenize(corpus, tmp_path / "out") == 2
     assert "1.jsonl, line 21: malformed JSON" in capsys.readouterr().err
     assert tokenize(corpus, tmp_path / "out", "--on-bad-record", "skip") == 0
-    assert "60 documents, 1 bad records left out" in capsys.readouterr().out
+    assert "60 documents, 1 bad records skipped" in capsys.readouterr().out
     tokenizer, found = load_tokenizer(ASSETS), find_corpus(str(corpus), on_bad_record="skip")
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     cached = cached_tokens(found, policy, entry_of(found, "own", policy), cache_folder=None, dump_folder="unused")
@@ -174,7 +174,7 @@ FAULTS = {
     "formats": (["{tmp}/corpus", "{tmp}/a.txt"], "inputs of several formats: jsonl"),
     "workers": (["{tmp}/corpus", "--workers", "0"], "--workers 0: expected at least 1"),
     "no field": (["{tmp}/corpus", "--text-field", "body"], 'no field "body"'),
-    "no BOS": (["{tmp}/corpus", "--tokenizer", "{tmp}/plain"], "has no BOS token: give --no-bos"),
+    "no BOS": (["{tmp}/corpus", "--tokenizer", "{tmp}/plain"], "has no BOS token. Expected one: give --no-bos"),
 }
 
 

@@ -135,7 +135,7 @@ def test_difficult_cases_are_covered() -> None:
     assert engines("Qwen 2")[0].accepts("中文 мир é 🙂") and not engines("Qwen 2")[0].accepts("\U00020000")
     vocabulary = engines("Llama 3, converted")[1].get_vocab(with_added_tokens=False)
     model = json.loads(engines("Llama 3, converted")[1].to_str())["model"]
-    not_made = vocabulary.keys() - fast_bpe._made_by_merges(vocabulary, fast_bpe.merges_of(model))
+    not_made = vocabulary.keys() - fast_bpe._mergeable_tokens(vocabulary, fast_bpe.merges_of(model))
     assert "ousands" in not_made and engines("Llama 3, converted")[0].encode("ousands") == [vocabulary["ousands"]]
 
 
@@ -193,13 +193,13 @@ SETTINGS: dict[str, tuple[Callable[[Content], object], str]] = {
         lambda c: c.update(pre_tokenizer={"type": "Whitespace"}),
         "its pre-tokenizer is Whitespace",
     ),
-    "blank before": (lambda c: of_byte_level(c, add_prefix_space=True), "add_prefix_space"),
-    "two patterns": (lambda c: of_byte_level(c, use_regex=True), "cuts words twice"),
-    "no pattern": (lambda c: c.update(pre_tokenizer=c["pre_tokenizer"]["pretokenizers"][1]), "or not at all"),
-    "words joined": (lambda c: of_split(c, behavior="MergedWithPrevious"), "does not keep the words"),
-    "inverted": (lambda c: of_split(c, behavior="Isolated", invert=True), "does not keep the words"),
-    "unknown pattern": (lambda c: of_split(c, pattern={"Regex": r"\w+|\W+"}), "not one of those that are known"),
-    "cut by a string": (lambda c: of_split(c, pattern={"String": " "}), "not one of those that are known"),
+    "adds a space before": (lambda c: of_byte_level(c, add_prefix_space=True), "add_prefix_space"),
+    "two patterns": (lambda c: of_byte_level(c, use_regex=True), "splits text into words twice"),
+    "no pattern": (lambda c: c.update(pre_tokenizer=c["pre_tokenizer"]["pretokenizers"][1]), "or never"),
+    "words joined": (lambda c: of_split(c, behavior="MergedWithPrevious"), "does not isolate the words"),
+    "inverted": (lambda c: of_split(c, behavior="Isolated", invert=True), "does not isolate the words"),
+    "unknown pattern": (lambda c: of_split(c, pattern={"Regex": r"\w+|\W+"}), "its pattern is not one of"),
+    "cut by a string": (lambda c: of_split(c, pattern={"String": " "}), "its pattern is not one of"),
     "other model": (lambda c: c["model"].update(type="Unigram"), "its model is Unigram, not BPE"),
     "dropout": (lambda c: c["model"].update(dropout=0.1), "dropout = 0.1"),
     "unknown token": (lambda c: c["model"].update(unk_token="!"), "unk_token = '!'"),
@@ -237,18 +237,18 @@ def with_merges(content: Content, *merges: str) -> None:
 VOCABULARIES: dict[str, tuple[Callable[[Content], object], str]] = {
     "a byte missing": (without_a_byte, "1 of the 256 bytes have no token"),
     "same id": (lambda c: c["model"]["vocab"].update({"a": c["model"]["vocab"]["b"]}), "two tokens have the same id"),
-    "merges apart": (lambda c: with_merges(c, "t he"), "merges that make 'the' stand apart"),
+    "merges apart": (lambda c: with_merges(c, "t he"), "the merges of 'the' are not consecutive"),
     "pairs not listed": (
         lambda c: c["model"].update(ignore_merges=True, vocab={**c["model"]["vocab"], "qzxj": 4000, "zxj": 4001}),
-        "'qzxj' is not made by its merges, and not all pairs that spell it are listed",
+        "its merges do not produce 'qzxj', and not all pairs that spell it are listed",
     ),
     "pairs overlap": (  # q alone, twice, 3 and 5 times make 8 in two ways, but 8 are joined to four times two
         lambda c: with_merges(c, "q q", "q qq", "qq q", "qq qqq", "qqq qq", "qqq qqqqq", "qqqqq qqq"),
-        "'qqqqqqqq' is not made by its merges, and pairs that spell it overlap",
+        "its merges do not produce 'qqqqqqqq', and pairs that spell it overlap",
     ),
     "part of a lower rank": (  # z and x are joined first; qzxj is made only where something else stands between
         lambda c: with_merges(c, "z x", "q z", "x j", "qzxj k", "qz xj"),
-        "'qzxj', which its merges do not make, is part of 'qzxjk' of a lower rank",
+        "'qzxj', which its merges do not produce, is part of 'qzxjk' of a lower rank",
     ),
 }
 
@@ -273,7 +273,7 @@ def test_tokens_that_no_merge_makes_are_accepted() -> None:
 def test_added_tokens_that_match_in_text_are_refused() -> None:
     library = library_of(shipped())
     library.add_tokens(["thou"])
-    with pytest.raises(Unproven, match="not special in the text: 'thou'"):
+    with pytest.raises(Unproven, match="that are not special: 'thou'"):
         FastBPE(shipped(), library)
 
 
@@ -311,7 +311,7 @@ def test_texts_are_encoded_alike_during_construction(monkeypatch: pytest.MonkeyP
     CASES["Llama 3, converted"][1](content)
     library = library_of(content)
     expected, seen = library.encode("ousands").ids, []
-    make = fast_bpe._made_by_merges
+    make = fast_bpe._mergeable_tokens
 
     def made(vocabulary: dict[str, int], *given: Any) -> set[str]:
         class Watched(dict[str, int]):
@@ -322,7 +322,7 @@ def test_texts_are_encoded_alike_during_construction(monkeypatch: pytest.MonkeyP
 
         return make(Watched(vocabulary), *given)
 
-    monkeypatch.setattr(fast_bpe, "_made_by_merges", made)
+    monkeypatch.setattr(fast_bpe, "_mergeable_tokens", made)
     FastBPE(content, library)
     assert seen and all(ids == expected for ids in seen)
 
@@ -337,6 +337,6 @@ def test_the_reason_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
     assert caplog.messages == [
-        f"{tmp_path}/tokenizer.json is used through the `tokenizers` library, not through tiktoken's engine: it has a "
+        f"{tmp_path}/tokenizer.json: encoding with the `tokenizers` library, not with tiktoken's engine: it has a "
         "normalizer (NFC)"
     ]

@@ -135,4 +135,4 @@ def test_gzip_and_plain_text_have_the_same_token_cache(
     caplog.set_level(logging.WARNING)
     tokens, _, num_bad = made(packed.parent, "skip")
     assert whole[0].startswith(tokens) and num_bad >= 1
-    assert f"{num_bad} bad records left out, the first of them: {file}, byte " in caplog.text
+    assert f"skipped {num_bad} bad records, the first of them: {file}, byte " in caplog.text

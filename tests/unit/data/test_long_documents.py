@@ -172,13 +172,13 @@ def test_a_tokenizer_that_needs_the_whole_text_refuses_long_documents(
     UNKNOWN[name](library)
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.cuts is None
+    assert tokenizer.split_pattern is None
     file = write_jsonl(tmp_path / "data" / "a.jsonl", ["to be or not to be " * 1000, "short"])
     monkeypatch.setattr(tokenizer, "max_part", 1000)
     monkeypatch.setattr(encoding, "GROUP_CHARACTERS", 1000)
     with pytest.raises(
         DataError,
-        match=r"a\.jsonl: a document of 19,000 characters has 19,000 that cannot be cut.*1,000",
+        match=r"a\.jsonl: a document of 19,000 characters has 19,000 that cannot be split.*1,000",
     ):
         cache(file, tokenizer)
 
@@ -188,7 +188,7 @@ def test_a_run_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 100)
     monkeypatch.setattr(tokenizer, "max_part", 1000)
     with pytest.raises(
-        DataError, match="a document of 4,000 characters has 2,099 that cannot be cut"
+        DataError, match="a document of 4,000 characters has 2,099 that cannot be split"
     ):
         list(tokenizer.parts("a " * 500 + "-" * 2000 + " b" * 500))
 

@@ -52,7 +52,7 @@ def test_a_bit_that_flips_between_two_starts_is_found_before_training(
     flip_bit(folder / "a.bin", PLACE)
     with pytest.raises(
         DataError,
-        match=r"a\.bin is damaged: bytes 16,384 to 17,407 have the hash .* this run has read other",
+        match=r"a\.bin is damaged: bytes 16,384 to 17,407 have the hash .* recorded by this run",
     ):
         start()
     flip_bit(folder / "a.bin", PLACE)
@@ -109,7 +109,7 @@ def test_processes_that_read_different_bytes_end_the_next_start(
     other.tokens[8_000:10_000]
     with pytest.raises(
         DataError,
-        match=r"a\.bin has changed while .*: the run has read its 1,024 bytes from 16,384 on",
+        match=r"a\.bin has changed during this run: .* contents of the 1,024 bytes from 16,384 on",
     ):
         start()
 
@@ -162,7 +162,7 @@ def test_a_full_disk_causes_one_warning(
     opened = start()
     monkeypatch.setattr(os, "open", full)
     assert opened.tokens[:].tolist() == TOKENS * 2
-    (warning,) = [record.message for record in caplog.records if "recorded" in record.message]
+    (warning,) = [record.message for record in caplog.records if "cannot record" in record.message]
     assert "No space left on device" in warning
 
 

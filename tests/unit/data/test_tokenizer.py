@@ -118,7 +118,7 @@ def test_a_random_tokenizer_is_refused(copy: Callable[..., Path]) -> None:
     """The same text would have other ids in a cache, in a window of a stream, and in one that is made again."""
     folder = copy("tokenizer.json")
     edit_json(folder / "tokenizer.json", lambda content: content["model"].update(dropout=0.5))
-    with pytest.raises(TokenizerError, match=r"other ids each time.*dropout is 0.5.*expected null"):
+    with pytest.raises(TokenizerError, match=r"encodes a text differently each time.*dropout is 0.5.*Expected null"):
         load_tokenizer(folder)
 
 
@@ -146,7 +146,7 @@ def test_bos_and_eos_come_from_the_tokenizer_config_or_have_common_names(
 def test_a_named_bos_that_does_not_exist_is_refused(copy: Callable[..., Path]) -> None:
     folder = copy("tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
-    with pytest.raises(TokenizerError, match="tokenizer_config.json names '<s>' as bos_token, which is not in"):
+    with pytest.raises(TokenizerError, match="tokenizer_config.json has bos_token = '<s>', which is not in"):
         load_tokenizer(folder)
 
 
@@ -198,7 +198,7 @@ BROKEN = {
     "nothing there": ({}, "no tokenizer at .*hf_assets_path"),
     "not JSON": ({"tokenizer.json": b"{"}, "cannot be read as JSON"),
     "not a tokenizer": ({"tokenizer.json": b"{}"}, "is not a tokenizer of the `tokenizers` library"),
-    "a list": ({"tokenizer.json": b"[]"}, "holds a JSON list, expected an object"),
+    "a list": ({"tokenizer.json": b"[]"}, "contains a JSON list. Expected an object"),
     "SentencePiece": ({"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\x00"}, "line 2.*SentencePiece"),
     "bytes missing": ({"tokenizer.model": b"YQ== 0\n"}, "a token for each of the 256 bytes"),
     "several": ({"a.model": b"", "b.model": b""}, r"several tokenizers \(a.model, b.model\)"),

@@ -137,7 +137,7 @@ def test_unknown_dataset_formats(table: str, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     line = "--training.steps 1000 --validation.enable --validation.dataset shakespeare_validation"
     section = "training" if table == "data" else table
-    for name, message in (("a.md", "cannot be told by its ending"), ("tables", "a folder without files of a known")):
+    for name, message in (("a.md", "unknown format of"), ("tables", "a folder without files of a known")):
         for key in (f"{section}.dataset_path", f"{table}.sources.a.path"):
             problem, *_ = check(f"{line} --{key} {tmp_path / name}")
             assert (problem.severity, problem.key) == ("error", key)

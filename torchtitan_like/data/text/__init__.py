@@ -1,1 +1,1 @@
-"""What others write: texts, token files, tokenizers. Looked up where one of them is in question, not read."""
+"""Read text files and tokenizers."""

@@ -1,13 +1,19 @@
-"""Documents in files: which files a path means, how they are cut into pieces of work, and the texts of a piece.
+"""Find the files of a corpus, divide them into pieces of work, and read the documents of a piece.
 
-A piece is a pure description (file, range); reading it needs nothing else, so any process can read any piece. Documents
-are numbered by file in the order of names, then by their place in the file; pieces keep that order.
+A piece is a description (file, range). Any process can read any piece. Documents are numbered in
+the order of file names, then in file order. Pieces keep that order.
 
-Formats: *text*, a file is one document; *jsonl*, a line is a JSON object with the text in one field, blank lines
-are skipped, and a file may be compressed with gzip; *parquet* and *arrow* (also a Hugging Face data set saved to disk), a
-row is a document and a column holds the text. Text is UTF-8. Anything else is a bad record, which raises DataError with file
-and line (or row), or is left out where that is asked for; so is what is behind a place where a gzip file is damaged. A file
-that cannot be read as its format is always an error.
+Formats (text is UTF-8):
+
+- *text*: a file is one document.
+- *jsonl*: a line is a JSON object with the text in one field. Blank lines are skipped. A file may
+  be compressed with gzip.
+- *parquet* and *arrow* (also a Hugging Face dataset saved to disk): a row is a document, and one
+  column has the text.
+
+A record without valid text is a bad record, and so is the part of a gzip file after a damaged byte.
+It raises DataError with file and line (or row), or is skipped (`data.on_bad_record`). A file of
+another format is always an error.
 """
 
 from __future__ import annotations
@@ -50,31 +56,31 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
 }
-# Among a user's data the token cache is a hidden folder: globs and other readers of the data skip
-# it. Earlier versions made
-# a visible one, which is still found. Neither is ever taken for data.
+# Next to a user's data the token cache is a hidden folder, which globs and other readers skip. The
+# visible folder of earlier versions is still used. Neither is read as data.
 CACHE_FOLDER_NAME = ".token_cache"
-VISIBLE_CACHE_FOLDER_NAME = "token_cache"  # also the name of the cache in a run's own folder
+VISIBLE_CACHE_FOLDER_NAME = "token_cache"  # also the name of the cache in a run's folder
 CACHE_FOLDER_NAMES = (CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME)
 
-# Work is cut into pieces of about this size: one is read, tokenized and committed as a whole. A half-built token cache
-# counts pieces, so cutting them differently needs another version.
+# Approximate size of a piece, which is read, tokenized and committed as a whole. An unfinished
+# token cache counts pieces: increase the version with any change of their boundaries.
 PIECE_BYTES = 8 * 2**20
 PIECES_VERSION = 2
-# Lines are streamed in blocks of this size. Another one is another order: streaming.WINDOW_VERSION.
+# Size of a streamed block of lines. With any change, increase streaming.WINDOW_VERSION.
 BLOCK_BYTES = 2 * 2**20
-# A table that is not here yet is cut by its size into parts of this many bytes, whatever its row groups are.
+# A table that is not downloaded yet is divided into parts of this many bytes, not into row groups.
 TABLE_BYTES = 16 * 2**20
-_READERS = 16  # files that are asked at once what is in them
+_NUM_THREADS = 16  # that read the metadata of files
 _DATASET_MARKS = ("dataset_info.json", "state.json")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of one source, sorted. ``folder`` is the deepest one that holds them all.
+    """The files of one source, sorted.
 
-    files: absolute paths. A source may have millions: a `Path` takes ten times as long to make.
-    listing: of files that lie on the Hub, and here only once they are read (`Blocks`).
+    folder: the deepest folder that contains all files. files: absolute paths, as strings: a source
+    may have millions, and a `Path` is ten times as slow.
+    listing: the files on the Hub, which are downloaded when they are read (`Blocks`).
     """
 
     folder: Path
@@ -85,15 +91,17 @@ class Corpus:
     listing: Listing | None = None
 
     def __str__(self) -> str:
-        return self.files[0] if len(self.files) == 1 else f"the {len(self.files)} files of {self.folder}"
+        if len(self.files) == 1:
+            return self.files[0]
+        return f"the {len(self.files)} files of {self.folder}"
 
     def relative_names(self) -> Iterator[str]:
-        """The path of each file from ``folder``."""
+        """Return the path of each file relative to ``folder``."""
         start = len(os.path.join(self.folder, ""))
         return (file[start:] for file in self.files)
 
     def size_and_time(self, file: str) -> tuple[int, int]:
-        """Bytes, and nanoseconds of the last change; 0 for a file of the Hub, which does not change."""
+        """Return size in bytes and modification time in nanoseconds (0 for a file of the Hub)."""
         if self.listing is not None:
             return self.listing.sizes[Path(file)], 0
         status = os.stat(file)
@@ -110,68 +118,79 @@ def find_corpus(
     on_bad_record: OnBadRecord = "error",
     downloads: Path | None = None,
 ) -> Corpus:
-    """The files that ``path`` (a file, a glob, a folder with all below it, or files of the Hub) means.
+    """Return the corpus of ``path``: a file, a glob, a folder with its sub-folders, or Hub files.
 
-    downloads: a folder into which files of the Hub are downloaded when they are read; None: all of them, now, into the Hub's
-    own cache. Raises DataError where there is none, or where the format cannot be told.
+    downloads: a folder into which files of the Hub are downloaded when they are read; None: all
+    files are downloaded now, into the Hub's cache. Raises DataError if there are no files, or if
+    their format is unknown.
     """
-    listing = None if downloads is None or not path.startswith(PREFIX) else list_files(path, downloads)
-    files = _files_at(local_path(path), format_name) if listing is None else list(map(str, listing.sizes))
-    found_format = _format_of(files) if format_name == "auto" else format_name
+    listing = None
+    if downloads is not None and path.startswith(PREFIX):
+        listing = list_files(path, downloads)
+    if listing is None:
+        files = _files_at(local_path(path), format_name)
+    else:
+        files = list(map(str, listing.sizes))
     folder = Path(os.path.commonpath({os.path.dirname(file) for file in files}))
-    name: Any = found_format  # one of Format: checked by the schema
+    # The schema has checked that format_name is a Format or "auto".
+    name: Any = _format_of(files) if format_name == "auto" else format_name
     return Corpus(folder, tuple(files), name, text_field, on_bad_record, listing)
 
 
-def _files_at(path: str, format_name: str) -> list[str]:
-    given = Path(path).expanduser()
-    if given.is_file():
-        files = [str(given.absolute())]
-    elif given.is_dir():
-        files = _files_below(given.absolute(), format_name)
+def _files_at(path_text: str, format_name: str) -> list[str]:
+    path = Path(path_text).expanduser()
+    if path.is_file():
+        files = [str(path.absolute())]
+    elif path.is_dir():
+        files = _files_below(path.absolute(), format_name)
     else:
-        matches = set(matching(given))
+        matches = set(matching(path))
         folders = {match.parent for match in matches}
-        found = sorted(file for folder in folders for file in _listed_in(folder, matches))
-        files = [str(file.absolute()) for file in found]
-    if not given.is_file():
-        files = _without_leftovers(files)
+        matching_files = sorted(file for folder in folders for file in _files_in(folder, matches))
+        files = [str(file.absolute()) for file in matching_files]
+    if not path.is_file():
+        files = _without_unlisted(files)
     if not files:
-        what = "a folder without files of a known ending" if given.is_dir() else "not a file, folder or matching glob"
+        reason = "not a file, folder or matching glob"
+        if path.is_dir():
+            reason = "a folder without files of a known ending"
         raise DataError(
-            f"no data at {path!r}: it is {what} (relative paths start at {os.getcwd()}; {_known_endings()})"
+            f"no data at {path_text!r}: it is {reason}. Expected files of text: check the path "
+            f"(relative paths start at {os.getcwd()}; {_known_endings()})"
         )
     return files
 
 
-def _listed_in(folder: Path, wanted: set[Path]) -> Iterator[Path]:
-    """Those of some names that are files of ``folder``. The folder itself tells what they are: no file is asked."""
+def _files_in(folder: Path, paths: set[Path]) -> Iterator[Path]:
+    """Yield the ``paths`` that are files of ``folder``. One scan is faster than a stat per file."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if (path := folder / entry.name) in wanted:
+            if (path := folder / entry.name) in paths:
                 if entry.is_symlink() and not path.exists():
-                    raise _gone(path)
+                    raise _broken_link(path)
                 if entry.is_file():
                     yield path
 
 
 def matching(pattern: Path) -> list[Path]:
-    """What a glob means: nothing in a token cache, unless it names one."""
-    found = map(Path, glob.glob(str(pattern), recursive=True))
+    """Return the matches of a glob, without token caches unless the glob names one."""
+    matches = map(Path, glob.glob(str(pattern), recursive=True))
     names = set(CACHE_FOLDER_NAMES)
-    return [path for path in found if names & {*pattern.parts} or not names & {*path.parts}]
+    return [path for path in matches if names & {*pattern.parts} or not names & {*path.parts}]
 
 
-def _without_leftovers(files: list[str]) -> list[str]:
-    """Of each data set that `datasets` has saved, the files that it lists: others hold rows of an earlier one, or the same
-    rows once more, as `map` keeps them there.
+def _without_unlisted(files: list[str]) -> list[str]:
+    """Remove the files that a dataset saved by `datasets` does not list.
+
+    They contain rows of an earlier dataset, or the same rows again: `map` keeps its cache there.
     """
-    names = {folder: _listed(Path(folder)) for folder in {os.path.dirname(file) for file in files if _is_arrow(file)}}
+    folders = {os.path.dirname(file) for file in files if _is_arrow(file)}
+    names = {folder: _listed_names(Path(folder)) for folder in folders}
 
     def is_listed(file: str) -> bool:
         folder, name = os.path.split(file)
-        listed = names[folder]
-        return listed is None or name in listed
+        listed_names = names[folder]
+        return listed_names is None or name in listed_names
 
     return [file for file in files if not _is_arrow(file) or is_listed(file)]
 
@@ -180,8 +199,8 @@ def _is_arrow(file: str) -> bool:
     return file.endswith(".arrow")
 
 
-def _listed(folder: Path) -> list[str] | None:
-    """Names of the files of the data set that is saved in ``folder``; None where there is none, or it does not tell."""
+def _listed_names(folder: Path) -> list[str] | None:
+    """Return the file names that a saved dataset lists; None without a dataset or a valid list."""
     if not all((folder / mark).exists() for mark in _DATASET_MARKS):
         return None
     try:
@@ -190,12 +209,15 @@ def _listed(folder: Path) -> list[str] | None:
     except (KeyError, TypeError, ValueError):
         return None
     if missing := [name for name in names if not (folder / name).exists()]:
-        raise DataError(f"{folder} lacks {missing[0]}, which its {_DATASET_MARKS[1]} lists: save or fetch it again")
+        raise DataError(
+            f"{folder} lacks {missing[0]}, which its {_DATASET_MARKS[1]} lists. Expected all "
+            "files: save or copy the dataset again"
+        )
     return names
 
 
 def plan_pieces(corpus: Corpus) -> list[Piece]:
-    """Cut the corpus into pieces of about ``PIECE_BYTES``; small files are put together. Reads no text."""
+    """Divide the corpus into pieces of about ``PIECE_BYTES``. Small files share a piece."""
     pieces: list[Piece] = []
     current: list[Span] = []
     size = 0
@@ -212,32 +234,42 @@ def plan_pieces(corpus: Corpus) -> list[Piece]:
 
 
 class Blocks:
-    """The corpus in blocks, numbered on end: ranges of lines, row groups, record batches, whole files of text.
+    """The corpus in blocks with consecutive numbers.
 
-    num_bytes: about the bytes of text in all of them. identity: number of the files, and a hash of their names and sizes.
-    ends: number of the block behind the last of each file. Reads no text; of tables, what each file says of itself; of files
-    of the Hub nothing: there each block is a part of its file, of as many as follow from its size.
+    A block is a range of lines, a row group, a record batch, or a whole file of text. On the Hub it
+    is one of a number of equal parts of a file, which follows from the file's size.
+
+    num_bytes: estimated bytes of text in all blocks.
+    identity: number of the files, and a hash of their names and sizes.
+    ends: for each file, the number of the block after its last one.
+
+    The constructor reads no text. It reads the metadata of local tables.
     """
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
-        with ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
             counts = list(pool.map(self._count, corpus.files))
         self.ends = list(accumulate(num_blocks for num_blocks, _ in counts))
         self.num_bytes = sum(num_bytes for _, num_bytes in counts)
         sizes = (corpus.size_and_time(file)[0] for file in corpus.files)
         names: list[object] = list(zip(corpus.relative_names(), sizes, strict=True))
-        known_by = names if corpus.listing is None else [*names, corpus.listing.revision]
-        self.identity = f"{len(names)} files, {xxhash.xxh3_64_hexdigest(json.dumps(known_by).encode())}"
+        key = names if corpus.listing is None else [*names, corpus.listing.revision]
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(key).encode())
+        self.identity = f"{len(names)} files, {digest}"
         if not self.ends[-1]:
-            raise DataError(f"no text in {corpus}")
+            raise DataError(f"no text in {corpus}. Expected documents: check the path")
 
     def _count(self, file: str) -> tuple[int, int]:
-        """Blocks of a file, and about the bytes of its text."""
+        """Return the number of blocks of a file, and the estimated bytes of its text."""
         corpus, size = self._corpus, self._corpus.size_and_time(file)[0]
         if corpus.format == "jsonl":
-            packed = is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(Path(file))
-            return (num_gzip_spans(size), estimated_text_bytes(size)) if packed else (-(-size // BLOCK_BYTES), size)
+            has_gzip = (
+                is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(Path(file))
+            )
+            if has_gzip:
+                return num_gzip_spans(size), estimated_text_bytes(size)
+            return -(-size // BLOCK_BYTES), size
         if corpus.format == "text":
             return min(size, 1), size
         if corpus.listing is not None:
@@ -246,8 +278,8 @@ class Blocks:
             sizes = table.sizes()
         return len(sizes), sum(sizes)
 
-    def _whole(self, file: str) -> int:
-        """Bytes of a file, or chunks of a table."""
+    def _length(self, file: str) -> int:
+        """Return the bytes of a file, or the number of chunks of a table."""
         if self._corpus.format in ("text", "jsonl"):
             return os.stat(file).st_size
         with Table(file, self._corpus.format, self._corpus.text_field) as table:
@@ -257,14 +289,18 @@ class Blocks:
         return self.ends[-1]
 
     def __getitem__(self, number: int) -> Span:
-        """Without its size. A file of the Hub is here afterwards; raises DataError where it cannot be downloaded."""
+        """Return a block as a span of size 0. A file of the Hub is downloaded first.
+
+        Raises DataError if the download fails.
+        """
         index = bisect_right(self.ends, number)
-        file, first = self._corpus.files[index], self.ends[index - 1] if index else 0
+        file = self._corpus.files[index]
+        first = self.ends[index - 1] if index else 0
         part, num_parts = number - first, self.ends[index] - first
         if self._corpus.listing is not None:
             self._corpus.listing.fetch(Path(file))
-            whole = self._whole(file)
-            return Span(file, whole * part // num_parts, whole * (part + 1) // num_parts, 0)
+            length = self._length(file)
+            return Span(file, length * part // num_parts, length * (part + 1) // num_parts, 0)
         if self._corpus.format == "jsonl" and is_gzip(file):
             return gzip_span(file, part, num_parts)
         step = BLOCK_BYTES if self._corpus.format == "jsonl" else 1
@@ -272,14 +308,15 @@ class Blocks:
 
 
 def piece_size(piece: Iterable[Span]) -> int:
-    """About the bytes of text of a piece."""
+    """Return the estimated bytes of text of a piece."""
     return sum(span.size for span in piece)
 
 
 def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[str | BadRecord]:
-    """The documents of ``piece`` in order, and bad records in their places where ``on_bad_record`` is "skip".
+    """Yield the documents of ``piece`` in order; also bad records, if ``on_bad_record`` is "skip".
 
-    Raises DataError, with file and line (or row), for a bad record otherwise, and for a file that is not of the format.
+    Raises DataError, with file and line (or row), for other bad records, and for a file of another
+    format.
     """
     for span in piece:
         for document in _documents(corpus, span):
@@ -300,7 +337,8 @@ def _files_below(folder: Path, format_name: str) -> list[str]:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(child.name for child in folder.iterdir() if (child / "state.json").exists())
         raise DataError(
-            f"{folder} holds several splits ({', '.join(splits)}): give the path of one, as {folder / splits[0]}"
+            f"{folder} contains several splits ({', '.join(splits)}). Expected one: give its path, "
+            f"such as {folder / splits[0]}"
         )
     if format_name == "auto" and all((folder / mark).exists() for mark in _DATASET_MARKS):
         format_name = "arrow"
@@ -309,35 +347,40 @@ def _files_below(folder: Path, format_name: str) -> list[str]:
 
 
 def files_below(folder: Path, endings: tuple[str, ...]) -> list[str]:
-    """Files with these endings in ``folder`` and the folders in it, sorted by the parts of their
-    paths; without hidden files and token caches. Links are followed, as they are in globs, but no
-    folder is read twice.
+    """Return the files with these endings in ``folder`` and its sub-folders, sorted by path parts.
+
+    Hidden files and token caches are skipped. Links are followed, as in globs, but no folder is
+    read twice.
     """
-    found: list[str] = []
-    seen, rest = set(), [os.fspath(folder)]
-    while rest:
-        parent = rest.pop()
-        if (place := os.path.realpath(parent)) in seen:
+    files: list[str] = []
+    real_paths = set()
+    remaining = [os.fspath(folder)]
+    while remaining:
+        parent = remaining.pop()
+        if (real_path := os.path.realpath(parent)) in real_paths:
             continue
-        seen.add(place)
+        real_paths.add(real_path)
         folders = []
         with suppress(OSError), os.scandir(parent) as entries:
-            for entry in entries:  # the folder itself tells what they are: no file is asked
+            for entry in entries:  # one scan is faster than a stat per file
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
                     folders += [entry.path] if entry.name not in CACHE_FOLDER_NAMES else []
                 elif entry.name.endswith(endings):
                     if entry.is_symlink() and not os.path.exists(entry.path):
-                        raise _gone(entry.path)
-                    found.append(entry.path)
-        rest += sorted(folders, reverse=True)
-    # No name contains a NUL, and none sorts below it: a folder's files come before "folder-2".
-    return sorted(found, key=lambda file: file.replace("/", "\0"))
+                        raise _broken_link(entry.path)
+                    files.append(entry.path)
+        remaining += sorted(folders, reverse=True)
+    # NUL sorts before every character of a name: the files of a folder come before "folder-2".
+    return sorted(files, key=lambda file: file.replace("/", "\0"))
 
 
-def _gone(file: str | Path) -> DataError:
-    return DataError(f"{file} is a link to a file that is not there: fetch it again, or remove the link")
+def _broken_link(file: str | Path) -> DataError:
+    return DataError(
+        f"{file} is a broken link. Expected a link to a file: copy the file again, or remove the "
+        "link"
+    )
 
 
 def _known_endings() -> str:
@@ -346,20 +389,22 @@ def _known_endings() -> str:
 
 
 def _format_of(files: list[str]) -> str:
-    found: dict[str, str] = {}
+    examples: dict[str, str] = {}
     for file in files:
         name = next((name for name, endings in ENDINGS.items() if file.endswith(endings)), None)
         if name is None:
             raise DataError(
-                f"the format of {file} cannot be told by its ending ({_known_endings()}): set the source's `format`"
+                f"unknown format of {file}. Expected a known ending: set the source's `format` "
+                f"({_known_endings()})"
             )
-        found.setdefault(name, file)
-    if len(found) > 1:
-        examples = ", ".join(f"{name} ({file})" for name, file in found.items())
+        examples.setdefault(name, file)
+    if len(examples) > 1:
+        listed = ", ".join(f"{name} ({file})" for name, file in examples.items())
         raise DataError(
-            f"files of several formats in one source: {examples}; set the source's `format` or give a narrower path"
+            f"files of several formats in one source: {listed}. Expected one format: set the "
+            "source's `format`, or give a narrower path"
         )
-    return next(iter(found))
+    return next(iter(examples))
 
 
 def _spans(corpus: Corpus, file: str) -> Iterator[Span]:

@@ -208,7 +208,7 @@ def _parse_line(line: bytes, start: int, field: str) -> str:
     except (ValueError, RecursionError) as error:  # huge numbers; very deep nesting
         raise no_text(f"JSON that cannot be read ({error})") from error
     if not isinstance(document, dict):
-        raise no_text(f"found a JSON {type(document).__name__}")
+        raise no_text(f"it is a JSON {type(document).__name__}")
     if field not in document:
         names = ", ".join(map(repr, document)) or "none"
         raise no_text(

@@ -1,12 +1,13 @@
-"""Texts of the Hugging Face Hub, named as its other tools name them: hf://datasets/OWNER/NAME@REVISION/PATTERN.
+"""Download datasets of the Hugging Face Hub: hf://datasets/OWNER/NAME@REVISION/PATTERN.
 
-PATTERN are the files, as in `en/*.parquet`. REVISION, a tag or better a commit, has to be there: a run that is resumed must
-find the text that it began with.
+PATTERN selects files, such as `en/*.parquet`. REVISION is required, a tag or preferably a commit: a
+resumed run must read the text with which it started.
 
-`local_path` downloads them all, into the Hub's own cache (HF_HOME), once for all processes that share it: one downloads, the
-others wait. When all is there a file beside it says so, and later starts need no network. `list_files` asks only for their
-names and sizes, once, and `Listing.fetch` downloads one of them, into a folder of ours, in which a few are kept: gzip files
-unpacked, so that any place in them is reached at once.
+- `local_path` downloads all files into the Hub's cache (HF_HOME). One process downloads, and the
+  others wait. A marker file then records that the download is complete, so that later starts need
+  no network.
+- `list_files` requests only names and sizes, once. `Listing.fetch` downloads one file into a folder
+  that keeps a few files. It decompresses gzip files, so that any offset can be read directly.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from torchtitan_like.util.files import write_atomically
 logger = logging.getLogger()
 
 PREFIX = "hf://"
-ATTEMPTS, FIRST_PAUSE = 6, 5.0  # seconds; each further pause is twice as long
-NUM_KEPT = 8  # files of a listing that stay on disk: more than the windows that are made at once
+ATTEMPTS = 6
+FIRST_PAUSE = 5.0  # seconds; each further pause is twice as long
+NUM_KEPT = 8  # files of a listing that stay on disk: more than the windows made at the same time
 _PARTS = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)@(?P<revision>[^/]+)/(?P<pattern>.+)")
 
 T = TypeVar("T")
@@ -47,10 +49,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Listing:
-    """Files of one state of a data set of the Hub, which are downloaded one by one.
+    """The files of one revision of a dataset on the Hub, which are downloaded one by one.
 
-    path: as it was given. revision: the commit. folder: where the files lie once they are here. sizes: of each, in bytes, as it
-    is on the Hub.
+    path: the path in the config.
+    revision: the commit.
+    folder: the folder of the downloaded files.
+    sizes: local path -> bytes on the Hub.
     """
 
     path: str
@@ -60,33 +64,36 @@ class Listing:
     sizes: dict[Path, int] = field(repr=False)
 
     def fetch(self, file: Path) -> None:
-        """Make sure that ``file`` is here: once for all processes that share the folder; the others wait.
+        """Download ``file`` unless it exists. Other processes that share the folder wait.
 
-        Goes when it is none of the ``NUM_KEPT`` that were asked for last. Raises DataError where it cannot be downloaded, and
-        ends a thread that asks while the process is ending.
+        It is deleted when ``NUM_KEPT`` other files were requested after it. Raises DataError if the
+        download fails. Raises SystemExit in a thread of a process that is ending.
         """
         lock = file.with_name(f".{file.name}.lock")
         lock.parent.mkdir(parents=True, exist_ok=True)
         with _locked(lock):
             if not file.exists():
-                self._make_room()
-                name = self._name(file)
-                _unless_ending(lambda: _persist(f"{name} of {self.path}", lambda: self._download(name, file)))
-            os.utime(file)  # the latest that was asked for
+                self._delete_oldest()
+                name = self._hub_name(file)
+                _unless_ending(
+                    lambda: _retry(f"{name} of {self.path}", lambda: self._download(name, file))
+                )
+            os.utime(file)  # mark it as the most recent request
 
     def is_gzip(self, file: Path) -> bool:
-        """Whether ``file`` was unpacked when it came."""
-        return self._name(file).endswith(".gz")
+        """Return True if ``file`` is compressed with gzip on the Hub."""
+        return self._hub_name(file).endswith(".gz")
 
-    def _name(self, file: Path) -> str:
-        """On the Hub."""
+    def _hub_name(self, file: Path) -> str:
+        """Return the name on the Hub."""
         name = file.relative_to(self.folder)
         return str(name.with_suffix("") if name.stem.endswith(".gz") else name)
 
-    def _make_room(self) -> None:
-        here = sorted((one for one in self.sizes if one.exists()), key=lambda one: one.stat().st_mtime)
-        for old in here[: max(0, len(here) - NUM_KEPT + 1)]:
-            old.unlink(missing_ok=True)  # who has it open reads on
+    def _delete_oldest(self) -> None:
+        files = [file for file in self.sizes if file.exists()]
+        files.sort(key=lambda file: file.stat().st_mtime)
+        for old in files[: max(0, len(files) - NUM_KEPT + 1)]:
+            old.unlink(missing_ok=True)  # a process that has opened it can still read it
             old.with_name(f".{old.name}.lock").unlink(missing_ok=True)
 
     def _download(self, name: str, file: Path) -> None:
@@ -95,88 +102,100 @@ class Listing:
 
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        # Of each node one, where locks do not reach from one to another.
+        # One folder for each node: file locks may not work between nodes.
         incoming = self.folder / f".incoming-{socket.gethostname()}"
-        found = Path(
+        download = Path(
             huggingface_hub.hf_hub_download(
                 self.repo, name, repo_type="dataset", revision=self.revision, local_dir=incoming
             )
         )
-        size = found.stat().st_size
+        size = download.stat().st_size
         if size != self.sizes[file]:
-            found.unlink()
+            download.unlink()
             raise OSError(f"{name} has {size:,} bytes, expected {self.sizes[file]:,}")
         if self.is_gzip(file):
-            found = _unpacked(found, f"{name} of {self.path}")
-        found.replace(file)
+            download = _decompress(download, f"{name} of {self.path}")
+        download.replace(file)
 
 
 def list_files(path: str, folder: Path) -> Listing:
-    """The files that ``path`` names, in the order of their names; they are to lie in a folder of ``folder``.
+    """Return the files of ``path`` in the order of their names, with paths below ``folder``.
 
-    The list is asked for once and kept there. Safe to call from any number of processes at once. Raises DataError for a path of
-    another form, one that names nothing, and for what cannot be asked.
+    The list is requested once and stored there. Any number of processes may call it at once. Raises
+    DataError if the path is malformed or matches no file, or if the request fails.
     """
     repo, revision, pattern = _parts(path)
-    into = folder.expanduser().absolute() / f"hub-{xxhash.xxh3_64_hexdigest(path.encode())}"
-    into.mkdir(parents=True, exist_ok=True)
-    kept = into / "files.json"
-    with _locked(into / ".lock"):
-        if not kept.exists():
-            found = _persist(path, lambda: _ask(repo, revision, pattern))
-            unfinished = kept.with_name(f".{kept.name}.{socket.gethostname()}")
-            write_atomically(kept, json.dumps(found), unfinished)
-        commit, sizes = json.loads(kept.read_text(encoding="utf-8"))
+    files_folder = folder.expanduser().absolute() / f"hub-{xxhash.xxh3_64_hexdigest(path.encode())}"
+    files_folder.mkdir(parents=True, exist_ok=True)
+    stored_list = files_folder / "files.json"
+    with _locked(files_folder / ".lock"):
+        if not stored_list.exists():
+            content = _retry(path, lambda: _request_list(repo, revision, pattern))
+            unfinished = stored_list.with_name(f".{stored_list.name}.{socket.gethostname()}")
+            write_atomically(stored_list, json.dumps(content), unfinished)
+        commit, sizes = json.loads(stored_list.read_text(encoding="utf-8"))
     if not sizes:
-        kept.unlink()
-        raise DataError(f"{path} names no file of the data set {repo}: expected a pattern such as en/*.parquet")
-    return Listing(path, repo, commit, into, {into / _name_here(name): size for name, size in sorted(sizes.items())})
+        stored_list.unlink()
+        raise DataError(
+            f"{path} matches no file of the dataset {repo}. Expected a pattern such as "
+            "en/*.parquet: correct it"
+        )
+    local_sizes = {files_folder / _local_name(name): size for name, size in sorted(sizes.items())}
+    return Listing(path, repo, commit, files_folder, local_sizes)
 
 
-def _name_here(name: str) -> str:
-    """``a.json.gz`` is unpacked as ``a.json.gz.json``."""
+def _local_name(name: str) -> str:
+    """Return the local name of a file: ``a.json.gz`` is decompressed to ``a.json.gz.json``."""
     return name + (PurePosixPath(name[:-3]).suffix or ".unpacked") if name.endswith(".gz") else name
 
 
-def _unpacked(file: Path, what: str) -> Path:
-    """A gzip file's content, in its place. Raises DataError for one that is damaged: it is so on the Hub."""
-    whole = file.with_name(f"{file.name}.unpacked")
+def _decompress(file: Path, subject: str) -> Path:
+    """Replace a gzip file by its content. Raises DataError if it is damaged."""
+    target = file.with_name(f"{file.name}.unpacked")
     try:
-        with gzip.open(file) as packed, whole.open("wb") as out:
-            shutil.copyfileobj(packed, out, 2**20)
+        with gzip.open(file) as stream, target.open("wb") as out:
+            shutil.copyfileobj(stream, out, 2**20)
     except GZIP_ERRORS as error:
-        raise DataError(f"{what} cannot be unpacked ({error}): the gzip file is damaged; leave it out") from error
+        raise DataError(
+            f"{subject} cannot be decompressed ({error}). Expected a gzip file, but it is damaged "
+            "on the Hub: exclude it with another pattern"
+        ) from error
     file.unlink()
-    return whole
+    return target
 
 
-def _ask(repo: str, revision: str, pattern: str) -> tuple[str, dict[str, int]]:
-    """The commit, and the names and sizes of its files."""
+def _request_list(repo: str, revision: str, pattern: str) -> tuple[str, dict[str, int]]:
+    """Return the commit, and the names and sizes of the files that match."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
     commit = str(api.dataset_info(repo, revision=revision, expand=["sha"]).sha)
-    fixed = PurePosixPath(pattern).parent.parts
-    depth = next((index for index, part in enumerate(fixed) if re.search(r"[*?\[]", part)), len(fixed))
+    folders = PurePosixPath(pattern).parent.parts
+    wildcards = [index for index, part in enumerate(folders) if re.search(r"[*?\[]", part)]
+    num_fixed = wildcards[0] if wildcards else len(folders)
     tree = api.list_repo_tree(
-        repo, "/".join(fixed[:depth]) or None, recursive=depth < len(fixed), revision=commit, repo_type="dataset"
+        repo,
+        "/".join(folders[:num_fixed]) or None,
+        recursive=num_fixed < len(folders),
+        revision=commit,
+        repo_type="dataset",
     )
     files = {entry.path: int(entry.size) for entry in tree if hasattr(entry, "size")}
     return commit, {name: size for name, size in files.items() if _matches(name, pattern)}
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """As a glob: `*` is within a folder, `**` any number of folders."""
+    """Return True if a glob matches: `*` stays within a folder, `**` is any number of folders."""
     if "**/" in pattern:
         return fnmatch(name, pattern) or fnmatch(name, pattern.replace("**/", ""))
     return fnmatch(name, pattern) and name.count("/") == pattern.count("/")
 
 
 def local_path(path: str) -> str:
-    """``path`` itself, or where the files lie that it names on the Hub, after they were downloaded: a glob.
+    """Return a local path unchanged. For a path on the Hub, download it and return a glob of it.
 
-    Safe to call from any number of processes at once. Raises DataError for a path of another form, and for what cannot be
-    downloaded.
+    Any number of processes may call it at once. Raises DataError if the path is malformed or the
+    download fails.
     """
     if not path.startswith(PREFIX):
         return path
@@ -188,29 +207,33 @@ def local_path(path: str) -> str:
     complete = folder / xxhash.xxh3_64_hexdigest(path.encode())
     with _locked(complete.with_suffix(".lock")):
         if not complete.exists():
-            snapshot = _persist(path, lambda: _download(repo, revision, pattern))
+            snapshot = _retry(path, lambda: _download(repo, revision, pattern))
             complete.write_text(snapshot, encoding="utf-8")
         return f"{complete.read_text(encoding='utf-8')}/{pattern}"
 
 
 def check_name(path: str) -> re.Match[str]:
-    """The parts of a name of files of the Hub. Raises DataError where it is none; asks nobody."""
+    """Return the parts of a path on the Hub, without network. Raises DataError if malformed."""
     parts = _PARTS.fullmatch(path)
     if parts is None:
         raise DataError(
-            f"{path!r} names no text of the Hub: expected hf://datasets/OWNER/NAME@REVISION/PATTERN, say "
-            "hf://datasets/roneneldan/TinyStories@f54c09f/data/*.parquet; REVISION is a tag or a commit"
+            f"{path!r} is not a path on the Hub. Expected "
+            "hf://datasets/OWNER/NAME@REVISION/PATTERN with a tag or commit: write it like "
+            "hf://datasets/roneneldan/TinyStories@f54c09f/data/*.parquet"
         )
     return parts
 
 
 def _parts(path: str) -> tuple[str, str, str]:
-    """Repository, revision, pattern."""
+    """Return repository, revision and pattern."""
     parts = check_name(path)
     try:
         import huggingface_hub  # noqa: F401
     except ImportError as error:
-        raise DataError(f"{path!r} is on the Hub, and huggingface_hub is not installed: pip install it") from error
+        raise DataError(
+            f"{path!r} is on the Hub, but huggingface_hub is not installed. Run: pip install "
+            "huggingface_hub"
+        ) from error
     return parts["repo"], parts["revision"], parts["pattern"]
 
 
@@ -221,21 +244,23 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _download(repo: str, revision: str, pattern: str) -> str:
-    """The folder of the snapshot."""
+    """Download the files and return the folder of the snapshot."""
     import huggingface_hub
 
     info = huggingface_hub.HfApi().dataset_info(repo, revision=revision)
-    snapshot = huggingface_hub.snapshot_download(repo, repo_type="dataset", revision=info.sha, allow_patterns=[pattern])
-    # Without a network the client may return what it has of a snapshot.
+    snapshot = huggingface_hub.snapshot_download(
+        repo, repo_type="dataset", revision=info.sha, allow_patterns=[pattern]
+    )
+    # Without a network the client may return an incomplete snapshot.
     names = [file.rfilename for file in info.siblings or [] if fnmatch(file.rfilename, pattern)]
     missing = [name for name in names if not Path(snapshot, name).exists()]
     if missing:
-        raise OSError(f"{len(missing)} of {len(names)} files are missing, {missing[0]} for one")
+        raise OSError(f"{len(missing)} of {len(names)} files are missing, such as {missing[0]}")
     return snapshot
 
 
-def _persist(what: str, download: Callable[[], T]) -> T:
-    """What ``download`` returns. Network faults are waited out for minutes; others are told at once."""
+def _retry(subject: str, download: Callable[[], T]) -> T:
+    """Return the result of ``download``. Retries after network errors, for minutes."""
     from huggingface_hub import errors
 
     final = (
@@ -246,36 +271,43 @@ def _persist(what: str, download: Callable[[], T]) -> T:
     )
     for attempt in range(ATTEMPTS):
         try:
-            logger.info(f"downloading {what} (what is there already is not fetched again)")
+            logger.info(f"downloading {subject} (existing files are not downloaded again)")
             return download()
-        except Exception as error:  # the client's classes of network faults differ between its releases
+        except Exception as error:  # the client's network errors differ between its releases
             if isinstance(error, DataError):
                 raise
             if isinstance(error, final) and not isinstance(error, errors.LocalEntryNotFoundError):
                 raise DataError(
-                    f"{what} cannot be downloaded: {error}; check the name, your token (HF_TOKEN) and that its licence is "
-                    "accepted; HF_HUB_OFFLINE must not be set"
+                    f"{subject} cannot be downloaded: {error}. Expected an accessible dataset: "
+                    "check the name, your token (HF_TOKEN), and that you accepted its license; "
+                    "HF_HUB_OFFLINE must not be set"
                 ) from error
             if attempt == ATTEMPTS - 1:
                 raise DataError(
-                    f"{what} was not downloaded in {ATTEMPTS} attempts: {type(error).__name__}: {error}; without access to the "
-                    "Hub, download it where there is one and name the files by their path"
+                    f"{subject} was not downloaded in {ATTEMPTS} attempts: {type(error).__name__}: "
+                    f"{error}. Expected access to the Hub: without it, copy the files to this "
+                    "machine and give their path"
                 ) from error
             pause = FIRST_PAUSE * 2**attempt
-            logger.warning(f"{what}: {type(error).__name__}: {error}; trying again in {pause:.0f} s")
+            logger.warning(
+                f"{subject}: {type(error).__name__}: {error}. Trying again in {pause:.0f} s"
+            )
             time.sleep(pause)
     raise AssertionError
 
 
 def _unless_ending(action: Callable[[], T]) -> T:
-    """``action()``, in a thread for which an ending process does not wait, as it does for one that asks for it here."""
-    done: list[Any] = []
+    """Return ``action()``. Raise SystemExit instead if the process ends before the action does.
+
+    The action runs in a daemon thread: an ending process waits for all other threads.
+    """
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            done.append((action(), None))
+            outcome.append((action(), None))
         except Exception as error:
-            done.append((None, error))
+            outcome.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -283,7 +315,7 @@ def _unless_ending(action: Callable[[], T]) -> T:
         thread.join(0.2)
         if not threading.main_thread().is_alive():
             sys.exit()
-    result, error = done[0]
+    result, error = outcome[0]
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]

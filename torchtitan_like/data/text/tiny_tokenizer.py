@@ -1,6 +1,7 @@
 """Make a small tokenizer from a large one, for tests and experiments.
 
-The small tokenizer keeps the special tokens and the single bytes or characters. It fills up with the
+The small tokenizer keeps the special tokens and the single bytes or characters. It fills up with
+the
 first of the other entries: BPE by merges, Unigram by score, WordPiece by id.
 """
 
@@ -133,7 +134,7 @@ def _fill(required: set[str], room: int, candidates: Iterable[str]) -> set[str]:
 
 
 def _shrink_bpe(model: Json, required: set[str], room: int) -> set[str]:
-    """Keep merges in their order, each with its two parts, so that every kept entry can be merged."""
+    """Keep merges in their order, each with its two parts, so that kept entries can be merged."""
     kept = _fill(required, room, filter(model["vocab"].__contains__, _characters(model)))
     for parts in merges_of(model):
         new = {*parts, _joined(model, parts)} - kept
@@ -229,7 +230,7 @@ def _renumber_config(file: Path, new_ids: dict[int, int]) -> None:
 def _check_round_trip(
     large_file: Path, small_file: Path, specials: Sequence[str], *, has_bytes: bool
 ) -> None:
-    """Raise TokenizerError if the small tokenizer changes a sample text or loses a special token."""
+    """Raise TokenizerError if the small tokenizer changes a sample text or a special token."""
     from tokenizers import Tokenizer
 
     large = Tokenizer.from_file(str(large_file))

@@ -42,7 +42,7 @@ def read_texts(file: Path) -> list[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json (names BOS and EOS) and tokenizer.model (tiktoken)."""
+    """Write tokenizer.json, tokenizer_config.json (BOS and EOS) and tokenizer.model (tiktoken)."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=True)
     added = {

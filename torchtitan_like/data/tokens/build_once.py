@@ -1,4 +1,4 @@
-"""Read or build on one rank what all ranks need; an error on one rank is raised on all.
+"""Read or build on one rank, for all ranks. All ranks raise the error of any rank.
 
 `look_once` reads metadata on rank 0 and sends it to the others.
 
@@ -37,11 +37,11 @@ def look_once(
     look: Callable[[], T],
     is_local: Callable[[T], bool] = lambda _: True,
 ) -> T:
-    """Return what ``look`` returns for ``path``. A collective of ``group``.
+    """Return the result of ``look`` for ``path``. A collective of ``group``.
 
-    Rank 0 looks for all: otherwise thousands of ranks would query one file server for thousands of
-    files. A rank with another path, or for which ``is_local`` is false, looks by itself, because a
-    node may have its own copy. An error on any rank is raised on all.
+    Rank 0 calls ``look`` for all ranks: otherwise thousands of ranks would query one file server
+    for thousands of files. A rank with another path, or for which ``is_local`` returns False, calls
+    it too, because a node may have its own copy. All ranks raise the error of any rank.
     """
     own_path = os.path.abspath(path)
     first_path, answer = group.leader_does(lambda: (own_path, look()))
@@ -58,13 +58,16 @@ def build_once(
     entry_name: str,
     description: str,
 ) -> T:
-    """Return what ``find`` returns on each rank; first build it where it is missing. A collective
-    of ``group``.
+    """Return the result of ``find`` on each rank, and build missing entries. A collective.
 
-    build: called with an event that is set when it must end. folder: where rank 0 would build; it
-    shows which ranks share the file system. entry_name: ranks that share a folder share an entry of
-    the same name, but a node may have another copy of the text. description: of the entry, for
-    messages. Raises the error of the first rank that failed, on all ranks.
+    build: receives an event that is set when it must end.
+    folder: folder in which rank 0 would build. A probe file in it shows which ranks share the file
+        system.
+    entry_name: ranks that share a folder share an entry of the same name, but a node may have
+        another copy of the text.
+    description: describes the entry in messages.
+
+    Raises the error of the first failed rank on all ranks.
     """
     entry = group.all_do(find)
     (num_missing,) = group.sum_async([entry is None]).wait()
@@ -141,7 +144,8 @@ def _wait_until_visible(group: HostGroup, find: Callable[[], T | None], descript
     hosts = sorted({host for host in missing if host is not None})
     if entry is None or hosts:
         raise DataError(
-            f"{description} was built, but not every rank sees it (hosts {', '.join(hosts)}): "
-            "set data.cache_folder to a folder that all nodes share, or to one on a disk of each node"
+            f"{description} was built, but is not visible on hosts {', '.join(hosts)}. Expected a "
+            "shared folder: set data.cache_folder to a folder that all nodes share, or to a folder "
+            "on a local disk of each node"
         )
     return entry

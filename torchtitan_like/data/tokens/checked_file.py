@@ -1,12 +1,11 @@
 """Files of numbers whose bytes are verified before they are used.
 
-A file is divided into extents of `EXTENT_BYTES`. Its hash table, in a file of its own, holds one
-64-bit xxh3 of each extent.
-A process verifies an extent when it reads it for the first time, and remembers that in one bit.
+A file is divided into extents of `EXTENT_BYTES`. A separate file has its hash table: one 64-bit
+xxh3 for each extent. A process verifies an extent when it first reads it, and stores that in one
+bit.
 
-Bytes are read with `preadv`, never through a memory map: a file that is truncated during a run
-then raises an error, where a
-memory map would end the process with SIGBUS.
+Bytes are read with `preadv`, never through a memory map. A file that is truncated during a run
+therefore raises an error; a memory map would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -27,42 +26,40 @@ from torchtitan_like.data.errors import DataError
 
 EXTENT_BYTES = 2**15  # one random sample costs one or two extents; the table of 1 TB takes 256 MB
 HASH_TYPE = np.dtype("<u8")
-MAX_OPEN_FILES = (
-    256  # a process may have 1,024 descriptors, and a source tens of thousands of files
-)
+# A process may have 1,024 descriptors, and a source tens of thousands of files.
+MAX_OPEN_FILES = 256
 IN_MEMORY_BYTES = 2**23  # an index of at most this size is read once and kept
-BLOCKS_IN_MEMORY = 64  # of a larger index
+BLOCKS_IN_MEMORY = 64  # blocks of a larger index that are kept
 
 
 class Hashes(Protocol):
-    """Where the expected hashes of a file's extents come from."""
+    """The expected hashes of a file's extents."""
 
     def check(self, extent: int, digest: int) -> str:
-        """Empty if ``digest`` is the right hash of ``extent``, else the expected one and what to
-        do."""
+        """Return "" if ``digest`` is the hash of ``extent``, else expected hash and remedy."""
 
 
 def hash_extent(data: Any) -> int:
-    """xxh3-64 of a buffer, in [1, 2**64)."""
+    """Return the xxh3-64 of a buffer, in [1, 2**64)."""
     return int(xxhash.xxh3_64_intdigest(data)) or 1
 
 
 def table_path(path: Path) -> Path:
-    """The file with the hash table of ``path``."""
+    """Return the file with the hash table of ``path``."""
     return path.with_name(f"{path.name}.xxh3")
 
 
 def num_extents(size: int) -> int:
-    """Number of extents in a file of ``size`` bytes."""
+    """Return the number of extents in a file of ``size`` bytes."""
     return -(-size // EXTENT_BYTES)
 
 
 class RawFile:
     """A file that is read by offset.
 
-    ``is_one_of_many``: the file is opened when it is read, and closed when `MAX_OPEN_FILES` others
-    were read since; such an
-    object can be pickled. Otherwise the file stays open as long as this object lives.
+    is_one_of_many: open the file when it is read, and close it after `MAX_OPEN_FILES` other files
+        were read. Such an object can be pickled. Otherwise the file is open as long as the object
+        exists.
     """
 
     def __init__(self, path: Path, *, is_one_of_many: bool = False) -> None:
@@ -73,68 +70,71 @@ class RawFile:
 
     @property
     def size(self) -> int:
-        """Bytes in the file when it was opened."""
+        """Size of the file in bytes when it was opened."""
         return self.version[0]
 
     def read(self, offset: int, out: NDArray[Any]) -> None:
         """Fill the contiguous array ``out`` with the bytes from ``offset`` on.
 
-        Raises DataError if the file ends before, or was written to since it was opened.
+        Raises DataError if the file is too short, or has changed since it was opened.
         """
         stream = self._stream or _opened(self.path, self.version)
-        rest = _as_bytes(out)
+        remaining = _as_bytes(out)
         try:
-            while len(rest) and (count := os.preadv(stream.fileno(), [rest], offset)):
-                rest = rest[count:]
+            while len(remaining) and (count := os.preadv(stream.fileno(), [remaining], offset)):
+                remaining = remaining[count:]
                 offset += count
             status = os.fstat(stream.fileno())
         except OSError as error:
-            raise DataError(f"{self.path} cannot be read at byte {offset:,}: {error}") from error
-        if len(rest):
             raise DataError(
-                f"{self.path} ends at byte {offset:,}, expected {self.size:,} bytes: it was truncated "
-                "while the run read it; put the file back and start again"
+                f"{self.path} cannot be read at byte {offset:,}: {error}. Repair the disk or "
+                "restore the file, then start again"
+            ) from error
+        if len(remaining):
+            raise DataError(
+                f"{self.path} ends at byte {offset:,}: it was truncated during the run. Expected "
+                f"{self.size:,} bytes: restore the file and start again"
             )
         if (status.st_size, status.st_mtime_ns) != self.version:
             is_same_size = status.st_size == self.size
             size = f"{status.st_size:,} bytes, expected {self.size:,}"
             change = "the same size, another modification time" if is_same_size else size
             raise DataError(
-                f"{self.path} has changed since the run opened it ({change}): if its contents are "
-                "as before, start again to continue; otherwise restore the file first"
+                f"{self.path} has changed since the run opened it ({change}). Expected no change: "
+                "if its content is the same, start again; otherwise restore the file first"
             )
 
 
 class HashTable:
-    """The hash table of a file that this program has written. ``remedy``: what to do about damage.
+    """The hash table of a file that this program has written. remedy: the remedy for damage.
 
-    Raises DataError for a table of another size than that of ``file``.
+    Raises DataError if the size of the table does not match ``file``.
     """
 
     def __init__(self, file: RawFile, remedy: str) -> None:
-        # Shares the lifetime of the file, and with it whether it stays open.
+        # The table remains open if the file does.
         self._table = RawFile(table_path(file.path), is_one_of_many=file.is_one_of_many)
         self._remedy = remedy
         expected = num_extents(file.size) * HASH_TYPE.itemsize
         if self._table.size != expected:
             raise DataError(
-                f"{self._table.path} is damaged: it has {self._table.size:,} bytes, "
-                f"expected {expected:,}; {remedy}"
+                f"{self._table.path} is damaged: it has {self._table.size:,} bytes. Expected "
+                f"{expected:,}: {remedy}"
             )
 
     def check(self, extent: int, digest: int) -> str:
-        """As `Hashes.check`."""
+        """See `Hashes.check`."""
         entry = np.empty(1, HASH_TYPE)
         self._table.read(extent * HASH_TYPE.itemsize, entry)
         expected = int(entry[0])
-        return "" if digest == expected else f"expected {expected:016x}; {self._remedy}"
+        return "" if digest == expected else f"Expected {expected:016x}: {self._remedy}"
 
 
 class CheckedFile:
-    """A file whose extents are verified when this process first reads them; without ``hashes``
-    nothing is verified.
+    """A file whose extents are verified when this process first reads them.
 
-    `read` raises DataError for an extent with another hash, and as `RawFile.read`.
+    hashes: None: no verification. `read` raises DataError for an extent with another hash, and in
+    the cases of `RawFile.read`.
     """
 
     def __init__(self, file: RawFile, hashes: Hashes | None = None) -> None:
@@ -158,8 +158,7 @@ class CheckedFile:
         self.file.read(offset, out)
 
     def verify(self, extent: int) -> None:
-        """Read one extent and compare its hash with the expected one. Raises DataError if they
-        differ."""
+        """Read one extent and check its hash. Raises DataError if it differs."""
         assert self.hashes is not None
         start = extent * EXTENT_BYTES
         data = np.empty(min(EXTENT_BYTES, self.file.size - start), np.uint8)
@@ -167,22 +166,23 @@ class CheckedFile:
         digest = hash_extent(data)
         if problem := self.hashes.check(extent, digest):
             raise DataError(
-                f"{self.file.path} is damaged: bytes {start:,} to {start + len(data) - 1:,} have the "
-                f"hash {digest:016x}, {problem}"
+                f"{self.file.path} is damaged: bytes {start:,} to {start + len(data) - 1:,} have "
+                f"the hash {digest:016x}. {problem}"
             )
         self._verified[extent >> 3] |= 1 << (extent & 7)
 
 
 class CheckedArray:
-    """Numbers of a `CheckedFile` as a one-dimensional array: len(), slices of step 1, and arrays
-    of indices, as copies.
+    """Numbers of a `CheckedFile` as a one-dimensional array.
 
-    ``in_memory``: keep the numbers after the first read if they are at most `IN_MEMORY_BYTES`; for
-    an index, which is searched
-    at every step. Can be pickled.
+    Supports len(), slices of step 1 and arrays of indices, which return copies. Can be pickled.
 
-    Not thread-safe: one thread at a time may read an array. In a run, the main thread reads the
-    samples; a thread that makes windows ahead or checks one of many files has arrays of its own.
+    in_memory: keep the numbers after the first read if they have at most `IN_MEMORY_BYTES`, for an
+        index that is searched at every step.
+
+    Not thread-safe: only one thread at a time may read an array. In a run, the main thread reads
+    the samples. A thread that makes windows ahead, or checks one of many files, has separate
+    arrays.
     """
 
     def __init__(
@@ -213,37 +213,36 @@ class CheckedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers in the file."""
+        """Size of the numbers in bytes."""
         return self._count * self.dtype.itemsize
 
     def view(self, dtype: str) -> CheckedArray:
-        """The same bytes as another type of the same size."""
+        """Return the same bytes as another dtype of the same size."""
         other = copy(self)
         other.dtype = np.dtype(dtype)
         return other
 
-    def of(self, file: CheckedFile) -> CheckedArray:
-        """The same numbers of the same file, verified in another way."""
+    def with_file(self, file: CheckedFile) -> CheckedArray:
+        """Return the same numbers, read through another `CheckedFile` of the same file."""
         other = copy(self)
         other.file = file
         return other
 
     def fill(self, out: NDArray[Any], first: int) -> None:
-        """Fill the contiguous array ``out``, of the same type, with the numbers from index
-        ``first`` on."""
+        """Fill the contiguous array ``out``, of the same dtype, from index ``first`` on."""
         if len(out):
             self.file.read(self._offset + first * self.dtype.itemsize, out)
 
     def rows(self, first: NDArray[np.int64], length: int) -> NDArray[Any]:
-        """Numbers [first, first + length) of each of ``first`` (rows,), as (rows, length)."""
+        """Return [first, first + length) for each of ``first`` (rows,), as (rows, length)."""
         rows = np.empty((len(first), length), self.dtype)
         for row, index in zip(rows, first.tolist(), strict=True):
             self.fill(row, index)
         return rows
 
-    def __getitem__(self, where: Any) -> Any:
-        if isinstance(where, slice):
-            start, stop, step = where.indices(self._count)
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            start, stop, step = key.indices(self._count)
             assert step == 1, step
             if self._in_memory:
                 return self._all()[start:stop]
@@ -251,30 +250,30 @@ class CheckedArray:
             self.fill(values, start)
             return values
         if self._in_memory:
-            return self._all()[where]
-        if isinstance(where, np.ndarray):
-            return self._gather(where.ravel()).reshape(where.shape)
-        index = int(where) + (self._count if where < 0 else 0)
+            return self._all()[key]
+        if isinstance(key, np.ndarray):
+            return self._gather(key.ravel()).reshape(key.shape)
+        index = int(key) + (self._count if key < 0 else 0)
         return self[index : index + 1][0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
 
     def tolist(self) -> list[Any]:
-        """All numbers."""
+        """Return all numbers."""
         values: list[Any] = self[:].tolist()
         return values
 
     def searchsorted(self, values: NDArray[Any], side: Any = "left") -> NDArray[np.int64]:
-        """As `numpy.searchsorted`, for numbers that never fall."""
+        """Return the insertion points of ``values`` in sorted numbers, as `numpy.searchsorted`."""
         if self._in_memory:
             return self._all().searchsorted(values, side)
         flat = values.ravel()
         blocks = self._block_of(flat, side)
         indices = np.empty(flat.shape, np.int64)
-        for block, chosen in _groups(blocks):
-            inside = self._block(block).searchsorted(flat[chosen], side)
-            indices[chosen] = inside + block * self._per_block
+        for block, rows in _groups(blocks):
+            block_indices = self._block(block).searchsorted(flat[rows], side)
+            indices[rows] = block_indices + block * self._per_block
         return indices.reshape(values.shape)
 
     def _all(self) -> NDArray[Any]:
@@ -287,12 +286,12 @@ class CheckedArray:
 
     def _gather(self, indices: NDArray[Any]) -> NDArray[Any]:
         values = np.empty(indices.shape, self.dtype)
-        for block, chosen in _groups(indices // self._per_block):
-            values[chosen] = self._block(block)[indices[chosen] - block * self._per_block]
+        for block, rows in _groups(indices // self._per_block):
+            values[rows] = self._block(block)[indices[rows] - block * self._per_block]
         return values
 
     def _block(self, block: int) -> NDArray[Any]:
-        """The numbers of one block; the last few blocks stay in memory."""
+        """Return the numbers of one block. The last few blocks remain in memory."""
         values = self._blocks.get(block)
         if values is None:
             start = block * self._per_block
@@ -304,11 +303,10 @@ class CheckedArray:
         return values
 
     def _block_of(self, values: NDArray[Any], side: str) -> NDArray[np.int64]:
-        """The last block that begins below each of ``values`` (not above, for side "right"), or
-        block 0.
+        """Return, for each value, the last block whose first number is smaller, else block 0.
 
-        A binary search for all values at once; the first number of a block is read when it is
-        first compared.
+        For side "right", it is smaller or equal. This is one binary search for all values. The
+        first number of a block is read when it is first compared.
         """
         num_blocks = -(-self._count // self._per_block)
         if self._first_of_block is None or self._has_first is None:
@@ -321,65 +319,65 @@ class CheckedArray:
                 self.fill(self._first_of_block[block : block + 1], block * self._per_block)
                 self._has_first[block] = True
             firsts = self._first_of_block[middle]
-            is_behind = (firsts < values if side == "left" else firsts <= values) & (high - low > 1)
-            high = np.where(is_behind | (high - low <= 1), high, middle)
-            low = np.where(is_behind, middle, low)
+            is_after = (firsts < values if side == "left" else firsts <= values) & (high - low > 1)
+            high = np.where(is_after | (high - low <= 1), high, middle)
+            low = np.where(is_after, middle, low)
         return low
 
 
 def _groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Each distinct key with the indices at which it stands."""
+    """Yield each distinct key with its indices."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
-    borders = np.flatnonzero(np.diff(ordered)) + 1
-    for indices in np.split(order, borders) if len(order) else []:
+    boundaries = np.flatnonzero(np.diff(ordered)) + 1
+    for indices in np.split(order, boundaries) if len(order) else []:
         yield int(keys[indices[0]]), indices
 
 
 class ExtentHasher:
-    """Hashes of the extents of bytes that come in any pieces. ``tail``: bytes behind the last
-    whole extent."""
+    """Hashes the extents of a byte stream, given in pieces of any size.
+
+    tail: the bytes after the last whole extent.
+    """
 
     def __init__(self, tail: bytes = b"") -> None:
         self.tail = bytearray(tail)
 
     def update(self, data: Any) -> memoryview:
-        """Take any contiguous buffer; the hashes of the extents that it completes, as bytes of a
-        table."""
-        rest = _as_bytes(data)
+        """Append any contiguous buffer. Return the hashes of completed extents, as table bytes."""
+        remaining = _as_bytes(data)
         digests = []
         if self.tail:
-            room = EXTENT_BYTES - len(self.tail)
-            self.tail += rest[:room]
-            rest = rest[room:]
+            num_missing = EXTENT_BYTES - len(self.tail)
+            self.tail += remaining[:num_missing]
+            remaining = remaining[num_missing:]
             if len(self.tail) == EXTENT_BYTES:
                 digests.append(hash_extent(self.tail))
                 self.tail.clear()
-        while len(rest) >= EXTENT_BYTES:
-            digests.append(hash_extent(rest[:EXTENT_BYTES]))
-            rest = rest[EXTENT_BYTES:]
-        self.tail += rest
+        while len(remaining) >= EXTENT_BYTES:
+            digests.append(hash_extent(remaining[:EXTENT_BYTES]))
+            remaining = remaining[EXTENT_BYTES:]
+        self.tail += remaining
         return _as_bytes(np.array(digests, HASH_TYPE))
 
     def finish(self) -> memoryview:
-        """The hash of the last extent, which may be shorter than the others."""
+        """Return the hash of the last extent, which may be shorter than the others."""
         return _as_bytes(np.array([hash_extent(self.tail)] if self.tail else [], HASH_TYPE))
 
 
 class HashedWriter:
-    """Appends to a file and writes its hash table; each extent is hashed before its bytes leave
-    memory.
+    """Appends to a file and writes its hash table. Bytes are hashed in memory, before the write.
 
-    ``size``: bytes that an earlier process has committed; what lies behind them is cut off.
-    `close` without `finish` leaves a
-    file that another process can continue.
+    size: bytes that an earlier process has committed. The rest of the file is truncated. After
+        `close` without `finish`, another process can continue the file.
     """
 
     def __init__(self, path: Path, size: int = 0) -> None:
         self._file = _open_at(path, size)
-        whole = size // EXTENT_BYTES
-        self._table = _open_at(table_path(path), whole * HASH_TYPE.itemsize)
-        tail = os.pread(self._file.fileno(), size - whole * EXTENT_BYTES, whole * EXTENT_BYTES)
+        num_whole = size // EXTENT_BYTES
+        self._table = _open_at(table_path(path), num_whole * HASH_TYPE.itemsize)
+        tail_start = num_whole * EXTENT_BYTES
+        tail = os.pread(self._file.fileno(), size - tail_start, tail_start)
         self._hasher = ExtentHasher(tail)
 
     def write(self, data: Any) -> None:
@@ -388,11 +386,11 @@ class HashedWriter:
         _write_all(self._table, self._hasher.update(data))
 
     def tail_digest(self) -> int:
-        """Hash of the bytes behind the last whole extent."""
+        """Return the hash of the bytes after the last whole extent."""
         return hash_extent(self._hasher.tail)
 
     def sync(self) -> None:
-        """Wait until all that was written is on disk."""
+        """Wait until all written bytes are on disk."""
         os.fsync(self._file.fileno())
         os.fsync(self._table.fileno())
 
@@ -409,10 +407,10 @@ class HashedWriter:
 
 
 def _open_at(path: Path, size: int) -> FileIO:
-    """Open ``path`` for writing behind its first ``size`` bytes.
+    """Open ``path`` for writing after its first ``size`` bytes.
 
-    Not in append mode: if another node writes the same file, it writes the same bytes at the same
-    offsets.
+    It is not opened in append mode: another node that writes the same file must write the same
+    bytes at the same offsets.
     """
     path.touch()
     stream = path.open("r+b", buffering=0)
@@ -426,13 +424,13 @@ def _as_bytes(data: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
 
 
-def _write_all(stream: FileIO, rest: memoryview) -> None:
-    while len(rest):
-        rest = rest[stream.write(rest) :]
+def _write_all(stream: FileIO, data: memoryview) -> None:
+    while len(data):
+        data = data[stream.write(data) :]
 
 
 def file_version(path: Path) -> tuple[int, int]:
-    """Size and modification time in nanoseconds: what changes when somebody writes to a file."""
+    """Return size and modification time (ns) of a file, which change when it is written."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
@@ -442,4 +440,7 @@ def _opened(path: Path, version: tuple[int, int]) -> FileIO:
     try:
         return FileIO(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be opened any more ({error}): put it back") from error
+        raise DataError(
+            f"{path} cannot be opened again ({error}). Expected the file to exist during the run: "
+            "restore it"
+        ) from error

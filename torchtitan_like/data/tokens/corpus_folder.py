@@ -1,7 +1,7 @@
 """Tokenize a corpus once, into a folder that any number of runs can train on.
 
-The folder holds tokens.bin, offsets.bin and meta.json, as the token cache of a run does. Its content
-does not depend on the number of workers.
+The folder holds tokens.bin, offsets.bin and meta.json, as the token cache of a run does. Its
+content does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def join_inputs(
         examples = ", ".join(f"{name} ({path})" for name, path in formats.items())
         raise DataError(
             f"inputs of several formats: {examples}. Expected one format: tokenize each into a "
-            "folder of its own, or give --format"
+            "separate folder, or give --format"
         )
     files = [file for corpus in corpora for file in corpus.files]
     unique: set[str] = set()
     for file in files:
         if file in unique:
             raise DataError(
-                f"{file} is given twice: expected every file once (a run sets how often it reads "
-                "a source)"
+                f"{file} is given twice. Expected every file once: remove one (to repeat a source, "
+                "set the max_epochs of a run)"
             )
         unique.add(file)
     folder = Path(os.path.commonpath([corpus.folder for corpus in corpora]))
@@ -55,13 +55,13 @@ def join_inputs(
 
 
 def document_policy(tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> TokenPolicy:
-    """Return how documents become tokens. Raises DataError if the tokenizer lacks a token."""
+    """Return the policy that encodes documents. Raises DataError if the tokenizer lacks a token."""
     candidates = ((add_bos, tokenizer.bos_id, "bos"), (add_eos, tokenizer.eos_id, "eos"))
     for is_added, token_id, name in candidates:
         if is_added and token_id is None:
             raise DataError(
-                f"the tokenizer {tokenizer.path} has no {name.upper()} token: give --no-{name}, or "
-                "name one in tokenizer_config.json"
+                f"the tokenizer {tokenizer.path} has no {name.upper()} token. Expected one: give "
+                f"--no-{name}, or name one in tokenizer_config.json"
             )
     return TokenPolicy(
         tokenizer,
@@ -76,8 +76,8 @@ def tokenize_corpus(
     """Write the tokens of `corpus` into the folder `output` and open them.
 
     They are written to a hidden folder next to `output`, which is renamed when it is complete. A
-    call after a kill continues with the finished pieces. num_workers: processes; None: one for each
-    core. Raises DataError, also if `output` exists with other content.
+    call after a kill continues after the finished pieces. num_workers: processes; None: one for
+    each core. Raises DataError, also if `output` exists with other content.
     """
     key = cache_key(corpus, policy)
     if output.exists():
@@ -103,7 +103,7 @@ def summary(file: TokenFile, seconds: float) -> str:
     meta = file.meta
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", file.folder.name)
     path = json.dumps(str(file.folder), ensure_ascii=False)
-    bad = f"{meta.num_bad:,} bad records left out, " if meta.num_bad else ""
+    bad = f"{meta.num_bad:,} bad records skipped, " if meta.num_bad else ""
     return (
         f"{file.folder} is complete: {meta.num_documents:,} documents, {bad}"
         f"{meta.num_tokens:,} tokens, {meta.text_bytes / 2**20:,.1f} MiB of text; {seconds:,.1f} s"
@@ -115,10 +115,11 @@ def _open(output: Path, key: dict[str, object]) -> TokenFile:
     try:
         file = open_token_file(output, key)
     except DataError as error:
-        raise DataError(f"--output {output}: {error}; or give another name") from error
+        raise DataError(f"--output {output}: {error}. Or give another name") from error
     if file is None:
         raise DataError(
-            f"--output {output} exists already and has no {META}. Expected the name of a new folder"
+            f"--output {output} exists already and has no {META}. Expected a new folder: give "
+            "another name"
         )
     return file
 
@@ -132,7 +133,7 @@ def _folder_lock(building: Path, output: Path) -> Iterator[None]:
             yield
     except BlockingIOError as error:
         raise DataError(
-            f"another process is writing {output}: wait for it, or give another name"
+            f"another process is writing {output}. Wait until it ends, or give another name"
         ) from error
     finally:
         os.close(descriptor)

@@ -33,7 +33,7 @@ GROUP_CHARACTERS = 1 << 18  # tokenized in one call
 
 @dataclass(frozen=True)
 class TokenPolicy:
-    """How a document becomes tokens: by ``tokenizer``, between BOS and EOS unless these are None."""
+    """The encoding of a document: by ``tokenizer``, between BOS and EOS unless these are None."""
 
     tokenizer: Tokenizer
     bos_id: int | None
@@ -117,7 +117,7 @@ def _start_worker(
 
 
 def _exit_with_parent() -> None:
-    """End this worker when its parent ends: it would wait for work forever."""
+    """End this worker when its parent ends. Otherwise it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -143,7 +143,7 @@ def encode_piece(
     policy: TokenPolicy,
     report: Callable[[int], None] = lambda text_bytes: None,
 ) -> EncodedPiece:
-    """Read and tokenize one piece. A document without any token is left out and counted.
+    """Read and tokenize one piece. Documents without tokens are skipped and counted.
 
     report: called with the number of bytes of text of each group of documents. Raises DataError,
     with the file, for a document that is too long (`Tokenizer.parts`) and for token ids beyond the
@@ -245,7 +245,8 @@ class _PieceEncoder:
         vocab_size = self._tokenizer.vocab_size
         if largest >= vocab_size:
             raise DataError(
-                f"{self._tokenizer.path} gave the id {largest}, beyond its vocabulary of {vocab_size}"
+                f"{self._tokenizer.path} returned the id {largest}. Expected ids below its "
+                f"vocabulary size, {vocab_size}: check the tokenizer"
             )
         self._tokens.frombytes(ids.astype(self._dtype).data.cast("B") if len(ids) else b"")
 
@@ -255,7 +256,7 @@ def _as_array(token_id: int | None) -> NDArray[np.uint32]:
 
 
 def _groups(records: Iterable[str | BadRecord]) -> Iterator[list[str | BadRecord]]:
-    """Yield records in groups of up to `GROUP_CHARACTERS`. A longer record is a group of its own."""
+    """Yield records in groups of up to `GROUP_CHARACTERS`. A longer record is a separate group."""
     group = list[str | BadRecord]()
     num_characters = 0
     for record in records:

@@ -1,12 +1,12 @@
-"""Hashes of token files that came without any: recorded at the first read, compared at later reads.
+"""Hashes of token files without hash tables: recorded at the first read, compared at later reads.
 
-No start can read terabytes to find that nothing has changed. Each process appends the hash of every
-extent that it reads for the first time to a log of its own in the run's folder. The next start
-merges these logs into one table for each source. An extent whose hash differs from the table ends
-the run. The start itself verifies at most `NUM_AT_START` of the recorded extents.
+A start cannot read terabytes to detect changes. Each process therefore has a log in the run's
+folder, and appends the hash of every extent that it reads for the first time. The next start merges
+these logs into one table for each source. An extent with another hash than in the table ends the
+run. The start itself verifies at most `NUM_AT_START` of the recorded extents.
 
-A log takes 8 bytes for each extent of `EXTENT_BYTES` that its process reads. The table takes 4
-bytes for each extent of the source (128 MB for 1 TB). A process holds one bit for each extent.
+A log has 8 bytes for each extent of `EXTENT_BYTES` that its process reads. The table has 4 bytes
+for each extent of the source (128 MB for 1 TB). A process needs one bit for each extent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.tokens import checked_file
 from torchtitan_like.data.tokens.checked_file import CheckedFile, RawFile, num_extents
-from torchtitan_like.data.tokens.token_file import written_whole
+from torchtitan_like.data.tokens.token_file import written_atomically
 
 logger = logging.getLogger()
 
@@ -38,12 +38,11 @@ RECORD = np.dtype([("extent", "<u4"), ("digest", "<u4")])
 
 
 class RunDigests:
-    """The hashes that a run knows of the files of one source. Extents are numbered through all
-    files.
+    """The recorded hashes of the files of one source. Extents are numbered through all files.
 
-    ``files``: their order and sizes identify the source, together with ``identity``.
-    ``is_recorder``: whether this process
-    records what it reads; one rank of those that read the same samples is enough.
+    files: their order and sizes identify the source, together with ``identity``.
+    is_recorder: this process records the hashes of its reads. One of the ranks that read the same
+        samples is enough.
     """
 
     def __init__(
@@ -63,15 +62,14 @@ class RunDigests:
 
     @property
     def path(self) -> Path:
-        """The table."""
+        """Path of the table."""
         return self._folder / f"{self._name}.u32"
 
     def merge(self) -> None:
-        """Merge the logs of earlier starts into the table and verify some extents. One process
-        does this before all `open`.
+        """Merge the logs of earlier starts into the table and verify some extents.
 
-        Raises DataError if two starts, or two nodes, have read different bytes, or if what is
-        verified has changed.
+        One process calls it, before all processes call `open`. Raises DataError if two starts or
+        two nodes have read different bytes, or if a verified extent has changed.
         """
         logs = sorted(self._folder.glob(f"{self._name}.*.log"))
         table = self._read_table() if logs or self.path.exists() else None
@@ -80,7 +78,7 @@ class RunDigests:
         for log in logs:
             self._add(table, log)
         if logs:
-            with written_whole(self.path, "the table of recorded hashes") as stream:
+            with written_atomically(self.path, "the table of recorded hashes") as stream:
                 stream.write(table.data)
             for log in logs:
                 log.unlink()
@@ -92,18 +90,18 @@ class RunDigests:
             checked[file].verify(number - self._bases[file])
 
     def open(self) -> None:
-        """Compare with the table from here on, if there is one."""
+        """Open the table, if there is one. `check` compares with it from now on."""
         self._table = RawFile(self.path) if self.path.exists() else None
 
     def files(self) -> list[CheckedFile]:
-        """The files of the source, whose extents are compared and recorded."""
+        """Return the files of the source; reads compare and record their extents."""
         return [
             CheckedFile(file, _FileDigests(self, base))
             for file, base in zip(self._files, self._bases[:-1], strict=True)
         ]
 
     def check(self, number: int, digest: int) -> str:
-        """As `Hashes.check`; an extent without a recorded hash is recorded."""
+        """See `Hashes.check`. Records an extent without a recorded hash."""
         short = digest & 0xFFFFFFFF or 1
         entry = np.zeros(1, ENTRY)
         if self._table is not None:
@@ -114,15 +112,15 @@ class RunDigests:
         if expected in (0, short):
             return ""
         return (
-            f"but this run has read other bytes there before (recorded in {self.path}, last 32 bits "
-            f"{expected:08x}): restore the file; or delete {self.path} to train on what it holds now"
+            f"Expected a hash that ends with {expected:08x}, recorded by this run in {self.path}: "
+            "restore the file, or delete the record to train on the file as it is now"
         )
 
     def _record(self, number: int, digest: int) -> None:
         if not self._is_recorder:
             return
         try:
-            # A second source with the same files merges the log and removes it: start a new one.
+            # A second source with the same files has merged and removed the log: start a new one.
             if self._log is None or not os.fstat(self._log.fileno()).st_nlink:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 path = self._folder / f"{self._name}.{uuid.uuid4().hex}.log"
@@ -133,8 +131,8 @@ class RunDigests:
         except OSError as error:
             self._is_recorder = False
             logger.warning(
-                f"hashes of the tokens that are read cannot be recorded in {self._folder} ({error}): a later start of "
-                "this run does not notice if these files change"
+                f"cannot record hashes of token files in {self._folder} ({error}). Later starts of "
+                "this run cannot detect changes of these files"
             )
 
     def _read_table(self) -> NDArray[np.uint32]:
@@ -143,7 +141,8 @@ class RunDigests:
         table = np.fromfile(self.path, ENTRY)
         if len(table) != self._bases[-1]:
             raise DataError(
-                f"{self.path} has {len(table):,} recorded hashes, expected {self._bases[-1]:,}: delete it"
+                f"{self.path} has {len(table):,} recorded hashes. Expected {self._bases[-1]:,}: "
+                "delete it"
             )
         return table
 
@@ -160,19 +159,20 @@ class RunDigests:
             file = int(np.searchsorted(self._bases, number, side="right")) - 1
             start = (number - self._bases[file]) * checked_file.EXTENT_BYTES
             raise DataError(
-                f"{self._files[file].path} has changed while this run was trained on it: the run has read its "
-                f"{checked_file.EXTENT_BYTES:,} bytes from {start:,} on with different contents; restore the "
-                f"file, delete {self._folder}, and start again from a checkpoint before the change"
+                f"{self._files[file].path} has changed during this run: the run has read different "
+                f"contents of the {checked_file.EXTENT_BYTES:,} bytes from {start:,} on. Expected "
+                f"no change: restore the file, delete {self._folder}, and start again from a "
+                "checkpoint before the change"
             )
 
 
 class _FileDigests:
-    """`Hashes` of one file of a source; ``base``: the number of its first extent."""
+    """`Hashes` of one file of a source. base: the number of its first extent."""
 
     def __init__(self, run: RunDigests, base: int) -> None:
         self._run = run
         self._base = base
 
     def check(self, extent: int, digest: int) -> str:
-        """As `Hashes.check`."""
+        """See `Hashes.check`."""
         return self._run.check(self._base + extent, digest)

@@ -63,9 +63,9 @@ def make_tiny_dataset(
 def draw_documents(corpus: Corpus, num_documents: int, seed: int) -> list[str]:
     """Return `num_documents` nonempty documents in the order of the corpus, or all if it has fewer.
 
-    They come from `NUM_PIECES` pieces (of some MiB) that are spread evenly over the corpus, and from
-    further pieces if these do not hold enough. Reservoir sampling (Vitter's Algorithm R) makes any
-    `num_documents` documents of these pieces equally likely.
+    They come from `NUM_PIECES` pieces (of some MiB) that are spread evenly over the corpus, and
+    from further pieces if these do not hold enough. Reservoir sampling (Vitter's Algorithm R) makes
+    any `num_documents` documents of these pieces equally likely.
     """
     generator = random.Random(seed)
     pieces = plan_pieces(corpus)

@@ -1,4 +1,4 @@
-"""Token cache: a corpus is tokenized once, when a run first needs it, and found by every later run.
+"""Token cache: tokenize a corpus once, when a run first needs it, for all later runs.
 
 A cache entry is a token file (see `token_file`) in one of these folders:
 
@@ -7,10 +7,10 @@ A cache entry is a token file (see `token_file`) in one of these folders:
 - the user's cache folder, if the data are read-only;
 - the run's folder, if nothing else is writable.
 
-The name of an entry ends with a hash of everything it depends on: names, sizes and modification
-times of the files, the text field, the tokenizer, BOS and EOS. Times stand in for contents, because
-a start must not read a terabyte to find that nothing has changed. Copies with other times are
-tokenized again; `TokenMeta.text_digest` then shows that the text is the same.
+The name of an entry ends with a hash of everything that its tokens depend on: names, sizes and
+modification times of the files, the text field, the tokenizer, BOS and EOS. The hash covers times
+instead of contents, because a start cannot read a terabyte to detect changes. Copies with other
+times are tokenized again; their `TokenMeta.text_digest` is the same.
 
 One process builds under a file lock and the others wait. The kernel releases the lock when its
 holder ends, so no torch.distributed is needed.
@@ -55,7 +55,7 @@ from torchtitan_like.util.file_lock import LockWaitStopped, file_lock
 
 logger = logging.getLogger()
 
-# Changes if a token file, complete or not, of an older version becomes unusable.
+# Increase it if token files, complete or not, of earlier versions become unusable.
 FORMAT_VERSION = 1
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """The token file of a corpus: its name, the folder of its text, and the key it is built for."""
+    """The token file of a corpus: its name, the folder of the text, and its key."""
 
     name: str
     data_folder: Path
@@ -75,14 +75,14 @@ class Entry:
 
 
 def entry_of(corpus: Corpus, name: str, policy: TokenPolicy) -> Entry:
-    """Return the entry of ``corpus``. This reads the status of every file: seconds for a million."""
+    """Return the entry of ``corpus``. Calls stat for every file: seconds for a million files."""
     key = cache_key(corpus, policy)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
     return Entry(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{digest}", corpus.folder, key)
 
 
 def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
-    """Return everything the token file of ``corpus`` depends on, as stored in its meta.json."""
+    """Return everything that the token file of ``corpus`` depends on, as stored in meta.json."""
     key = {
         "format_version": FORMAT_VERSION,
         "files": _file_identities(corpus),
@@ -92,15 +92,17 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
         "bos": policy.bos_id,
         "eos": policy.eos_id,
     }
-    # Left out at its default, so that caches older than the setting are still found.
+    # Omitted at its default, so that caches from before this setting remain valid.
     if corpus.on_bad_record != "error":
         key["on_bad_record"] = corpus.on_bad_record
     return key
 
 
 def _file_identities(corpus: Corpus) -> dict[str, Any]:
-    """Number of files, and a hash of their relative names (a folder moves with its cache), sizes
-    and times."""
+    """Return the number of files, and a hash of their relative names, sizes and times.
+
+    Names are relative because a folder may be moved together with its cache.
+    """
     state = xxhash.xxh3_128()
     for name, file in zip(corpus.relative_names(), corpus.files, strict=True):
         size, time_ns = corpus.size_and_time(file)
@@ -118,7 +120,7 @@ def cached_tokens(
     num_workers: int | None = None,
     stop: threading.Event | None = None,
 ) -> TokenFile:
-    """Open the token file of ``corpus``, or build it. Any number of processes may call this at once.
+    """Open or build the token file of ``corpus``. Any number of processes may call it at once.
 
     entry: `entry_of` the corpus. num_workers: processes that tokenize (None: one for each core);
     the result does not depend on it. stop: an event that ends the build with `BuildStopped`.
@@ -148,7 +150,7 @@ def find_cached(
     cache_folder: str | None,
     dump_folder: str,
 ) -> T | None:
-    """Return what ``find`` returns for the first cache folder that has the entry ``name``."""
+    """Return the result of ``find`` in the first cache folder that has the entry ``name``."""
     writable, read_only = _folders(data_folder, cache_folder, dump_folder)
     for folder in writable + read_only:
         if (entry := find(folder / name)) is not None:
@@ -167,11 +169,10 @@ def find_or_build(
     wait: bool = True,
     stop: threading.Event | None = None,
 ) -> T:
-    """Return what ``find`` returns for the entry ``name``; build it in the first writable folder if
-    there is none.
+    """Return the result of ``find`` for the entry ``name``. Build a missing entry.
 
-    One process builds at a time. The others wait; with ``wait`` false they raise BlockingIOError.
-    Raises CacheWriteError if no folder is writable.
+    The entry is built in the first writable folder. One process builds at a time. The others wait,
+    or raise BlockingIOError if ``wait`` is false. Raises CacheWriteError if no folder is writable.
     """
     entry = find_cached(
         name, find, data_folder=data_folder, cache_folder=cache_folder, dump_folder=dump_folder
@@ -223,8 +224,10 @@ def _folders(
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Return None if a file can be created in ``folder``. Permissions alone do not show read-only
-    file systems."""
+    """Return the error of creating a file in ``folder``; None if it works.
+
+    Permissions alone do not reveal read-only file systems.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -237,8 +240,10 @@ def _write_problem(folder: Path) -> str | None:
 def _locked(
     lock: Path, entry: Path, wait: bool, stop: threading.Event | None = None
 ) -> Iterator[None]:
-    """Hold ``lock``. Logs before it waits, or raises BlockingIOError. Raises BuildStopped if
-    ``stop`` is set while it waits."""
+    """Hold ``lock``. Logs a line before waiting; raises BlockingIOError instead if not ``wait``.
+
+    Raises BuildStopped if ``stop`` is set during the wait.
+    """
     with _write_errors(entry):
         stream = lock.open("w")
     with stream, ExitStack() as stack:
@@ -257,8 +262,8 @@ def _locked(
             raise
         except OSError as error:
             raise DataError(
-                f"the file system of {lock.parent} has no file locks ({error}): "
-                "set data.cache_folder to a folder on a local disk"
+                f"the file system of {lock.parent} has no file locks ({error}). Expected file "
+                "locks: set data.cache_folder to a folder on a local disk"
             ) from error
         yield
 
@@ -272,12 +277,12 @@ class BuildStopped(Exception):
 
 @contextmanager
 def _write_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError inside into a CacheWriteError that names the token cache ``folder``."""
+    """Convert an OSError into a CacheWriteError that names the token cache ``folder``."""
     try:
         yield
     except OSError as error:
         raise CacheWriteError(
-            f"cannot write the token cache {folder}: {error}; what was done is kept: "
+            f"cannot write the token cache {folder}: {error}. The finished part is kept: "
             f"{FREE_SPACE} to continue"
         ) from error
 
@@ -301,14 +306,14 @@ def _build(
             staging.publish(folder, key)
     except BrokenProcessPool as error:
         raise WorkerKilled(
-            f"a process that tokenizes {corpus.folder} was killed, usually because memory ran low: "
-            f"the token cache {folder} is not finished; start again to continue after "
+            f"a process that tokenizes {corpus.folder} was killed, usually because memory ran low. "
+            f"The token cache {folder} is not finished: start again to continue after "
             f"{staging.num_pieces:,} pieces, or build it with fewer processes "
             "(titan data tokenize --workers)"
         ) from error
     except OSError as error:
         raise DataError(
-            f"the token cache {folder} was not finished: {error}; what was done is kept"
+            f"the token cache {folder} is not finished: {error}; the finished part is kept"
         ) from error
     except (StagingTaken, BuildStopped, CacheWriteError):
         raise
@@ -330,14 +335,14 @@ def _append_pieces(
     num_workers: int,
     stop: threading.Event | None,
 ) -> None:
-    """Append the pieces that are missing; logs progress."""
+    """Append the missing pieces and log progress."""
     pieces = plan_pieces(corpus)
     remaining = pieces[staging.num_pieces :]
     total = sum(map(piece_size, pieces))
     done = total - sum(map(piece_size, remaining))
     progress = Progress(total, done, staging.meta.num_tokens)
     resumed = (
-        f", going on after {staging.num_pieces} of {len(pieces)} pieces"
+        f", continuing after {staging.num_pieces} of {len(pieces)} pieces"
         if staging.num_pieces
         else ""
     )
@@ -366,8 +371,8 @@ def _append_pieces(
     meta = staging.meta
     if meta.num_bad:
         example = f", the first of them: {first_bad}" if first_bad else ""
-        logger.warning(f"{corpus.folder}: {meta.num_bad:,} bad records left out{example}")
-    empty = f" ({meta.num_empty:,} empty ones left out)" if meta.num_empty else ""
+        logger.warning(f"{corpus.folder}: skipped {meta.num_bad:,} bad records{example}")
+    empty = f" ({meta.num_empty:,} empty ones skipped)" if meta.num_empty else ""
     logger.info(
         f"tokenized: {meta.num_documents:,} documents{empty}, {meta.num_tokens:,} tokens, "
         f"{progress.rates(meta.num_tokens)}"
@@ -378,8 +383,8 @@ def _check(staging: Staging, corpus: Corpus, key: dict[str, Any]) -> None:
     """Raise DataError if the token file must not be published."""
     if _file_identities(corpus) != key["files"]:
         raise DataError(
-            f"files in {corpus.folder} changed while they were tokenized: "
-            "start again when they are complete"
+            f"files in {corpus.folder} changed during tokenization. Expected no change: start "
+            "again when they are complete"
         )
     if staging.meta.num_documents == 0:
-        raise DataError(f"no text in {corpus}")
+        raise DataError(f"no text in {corpus}. Expected documents: check the path")

@@ -1,16 +1,13 @@
-"""A corpus as token ids on disk: one flat array, the places where documents begin, and what is known of both.
+"""A corpus as token ids on disk: a folder with one flat array and the offsets of documents.
 
-    tokens.bin         uint16 or uint32, little-endian: the documents in order, each with BOS and
-    EOS where asked for
-    offsets.bin        uint64, little-endian: where each document begins, and the number of tokens
-    at the end
-    tokens.bin.xxh3    hash table of tokens.bin (see `checked_file`)
-    offsets.bin.xxh3   hash table of offsets.bin
-    meta.json          TokenMeta, the key the folder was built for, and a digest of both
+    tokens.bin         uint16 or uint32, little-endian: all documents, with BOS and EOS as
+    configured offsets.bin        uint64, little-endian: first token of each document, then number
+    of tokens tokens.bin.xxh3    hash table of tokens.bin (see `checked_file`) offsets.bin.xxh3
+    hash table of offsets.bin meta.json          TokenMeta, the key that the folder was built for,
+    and a digest of both
 
-A folder with these five is complete: it is written under another name (see `Staging`) and renamed
-when it is. Folders of
-earlier versions have no hashes: these are computed once, when the folder is opened (`_add_hashes`).
+A folder with these five files is complete. `Staging` writes it under another name and renames it at
+the end. Folders of earlier versions have no hashes: `_add_hashes` computes them once.
 """
 
 from __future__ import annotations
@@ -52,9 +49,9 @@ from torchtitan_like.util.splitmix import mix64
 logger = logging.getLogger()
 
 TOKENS, OFFSETS, META = "tokens.bin", "offsets.bin", "meta.json"
-CONTENT_KEYS = {"meta", "dtype", "key"}  # of meta.json, next to the digest of their values
+CONTENT_KEYS = {"meta", "dtype", "key"}  # keys of meta.json, in addition to their digest
 COPY_BYTES = 2**24
-CHUNK = 2**22  # offsets
+CHUNK = 2**22  # offsets checked at a time
 PROGRESS_SECONDS = 10.0
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 FREE_SPACE = "free space or repair the disk, then start again"
@@ -64,11 +61,12 @@ OFFSET_TYPE = np.dtype("<u8")
 
 @dataclass(frozen=True)
 class TokenMeta:
-    """What is known of a token file.
+    """Counts and digest of a token file.
 
-    text_digest: identifies the documents, whatever files they came from and whatever the tokenizer: the sum over
-    documents of a hash of (number, text) mod 2**64. num_empty: documents that gave no token and were left out.
-    text_bytes: UTF-8. num_bad: records that are no text and were left out (data.on_bad_record).
+    num_empty: skipped documents without tokens. text_bytes: bytes of UTF-8. text_digest: identifies
+    the documents independently of files and tokenizer; the sum over documents
+        of a hash of (number, text), modulo 2**64.
+    num_bad: skipped bad records (data.on_bad_record).
     """
 
     num_tokens: int = 0
@@ -82,10 +80,12 @@ class TokenMeta:
 
 @dataclass(frozen=True)
 class EncodedPiece:
-    """Documents as tokens.
+    """Encoded documents.
 
-    tokens: (num_tokens,); lengths: (num_documents,), tokens of each; hashes: (num_documents,), uint64, of the texts.
-    first_bad: the first of ``num_bad`` records that are no text.
+    tokens: (num_tokens,).
+    lengths: (num_documents,), number of tokens of each document.
+    hashes: (num_documents,), uint64, hashes of the texts.
+    first_bad: the first of ``num_bad`` bad records.
     """
 
     tokens: NDArray[Any]
@@ -99,10 +99,11 @@ class EncodedPiece:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """tokens: (num_tokens,); offsets: (num_documents + 1,), where each document begins. Both are
-    read when they are used.
+    """The tokens of a corpus. Both arrays are read on access.
 
-    Of files that were tokenized elsewhere: tokens are a TokenStream; of meta, only the counts and text_digest are known.
+    tokens: (num_tokens,); a TokenStream for files that another program tokenized.
+    offsets: (num_documents + 1,), first token of each document, then the number of tokens.
+    meta: for files of another program, only num_tokens, num_documents and text_digest are set.
     """
 
     folder: Path
@@ -112,16 +113,17 @@ class TokenFile:
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type on disk for ids below ``vocab_size``."""
+    """Return the smallest dtype on disk for ids below ``vocab_size``."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def open_token_file(folder: Path, key: dict[str, Any], *, is_one_of_many: bool = False) -> TokenFile | None:
-    """Open a complete token file that was built for ``key``; None where there is none.
+def open_token_file(
+    folder: Path, key: dict[str, Any], *, is_one_of_many: bool = False
+) -> TokenFile | None:
+    """Open a complete token file that was built for ``key``; None if it is missing.
 
-    Takes milliseconds, whatever the size, except for a folder of an earlier version.
-    ``is_one_of_many``: see `CheckedFile`.
-    Raises DataError where the folder is there but is not what it should be.
+    This takes milliseconds for any size, except for a folder of an earlier version.
+    is_one_of_many: see `RawFile`. Raises DataError if the folder is damaged or has another key.
     """
     try:
         content = _content(folder)
@@ -146,7 +148,7 @@ def open_token_file(folder: Path, key: dict[str, Any], *, is_one_of_many: bool =
     }
     offsets = arrays[OFFSETS]
     if (int(offsets[0]), int(offsets[-1])) != (0, meta.num_tokens):
-        raise _damaged(folder, f"{OFFSETS} does not list where {meta.num_documents:,} documents begin")
+        raise _damaged(folder, f"{OFFSETS} does not list {meta.num_documents:,} documents")
     return TokenFile(folder, arrays[TOKENS], offsets, meta)
 
 
@@ -154,7 +156,7 @@ def _checked(path: Path, is_hashed: bool, is_one_of_many: bool) -> CheckedFile:
     if is_hashed and not table_path(path).exists():
         raise _damaged(path.parent, f"{table_path(path).name} is missing")
     file = RawFile(path, is_one_of_many=is_one_of_many)
-    remedy = f"delete the folder {path.parent}, it is built again from its text"
+    remedy = f"delete the folder {path.parent}, and it is built again from its text"
     return CheckedFile(file, HashTable(file, remedy) if is_hashed else None)
 
 
@@ -162,11 +164,11 @@ def _described(folder: Path, content: dict[str, Any]) -> tuple[TokenMeta, np.dty
     try:
         return TokenMeta(**content["meta"]), np.dtype(content["dtype"])
     except TypeError as error:
-        raise _damaged(folder, f"{META} describes no token file ({error})") from error
+        raise _damaged(folder, f"{META} does not describe a token file ({error})") from error
 
 
 def key_of(folder: Path) -> dict[str, Any]:
-    """What the token file in ``folder`` was built for. Raises DataError where that cannot be read."""
+    """Return the key of the token file in ``folder``. Raises DataError if it is damaged."""
     try:
         key: dict[str, Any] = _content(folder)["key"]
     except FileNotFoundError as error:
@@ -175,8 +177,10 @@ def key_of(folder: Path) -> dict[str, Any]:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """What meta.json says, with "digest" unless an earlier version wrote it. Raises DataError
-    where it is damaged."""
+    """Return the content of meta.json; "digest" is missing in earlier versions.
+
+    Raises DataError if it is damaged.
+    """
     try:
         content = json.loads((folder / META).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -184,11 +188,13 @@ def _content(folder: Path) -> dict[str, Any]:
     keys = set(content) if isinstance(content, dict) else set()
     if keys != CONTENT_KEYS and keys != CONTENT_KEYS | {"digest"}:
         expected = ", ".join(sorted(CONTENT_KEYS | {"digest"}))
-        raise _damaged(folder, f"{META} has the keys {', '.join(sorted(keys)) or 'of no object'}, expected {expected}")
+        actual = f"the keys {', '.join(sorted(keys))}" if keys else "no keys"
+        raise _damaged(folder, f"{META} has {actual}, expected {expected}")
     if "digest" in keys and content["digest"] != _digest(content):
-        raise _damaged(folder, f"{META} has the digest {content['digest']}, expected {_digest(content)}")
+        problem = f"{META} has the digest {content['digest']}, expected {_digest(content)}"
+        raise _damaged(folder, problem)
     if not isinstance(content["key"], dict) or not isinstance(content["meta"], dict):
-        raise _damaged(folder, f"{META} describes no token file")
+        raise _damaged(folder, f"{META} does not describe a token file")
     return dict(content)
 
 
@@ -204,11 +210,10 @@ def _write_content(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _add_hashes(folder: Path, content: dict[str, Any], meta: TokenMeta) -> bool:
-    """Hash a folder of an earlier version, under a lock; False, and a warning, where nothing can
-    be written there."""
+    """Hash a folder of an earlier version, under a lock. Return False if it is not writable."""
     try:
         with (folder / ".hashes.lock").open("w") as lock, file_lock(lock):
-            if "digest" not in _content(folder):  # another process may have hashed it meanwhile
+            if "digest" not in _content(folder):  # another process may have hashed it
                 _check_offsets(folder, meta)
                 for name in (TOKENS, OFFSETS):
                     _hash_file(folder / name)
@@ -220,19 +225,23 @@ def _add_hashes(folder: Path, content: dict[str, Any], meta: TokenMeta) -> bool:
                 f"cannot write the hashes of the token cache {folder}: {error}; {FREE_SPACE}"
             ) from error
         logger.warning(
-            f"the token cache {folder} was made by an earlier version and has no hashes, and none can be written there "
-            f"({error}): its tokens are read without verification; make it again, or make the folder writable once"
+            f"the token cache {folder} of an earlier version has no hashes, and they cannot be "
+            f"written ({error}). Reading its tokens without verification: build it again, or make "
+            "the folder writable once"
         )
         return False
     return True
 
 
 def _hash_file(path: Path) -> None:
-    """Write the hash table of ``path``, as its bytes are now."""
-    size, done, last_line = path.stat().st_size, 0, time.monotonic()
-    logger.info(f"hashing {path}, {size / 2**20:,.1f} MiB: an earlier version made it without hashes")
+    """Write the hash table of the current bytes of ``path``."""
+    size = path.stat().st_size
+    done = 0
+    last_line = time.monotonic()
+    logger.info(f"hashing {path}, {size / 2**20:,.1f} MiB: an earlier version wrote no hashes")
     hasher = ExtentHasher()
-    with path.open("rb") as source, written_whole(table_path(path), "the hash table") as table:
+    table_file = written_atomically(table_path(path), "the hash table")
+    with path.open("rb") as source, table_file as table:
         while data := source.read(COPY_BYTES):
             table.write(hasher.update(data))
             done += len(data)
@@ -243,43 +252,48 @@ def _hash_file(path: Path) -> None:
 
 
 def _check_offsets(folder: Path, meta: TokenMeta) -> None:
-    """Raise DataError unless the offsets of a folder of an earlier version rise."""
+    """Raise DataError unless the offsets of a folder of an earlier version increase."""
     offsets = CheckedArray(CheckedFile(RawFile(folder / OFFSETS)), OFFSET_TYPE)
     for low in range(0, meta.num_documents, CHUNK):
         chunk = offsets[low : low + CHUNK + 1]
         if (chunk[1:] <= chunk[:-1]).any():
-            raise _damaged(folder, f"{OFFSETS} does not list where {meta.num_documents:,} documents begin")
+            raise _damaged(folder, f"{OFFSETS} does not list {meta.num_documents:,} documents")
 
 
-def _damaged(folder: Path, why: str) -> DataError:
-    return DataError(f"the token cache {folder} is damaged: {why}; delete the folder, it is built again from its text")
+def _damaged(folder: Path, problem: str) -> DataError:
+    return DataError(
+        f"the token cache {folder} is damaged: {problem}. Delete the folder, and it is built again "
+        "from its text"
+    )
 
 
 class StagingTaken(DataError):
-    """Another node writes the token file that this process was writing."""
+    """Another node writes the same token file as this process."""
 
 
 class Staging:
-    """A token file that is being written, piece by piece; what was committed survives a kill.
+    """A token file that is written piece by piece. Committed pieces survive a kill.
 
-    Each piece is appended and synced to disk before a line of the journal says so; opening cuts the files back to the
-    last such line. Only the holder of the build's lock may open one.
+    Each piece is appended and synced to disk, then recorded by a line of the journal. Opening
+    truncates the files to the last recorded piece. Only the holder of the build's lock may open it.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         folder.mkdir(exist_ok=True)
-        self._folder, self._dtype = folder, dtype
-        # The lock may not reach across the nodes of a shared file system: whoever comes later takes the folder
-        # over, and the other one finds out here.
+        self._folder = folder
+        self._dtype = dtype
+        # File locks may not work between the nodes of a shared file system. The last node to open
+        # the folder owns it; the other one detects that in `_commit`.
         self._token = uuid.uuid4().hex
         (folder / _OWNER).write_text(self._token)
         self.num_pieces, self.meta, tails = self._last_commit()
-        # An offsets file that is made here gets its first entry, 0, by being lengthened.
         self._tokens = HashedWriter(folder / TOKENS, self.meta.num_tokens * dtype.itemsize)
-        self._offsets = HashedWriter(folder / OFFSETS, (self.meta.num_documents + 1) * OFFSET_TYPE.itemsize)
+        # Truncating a new, empty file to one entry writes the first offset, 0.
+        offsets_size = (self.meta.num_documents + 1) * OFFSET_TYPE.itemsize
+        self._offsets = HashedWriter(folder / OFFSETS, offsets_size)
         if tails and tails != self._tails():
             self.close()
-            raise _damaged(folder, "what an unfinished build has written has changed")
+            raise _damaged(folder, "the files of an unfinished build have changed")
         self._journal = (folder / _JOURNAL).open("ab", buffering=0)
 
     def append(self, piece: EncodedPiece) -> None:
@@ -292,10 +306,11 @@ class Staging:
         self._commit()
 
     def publish(self, folder: Path, key: dict[str, Any]) -> None:
-        """Make the token file visible, complete, as ``folder``."""
+        """Complete the token file and rename its folder to ``folder``."""
         self._tokens.finish()
         self._offsets.finish()
-        _write_content(self._folder, {"meta": dataclasses.asdict(self.meta), "dtype": self._dtype.str, "key": key})
+        content = {"meta": dataclasses.asdict(self.meta), "dtype": self._dtype.str, "key": key}
+        _write_content(self._folder, content)
         self.close()
         for name in (_JOURNAL, _OWNER):
             (self._folder / name).unlink()
@@ -304,12 +319,12 @@ class Staging:
         sync_path(folder.parent)
 
     def discard(self) -> None:
-        """Remove all that was written."""
+        """Delete the folder."""
         self.close()
         shutil.rmtree(self._folder)
 
     def close(self) -> None:
-        """Leave what is committed for a later process."""
+        """Close the files. A later process can continue after the committed pieces."""
         for stream in (self._tokens, self._offsets, self._journal):
             stream.close()
 
@@ -320,14 +335,15 @@ class Staging:
         journal = self._folder / _JOURNAL
         journal.touch()
         raw = journal.read_bytes()
-        complete = raw.rfind(b"\n") + 1  # a line without its newline was cut by a kill
-        os.truncate(journal, complete)
-        lines = raw[:complete].splitlines()
+        num_complete = raw.rfind(b"\n") + 1  # a kill may have truncated the last line
+        os.truncate(journal, num_complete)
+        lines = raw[:num_complete].splitlines()
         if not lines:
             return 0, TokenMeta(), []
         try:
             row = json.loads(lines[-1])
-            return int(row["num_pieces"]), TokenMeta(**row["meta"]), [int(tail) for tail in row["tails"]]
+            tails = [int(tail) for tail in row["tails"]]
+            return int(row["num_pieces"]), TokenMeta(**row["meta"]), tails
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(self._folder, f"{_JOURNAL} cannot be read ({error!r})") from error
 
@@ -337,10 +353,16 @@ class Staging:
         owner = self._folder / _OWNER
         if not owner.exists() or owner.read_text() != self._token:
             raise StagingTaken(
-                f"another node builds the token cache in {self._folder.parent} too, and file locks do not reach it: "
-                "set data.cache_folder to a folder on a disk of each node, or start again when the other has finished"
+                f"another node also builds the token cache in {self._folder.parent}, and file "
+                "locks do not work between the nodes. Expected one builder: set data.cache_folder "
+                "to a folder on a local disk of each node, or start again after the other node has "
+                "finished"
             )
-        row = {"num_pieces": self.num_pieces, "meta": dataclasses.asdict(self.meta), "tails": self._tails()}
+        row = {
+            "num_pieces": self.num_pieces,
+            "meta": dataclasses.asdict(self.meta),
+            "tails": self._tails(),
+        }
         self._journal.write(json.dumps(row).encode() + b"\n")
         os.fsync(self._journal.fileno())
 
@@ -360,22 +382,25 @@ def _extended(meta: TokenMeta, piece: EncodedPiece) -> TokenMeta:
 
 
 @contextmanager
-def written_whole(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A file that is there whole or not at all; CacheWriteError, with ``what`` it is, where it cannot be written.
+def written_atomically(path: Path, description: str) -> Iterator[BinaryIO]:
+    """Open a file that is renamed to ``path`` when it is complete.
 
-    For one process of a node at a time; where locks do not reach across nodes, each writes a file of its own. What a kill
-    leaves behind is written over by the next one.
+    One process of a node at a time may call it. Without file locks between nodes, each node writes
+    a separate unfinished file. A new call overwrites the file of a killed process. Raises
+    CacheWriteError with ``description`` if the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{socket.gethostname()}.building")
     try:
         with atomic_file(path, unfinished) as stream:
             yield stream
     except OSError as error:
-        raise CacheWriteError(f"cannot write {what} {path}: {error}; {FREE_SPACE}") from error
+        raise CacheWriteError(
+            f"cannot write {description} {path}: {error}; {FREE_SPACE}"
+        ) from error
 
 
 class _Hashing:
-    """Writes to a stream and hashes what it writes."""
+    """Writes to a stream and hashes the written bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -389,10 +414,10 @@ class _Hashing:
 
 
 @contextmanager
-def written_with_hashes(path: Path, what: str) -> Iterator[_Hashing]:
-    """As `written_whole`, for a file with a hash table next to it."""
-    with written_whole(path, what) as stream:
+def written_with_hashes(path: Path, description: str) -> Iterator[_Hashing]:
+    """Open a file like `written_atomically`, and write its hash table next to it."""
+    with written_atomically(path, description) as stream:
         writer = _Hashing(stream)
         yield writer
-        with written_whole(table_path(path), f"the hash table of {what}") as table:
+        with written_atomically(table_path(path), f"the hash table of {description}") as table:
             table.write(writer.table + writer.hasher.finish())

@@ -1,12 +1,13 @@
-"""Files that hold tokens, not text: what each format looks like, and how one is opened. Nothing is read but its ends.
+"""Open files of tokens. Only headers and the first and last entries are read.
 
-    a.bin + a.idx    Megatron-LM's MMapIndexedDataset, version 1 (megatron/core/datasets/indexed_dataset.py)
+    a.bin + a.idx    Megatron-LM's MMapIndexedDataset, version 1
+                     (megatron/core/datasets/indexed_dataset.py)
     a.npy            one-dimensional, integers
-    a.bin            without an .idx: nothing but little-endian uint16 or uint32
-    tokens.bin       with meta.json and offsets.bin: a folder of our own token cache
+    a.bin            without an .idx: only little-endian uint16 or uint32
+    tokens.bin       with meta.json and offsets.bin: a folder of this program's token cache
 
-The first and the last know where documents begin. In the others a document ends with the tokenizer's EOS, or with the
-file.
+The first and the last format store the start of each document. In the other formats a document ends
+with the tokenizer's EOS or with the file.
 """
 
 from __future__ import annotations
@@ -36,33 +37,42 @@ from torchtitan_like.data.tokens.token_file import (
 from torchtitan_like.data.tokens.token_stream import TokenPart
 
 ENDINGS = (".bin", ".idx", ".npy")
-# Files are scanned, and indices checked, in chunks of this many entries.
-CHUNK = 2**22
-_LOOK = 4096  # tokens at the begin of a flat file that tell whether they were taken for another type
+CHUNK = 2**22  # entries of a file or index that are read at a time
+_NUM_INSPECTED = 4096  # first tokens of a flat file that are inspected to detect a wrong dtype
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, number of sequences, borders of documents
-_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floating-point
+# Magic, version, code of the dtype, number of sequences, number of document boundaries.
+_HEADER = struct.Struct("<9sQBQQ")
+# Codes 6 and 7 are floating-point dtypes.
+_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_PREPROCESS = "create it again with Megatron-LM's tools/preprocess_data.py"
 _LLMC_MAGICS = (20240520, 20240801)  # the headers of llm.c's token files
 _NPY_TYPES = ("uint16", "uint32", "int32", "int64")
-# Files are opened from several threads. In CPython 3.11 two threads that parse Python source at once can fail with
-# "AST constructor recursion depth mismatch" (fixed in 3.12), and numpy parses the header of an .npy file as Python source.
+# Several threads open files, and numpy parses the header of an .npy file as Python source. In
+# CPython 3.11 two threads that parse Python source can fail with "AST constructor recursion depth
+# mismatch" (fixed in 3.12).
 _NPY_HEADER_LOCK = threading.Lock()
 
 
 def open_part(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
-    """``file``: an .npy file, a .bin file (Megatron's where its .idx is there), or tokens.bin of a token cache.
+    """Open a token file.
 
-    token_dtype: "auto", "uint16" or "uint32", of flat .bin files. Raises DataError where it is not what it should be.
+    file: an .npy file, a .bin file (Megatron's if it has an .idx), or tokens.bin of a token cache.
+    token_dtype: dtype of flat .bin files: "auto", "uint16" or "uint32".
+
+    Raises DataError if the file is invalid.
     """
     if is_cache(file):
         return _open_cache(file.parent, tokenizer)
     if not file.exists():
         raise _fault(
-            file.with_suffix(".idx"), "has no .bin file beside it", f"the tokens in {file.name}", "fetch it too"
+            file.with_suffix(".idx"),
+            "has no .bin file",
+            f"the tokens in {file.name}",
+            "copy it too",
         )
     if file.stat().st_size == 0:
-        raise _fault(file, "is empty", "tokens", "leave it out, or fetch it again")
+        raise _fault(file, "is empty", "tokens", "remove it from the source, or copy it again")
     if file.suffix == ".npy":
         return _open_npy(file)
     if file.with_suffix(".idx").exists():
@@ -71,28 +81,29 @@ def open_part(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
 
 
 def is_cache(file: Path) -> bool:
-    """Whether ``file`` is the tokens of one of our own token caches, complete or not."""
+    """Return True if ``file`` is tokens.bin of a token cache, complete or not."""
     return file.name == TOKENS and any((file.parent / name).exists() for name in (META, OFFSETS))
 
 
-def _fault(file: Path, found: str, expected: str, remedy: str) -> DataError:
-    return DataError(f"{file} {found}: expected {expected}; {remedy}")
+def _fault(file: Path, problem: str, expected: str, remedy: str) -> DataError:
+    return DataError(f"{file} {problem}. Expected {expected}: {remedy}")
 
 
 def _open_cache(folder: Path, tokenizer: Tokenizer) -> TokenPart:
     key = key_of(folder)
     if key.get("format_version") != FORMAT_VERSION:
-        found = f"has the version {key.get('format_version')} of a token cache"
-        raise _fault(folder, found, f"version {FORMAT_VERSION}", "tokenize the text again")
+        problem = f"has version {key.get('format_version')} of the token cache"
+        raise _fault(folder, problem, f"version {FORMAT_VERSION}", "tokenize the text again")
     if key.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(
-            f"the token cache {folder} was made with another tokenizer (fingerprint {key.get('tokenizer')}): expected that "
-            f"of {tokenizer.path}, {tokenizer.fingerprint}; name the tokenizer it was made with, or train on the text itself"
+            f"the token cache {folder} was made with another tokenizer (fingerprint "
+            f"{key.get('tokenizer')}). Expected that of {tokenizer.path}, {tokenizer.fingerprint}: "
+            "give the tokenizer of the cache, or train on the text itself"
         )
     cached = open_token_file(folder, key, is_one_of_many=True)
     assert cached is not None
     if not cached.meta.num_documents:
-        raise _fault(folder, "is empty", "tokens", "leave it out")
+        raise _fault(folder, "is empty", "tokens", "remove it from the source")
     tokens, offsets = cached.tokens, cached.offsets
     assert isinstance(tokens, CheckedArray) and isinstance(offsets, CheckedArray)
     files = folder / TOKENS, folder / OFFSETS
@@ -104,7 +115,9 @@ def _cached_starts(offsets: CheckedArray, _: int | None) -> Iterator[NDArray[np.
         yield offsets[low : min(low + CHUNK, len(offsets) - 1)].astype(np.int64)
 
 
-def _numbers(file: Path, dtype: np.dtype[Any], offset: int = 0, count: int | None = None) -> CheckedArray:
+def _numbers(
+    file: Path, dtype: np.dtype[Any], offset: int = 0, count: int | None = None
+) -> CheckedArray:
     return CheckedArray(CheckedFile(RawFile(file, is_one_of_many=True)), dtype, offset, count)
 
 
@@ -112,41 +125,53 @@ def _open_npy(file: Path) -> TokenPart:
     try:
         with _NPY_HEADER_LOCK:
             tokens = np.lib.format.open_memmap(file, mode="r")
-    except Exception as error:  # the header is read as Python: a damaged one raises what Python's parser raises
+    except Exception as error:  # a damaged header raises the errors of Python's parser
         raise _fault(
-            file, f"is no complete .npy file ({error})", "one array", "write it again with numpy.save"
+            file,
+            f"is not a complete .npy file ({error})",
+            "one array",
+            "write it again with numpy.save",
         ) from error
     name = tokens.dtype.name if tokens.dtype.byteorder != ">" else f"big-endian {tokens.dtype.name}"
     if tokens.ndim != 1 or name not in _NPY_TYPES:
         expected = f"one dimension, {', '.join(_NPY_TYPES)}"
-        raise _fault(file, f"has the shape {tokens.shape} and the type {name}", expected, "convert it with numpy")
+        problem = f"has the shape {tokens.shape} and the dtype {name}"
+        raise _fault(file, problem, expected, "convert it with numpy")
     if not len(tokens):
-        raise _fault(file, "has no token", "1 or more", "leave it out")
+        raise _fault(file, "has no token", "1 or more", "remove it from the source")
     return _flat_part(_numbers(file, tokens.dtype, tokens.offset))
 
 
 def _open_flat(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:
-    dtype = token_type(tokenizer.vocab_size) if token_dtype == "auto" else np.dtype(token_dtype).newbyteorder("<")
+    if token_dtype == "auto":
+        dtype = token_type(tokenizer.vocab_size)
+    else:
+        dtype = np.dtype(token_dtype).newbyteorder("<")
     size = file.stat().st_size
     if size % dtype.itemsize:
         raise _fault(
             file,
             f"has {size:,} bytes",
             f"a multiple of {dtype.itemsize}, for {dtype.name}",
-            "fetch it again, or set the source's `token_dtype`",
+            "copy it again, or set the source's `token_dtype`",
         )
     tokens = _numbers(file, dtype)
     if size >= 4 and int(_numbers(file, np.dtype("<u4"), 0, 1)[0]) in _LLMC_MAGICS:
         raise _fault(
-            file, "begins with a header of llm.c", "tokens from the first byte on", "cut off its first 1,024 bytes"
+            file,
+            "starts with a header of llm.c",
+            "tokens from the first byte on",
+            "remove its first 1,024 bytes",
         )
-    begin = tokens[:_LOOK]
-    if token_dtype == "auto" and dtype.itemsize == 2 and begin[::2].any() and len(begin) > 32 and not begin[1::2].any():
+    first = tokens[:_NUM_INSPECTED]
+    is_automatic_uint16 = token_dtype == "auto" and dtype.itemsize == 2
+    looks_like_uint32 = len(first) > 32 and first[::2].any() and not first[1::2].any()
+    if is_automatic_uint16 and looks_like_uint32:
         raise _fault(
             file,
-            "has a zero in every second place, read as uint16",
-            f"that type for a vocabulary of {tokenizer.vocab_size:,}",
-            'set the source\'s `token_dtype` to "uint32" (or to "uint16", if this is how it should be)',
+            "has a zero in every second element, read as uint16",
+            f"uint16 for a vocabulary of {tokenizer.vocab_size:,}",
+            'set the source\'s `token_dtype` to "uint32" (or to "uint16", if the zeros are tokens)',
         )
     return _flat_part(tokens)
 
@@ -162,83 +187,91 @@ def _flat_starts(tokens: CheckedArray, eos_id: int | None) -> Iterator[NDArray[n
 
 
 def _open_megatron(file: Path, index: Path) -> TokenPart:
-    again = "fetch both files again, or make them again with Megatron-LM's tools/preprocess_data.py"
-    size, found = file.stat().st_size, index.stat().st_size
+    remedy = "copy both files again, or create them with Megatron-LM's tools/preprocess_data.py"
+    size, index_size = file.stat().st_size, index.stat().st_size
     with index.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):
-        raise _fault(index, f"begins with {header[: len(_MAGIC)]!r}", f"{_MAGIC!r}, a memory-mapped index", again)
+        problem = f"starts with {header[: len(_MAGIC)]!r}"
+        raise _fault(index, problem, f"{_MAGIC!r}, a memory-mapped index", remedy)
     if len(header) < _HEADER.size:
-        raise _fault(index, f"has {found} bytes", f"{_HEADER.size} or more", again)
-    _, version, code, num_sequences, num_borders = _HEADER.unpack(header)
+        raise _fault(index, f"has {index_size} bytes", f"{_HEADER.size} or more", remedy)
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
     if version != 1:
-        raise _fault(index, f"is of version {version}", "version 1", again)
+        raise _fault(index, f"has version {version}", "version 1", remedy)
     if code not in _CODES:
-        codes = ", ".join(f"{known} ({name})" for known, name in _CODES.items())
-        raise _fault(index, f"gives the type {code} to its tokens", codes, again)
-    expected = _HEADER.size + num_sequences * 12 + num_borders * 8
-    if found != expected:
-        counts = f"{num_sequences:,} sequences and {num_borders:,} borders of documents"
-        raise _fault(index, f"has {found:,} bytes", f"{expected:,}, for {counts}", again)
-    if not num_sequences or num_borders < 2:
-        raise _fault(index, f"has {num_sequences} sequences and {num_borders} borders", "a document", "leave it out")
+        codes = ", ".join(f"{number} ({name})" for number, name in _CODES.items())
+        raise _fault(index, f"has dtype code {code}", codes, remedy)
+    expected_size = _HEADER.size + num_sequences * 12 + num_boundaries * 8
+    if index_size != expected_size:
+        counts = f"{num_sequences:,} sequences and {num_boundaries:,} document boundaries"
+        raise _fault(index, f"has {index_size:,} bytes", f"{expected_size:,}, for {counts}", remedy)
+    if not num_sequences or num_boundaries < 2:
+        problem = f"has {num_sequences} sequences and {num_boundaries} document boundaries"
+        raise _fault(index, problem, "a document", "remove it from the source")
 
     dtype = np.dtype(_CODES[code]).newbyteorder("<")
-    lengths, pointers, _ = _indexed(index, num_sequences, num_borders)
-    needed = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
-    if needed != size:
-        raise _fault(file, f"has {size:,} bytes", f"{needed:,}, where the last sequence of {index} ends", again)
-    starts = partial(_megatron_starts, index, num_sequences, num_borders, dtype.itemsize)
+    lengths, pointers, _ = _read_index(index, num_sequences, num_boundaries)
+    end = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
+    if end != size:
+        expected = f"{end:,}, the end of the last sequence of {index}"
+        raise _fault(file, f"has {size:,} bytes", expected, remedy)
+    starts = partial(_megatron_starts, index, num_sequences, num_boundaries, dtype.itemsize)
     return TokenPart(_numbers(file, dtype), (file, index), starts)
 
 
-def _indexed(index: Path, num_sequences: int, num_borders: int) -> tuple[CheckedArray, ...]:
-    """Tokens of each sequence, the byte at which it begins, and the sequences with which documents begin."""
+def _read_index(index: Path, num_sequences: int, num_boundaries: int) -> tuple[CheckedArray, ...]:
+    """Return length and first byte of each sequence, and the first sequence of each document."""
     lengths = _numbers(index, np.dtype("<i4"), _HEADER.size, num_sequences)
     pointers = _numbers(index, np.dtype("<i8"), _HEADER.size + 4 * num_sequences, num_sequences)
-    return lengths, pointers, _numbers(index, np.dtype("<i8"), _HEADER.size + 12 * num_sequences, num_borders)
+    boundaries_offset = _HEADER.size + 12 * num_sequences
+    boundaries = _numbers(index, np.dtype("<i8"), boundaries_offset, num_boundaries)
+    return lengths, pointers, boundaries
 
 
 def _megatron_starts(
-    index: Path, num_sequences: int, num_borders: int, itemsize: int, _: int | None
+    index: Path, num_sequences: int, num_boundaries: int, itemsize: int, _: int | None
 ) -> Iterator[NDArray[np.int64]]:
-    lengths, pointers, borders = _indexed(index, num_sequences, num_borders)
+    lengths, pointers, boundaries = _read_index(index, num_sequences, num_boundaries)
     _check_sequences(index, lengths, pointers, itemsize)
-    yield from _document_starts(index, pointers, borders, itemsize)
+    yield from _document_starts(index, pointers, boundaries, itemsize)
 
 
-def _check_sequences(index: Path, lengths: CheckedArray, pointers: CheckedArray, itemsize: int) -> None:
-    """Raise DataError unless the sequences lie one behind the other, as Megatron writes them: no token is left out."""
-    behind = 0
+def _check_sequences(
+    index: Path, lengths: CheckedArray, pointers: CheckedArray, itemsize: int
+) -> None:
+    """Raise DataError unless the sequences are contiguous, as Megatron writes them."""
+    end = 0
     for low in range(0, len(lengths), CHUNK):
         sizes = lengths[low : low + CHUNK].astype(np.int64) * itemsize
-        ends = behind + np.cumsum(sizes)
+        ends = end + np.cumsum(sizes)
         wrong = np.flatnonzero((pointers[low : low + CHUNK] != ends - sizes) | (sizes < 0))
         if len(wrong):
-            at = low + int(wrong[0])
-            found = f"has sequence {at} at byte {pointers[at]:,} with {lengths[at]:,} tokens"
-            expected = (
-                f"it at byte {ends[wrong[0]] - sizes[wrong[0]]:,}, where the one before ends, and 0 tokens or more"
-            )
-            raise _fault(index, found, expected, "make it again with Megatron-LM's tools/preprocess_data.py")
-        behind = int(ends[-1])
+            number = low + int(wrong[0])
+            num_tokens = f"{lengths[number]:,} tokens"
+            problem = f"has sequence {number} at byte {pointers[number]:,} ({num_tokens})"
+            start = ends[wrong[0]] - sizes[wrong[0]]
+            expected = f"byte {start:,}, the end of the sequence before, and 0 tokens or more"
+            raise _fault(index, problem, expected, _PREPROCESS)
+        end = int(ends[-1])
 
 
 def _document_starts(
-    index: Path, pointers: CheckedArray, borders: CheckedArray, itemsize: int
+    index: Path, pointers: CheckedArray, boundaries: CheckedArray, itemsize: int
 ) -> Iterator[NDArray[np.int64]]:
-    """First token of each document: document i is sequences [borders[i], borders[i + 1])."""
-    if (borders[0], borders[-1]) != (0, len(pointers)):
-        found = f"has documents from sequence {borders[0]:,} to {borders[-1]:,}"
-        remedy = "make it again with Megatron-LM's tools/preprocess_data.py"
-        raise _fault(index, found, f"them from 0 to {len(pointers):,}, so that each sequence is in one", remedy)
-    before = 0
-    for low in range(0, len(borders), CHUNK):
-        chunk = borders[low : low + CHUNK]
-        if (np.diff(chunk, prepend=before) < 0).any() or chunk[-1] > len(pointers):
-            at = low + int(np.argmax((np.diff(chunk, prepend=before) < 0) | (chunk > len(pointers))))
-            expected = f"a sequence up to {len(pointers):,}, and not below that of the border before"
-            remedy = "make it again with Megatron-LM's tools/preprocess_data.py"
-            raise _fault(index, f"has border {at} of its documents at sequence {borders[at]:,}", expected, remedy)
-        before = int(chunk[-1])
+    """Yield first tokens of documents. Document i starts at sequence boundaries[i]."""
+    if (boundaries[0], boundaries[-1]) != (0, len(pointers)):
+        problem = f"has documents from sequence {boundaries[0]:,} to {boundaries[-1]:,}"
+        expected = f"all sequences, from 0 to {len(pointers):,}"
+        raise _fault(index, problem, expected, _PREPROCESS)
+    last = 0
+    for low in range(0, len(boundaries), CHUNK):
+        chunk = boundaries[low : low + CHUNK]
+        is_wrong = (np.diff(chunk, prepend=last) < 0) | (chunk > len(pointers))
+        if is_wrong.any():
+            number = low + int(np.argmax(is_wrong))
+            problem = f"has document boundary {number} at sequence {boundaries[number]:,}"
+            expected = f"non-decreasing boundaries up to {len(pointers):,}"
+            raise _fault(index, problem, expected, _PREPROCESS)
+        last = int(chunk[-1])
         yield pointers[chunk[chunk < len(pointers)]] // itemsize

@@ -1,8 +1,9 @@
-"""Sources with format = "tokens": files that were tokenized elsewhere are read as they stand, and nothing is copied.
+"""Sources with format = "tokens": read token files of other programs unchanged, without a copy.
 
-No BOS or EOS is put in. The files of a source, in the order of their names, are one stream, cut into samples without
-regard to where a file ends. Where documents begin is worked out once, if it is wanted, and kept in the token cache: a
-list of 8 bytes for each. A source is known by the sizes of its files and by samples of their bytes, wherever they lie.
+No BOS or EOS is added. The files of a source, in the order of their names, are one stream, and a
+sample may continue in the next file. The starts of documents are computed once, if needed, and
+stored in the token cache (8 bytes each). The sizes of its files and samples of their bytes identify
+a source, independently of their paths.
 """
 
 from __future__ import annotations
@@ -52,30 +53,36 @@ logger = logging.getLogger()
 
 Offsets: TypeAlias = "NDArray[np.uint64] | CheckedArray"
 
-# Changes with anything that makes a list of documents of an older version, or the identity of a source, another.
+# Increase it with any change of the list of documents, or of the identity of a source.
 DOCUMENTS_VERSION = 1
-# A file is known by its size and this many extents of this many bytes, evenly spread; a smaller one by all its bytes.
+# A file's identity is its size and this many evenly spaced extents of this many bytes. For a
+# smaller file it is all bytes.
 NUM_EXTENTS = 8
 EXTENT_BYTES = 2**14
-NUM_THREADS, AT_ONCE = 16, 1024  # that ask a file server; files whose extents are in memory
+NUM_THREADS = 16  # that read from the file server
+FILES_AT_A_TIME = 1024  # files whose extents are in memory
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What there is to know of a source before it is read. eos_id: with which documents end in files without an index.
+class _SourceMetadata:
+    """The metadata of a source.
 
-    documents: what the list of documents goes by in the token cache. digest: what the source is known by. signs: of files.
+    eos_id: ends documents in files without an index; None: each such file is one document.
+    list_name: name of the list of documents in the token cache.
+    digest: identifies the source.
+    file_versions: see `_file_versions`.
     """
 
     folder: Path
     parts: list[TokenPart]
     eos_id: int | None
-    documents: str
+    list_name: str
     digest: int
-    signs: list[tuple[int, ...]]
+    file_versions: list[tuple[int, ...]]
 
-    def is_here(self) -> bool:
-        return self.signs == _signs(self.parts)
+    def is_local(self) -> bool:
+        """Return True if this node has the same files."""
+        return self.file_versions == _file_versions(self.parts)
 
 
 def open_token_source(
@@ -88,75 +95,111 @@ def open_token_source(
     group: HostGroup | None = None,
     is_recorder: bool = True,
 ) -> TokenFile:
-    """The tokens of all files of ``source`` as one. A collective of ``group`` (None: this process
-    is alone). is_recorder: see `RunDigests`.
+    """Open all files of ``source`` as one token file. A collective of ``group``.
 
-    with_documents: whether it matters where documents begin; if not, files without an index are not searched for their
-    ends, and each is one document. Raises DataError for files that are not what they should be, or of another tokenizer.
+    with_documents: find the documents in files without an index; False: each such file is one
+        document.
+    group: None: only this process.
+    is_recorder: see `RunDigests`.
+
+    Raises DataError for invalid files, and for files of another tokenizer.
     """
     group = group or HostGroup.alone()
-    seen = look_once(group, source.path, lambda: _look(source, tokenizer, with_documents), _Seen.is_here)
-    parts = _recorded(seen, dump_folder, group, is_recorder)
-    stream, folder, eos_id = TokenStream(parts, tokenizer.vocab_size, tokenizer.path), seen.folder, seen.eos_id
-    offsets = group.all_do(lambda: _offsets(stream, seen, cache_folder, dump_folder))
-    if eos_id is not None and len(offsets) - 1 <= len(seen.parts):
-        logger.warning(f"the EOS {eos_id} of {tokenizer.path} ends no document in {folder}: each file is taken for one")
-    meta = TokenMeta(num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=seen.digest)
-    return TokenFile(folder, stream, offsets, meta)
+    metadata = look_once(
+        group,
+        source.path,
+        lambda: _read_metadata(source, tokenizer, with_documents),
+        _SourceMetadata.is_local,
+    )
+    parts = _with_recorded_hashes(metadata, dump_folder, group, is_recorder)
+    stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
+    offsets = group.all_do(lambda: _offsets(stream, metadata, cache_folder, dump_folder))
+    if metadata.eos_id is not None and len(offsets) - 1 <= len(metadata.parts):
+        logger.warning(
+            f"no document in {metadata.folder} ends with the EOS {metadata.eos_id} of "
+            f"{tokenizer.path}: each file is read as one document"
+        )
+    meta = TokenMeta(
+        num_tokens=len(stream), num_documents=len(offsets) - 1, text_digest=metadata.digest
+    )
+    return TokenFile(metadata.folder, stream, offsets, meta)
 
 
-def _recorded(
-    seen: _Seen, dump_folder: str, group: HostGroup, is_recorder: bool
+def _with_recorded_hashes(
+    metadata: _SourceMetadata, dump_folder: str, group: HostGroup, is_recorder: bool
 ) -> list[TokenPart]:
-    """The parts, where the run records the hashes of files that have none."""
-    without = [part for part in seen.parts if part.tokens.file.hashes is None]
-    files = [part.tokens.file.file for part in without]
-    digests = RunDigests(dump_folder, files, seen.digest, is_recorder=is_recorder)
+    """Return the parts; the run records the hashes of files without hashes."""
+    unhashed = [part for part in metadata.parts if part.tokens.file.hashes is None]
+    files = [part.tokens.file.file for part in unhashed]
+    digests = RunDigests(dump_folder, files, metadata.digest, is_recorder=is_recorder)
     group.leader_does(digests.merge)
     group.all_do(digests.open)
-    checked = dict(zip(map(id, without), digests.files(), strict=True))
+    checked = dict(zip(map(id, unhashed), digests.files(), strict=True))
     return [
-        replace(part, tokens=part.tokens.of(checked[id(part)])) if id(part) in checked else part
-        for part in seen.parts
+        replace(part, tokens=part.tokens.with_file(checked[id(part)]))
+        if id(part) in checked
+        else part
+        for part in metadata.parts
     ]
 
 
-def _look(source: DataSource, tokenizer: Tokenizer, with_documents: bool) -> _Seen:
+def _read_metadata(
+    source: DataSource, tokenizer: Tokenizer, with_documents: bool
+) -> _SourceMetadata:
     files = find_token_files(source.path)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         parts = list(pool.map(lambda file: open_part(file, tokenizer, source.token_dtype), files))
         stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
         list(pool.map(partial(_check_ids, stream), range(len(parts))))
     folder = Path(os.path.commonpath([file.parent for file in files]))
-    _announce(source, tokenizer, stream, folder, with_documents)
+    _log_decisions(source, tokenizer, stream, folder, with_documents)
     eos_id = tokenizer.eos_id if with_documents and any(part.is_flat for part in parts) else None
-    return _Seen(folder, parts, eos_id, _documents(parts, folder, eos_id), _identity(parts, eos_id), _signs(parts))
+    return _SourceMetadata(
+        folder,
+        parts,
+        eos_id,
+        list_name=_list_name(parts, folder, eos_id),
+        digest=_digest(parts, eos_id),
+        file_versions=_file_versions(parts),
+    )
 
 
-def _signs(parts: Sequence[TokenPart]) -> list[tuple[int, ...]]:
-    """By which the first and the last file are known to be the same on two nodes; -1: there is none."""
+def _file_versions(parts: Sequence[TokenPart]) -> list[tuple[int, ...]]:
+    """Return inode, size and time of the first and last files, to compare nodes; -1 if missing."""
     files = [path for part in (parts[0], parts[-1]) for path in part.files]
-    found = [path.stat() if path.exists() else None for path in files]
-    return [(-1,) if one is None else (one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+    versions: list[tuple[int, ...]] = []
+    for file in files:
+        if file.exists():
+            status = file.stat()
+            versions.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        else:
+            versions.append((-1,))
+    return versions
 
 
-def find_token_files(path: str) -> list[Path]:
-    """The files with tokens that ``path`` means, sorted: of a Megatron pair the .bin, of a token cache its tokens.bin.
+def find_token_files(path_text: str) -> list[Path]:
+    """Return the token files of a path, sorted: .bin of a Megatron pair, tokens.bin of a cache.
 
-    path: a file (either of a pair), what two files of a pair have in common, a folder with all below it, or a glob of
-    files and folders. Raises DataError where there is none, or a file of another kind.
+    path_text: a file (either one of a pair), the common prefix of a pair, a folder with its
+        sub-folders, or a glob of files and folders.
+
+    Raises DataError if there are no files, or files of another kind.
     """
-    given = Path(path)
-    matches = [given] if given.exists() else matching(given)
-    matches = matches or [Path(f"{given}{ending}") for ending in ENDINGS if os.path.isfile(f"{given}{ending}")]
-    below = (files_below(match, ENDINGS) if match.is_dir() else [match] for match in matches)
-    files = [Path(file) for found in below for file in found]
+    path = Path(path_text)
+    matches = [path] if path.exists() else matching(path)
+    if not matches:
+        pair = [Path(f"{path}{ending}") for ending in ENDINGS]
+        matches = [file for file in pair if file.is_file()]
+    files: list[Path] = []
+    for match in matches:
+        files += map(Path, files_below(match, ENDINGS)) if match.is_dir() else [match]
     unknown = [file for file in files if file.suffix not in ENDINGS]
     if unknown or not files:
-        what = f"no file with tokens: {unknown[0]}" if unknown else "no files with tokens"
+        problem = f"{unknown[0]} is not a token file" if unknown else "no token files"
         raise DataError(
-            f"{what} at {path!r}: expected .bin (with or without .idx), .npy, or folders of a token cache (relative "
-            f"paths start at {os.getcwd()}); text is read with another `format`"
+            f"{problem} at {path_text!r}. Expected .bin (with or without .idx), .npy, or folders "
+            f"of a token cache: check the path (relative paths start at {os.getcwd()}), or set "
+            "another `format` for text"
         )
     return sorted({_with_tokens(file.absolute()) for file in files}, key=lambda file: file.parts)
 
@@ -168,53 +211,66 @@ def _with_tokens(file: Path) -> Path:
 
 
 def _check_ids(stream: TokenStream, part: int) -> None:
-    """Look at a few ids of each file: one of another tokenizer or type is better refused now than in a late step."""
+    """Check a few ids of each file, to detect another tokenizer or dtype before the training."""
     start, stop = stream.starts[part : part + 2]
-    for place in (start, (start + stop) // 2, max(start, stop - EXTENT_BYTES)):
-        stream[place : min(place + EXTENT_BYTES, stop)]
+    for first in (start, (start + stop) // 2, max(start, stop - EXTENT_BYTES)):
+        stream[first : min(first + EXTENT_BYTES, stop)]
 
 
-def _announce(
-    source: DataSource, tokenizer: Tokenizer, stream: TokenStream, folder: Path, with_documents: bool
+def _log_decisions(
+    source: DataSource,
+    tokenizer: Tokenizer,
+    stream: TokenStream,
+    folder: Path,
+    with_documents: bool,
 ) -> None:
-    """Say what was decided without being asked."""
+    """Log the automatic decisions about a source."""
     flat = [part for part in stream.parts if part.is_flat]
     headerless = [part for part in flat if part.files[0].suffix == ".bin"]
-    logger.info(f"{folder}: {len(stream.parts)} files of tokens, read as they stand: no BOS or EOS is put in")
+    logger.info(f"{folder}: {len(stream.parts)} token files, read without adding BOS or EOS")
     if headerless and source.token_dtype == "auto":
         name, size = headerless[0].tokens.dtype.name, tokenizer.vocab_size
         logger.info(
-            f"{headerless[0].files[0]}: read as {name}, for a vocabulary of {size:,} (token_dtype sets another)"
+            f"{headerless[0].files[0]}: read as {name}, for a vocabulary of {size:,} (token_dtype "
+            "sets another)"
         )
     if not headerless and source.token_dtype != "auto":
-        logger.warning(f"token_dtype has no effect: the files in {folder} tell their types themselves")
+        logger.warning(f"token_dtype has no effect: the files in {folder} store their dtypes")
     if flat and with_documents and tokenizer.eos_id is None:
-        logger.warning(f"{tokenizer.path} has no EOS: each of the {len(flat)} files without an index is one document")
+        logger.warning(
+            f"{tokenizer.path} has no EOS: each of the {len(flat)} files without an index is one "
+            "document"
+        )
 
 
-def _offsets(stream: TokenStream, seen: _Seen, cache_folder: str | None, dump_folder: str) -> Offsets:
-    """Where each document of the stream begins, and its length, (num_documents + 1,)."""
-    parts, eos_id = stream.parts, seen.eos_id
+def _offsets(
+    stream: TokenStream, metadata: _SourceMetadata, cache_folder: str | None, dump_folder: str
+) -> Offsets:
+    """Return the first token of each document, then the number of tokens: (num_documents + 1,)."""
+    parts, eos_id = stream.parts, metadata.eos_id
     if len(parts) == 1 and parts[0].offsets is not None:
         return parts[0].offsets
     if eos_id is None and all(part.is_flat for part in parts):
         return np.array(stream.starts, OFFSET_TYPE)
     return find_or_build(
-        seen.documents,
+        metadata.list_name,
         lambda file: _open_offsets(file, len(stream)),
         lambda file: _write_offsets(file, stream, eos_id),
-        data_folder=seen.folder,
+        data_folder=metadata.folder,
         cache_folder=cache_folder,
         dump_folder=dump_folder,
     )
 
 
-def _documents(parts: Sequence[TokenPart], folder: Path, eos_id: int | None) -> str:
-    """What the list of documents goes by in the token cache."""
+def _list_name(parts: Sequence[TokenPart], folder: Path, eos_id: int | None) -> str:
+    """Return the name of the list of documents in the token cache."""
     files = [(file, file.stat()) for part in parts for file in part.files]
     key = {
         "version": DOCUMENTS_VERSION,
-        "files": [(str(file.relative_to(folder)), status.st_size, status.st_mtime_ns) for file, status in files],
+        "files": [
+            (str(file.relative_to(folder)), status.st_size, status.st_mtime_ns)
+            for file, status in files
+        ],
         "types": [part.tokens.dtype.str for part in parts],
         "eos": eos_id,
     }
@@ -223,30 +279,41 @@ def _documents(parts: Sequence[TokenPart], folder: Path, eos_id: int | None) -> 
 
 def _open_offsets(file: Path, num_tokens: int) -> CheckedArray | None:
     if not (file.exists() and table_path(file).exists()):
-        return None  # a list that an earlier version made has no hashes: it is made again
-    remedy = f"delete {file}, it will be made again"
+        return None  # an earlier version wrote the list without hashes: make it again
+    remedy = f"delete {file}, and it is made again"
     raw = RawFile(file)
     offsets = CheckedArray(CheckedFile(raw, HashTable(raw, remedy)), OFFSET_TYPE, in_memory=True)
     size = raw.size
-    if not size or size % OFFSET_TYPE.itemsize or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens):
-        raise DataError(f"{file} does not list documents of {num_tokens:,} tokens: {remedy}")
+    if (
+        not size
+        or size % OFFSET_TYPE.itemsize
+        or (int(offsets[0]), int(offsets[-1])) != (0, num_tokens)
+    ):
+        raise DataError(
+            f"{file} is damaged. Expected a list of documents with {num_tokens:,} tokens: {remedy}"
+        )
     return offsets
 
 
 def _write_offsets(file: Path, stream: TokenStream, eos_id: int | None) -> CheckedArray:
     num_bytes = sum(part.tokens.nbytes for part in stream.parts)
-    ends = "" if eos_id is None else f", which end with {eos_id} in files without an index"
-    logger.info(f"looking for documents{ends}, in {num_bytes / 2**20:,.1f} MiB of tokens, into {file}")
-    progress, num_documents, last = Progress(num_bytes, 0, 0), 0, -1
+    by_eos = "" if eos_id is None else f" by EOS {eos_id}"
+    logger.info(
+        f"searching documents{by_eos} in {num_bytes / 2**20:,.1f} MiB of tokens, writing {file}"
+    )
+    progress = Progress(num_bytes, 0, 0)
+    num_documents = 0
+    last = -1
     with written_with_hashes(file, "the list of documents") as out:
         for starts, done in _starts(stream, eos_id):
-            # An empty document begins where the next one does: one of the two is left.
-            fresh = starts[np.diff(starts, prepend=last) > 0]
-            out.write(fresh.astype(OFFSET_TYPE).tobytes())
-            num_documents, last = num_documents + len(fresh), int(starts[-1]) if len(starts) else last
+            # An empty document has the same start as the next one: keep one of the two.
+            new_starts = starts[np.diff(starts, prepend=last) > 0]
+            out.write(new_starts.astype(OFFSET_TYPE).tobytes())
+            num_documents += len(new_starts)
+            last = int(starts[-1]) if len(starts) else last
             line = progress.line(done - progress.done, last)
             if line:
-                logger.info(f"looking for documents: {line}")
+                logger.info(f"searching documents: {line}")
     logger.info(f"found {num_documents - 1:,} documents, {progress.rates(len(stream))}")
     offsets = _open_offsets(file, len(stream))
     assert offsets is not None
@@ -254,23 +321,23 @@ def _write_offsets(file: Path, stream: TokenStream, eos_id: int | None) -> Check
 
 
 def _starts(stream: TokenStream, eos_id: int | None) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Where documents begin, in chunks, and at the end the number of tokens; with each, the bytes of tokens behind it."""
+    """Yield chunks of document starts, then the number of tokens; each with the bytes before it."""
     bytes_before = 0
     for part, first in zip(stream.parts, stream.starts[:-1], strict=True):
         for starts in part.starts(eos_id):
-            reached = int(starts[-1]) * part.tokens.dtype.itemsize if len(starts) else 0
-            yield starts + first, bytes_before + reached
+            num_bytes = int(starts[-1]) * part.tokens.dtype.itemsize if len(starts) else 0
+            yield starts + first, bytes_before + num_bytes
         bytes_before += part.tokens.nbytes
     yield np.array([len(stream)]), bytes_before
 
 
-def _identity(parts: Sequence[TokenPart], eos_id: int | None) -> int:
-    """What a source is known by, in [0, 2**64): sizes and samples of the bytes of its files, in their order."""
+def _digest(parts: Sequence[TokenPart], eos_id: int | None) -> int:
+    """Return a digest of a source in [0, 2**64), from the sizes of its files and some bytes."""
     state = xxhash.xxh3_64(f"{DOCUMENTS_VERSION} {eos_id}".encode())
     files = [file for part in parts for file in part.files]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for low in range(0, len(files), AT_ONCE):
-            for sample in pool.map(_sample, files[low : low + AT_ONCE]):
+        for low in range(0, len(files), FILES_AT_A_TIME):
+            for sample in pool.map(_sample, files[low : low + FILES_AT_A_TIME]):
                 state.update(sample)
     return int(state.intdigest())
 
