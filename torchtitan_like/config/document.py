@@ -64,6 +64,7 @@ Names and defaults are those of TorchTitan v0.2.2 where it has the setting.
 - **Fixed on resume**: the setting affects the result, and a resumed run with another value is refused. To accept the change,
   add the key to `checkpoint.allow_change`, or do not load the state in parentheses (`checkpoint.exclude_from_loading`).
   Changes of datasets and samples have a check of their own; see `data.allow_change`.
+- **Not available yet**: the setting is accepted, so that files of TorchTitan load. Training refuses it.
 
 Each rank reads the file and its arguments by itself. All ranks end with exit code 78 if their settings differ. Only paths,
 `job.config_file` and `job.description` may differ from node to node.
@@ -106,9 +107,11 @@ def _conditions(needs: tuple[Need, ...]) -> str:
 
 def _meaning(setting: Setting) -> str:
     """Return the description of a setting and its own facts."""
-    states = {"nothing": "", "future_samples": ""}
-    fixed = states.get(setting.affects, f"Fixed on resume ({setting.affects}).")
-    sentences = [setting.description, _conditions(setting.facts.needs), fixed]
+    sentences = [setting.description, _conditions(setting.facts.needs)]
+    if setting.affects not in ("nothing", "future_samples"):
+        sentences.append(f"Fixed on resume ({setting.affects}).")
+    rules = [rule for rule in NOT_AVAILABLE if rule.key == setting.key]
+    sentences += [f"Not available yet: {rule.remedy}." for rule in rules]
     return " ".join(filter(None, sentences))
 
 
@@ -139,10 +142,7 @@ def markdown() -> str:
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
         parts += [_row(setting) for setting in _settings(section, path)]
         parts.append("")
-    parts.append("## Not available yet\n")
-    parts.append("These settings are accepted, so that files of TorchTitan load. Training needs:\n")
-    parts += [f"- `{rule.key}`: {rule.remedy}" for rule in NOT_AVAILABLE]
-    parts.append("\n## Older names\n\nThese names are accepted with a warning:\n")
+    parts.append("## Older names\n\nThese names are accepted with a warning:\n")
     moved = {**RENAMED, **{(*old, "*"): (*new, "*") for old, new in MOVED_SECTIONS.items()}}
     parts += [f"- `{'.'.join(old)}` is `{'.'.join(new)}`" for old, new in moved.items()]
     parts += [f'- the converter `"{old}"` is `"{new}"`' for old, new in RENAMED_CONVERTERS.items()]

@@ -37,7 +37,7 @@ class Parallelism(Section):
         "fsdp2",
         "fsdp2: torch's fully_shard and replicate. simple_fsdp: weights are gathered inside the "
         "traced graph, and the compiler schedules it. ddp: all data-parallel ranks replicate; "
-        "needs data_parallel_shard_degree = 1.",
+        "requires data_parallel_shard_degree = 1.",
     )
     simple_fsdp_bucketing: bool = field(
         False,
@@ -67,7 +67,7 @@ class Parallelism(Section):
     )
     enable_async_tensor_parallel: bool = field(
         False,
-        "Overlap the communication of activations with matrix products. Needs a compiled model, "
+        "Overlap the communication of activations with matrix products. Requires a compiled model, "
         "sequence parallelism, and GPUs that read each other's memory (NVLink).",
     )
     pipeline_parallel_degree: int = field(
@@ -265,8 +265,8 @@ class Checkpoint(Section):
     )
     last_save_in_hf: bool = field(
         False,
-        "Write the last checkpoint as Hugging Face safetensors. Needs last_save_model_only. It is "
-        "as fast as a native checkpoint of the weights.",
+        "Write the last checkpoint as Hugging Face safetensors, as fast as a native checkpoint of "
+        "the weights. Requires last_save_model_only = true.",
         needs=SAVING,
     )
     hf_interval: int = field(
@@ -361,7 +361,7 @@ class Checkpoint(Section):
 
 
 class ActivationCheckpoint(Section):
-    """Save memory for activations by computing them twice."""
+    """Save activation memory: recompute activations or move them to host memory."""
 
     facts: ClassVar[Facts] = Facts(affects="nothing")
     SELECTIVE: ClassVar[Need] = one_of("mode", "selective")
@@ -412,7 +412,7 @@ class ActivationCheckpoint(Section):
     visualize_memory_budget_pareto: bool = field(
         False,
         "Write plots of time against memory, memory_budget_pareto_*.svg, to the current directory. "
-        "Needs matplotlib.",
+        "Requires matplotlib.",
         needs=BUDGETING,
     )
     preserve_rng_state: bool = field(
