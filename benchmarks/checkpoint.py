@@ -1,14 +1,16 @@
-"""Saving and loading native checkpoints against a floor and against torch's own distributed checkpoint (DCP).
+"""Save and load native checkpoints, compared with a lower bound and with torch's own format (DCP).
 
     python benchmarks/checkpoint.py [--rounds 9] [--gb 2] [--folder DIR]
 
-A state of weights and two moments, cut over 2 CPU ranks by rows. Every round times each side once, in turn, so that a
-noisy machine disturbs all alike; the table gives medians over rounds and of the ratio within a round.
+The state is weights and two moments, sharded by rows over 2 CPU ranks. Each round times every side
+once, so that noise of the machine affects all sides alike. The table gives medians over the rounds,
+of the times and of the ratios within a round.
 
-- save: the floor is what no format can undercut: each rank writes its shards with `safetensors.torch.save_file`, fsync.
-- load: files in the page cache, every extent verified, against `dcp.load` of a plain DCP save of the same state: on the
-  same layout, 2 ranks -> 1, 2 -> 4, and cut by columns.
-- background: the trainer's own saves with `async_mode = "async"`: how long training stands, and until the step is there.
+- save: the lower bound is each rank writing its shards with `safetensors.torch.save_file` and fsync.
+- load: files are in the page cache, and every extent is verified. Compared with `dcp.load` of a DCP
+  checkpoint of the same state, on the same layout, on 2 ranks -> 1, 2 -> 4, and sharded by columns.
+- background: the trainer's own saves with `async_mode = "async"`: the time that training waits, and
+  the time until the step is published.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def shapes(gigabytes: float) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_state(gigabytes: float, dim: int, fill: bool) -> dict[str, Any]:
-    """The state as DTensors cut along `dim` over all ranks."""
+    """Return the state as DTensors, sharded along `dim` over all ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -67,7 +69,7 @@ def make_state(gigabytes: float, dim: int, fill: bool) -> dict[str, Any]:
 
 
 class Memory:
-    """The largest resident memory of this process during a `with` block, beyond that at its begin (MiB)."""
+    """Peak resident memory of this process in a `with` block, above its value at the start, in MiB."""
 
     def __enter__(self) -> Memory:
         self._over = threading.Event()
@@ -318,7 +320,7 @@ def main() -> None:
         print(f"| load, {case}, other = plain DCP | {spread(ours)} | {spread(theirs)} | 1 / {ratio(theirs, ours)} | "
               f"{max(found['ours mib']):.0f} |")  # fmt: skip
     for key, other, label in (
-        ("async blocked s", "copy s", "save in the background, time that training stands; other = one copy in memory"),
+        ("async blocked s", "copy s", "save in the background, time that training waits; other = one copy in memory"),
         ("async s", "disabled s", "save in the background, until it is published; other = in the foreground"),
     ):
         ours, theirs = background[key], background[other]

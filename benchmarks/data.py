@@ -1,28 +1,30 @@
-"""Reading batches and tokenizing text, against the least that either can cost.
+"""Read batches and tokenize text, compared with the least that either can cost.
 
     python -m benchmarks.data [--rounds 9] [--copies 6] [--folder DIR]
     python -m benchmarks.data --documents 10_000_000
     python -m benchmarks.data --stream 10_000_000
     python -m benchmarks.data --checks
 
-One thread; a process of its own for each row. Every round times each side once, in an order of its own, so that a noisy machine
-disturbs all alike. Tokens per second of CPU time; the table gives medians over rounds, and of the ratio within a round; then
-the ratio of the best rounds, which neighbours on the machine have disturbed least.
+Each row runs in a new process with one thread. Each round times every side once, in another order,
+so that noise of the machine affects all sides alike. The table gives tokens per second of CPU time:
+medians over the rounds, of the rates and of the ratios within a round. The last column is the ratio
+of the best rounds, which noise has affected least.
 
-- reading: training batches of 8 samples of 2,048 tokens, shuffled, with the digest of each step, against a loop that takes
-  samples at random from a memory-mapped file and makes the two int64 tensors of a batch.
-- tokenizing: a token cache built from JSON lines, written to disk, against the tokenizer's own call for a batch of texts
-  that are in memory (one thread), and against a loop over its call for one text, whose ids are dropped. The text: the
-  shipped Shakespeare several times, in documents of three sizes.
+- reading: shuffled training batches of 8 samples of 2,048 tokens, with the digest of each step.
+  Compared with a loop that reads random samples of a memory-mapped file into two int64 tensors.
+- tokenizing: JSON lines to a token cache on disk. Compared with one call of the tokenizer for many
+  texts in memory, and with one call for each text. The text is the shipped Shakespeare, several
+  times, in documents of three sizes.
 
-With ``--stream``, instead: the time to the first batch of a streamed text at the start, and behind so many samples. One window
-has to be made in either case. The text: two files of 800 MB of JSON lines, plain, and compressed with gzip.
+`--stream` measures the time to the first batch of a streamed text, at the start and after that many
+samples. Either way, one window has to be built. The text is two files of 800 MB of JSON lines, plain
+and compressed with gzip.
 
-With ``--checks``, instead: CPU time of a batch whose extents are all verified before they are read, as in the first reads of a
-large corpus, against one whose extents were verified before.
+`--checks` measures the CPU time of a batch whose extents are all verified when they are read, as at
+the start of a large corpus. Compared with a batch whose extents are verified already.
 
-With ``--documents``, instead: what so many documents cost a rank in memory, and the time to the first batch at the start and
-far behind it. The corpus is one of tokens (Megatron's, of 64 a document); each measurement is a process of its own.
+`--documents` measures the memory that so many documents take on a rank, and the time to the first
+batch, at the start and far into the corpus. The corpus is a Megatron pair of documents of 64 tokens.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ def tokenizing(corpus: Path, texts: list[str], tokenizer: Any, folder: Path) -> 
 
 
 def tokenizing_row(folder: str, file: str, by_library: str, characters: str, copies: str, rounds: str) -> None:
-    """In a process of its own: print what `measure` finds for documents of so many characters."""
+    """Print the result of `measure` for documents of so many characters. Runs in a new process."""
     tokenizer: Any = load_tokenizer(ASSETS / file)
     if by_library:
         tokenizer._fast = None
@@ -203,7 +205,7 @@ def write_pair(prefix: Path, num_documents: int, length: int = 64) -> None:
 
 
 def first_batch(folder: str, position: str, packing: str) -> None:
-    """In a process of its own: print seconds from opening to the first batch behind ``position``, and MiB (see `scale`)."""
+    """Print the seconds until the first batch after `position`, and MiB (see `scale`). Runs in a new process."""
     tokenizer = load_tokenizer(ASSETS)
     tokenizer.encode("as any run does")
     before, begin = memory_mib(), time.perf_counter()
@@ -230,7 +232,7 @@ def memory_mib() -> dict[str, float]:
 
 
 def scale(folder: Path, num_documents: int) -> None:
-    """Time to the first batch and memory over that of a process with tokenizer and torch, at two positions."""
+    """Print the time to the first batch, and the memory above a process with only tokenizer and torch."""
     write_pair(folder / "a", num_documents)
     print(f"\n| {num_documents:,} documents | position | first batch, s | own memory, MiB | pages of files, MiB |")
     print("|---|---|---|---|---|")
@@ -256,7 +258,7 @@ def write_stream(folder: Path, compressed: bool) -> None:
 
 
 def be_the_hub(folder: Path) -> str:
-    """A path of the Hub, whose files are those of ``folder`` in this process: copied at the speed of the disk."""
+    """Return a path of the Hub. In this process, its files are copied from `folder` at the speed of the disk."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -276,8 +278,9 @@ def be_the_hub(folder: Path) -> str:
 
 
 def stream_start(folder: str, position: str, on_hub: str) -> None:
-    """In a process of its own: print seconds from opening a stream to its first batch behind ``position``, of the clock and of
-    CPU time.
+    """Print the seconds, of the clock and of CPU time, until a stream's first batch after `position`.
+
+    Runs in a new process.
     """
     path = be_the_hub(Path(folder)) if on_hub else folder
     tokenizer = load_tokenizer(ASSETS)
@@ -295,7 +298,7 @@ def stream_start(folder: str, position: str, on_hub: str) -> None:
     batches.load_state_dict({**batches.state_dict(0), **state})
     next(batches)
     print(json.dumps({"clock": time.perf_counter() - begin, "CPU": time.process_time() - cpu}), flush=True)
-    os._exit(0)  # without what is made ahead
+    os._exit(0)  # without waiting for the windows made ahead
 
 
 def streams(folder: Path, position: int, rounds: int) -> None:

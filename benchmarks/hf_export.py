@@ -1,12 +1,15 @@
-"""The Hugging Face export against the floor and against torch's own writer, on the same shards of the same weights.
+"""Export to Hugging Face files, compared with a lower bound and with torch's own writer.
 
     python benchmarks/hf_export.py [--rounds 5] [--gigabytes 2] [--ranks 2] [--tp 1] [--folder /tmp] [--cases ...]
 
-The weights have the shapes of a Llama of dim 1536 in float32, sharded as FSDP2 does, or as FSDP2 over tensor
-parallelism. Every round writes them in all ways one after the other, each time into a new folder after a `sync`, so that
-a noisy disk disturbs all alike; the table gives medians over rounds of the seconds, and of the ratio to the floor within
-a round. All but torch's consolidated files end on disk (fsync). The floor: each rank writes its own shard with
-`safetensors.torch.save_file`, one file a rank.
+The weights have the shapes of a Llama of dim 1536 in float32, sharded by FSDP2, or by FSDP2 and
+tensor parallelism. Each round writes them in all ways, each time into a new folder after a `sync`,
+so that noise of the disk affects all ways alike. The table gives medians over the rounds of the
+seconds, and of the ratio to the lower bound within a round. All ways call fsync, except torch's
+consolidation.
+
+The lower bound is each rank writing its own shard with `safetensors.torch.save_file`, one file for
+each rank.
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
             if rank == 0:
                 target.mkdir()
                 os.sync()
-            group.barrier()  # nobody begins before the disk is quiet
+            group.barrier()  # no rank starts before the disk is quiet
             begin, cpu_begin = time.perf_counter(), time.process_time()
             write(target)
             cpu[name].append(sum(group.gather_objects(time.process_time() - cpu_begin)))  # the slowest rank ends it

@@ -3,12 +3,12 @@
     NULL_GPU_PYTHON benchmarks/null_memory.py [--cases 8b,70b] [--details]
 
 Each case runs the shipped trainer for four steps as rank 0 of 8 to 512 ranks. The device computes
-nothing (tests/gpu_null). The other ranks do not exist: collectives return at once, and exchanges
-between hosts return this rank's own values. Sizes, streams and PyTorch's caching allocator are
+nothing (tests/gpu_null). The other ranks do not exist: collectives return immediately, and
+exchanges between hosts return this rank's own values. Sizes, streams and PyTorch's caching allocator are
 real. Initial weights are not drawn.
 
 The Python needs a CUDA build of torch and the project's dependencies. Prints a Markdown table.
---details adds what the memory holds at the peak of a step, and the use of each stream's pool then.
+--details adds the contents of the memory at the peak of a step, and the use of each stream's pool.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ CONTENTS = [
 BACKWARD = "backward pass"  # blocks that autograd's thread allocates without a Python frame
 
 
-# ---- the run, in a process of its own
+# ---- the run, in a new process
 
 
 def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def describe_peak(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_of(frames: Sequence[dict[str, Any]]) -> str:
-    """A name for what was allocated under this stack."""
+    """Return a name for the contents of a block that was allocated by these frames."""
     for file, function, content in CONTENTS:
         if any(
             frame["filename"].endswith(file) and function in ("", frame["name"]) for frame in frames
@@ -215,7 +215,7 @@ def main() -> None:
         default=",".join(CASES),
         help=f"names, with commas between them, of {', '.join(CASES)}",
     )
-    parser.add_argument("--details", action="store_true", help="what is in memory at the peak")
+    parser.add_argument("--details", action="store_true", help="print the contents of memory at the peak")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

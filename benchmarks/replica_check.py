@@ -1,4 +1,4 @@
-r"""Cost of `resilience.replica_check_freq`: one comparison of the replicas beside one training step.
+r"""Cost of `resilience.replica_check_freq`: one comparison of the replicas relative to one training step.
 
     torchrun --nproc_per_node 2 benchmarks/replica_check.py [--freq 100] [--steps 8] \
         --job.config_file TOML [--section.key value ...]

@@ -1,14 +1,18 @@
-"""What surviving costs in every step that nothing happens in: the per-step calls of `resilience`, as rank 0 makes them.
+"""Cost of `resilience` in a step without events: the calls that rank 0 makes in each step.
 
     python benchmarks/resilience.py [--rounds 9] [--folder DIR]
 
-Microseconds of CPU time (user and system) per step, on one thread; the table gives medians over rounds with (minimum-maximum).
-``default`` is `[resilience]` as it stands; ``all on`` skips non-finite steps and spikes on the device, and has a deadline and a
-limit to the memory of the host, at which a rank looks every 5 s. ``--folder`` is where the run directory would be: switch files
-are looked for there, so name one on the file system in question.
+The table gives microseconds of CPU time (user and system) per step on one thread: medians over the
+rounds with (minimum-maximum). `default` is `[resilience]` with its default values. `all on` skips
+non-finite steps and spikes on the device, and has a deadline and a host-memory limit, which a rank
+checks every 5 s.
 
-No line has a collective of its own: requests are counts in the all-reduce that carries the valid tokens. `agreement` is what
-those counts add to it on the host. The values are on the CPU; on a GPU `update gate` launches small kernels.
+--folder is the run directory, in which switch files are looked up: choose one on the file system
+that your runs use.
+
+No row contains a collective: requests are counts in the all-reduce of the valid tokens. `agreement`
+is what these counts add on the host. The values are on the CPU; on a GPU, `update gate` launches
+small kernels.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Weak scaling: the same samples for each rank, on one rank and on more; near-linear means that the rate of a rank stays.
+"""Weak scaling: the same number of samples for each rank, on one rank and on more.
 
     python -m benchmarks.scaling --ranks 1,2 [--rounds 3] [--case S] [-- SETTINGS]
     python -m benchmarks.scaling --ranks 1,2,4,8 --case M -- --compile.enable true
 
-Every run is a process of its own (torchrun's, on several ranks of this machine), one size after the other within a round; the
-table gives medians over rounds of tokens per second, of all ranks and of one, and the efficiency: the rate of a rank over
-that of a rank of the smallest size, within the round. Settings behind `--` go to the trainer (layout, compilation).
+Each run is a new process, or torchrun's ranks on this machine. A round runs one size after the
+other. The table gives medians over the rounds of tokens per second, of all ranks and of one. The
+efficiency is the rate of one rank divided by its rate in the smallest size, within the round. Linear
+scaling means an efficiency of 1. Settings after `--` go to the trainer (layout, compilation).
 
-What it shows is only as good as the machine: ranks on CPU need a core each, which is told where they have not. Several
-machines: the same figure is `tps` in metrics.jsonl of runs of run_train.sh on 1, 2, 4 ... machines with one
-`training.local_batch_size`, as tps is the rate of one rank.
+CPU ranks need a core each; the output reports it if they have less. For several machines, compare
+`tps` in metrics.jsonl of runs on 1, 2, 4 ... machines with the same `training.local_batch_size`: it
+is the rate of one rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Tensor and data parallelism on two ranks, against the same model cut by hand with torch's own calls.
+"""Tensor and data parallelism on two ranks, compared with the same model sharded by torch's own calls.
 
     python benchmarks/tensor_parallel.py [--rounds 9] [--steps 4] [--kinds "tp + sp" tp fsdp]
 
-By hand means `parallelize_module` with ColwiseParallel, RowwiseParallel, SequenceParallel and `loss_parallel`, and
-`fully_shard` per block, embedding and head as TorchTitan writes it; with `nn.RMSNorm` and `F.cross_entropy`. A step is forward
-and backward. Each round times both sides in the same two processes, one after the other, so that a noisy machine disturbs both
-alike; the table gives medians over rounds of each side and of the ratio within a round. One thread per rank, gloo, float32.
+The reference uses `parallelize_module` with ColwiseParallel, RowwiseParallel, SequenceParallel, and
+`loss_parallel`. It calls `fully_shard` on each block, the embedding, and the head, like TorchTitan.
+It uses `nn.RMSNorm` and `F.cross_entropy`. A step is forward and backward.
+
+Each round times both sides in the same two processes, so that noise of the machine affects both
+alike. The table gives medians over the rounds of each side and of the ratio within a round. One
+thread per rank, gloo, float32.
 """
 
 from __future__ import annotations

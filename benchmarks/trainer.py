@@ -1,14 +1,15 @@
-"""The trainer against a bare PyTorch loop with the same architecture, data and optimizer.
+"""The trainer, compared with a bare PyTorch loop with the same architecture, data, and optimizer.
 
     python -m benchmarks.trainer [--rounds 5] [--cases S,M,XS,S2]
 
-Each round starts both as processes of their own, one after the other, so that a noisy machine disturbs both alike;
-the table gives medians over rounds of each side and of the ratio within a round. One thread per rank. Throughput is in
-tokens per second of CPU time on one rank (wall time moves with the neighbours) and of wall time on two.
+Each round starts both in new processes, one after the other, so that noise of the machine affects
+both alike. The table gives medians over the rounds of each side and of the ratio within a round. One
+thread per rank. On one rank, throughput is tokens per second of CPU time, because wall time depends
+on other processes. On two ranks it is tokens per second of wall time.
 
-The loop is what a careful person writes by hand: a Llama of plain torch modules (plain_llama.py) of the same sizes, fused
-AdamW, clipping, autocast for bf16, `fully_shard` per layer and root on two ranks, one printed line per step. It reads the
-same token file.
+The loop is what a careful engineer would write by hand: a Llama of plain torch modules
+(plain_llama.py) of the same sizes, fused AdamW, clipping, autocast for bf16, one printed line per
+step. On two ranks it calls `fully_shard` on each layer and the root. It reads the same token file.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run_ours(case: Case, launched_at: float, folder: str) -> None:
     """The shipped trainer; only a clock is added."""
     from torchtitan_like.process_start import begin_rank
 
-    begin_rank(settings(case, folder))  # as `python -m torchtitan_like.train` begins
+    begin_rank(settings(case, folder))  # as `python -m torchtitan_like.train` starts
     from torchtitan_like import launch, train
 
     clock, modules = Clock(), 0
@@ -176,7 +177,7 @@ def run_loop(case: Case, launched_at: float, folder: str) -> None:
 
 
 def launch(side: str, name: str, folder: Path) -> dict[str, float]:
-    """Run one side of one case as a process of its own (or torchrun's ranks) and return its figures."""
+    """Run one side of one case in a new process, or torchrun's ranks, and return its figures."""
     case = CASES[name]
     out = Path(tempfile.mkdtemp(dir=folder))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -189,7 +190,7 @@ def launch(side: str, name: str, folder: Path) -> dict[str, float]:
     _, found, result = done.stdout.rpartition("RESULT ")
     if done.returncode or not found:
         raise SystemExit(f"{side} {name} failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    # What another rank printed may stand behind it on the line.
+    # Output of another rank may follow on the same line.
     figures: dict[str, float] = json.JSONDecoder().raw_decode(result)[0]
     return figures
 

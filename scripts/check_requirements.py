@@ -1,11 +1,11 @@
 """List the requirements of pyproject.toml that this Python does not meet; exit code 1 if there is any.
 
-Each line names the package, the release that was found and the one that is expected.
+Each line names the package, the installed release, and the expected one.
 
     python scripts/check_requirements.py [EXTRA ...]
 
-Reads only the metadata of what is installed (nothing is imported), so it takes a fraction of a second; it must run in
-a Python that has nothing but the standard library.
+It reads only the metadata of installed packages and imports none of them, so it takes a fraction of
+a second. It needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def unmet(requirement: str, installed: dict[str, str] | None = None) -> str | None:
-    """Why ``requirement`` is not met, or None. ``installed`` (name -> version) replaces what is really installed."""
+    """Return why `requirement` is not met, or None. installed: (name -> version), for tests."""
     match = _REQUIREMENT.match(requirement.strip())
     if match is None:
         raise ValueError(f"{PYPROJECT.name}: cannot read the requirement {requirement!r}")
@@ -59,7 +59,7 @@ def _holds(have: tuple[int, ...], operator: str, limit: tuple[int, ...]) -> bool
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """The dependencies in pyproject.toml, with those of ``extras``. ImportError where no TOML reader exists."""
+    """Return the dependencies in pyproject.toml, with `extras`. Raises ImportError without a TOML reader."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

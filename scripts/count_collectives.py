@@ -1,11 +1,13 @@
-"""What a layout puts on the wire in one step: kinds, numbers and bytes of its collectives, for each dimension of the mesh.
+"""Count what a layout sends in one step: kind, number, and bytes of its collectives per mesh dimension.
 
     python scripts/count_collectives.py train_configs/debug_model.toml --world-size 4 --parallelism.tensor_parallel_degree 2
 
-Starts that many CPU ranks (gloo), makes two steps, and counts in the second on every rank. No GPU is needed or used; the
-model must be small enough for this machine, and what is counted then scales as docs/guides/parallelism.md says. Compilation is
-switched off: compiled blocks communicate as they do without. Nothing is saved. Exit codes: 0, 78 for a config that cannot
-work, 1 for any other failure.
+Starts that many CPU ranks (gloo), runs two steps, and counts in the second one on every rank. No GPU
+is needed or used. The model must be small enough for this machine; docs/guides/parallelism.md says
+how the counts scale. Compilation is disabled: compiled blocks communicate in the same way. Nothing
+is saved.
+
+Exit codes: 0; 78 for an invalid config; 1 for any other failure.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
-# What a rank of n sends, as a part of the whole tensor, when the ranks form a ring: (n - 1)/n times this.
+# In a ring of n ranks, each one sends (n - 1)/n times this many whole tensors.
 SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-# For one step that trains: no saves, no validation, nothing that is not written to a folder of its own.
+# Settings for a step that only trains: no saves, no validation, a temporary folder.
 SETTINGS = (
     "--training.steps=2 --checkpoint.enable=false --validation.enable=false --compile.enable=false "
     "--metrics.enable_tensorboard=false --metrics.enable_wandb=false --profiling.enable_profiling=false"
@@ -140,7 +142,7 @@ def work(config: JobConfig, launched: LaunchedAs, requests: Requests, position: 
 
         def counted(step: int, *rest: Any) -> Any:
             result, rows = count(world, lambda: train_step(step, *rest))
-            found[:] = rows  # of the last step: the first one also makes what is kept
+            found[:] = rows  # of the last step: the first one also creates caches
             return result
 
         trainer.train_step = counted

@@ -1,14 +1,15 @@
-"""How long did a step wait for messages? Collectives that no kernel hides, by the traces of `profiling.enable_profiling`.
+"""Find collectives that no kernel overlaps, in the traces of `profiling.enable_profiling`.
 
     python scripts/exposed_comm.py outputs/profile_traces/iteration_100             # all ranks of a step
     python scripts/exposed_comm.py outputs/profile_traces/iteration_100/rank0_trace.json
 
-Of each trace, in milliseconds of a recorded step: from its first kernel to its last, what computed, what sent (NCCL's kernels;
-a rank that waits for a slower one shows it here too), and what of the sending was *exposed*: while nothing computed on that
-GPU. Two collectives at once count once, and so do two kernels. Below, the collectives that were exposed longest. The remedies
-stand in docs/guides/parallelism.md. Traces of CPU ranks hold no kernels and have nothing to tell.
+For each trace, it prints the milliseconds of a recorded step: from its first kernel to its last, of
+computing, of sending (NCCL's kernels, including the wait for a slower rank), and of *exposed*
+sending, while that GPU computes nothing. Overlapping collectives count once, and so do overlapping
+kernels. A list of the longest exposed collectives follows. docs/guides/parallelism.md lists
+remedies. Traces of CPU ranks contain no kernels.
 
-Exit code 0, or 2: there is nothing to look at.
+Exit codes: 0; 2 if there is no trace with kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Exposed:
 
 
 def merged(spans: Spans) -> Spans:
-    """The same time, as spans apart from each other, in order."""
+    """Return the union of the spans as disjoint spans, in order."""
     found: Spans = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

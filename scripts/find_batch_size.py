@@ -3,10 +3,10 @@
     python scripts/find_batch_size.py train_configs/llama3_8b.toml --ngpu 8
     python scripts/find_batch_size.py train_configs/debug_model.toml --limit-gib 4
 
-Each trial is a run of its own through run_train.sh, with the options of the real run. The size
+Each trial is a short run through run_train.sh, with the options of the real run. The size
 doubles until a trial runs out of memory or uses more than --limit-gib. Bisection then finds the
-largest size that fits, whatever number that is: batch sizes need no alignment. Memory is that of
-rank 0. Without --limit-gib only running out of memory counts, so a GPU is needed.
+largest size that fits, whatever number that is: batch sizes need no alignment. The memory of
+rank 0 counts. Without --limit-gib, only running out of memory ends the search, so a GPU is needed.
 
 Exit codes: 0 a size was found; 1 not even one sample fits; 2 wrong arguments. A trial that fails
 for another reason ends the search with its code and its last lines.
@@ -84,7 +84,7 @@ def run_trial(
             "checkpoint.enable": "false",
             "profiling.enable_profiling": "false",
         }
-        first, *rest = settings.items()  # options stand in between: the settings above win
+        first, *rest = settings.items()  # the last value of a key wins: these settings come after the options
         words = [f"--{first[0]}", str(first[1]), *options]
         words += [part for key, value in rest for part in (f"--{key}", str(value))]
         done = subprocess.run(
