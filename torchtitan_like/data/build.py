@@ -39,7 +39,7 @@ from torchtitan_like.data.samples.packing import JoinedSamples, PackedSamples
 from torchtitan_like.data.samples.streaming import StreamedSamples, window_folder
 from torchtitan_like.data.text.documents import Corpus, find_corpus
 from torchtitan_like.data.text.tokenizer import Tokenizer
-from torchtitan_like.data.tokens.build_once import build_once, look_once
+from torchtitan_like.data.tokens.build_once import build_once, read_once
 from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import (
     Entry,
@@ -273,16 +273,16 @@ def _tokens(
     policy = _policy(source, data, tokenizer)
 
     @functools.cache  # a rank lists its files at most once
-    def look() -> tuple[Entry, Corpus]:
+    def find_entry() -> tuple[Entry, Corpus]:
         corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
         name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
         return entry_of(corpus, name, policy), corpus
 
-    entry: Entry = look_once(group, source.path, lambda: look()[0])
+    entry: Entry = read_once(group, source.path, lambda: find_entry()[0])
     folders["data_folder"] = entry.data_folder
 
     def build(stop: threading.Event) -> TokenFile:
-        own_entry, corpus = look()
+        own_entry, corpus = find_entry()
         return cached_tokens(
             corpus,
             policy,

@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     "exists": (["tokenizer", "{assets}", "{tmp}"], "exists already: give another name"),
     "no data": (["dataset", "{tmp}/none.jsonl", "{tmp}/out"], "no data at"),
     "no text": (["dataset", "{tmp}/empty.jsonl", "{tmp}/out"], "no text in"),
-    "tokens": (["dataset", "{tmp}", "{tmp}/out", "--format", "tokens"], "expected --tokenizer"),
+    "tokens": (["dataset", "{tmp}", "{tmp}/out", "--format", "tokens"], "Expected --tokenizer"),
     "unknown": (["dataset", "{tmp}", "{tmp}/out", "--nn", "3"], "unknown arguments: --nn 3"),
     "no config": (["model", "{tmp}/none.toml", "{tmp}/out"], "none.toml"),
     "no such size": (["model", "{debug}", "{tmp}/out", "--model.args.dim", "20"], "expected a multiple of"),

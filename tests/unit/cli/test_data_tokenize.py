@@ -130,7 +130,7 @@ def test_a_complete_folder_is_reused_and_never_overwritten(
     assert tokenize(corpus, tmp_path / "out") == 0
     assert "tokenizing" not in capsys.readouterr().out
     assert tokenize(corpus, tmp_path / "out", "--no-bos") == 2
-    assert "it was built for something else. Delete the folder" in capsys.readouterr().err
+    assert "it was built from other data or with other settings. Delete the folder" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
     assert tokenize(tmp_path / "corpus" / "0.jsonl", corpus) == 2
     assert "exists already and has no meta.json" in capsys.readouterr().err

@@ -77,14 +77,14 @@ def consolidate(
 ) -> dict[str, FileRecord]:
     """Merge all shards in `input_dir` into whole files in `output_dir`; all ranks call it together.
 
-    fqn_to_index_mapping: tensor name -> number of its output file. Its names must be those of the
-        stored tensors. None: one file.
+    fqn_to_index_mapping: tensor name -> number of its output file, for all stored tensors and no
+        others. None: one file.
     num_threads: number of extents copied at a time on each rank.
     process_group: the ranks that divide the bytes among them. None: the default group if there is
         one, else only this process. Every rank needs access to both folders.
 
-    The bytes equal those of a direct export, for any number of ranks. The output is read back and
-    compared. Returns the records of all files on every rank.
+    The files equal a direct export byte for byte, for any number of ranks. The output is read back
+    and compared. Returns the records of all files on every rank.
 
     Raises CheckpointError on all ranks. Missing shards, overlapping shards, and a wrong mapping are
     reported before anything is written. Torch's shards do not store full shapes: a missing last

@@ -108,7 +108,7 @@ def object_difference(a: Any, b: Any) -> str | None:
     is_equal = structure_a == structure_b and all(
         tensor_difference(x, y) is None
         if isinstance(x, Tensor) and isinstance(y, Tensor)
-        # `==` says that NaN differs from itself, and returns an array for arrays.
+        # `==` returns False for NaN and itself, and an array for arrays.
         else pickle.dumps(x) == pickle.dumps(y)
         for x, y in zip(values_a, values_b, strict=True)
     )

@@ -34,7 +34,7 @@ Format = Literal["native", "hf", "dcp", "pt"]
 # Naming convention of each format. Formats of one family share names; the model's tables translate
 # from one family to another.
 FAMILIES: dict[Format, str] = {"native": "ours", "hf": "hf", "dcp": "torch", "pt": "torch"}
-# Keys of a manifest that `titan ckpt show` leaves out: long, or shown in another form.
+# Keys of a manifest that `titan ckpt show` omits, because they are long or have another form there.
 NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
 
 

@@ -96,8 +96,8 @@ def convert(
     identity: the model; required if the two formats are of different families.
     config: the TOML of a native step.
 
-    Only the elements of a view are saved, not those of its base tensor. Objects that no loader
-    accepts are dropped. Returns their names. Raises CheckpointError, OSError.
+    A view is saved without the other elements of its base tensor. Objects that no loader accepts
+    are dropped. Returns their names. Raises CheckpointError, OSError.
     """
     with StagedOutput(out) as output:
         output.refuse_existing()

@@ -43,7 +43,8 @@ class StepPositions:
     sizes: (first step, samples per step) for each batch size; the first one starts at step 1.
     skip_steps: see `Training`.
 
-    Positions without skipped steps form a *grid*: step k reads from grid point k - 1 to k.
+    The *grid* has the positions at which steps start if no step is skipped: then step k reads the
+    positions from grid point k - 1 up to grid point k.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Best-fit packing: no document that fits into one sample is split.
 
-The method is that of Ding et al. 2024, "Fewer Truncations Improve Language Modeling", §3. A sample
-has room for seq_len + 1 tokens: seq_len inputs, and the same tokens shifted by one as labels. A
-longer document is split into pieces. Each piece starts with the last token of the piece before it,
-so that no label is lost. Best-fit decreasing assigns the pieces from the longest to the shortest.
-Each goes to the sample with the least sufficient room, or to a new sample.
+The method is described in Ding et al. 2024, "Fewer Truncations Improve Language Modeling", §3. A
+sample has room for seq_len + 1 tokens: seq_len inputs, and the same tokens shifted by one as
+labels. A longer document is split into pieces. Each piece starts with the last token of the piece
+before it, so that no label is lost. Best-fit decreasing assigns the pieces from the longest to the
+shortest. Each goes to the sample with the least sufficient room, or to a new sample.
 
 - Every token of a document, except its first one, is a label exactly once in an epoch. The first
   one is never a label, for any ``mask_document_starts``: the token before it comes from packing,

@@ -242,7 +242,7 @@ def _schedule(counts: Indices) -> Indices:
     """Return the source of each position (n,). Source i occurs ``counts[i]`` times; n is their sum.
 
     After p positions, source i has occurred p * counts[i] / n times, with an error of at most
-    1 - 1 / (2k - 2), for k >= 2 sources with a count. The schedule is that of Tijdeman ("The
+    1 - 1 / (2k - 2), for k >= 2 sources with a count. The schedule comes from Tijdeman ("The
     chairman assignment problem", Discrete Mathematics 32, 1980):
 
     - The j-th sample (from 1) of source i is released at the first position p (from 1) with

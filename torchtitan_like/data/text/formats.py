@@ -108,7 +108,7 @@ def open_bytes(file: str) -> IO[bytes]:
 
 
 def damaged_gzip(file: str, offset: int, error: Exception) -> BadRecord:
-    """Return the record that stands for the rest of a span of a damaged gzip file."""
+    """Return the bad record for the rest of a span of a damaged gzip file."""
     return BadRecord(
         file,
         "byte",
@@ -159,8 +159,8 @@ def num_gzip_spans(size: int) -> int:
 def gzip_span(file: str, index: int, num_spans: int) -> Span:
     """Return span ``index`` of ``num_spans`` equal ranges of the decompressed bytes.
 
-    The size comes from the last four bytes of the file (RFC 1952, ISIZE: of the last member,
-    modulo 2**32). The last span reaches to the end of the file, whatever ISIZE says.
+    The size comes from the last four bytes of the file (ISIZE in RFC 1952: the size of the last
+    member, modulo 2**32). The last span always ends at the end of the file.
     """
     with open(file, "rb") as stream:
         stream.seek(max(stream.seek(0, os.SEEK_END) - 4, 0))

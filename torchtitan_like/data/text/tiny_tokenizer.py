@@ -200,7 +200,7 @@ def _with_entries(model: Json, kept: list[str]) -> Json:
 def _renumbered(part: Any, new_ids: dict[int, int]) -> Any:
     """Return a post-processor with new ids.
 
-    Templates hold them as ``"ids": [1]``, those of BERT and RoBERTa as ``["[SEP]", 102]``.
+    Templates contain them as ``"ids": [1]``; BERT and RoBERTa use ``["[SEP]", 102]``.
     """
     if isinstance(part, dict):
         return {
@@ -240,7 +240,7 @@ def _check_round_trip(
         actual = small.decode(small.encode(text, add_special_tokens=False).ids)
         if actual != expected:
             raise TokenizerError(
-                f"--keep is too few: {text!r} is decoded as {actual!r}, expected {expected!r}"
+                f"--keep is too small: {text!r} is decoded as {actual!r}, expected {expected!r}"
             )
     for name in specials:
         ids = small.encode(name, add_special_tokens=False).ids

@@ -1,6 +1,6 @@
 """Read or build on one rank, for all ranks. All ranks raise the error of any rank.
 
-`look_once` reads metadata on rank 0 and sends it to the others.
+`read_once` reads metadata on rank 0 and sends it to the others.
 
 `build_once` builds a file on one rank of each file system. A build may take hours, and a collective
 only minutes, so the builder works in a thread. Once a second all ranks sum how many builders are
@@ -31,23 +31,21 @@ POLL_SECONDS = 1.0
 VISIBLE_SECONDS = 60.0
 
 
-def look_once(
+def read_once(
     group: HostGroup,
     path: str,
-    look: Callable[[], T],
+    read: Callable[[], T],
     is_local: Callable[[T], bool] = lambda _: True,
 ) -> T:
-    """Return the result of ``look`` for ``path``. A collective of ``group``.
+    """Return the result of ``read`` for ``path``. A collective of ``group``.
 
-    Rank 0 calls ``look`` for all ranks: otherwise thousands of ranks would query one file server
+    Rank 0 calls ``read`` for all ranks: otherwise thousands of ranks would query one file server
     for thousands of files. A rank with another path, or for which ``is_local`` returns False, calls
     it too, because a node may have its own copy. All ranks raise the error of any rank.
     """
     own_path = os.path.abspath(path)
-    first_path, answer = group.leader_does(lambda: (own_path, look()))
-    return group.all_do(
-        lambda: answer if first_path == own_path and is_local(answer) else look()
-    )
+    first_path, result = group.leader_does(lambda: (own_path, read()))
+    return group.all_do(lambda: result if first_path == own_path and is_local(result) else read())
 
 
 def build_once(

@@ -206,7 +206,7 @@ class _PieceEncoder:
         report(num_bytes)
 
     def add_long(self, text: str, report: Callable[[int], None]) -> None:
-        """Encode one document in parts: a tokenizer needs many times the memory of its input."""
+        """Encode one document in parts, because a tokenizer needs many times the input's memory."""
         digest = xxhash.xxh3_64()
         num_bytes = length = 0
         for part in self._tokenizer.parts(text):

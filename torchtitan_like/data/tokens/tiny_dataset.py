@@ -39,7 +39,7 @@ def make_tiny_dataset(
 ) -> str:
     """Write documents of a dataset to `out` as JSON lines. Returns a line with their number.
 
-    path: file, folder or glob. tokenizer, token_dtype: of files of tokens (`format_name` "tokens").
+    path: file, folder or glob. tokenizer, token_dtype: for token files (`format_name` "tokens").
     Raises DataError, TokenizerError, OSError.
     """
     if format_name != "tokens":
@@ -47,13 +47,13 @@ def make_tiny_dataset(
         texts = draw_documents(corpus, num_documents, seed)
     elif tokenizer is None:
         raise DataError(
-            "--format tokens needs the tokenizer of the tokens: expected --tokenizer PATH"
+            "--format tokens requires a tokenizer. Expected --tokenizer PATH: add it"
         )
     else:
         source = DataSource(path=path, format="tokens", token_dtype=token_dtype)
         texts = decode_documents(source, tokenizer, num_documents, seed)
     if not texts:
-        raise DataError(f"no text in {path}: expected documents that are not empty")
+        raise DataError(f"no text in {path}. Expected nonempty documents: check the path")
     with staged_path(out) as staged, staged.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
     remark = " (all there are)" if len(texts) < num_documents else ""

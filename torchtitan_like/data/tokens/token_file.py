@@ -130,7 +130,7 @@ def open_token_file(
     except FileNotFoundError:
         return None
     if content["key"] != key:
-        raise _damaged(folder, "it was built for something else")
+        raise _damaged(folder, "it was built from other data or with other settings")
     meta, dtype = _described(folder, content)
     files = {TOKENS: (dtype, meta.num_tokens), OFFSETS: (OFFSET_TYPE, meta.num_documents + 1)}
     for name, (kind, count) in files.items():

@@ -97,7 +97,7 @@ def _open_cache(folder: Path, tokenizer: Tokenizer) -> TokenPart:
     if key.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(
             f"the token cache {folder} was made with another tokenizer (fingerprint "
-            f"{key.get('tokenizer')}). Expected that of {tokenizer.path}, {tokenizer.fingerprint}: "
+            f"{key.get('tokenizer')}). Expected {tokenizer.fingerprint}, of {tokenizer.path}: "
             "give the tokenizer of the cache, or train on the text itself"
         )
     cached = open_token_file(folder, key, is_one_of_many=True)

@@ -26,7 +26,7 @@ from torchtitan_like.config.sections_training import DataSource
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.documents import files_below, matching
 from torchtitan_like.data.text.tokenizer import Tokenizer
-from torchtitan_like.data.tokens.build_once import look_once
+from torchtitan_like.data.tokens.build_once import read_once
 from torchtitan_like.data.tokens.checked_file import (
     CheckedArray,
     CheckedFile,
@@ -105,7 +105,7 @@ def open_token_source(
     Raises DataError for invalid files, and for files of another tokenizer.
     """
     group = group or HostGroup.alone()
-    metadata = look_once(
+    metadata = read_once(
         group,
         source.path,
         lambda: _read_metadata(source, tokenizer, with_documents),
