@@ -385,7 +385,7 @@ ROWS = get_spec("llama3").sharding
     [
         (Layout(), ROWS[1:], r"^tok_embeddings.weight matches the rows \[\]: expected exactly one row"),
         (Layout(), (*ROWS, ("norm.*", "norm")), r"^norm.weight matches the rows \['norm', 'norm'\]"),
-        (Layout(), (("norm.weight", "experts"), *ROWS[:-2], ROWS[-1]), r"^norm.weight has the role 'experts': expected"),
+        (Layout(), (("norm.weight", "latent"), *ROWS[:-2], ROWS[-1]), r"^norm.weight has the role 'latent': expected"),
         (Layout(tied=True), (*ROWS[:-1], ("output.weight", "row")), "^output.weight is tied to tok_embeddings.weight, but"),
         (Layout(vocab_size=1), None, "^output.weight: 1 entries leave some of 2 ranks without any"),
         (Layout(tp=3), None, "^layers.1.attention.wq.weight: 3 ranks do not divide its 32 features"),
