@@ -1,4 +1,17 @@
-"""Facts about settings that other parts of the program need, declared with each setting."""
+"""Facts about settings that other parts of the program need, declared with each setting.
+
+A field of a section class is a setting:
+
+    gc_debug: bool = field(
+        False,
+        "Collect garbage at every step and report cycles that hold tensors.",
+        affects="nothing",
+        needs=above(0, "gc_freq"),
+    )
+
+`Section.facts` declares facts of all settings of a section. A test fails if a setting does not
+declare what it affects. After a change, write docs/reference/config.md again: see document.py.
+"""
 
 from __future__ import annotations
 
