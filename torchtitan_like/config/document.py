@@ -19,8 +19,8 @@ from torchtitan_like.config.schema import JobConfig
 from torchtitan_like.config.toml_text import toml_value
 
 _SYNTAX = """\
-Settings of [section], key = value in the TOML file, which may extend another file (extends = "base.toml").
-The command line overrides both:
+A TOML file contains settings ([section], key = value). It may extend another file (extends =
+"base.toml"). The command line overrides both:
   --section.key value      or --section.key=value; - and _ in names are the same
   --section.switch         sets it to true; --section.no_switch to false; --section.switch=false too
   --section.list a,b       a list; its items are separated by commas
