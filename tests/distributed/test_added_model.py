@@ -157,7 +157,7 @@ register(
 
 
 def steps():
-    """The files that the numbered steps of CONTRIBUTING name, in order."""
+    """Return the files that the numbered steps of CONTRIBUTING name, in order."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = re.search(r"^## Add a model\n(.*?)^## ", text, re.MULTILINE | re.DOTALL).group(1)
     return re.findall(r"^\d+\. `(\w+\.py)`", section, re.MULTILINE)

@@ -129,7 +129,7 @@ def test_accumulation_adds_no_all_reduce(tmp_path, world_size, layout):
     ids=["fsdp", "ddp", "hsdp", "fsdp-narrow", "hsdp-narrow"],
 )
 def test_mixed_precision_gathers_narrow_and_reduces_wide(tmp_path, world_size, overrides, reduced):
-    """Unless it is told to reduce narrow as well."""
+    """Unless it is set to reduce in the narrow dtype too."""
     narrow = {"training.mixed_precision_param": "bfloat16", "training.local_batch_size": 8 // world_size}
     narrow["training.mixed_precision_reduce"] = reduced
     dtypes = {}
@@ -145,6 +145,6 @@ def test_mixed_precision_gathers_narrow_and_reduces_wide(tmp_path, world_size, o
     ids=["plain", "accumulation", "in-backward"],
 )
 def test_the_host_reads_nothing_in_a_step(tmp_path, overrides):
-    """With the fused optimizer; the others have no gate of their own for bad numbers, and say so at start."""
+    """With the fused optimizer. The others cannot skip non-finite updates on the device, and log that at the start."""
     argv = options(str(tmp_path / "run"), "float32", **{"training.local_batch_size": 4, **overrides})
     assert [reads for _, reads in run_ranks(log_of_a_step, 2, argv)] == [0, 0]

@@ -149,7 +149,7 @@ RAMP = {"training.batch_ramp": "2,2,12", "training.global_batch_size": 8, "train
 
 
 def test_a_growing_batch_continues_at_the_same_sample(folder):
-    """2, 2, 4, 6, 8 and 8 samples, on any layout, also where a run goes on in the middle of the ramp."""
+    """2, 2, 4, 6, 8 and 8 samples on any layout, also if a run resumes in the middle of the ramp."""
     runs = {"one": (1, 2, None), "two": (2, 1, None), "stages": (2, 2, "pipeline")}
     for name, (ranks, local_batch, degree) in runs.items():
         cut = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
@@ -214,7 +214,7 @@ def refusal(argv):
 
 
 def refusal_of_a_copy(argv, key, other):
-    """Rank 1 lies on a node that has another copy of a text."""
+    """Rank 1 is on a node that has another copy of a text."""
     return refusal([*argv, f"--{key}", str(other)] if dist.get_rank() else argv)
 
 

@@ -54,7 +54,7 @@ def test_continues_a_prompt(tmp_path, capsys, stored, world_size, begins):
 
 
 def test_a_relative_tokenizer_is_found_from_other_folders(tmp_path, monkeypatch, capsys):
-    """From where the run was started, as the run has found it, in the repository, or where one says."""
+    """In the folder of the run's start, in the repository, or in a given folder."""
     home, step = tmp_path / "home", tmp_path / "run/checkpoint/step-1"
     shutil.copytree(ROOT / "tests/assets/tokenizer", home / "assets")
     changes = {"training.steps": 1, "checkpoint.enable": "true", "model.hf_assets_path": "./assets"}

@@ -111,7 +111,7 @@ def test_without_a_dtype_every_tensor_keeps_its_own(tmp_path, step):
 
 
 def test_values_beyond_float16_are_reported(tmp_path, caplog):
-    """float32 to bfloat16 is not looked at: it reaches as far."""
+    """float32 to bfloat16 is not checked: it has the same range."""
     state = {"layers.0.w": torch.tensor([65504.0, -1.0]), "one": torch.tensor([[-7e4]]), "none": torch.zeros(0, 4)}
     for dtype in (torch.bfloat16, torch.float16):
         write_export(tmp_path / str(dtype), state, rows=ROWS, tied=(), dtype=dtype, group=HostGroup.alone())

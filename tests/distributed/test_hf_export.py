@@ -129,7 +129,7 @@ def export_with(folder, layout, options):
 
 
 def failing(function, *args, **options):
-    """What this rank is told, and after how many seconds."""
+    """Return the error of this rank, and the seconds until it was raised."""
     begin = time.monotonic()
     try:
         function(*args, **options)
@@ -223,7 +223,7 @@ def test_the_index_of_the_source_decides_which_tensors_share_a_file(tmp_path):
 
 
 def export_parallel(folder):
-    """A model under tensor parallelism and FSDP2, whose shards of shards stand in each other's order."""
+    """A model under tensor parallelism and FSDP2, whose nested shards are in mesh order."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -522,7 +522,7 @@ def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, function):
 
 
 def rounds_until_it_fails(failing_rank):
-    """How often this rank has worked and exchanged, of 50 rounds, and what it is told."""
+    """Return how many of 50 rounds this rank worked and exchanged in, and its error."""
     calls = {"work": 0, "exchange": 0}
 
     def work(turn):

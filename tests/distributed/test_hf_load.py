@@ -74,7 +74,7 @@ def parameters(args):
 
 
 def save_as_torchtitan(folder, weights):
-    """The model's names at the top level, sharded in another way than they will be loaded, beside other state."""
+    """Write the model's names at the top level, with another sharding than they are loaded with, and other state."""
     import torch.distributed.checkpoint as dcp
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -27,7 +27,7 @@ def entropy_of_frequencies(tokens):
 
 
 def test_two_ranks_learn_the_next_token(tmp_path):
-    """One small block gets below what frequencies alone can tell. ./run_train.sh, whose model is larger, gets to 5.0."""
+    """One small block gets below the loss of token frequencies. ./run_train.sh, whose model is larger, reaches 5.0."""
     argv = options(str(tmp_path / "run"), "float32", **{
         "model.args.dim": 64, "model.args.n_layers": 1, "model.args.n_kv_heads": 4, "training.dataset": "shakespeare",
         "training.seq_len": 128, "training.local_batch_size": 8, "training.global_batch_size": 16, "training.steps": STEPS,

@@ -125,7 +125,7 @@ def start_that_fails(argv):
     ],
 )
 def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path, changes, words):
-    """It says so on every rank, and later steps keep their names."""
+    """The error is raised on every rank, and later steps keep their names."""
     run = {**SAVING, "checkpoint.interval": 2}
     run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
     asked = {**run, "checkpoint.load_step": 2, **changes}
@@ -157,7 +157,7 @@ def start_of_a_rank_that_sees_late(argv, late):
 
 
 def test_a_step_that_a_node_sees_late_is_waited_for(tmp_path):
-    """Rank 0 has seen all of it: an older one must not be taken for it, nor this one be put aside."""
+    """Rank 0 has seen all of it: an older one must not replace it, and it must not be renamed."""
     run = {**SAVING, "checkpoint.interval": 2}
     run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
     argv = options(str(tmp_path / "run"), "float32", **run)
@@ -166,7 +166,7 @@ def test_a_step_that_a_node_sees_late_is_waited_for(tmp_path):
 
 
 def gathered_at_a_start(argv):
-    """What this rank tells all others, from its start to its first step."""
+    """Return what this rank sends to all others, from its start to its first step."""
     told, gather = [], HostGroup.gather_objects
 
     def heard(group, value):
@@ -188,7 +188,7 @@ def test_no_rank_sends_the_names_of_its_parameters_to_all_others(folder):
 
 
 def test_one_rank_that_cannot_read_is_an_error_on_all(folder):
-    """And nobody waits for it inside the collectives of the others."""
+    """No rank waits for it in a collective."""
     errors = run_ranks(start_with_a_blind_rank, 2, options(str(folder), "float32", **SAVING))
     assert all("rank 1: FileNotFoundError" in error and "rank 0" not in error for error in errors)
 

@@ -105,7 +105,7 @@ def test_a_wrong_sharding_role_turns_a_cell_red(folder, model, wrong):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_parameter_learns(folder, model):
-    """Else equal gradients would say little."""
+    """Otherwise equal gradients would show little."""
     for name, gradient in reference(model, folder, "float32").gradients[0].items():
         assert abs(gradient).max() > 0, name
 

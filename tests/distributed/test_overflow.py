@@ -17,7 +17,7 @@ LAYOUTS = {
 
 
 def train(argv, spoilt=None, value=3e38, ranks=(0, 1)):
-    """Train, after these ranks' part of one weight has been spoilt. What the detector says, if it ends the run."""
+    """Corrupt one weight on these ranks and train. Return the report of the detector if it ends the run."""
     trainer = build(argv)
     if spoilt is not None and trainer.world.rank in ranks:
         with torch.no_grad():

@@ -41,7 +41,7 @@ LAYOUTS = {
 # In float64 alone: what other cells compute in float32 too, with other ranks or in another order.
 WIDE_ONLY = {"fsdp-2-never-reshard", "fsdp-2-always-reshard", "ac-every-2nd", "compile-ac-per-op", "compile-ac-full",
              "compile-memory-budget"}  # fmt: skip
-# What these change in the reference as well: another model or other samples.
+# Settings that the reference run needs too: another model or other samples.
 SHARED = ("model.args.enable_weight_tying", "training.seq_len")
 
 

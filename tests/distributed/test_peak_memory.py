@@ -65,7 +65,7 @@ def map_large_blocks() -> None:
 def growth(action: Callable[[], object]) -> int:
     """Peak of resident memory during `action`, less what was resident before, in bytes."""
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts anew
+        file.write("5")  # reset the peak
     before = status("VmRSS")
     action()
     return status("VmHWM") - before

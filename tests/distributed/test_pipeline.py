@@ -382,7 +382,7 @@ def test_a_stage_that_returns_another_shape_is_reported():
 
 
 def planned_and_run(schedule):
-    """What a plan says this rank computes, what it has computed, and the first line of the log."""
+    """Return the planned actions of this rank, the executed ones, and the first line of the log."""
     pipeline, ran = assemble(schedule), []
     pipeline.step(*batch(), 1)  # makes the schedule
     (runner,) = pipeline._schedules.values()

@@ -78,7 +78,7 @@ def test_a_flipped_bit_is_named_and_not_saved(tmp_path, name, flips):
 
 
 def test_a_flipped_bit_is_not_saved_at_a_stop_either(tmp_path):
-    """What a run goes on from is most often what it saved when it was asked to stop."""
+    """A run most often resumes from the checkpoint of its stop."""
     folder = tmp_path / "run"
     changes = {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 2, "training.steps": 9,
                "checkpoint.enable": "true", "checkpoint.interval": 100, "resilience.replica_check_freq": 100}  # fmt: skip

@@ -37,7 +37,7 @@ def test_validates_after_the_first_step_every_few_and_at_the_end(tmp_path):
 
 
 def run_of_its_own(argvs):
-    """On this rank of a pool, with its own command line: the code, and the errors it told."""
+    """Run on this rank of a pool, with its own command line. Return the code and the logged errors."""
     errors, handler = [], logging.Handler(logging.ERROR)
     handler.emit = errors.append
     logging.getLogger().addHandler(handler)
@@ -74,7 +74,7 @@ def rates_and_norms(argv):
 
 
 def test_an_update_has_the_rate_of_its_step_and_clipped_gradients(tmp_path):
-    """Two steps of warm-up, two down to nothing; the third is the first of a run that goes on."""
+    """Two steps of warm-up, then two of decay to 0. The third is the first of a resumed run."""
     changes = {"lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": 4, "training.max_norm": 0.125,
                "checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}  # fmt: skip
     seen = []
@@ -102,7 +102,7 @@ def test_padding_of_the_last_batch_is_not_counted(tmp_path):
 
 
 def test_a_resume_reports_metrics_written_by_another_run(tmp_path):
-    """Here one of two steps that saved nothing; its rows stand before those of the run that goes on."""
+    """The other run made two steps and saved nothing. Its rows precede those of the resumed run."""
     saving = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}
     starts = [{"training.steps": 4, **saving}, {"training.steps": 5, **saving}, {"training.steps": 2},
               {"training.steps": 6, **saving}, {"training.steps": 7, **saving}]  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_resume_reports_metrics_written_by_another_run(tmp_path):
     assert ["is not the file that this run wrote" in log for log in logs] == [False, False, False, True, False]
     assert "The checkpoint of step 5 expects" in logs[3] and "the last row of step 2" in logs[3]
     assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 2, 6, 7]
-    # In a folder of its own a run that goes on from another's checkpoint finds no rows, and need not.
+    # In its own folder, a run that starts from the checkpoint of another one needs no rows.
     whole = {"checkpoint.initial_load_path": tmp_path / "run/checkpoint/step-7", "training.steps": 8, **saving,
              "checkpoint.initial_load_model_only": "false"}  # fmt: skip
     assert run_ranks(run_one_rank, 1, options(str(tmp_path / "other"), "float32", **whole)) == [ExitCode.DONE]

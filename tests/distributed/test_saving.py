@@ -164,7 +164,7 @@ def test_a_switch_file_requests_a_save_or_an_export_within_two_steps(tmp_path):
 
 
 def train_until_asked(argv, after):
-    """After step `after` the scheduler ends the run, and somebody wants an export."""
+    """After step `after` the scheduler ends the run, and a user requests an export."""
     trainer = build(argv)
     record = trainer.metrics.record
 
@@ -239,7 +239,7 @@ def train_and_look(argv):
 
 
 def test_the_rows_of_a_step_are_on_disk_before_it_is_published(tmp_path):
-    """Else a run that is killed then goes on behind rows that nobody has written. All that is told of the data is of then."""
+    """Otherwise a run that is killed now would resume after rows that are not on disk."""
     changes = {"training.steps": 5, "checkpoint.interval": 2, "metrics.log_freq": 100}
     seen, _ = run_ranks(train_and_look, 2, options(str(tmp_path / "run"), "float32", **SAVING | changes))
     assert seen == [(step, step, 8 * step) for step in (2, 4, 5)]

@@ -223,7 +223,7 @@ def folder_of_a_copy(corpus: Path, run: Path) -> str:
 
 
 def test_each_copy_of_a_text_gets_its_own_cache(corpus: Path, tmp_path: Path) -> None:
-    """Neither rank waits for a cache that nobody builds."""
+    """Neither rank waits for a cache that no rank builds."""
     for rank in range(2):
         shutil.copytree(corpus, tmp_path / f"copy-{rank}")
     folders = run_ranks(folder_of_a_copy, 2, corpus, tmp_path / "run", timeout=40)

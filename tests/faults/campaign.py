@@ -98,7 +98,7 @@ class Campaign:
         self.seconds: Counter[str] = Counter()  # by launcher
 
     def work_through(self, part: Part, starter: Starter, faults: Faults, folder: Path) -> None:
-        """All kills of a part, in run folders that are made anew when a run is over."""
+        """Make all kills of a part. Each run has a new folder."""
         begin = time.monotonic()
         chain = make_reference(starter, faults, folder / "0", part.num_ranks, **dict(part.overrides))
         life = time.monotonic() - begin
@@ -129,7 +129,7 @@ class Campaign:
         return killed
 
     def _note(self, problem: BadResume, chain: Chain, part: Part) -> None:
-        """Tell of a bad resume and go on in another folder, so that this one can be looked at."""
+        """Report a bad resume and continue in another folder, so that this one can be inspected."""
         self.bad += 1
         print(f"BAD RESUME ({part}): {problem}\n  left in {chain.folder}", flush=True)
         chain.folder = chain.folder.parent.with_name(f"chain-{self.bad}") / "outputs"

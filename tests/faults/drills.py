@@ -52,13 +52,13 @@ class Drill(NamedTuple):
 
     name: str
     plants: tuple[Plant, ...]
-    ends: tuple[str | None, ...]  # one of these reasons stands in exit.json; None: a fault, without such a file
+    ends: tuple[str | None, ...]  # exit.json has one of these reasons; None: a crash, without such a file
     seconds: float = PROMPT  # from the fault to the last rank's end
     rules: tuple[Rule, ...] = ()
     overrides: Mapping[str, Any] = {}
     num_ranks: int = 2
     then: Callable[[Chain, Ended], None] = lambda chain, ended: None  # what else must hold, before the next start
-    is_watched: bool = False  # from outside, by titan slurm watchdog: nobody inside is left to notice
+    is_watched: bool = False  # by titan slurm watchdog, because no process of the run can notice the fault
 
     def __str__(self) -> str:
         return self.name
@@ -75,7 +75,7 @@ def _table() -> Iterator[Drill]:
                 ends = (None, "requeue")  # the launcher stops rank 0 with SIGTERM, as a scheduler does
             yield Drill(f"{what} of {whom}: {place}", (Plant(place, what, rank, call),), ends)
         for what, reason in STOPS.items():
-            # Before the first step nobody has to agree: one rank alone then ends as one that has died.
+            # Before the first step no agreement is needed: one rank that ends looks like one that died.
             ends = (None,) if place == "start" and rank is not ALL else (reason,)
             yield Drill(f"{what} to {whom}: {place}", (Plant(place, what, rank, call),), ends)
         for what in ("SIGSTOP", "hang"):

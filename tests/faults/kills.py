@@ -25,13 +25,13 @@ from tests.faults.trainer import EXACT, Ended, Run, Starter, arguments, exact_ro
 
 STEPS = 40
 STAGED = "*/checkpoint/step-{step}.tmp-*"
-# Name -> the call before which (action park), in the middle of which (half) or after which a rank stands still.
+# Name -> the call before which (action park), in the middle of which (half) or after which a rank is halted.
 STEP = "*/checkpoint/step-{step}"
 EXPORTED = "*/checkpoint/hf/step-{step}"
 WEIGHTS = "*/step-{step}.tmp-*/model*.safetensors"  # of an export, or of a last save in that format
 SHARD = "/shard-{rank:05d}.bin"
 Point = tuple[str, str, str]
-# Name -> the call before which (action park), in the middle of which (half) or after which a rank stands still.
+# Name -> the call before which (action park), in the middle of which (half) or after which a rank is halted.
 SAVE_POINTS: dict[str, Point] = {
     "before the staged folder": ("mkdir", STAGED, "park"),
     "before a shard": ("open", STAGED + SHARD, "park"),
@@ -84,7 +84,7 @@ class Kill:
         if self.point not in POINTS:
             return []
         call, pattern, action = POINTS[self.point]
-        # Who writes which part of an export is not fixed: whoever comes first stands still.
+        # The writer of a part of an export is not fixed: the first rank that arrives is halted.
         rank = "*" if self.point in EXPORT_POINTS else self.parked_rank
         return [Rule(call, pattern.format(step=step, rank=self.parked_rank), action, rank=rank)]
 
@@ -151,7 +151,7 @@ class Chain:
         return bool(killed)
 
     def finish(self) -> None:
-        """One start that nobody disturbs, to the last step. Raises BadResume."""
+        """Run one undisturbed start to the last step. Raises BadResume."""
         ended = self.run(what="the last start", checkpoint__interval=STEPS)
         if ended.exit is None or ended.exit["reason"] != "done":
             raise BadResume(f"the last start of a chain did not finish: {ended.exit}, {ended.codes}\n{ended.tail}")
@@ -216,7 +216,7 @@ class Chain:
             raise BadResume(f"{what}: step {newest} was published and is gone; left: {steps}")
 
     def check_rows(self, what: str) -> list[list[Any]]:
-        """The rows of metrics.jsonl, but for steps that were left out of the weights for a non-finite number.
+        """Return the rows of metrics.jsonl, except steps that were skipped because of a non-finite number.
 
         Raises BadResume when they are not the reference's first ones.
         """
@@ -240,7 +240,7 @@ def wait_for_staging(folder: Path, step: int, run: Run, timeout: float = 60) -> 
 
 
 def named_kills(num_ranks: int = 2, points: Iterable[str] = SAVE_POINTS) -> Iterator[Kill]:
-    """Every named point; the rank that stands there, another one, or all are killed."""
+    """Return every named point with the victim: the halted rank, another one, or all."""
     everyone = tuple(range(num_ranks))
     for point in points:
         for rank in everyone if SHARD in POINTS[point][1] else (0,):

@@ -81,7 +81,7 @@ def _saved(marker: Path) -> str:
 
 
 def write_module(marker: Path) -> None:
-    """Put the module that some payloads import beside the marker."""
+    """Write the module that some payloads import next to the marker."""
     marker.with_name(f"{MODULE}.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
     sys.modules.pop(MODULE, None)
 

@@ -80,7 +80,7 @@ def _with(plant: Plant, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def happen(plant: Plant, args: tuple[Any, ...]) -> None:
-    """The fault itself, told of on a line of its own."""
+    """Cause the fault, and print it on a separate line."""
     rank = os.environ.get("RANK", 0)
     os.write(1, f"PLANTED on rank {rank} at {time.time():.3f}: {plant.what}, {plant.place}\n".encode())
     if plant.what == "raise":

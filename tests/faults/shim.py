@@ -60,7 +60,7 @@ class Faults:
         return path.read_text().splitlines() if path.exists() else []
 
     def parked(self) -> dict[int, int]:
-        """Rank -> pid of those that stand still at a call."""
+        """Map each rank that is halted at a call to its pid."""
         found = {}
         for path in self.rules.parent.glob(f"{self.rules.name}.parked.*"):
             pid = path.read_text()

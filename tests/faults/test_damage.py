@@ -61,7 +61,7 @@ def test_a_damaged_only_step_is_refused(steps: Path, tmp_path: Path, name: str) 
 
 
 def test_a_damaged_export_is_refused(steps: Path, tmp_path: Path) -> None:
-    """Without its manifest an export is anybody's safetensors, of which nothing is known: the one damage left out."""
+    """Without its manifest, an export cannot be told from other safetensors: this damage is not tested."""
     like, draw, wrong = steps / f"step-{OLD}", random.Random(5), []
     export = steps / f"hf/step-{NEW}"
     where = {"initial_load_path": str(tmp_path / "export"), "initial_load_in_hf": True}

@@ -1,4 +1,4 @@
-"""A full, failing, read-only or slow disk: all ranks end by agreement, told which file and why, and nothing is lost."""
+"""A full, failing, read-only or slow disk: all ranks end together, the log names file and reason, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_deletion_that_fails_stops_nothing(chain: Chain) -> None:
 
 
 def test_a_disk_that_is_really_full(torchrun_chain: Chain, warm: Starter) -> None:
-    """A tmpfs in which somebody else takes the last bytes while rank 1 is about to write its shard."""
+    """A tmpfs in which another process takes the last bytes just before rank 1 writes its shard."""
     chain = torchrun_chain
     folder = chain.folder / "checkpoint"
     folder.mkdir(parents=True)

@@ -98,10 +98,10 @@ def test_a_write_that_fails_stops_all_ranks_and_loses_nothing(chain: Chain, name
 
 
 def check_stop(ended: Ended, writer: Writer) -> None:
-    """All ranks have ended with code 74, and the log says which file and why."""
+    """Check that all ranks ended with code 74, and that the log names the file and the reason."""
     assert "Traceback" not in ended.output and "Logging error" not in ended.output, ended.tail
     assert "annot write" in ended.output or "annot be written" in ended.output, ended.tail
-    if "exit.json" in writer.pattern:  # all is done, and the process's own code is all that is left to tell it
+    if "exit.json" in writer.pattern:  # training is complete, and only the code of the process can report the error
         assert ended.exit is None and ended.codes == [74, 0], ended.codes
         return
     assert ended.exit is not None and (ended.exit["reason"], ended.exit["code"]) == ("storage", 74), ended.tail

@@ -25,7 +25,7 @@ CONTENT = "6fa5b993402a7ce66d501e11f1592201"
 # What the steps after it read, and in what order: the same on any machine.
 DIGESTS = ["63e45a53091fa7fa", "21ca791dedbe9716", "a835e67325420df0", "8232de389ea3df5c", "de94fe9a87e90db1"]
 LAST_CHAIN = "b42b7748c37d57a5"
-# Paths are relative to the repository, so that nothing of the machine that made it stands in the step.
+# Paths are relative to the repository, so that the step contains nothing of the machine that made it.
 ARGUMENTS = """
     --job.config_file train_configs/debug_model.toml --job.dump_folder outputs --job.description golden
     --model.hf_assets_path tests/assets/checkpoints/tokenizer --model.args.dim 4 --model.args.n_layers 1

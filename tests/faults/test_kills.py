@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on as if it had not been: a few of the kills of ./run_tests.sh --faults."""
+"""A run killed at any moment continues as if uninterrupted: a few of the kills of ./run_tests.sh --faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from tests.faults.kills import SAVE_POINTS, START_POINTS, Chain, Kill, named_kills, random_kill
 
 ALL = (0, 1)
-# One kill at each point; which rank stands there and who is killed take turns, so that every pair occurs.
+# One kill at each point. The halted rank and the killed ones alternate, so that every pair occurs.
 NAMED = [kill for number, kill in enumerate(named_kills()) if number % 3 == (number // 3) % 3]
 
 

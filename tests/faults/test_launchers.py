@@ -88,7 +88,7 @@ TrainBatches.__next__ = read
 
 
 def test_unreadable_data_on_one_rank_is_not_reported_as_a_lost_peer(tmp_path: Path) -> None:
-    """To the others it is a connection that has closed; it was not killed, and no memory is to be looked at."""
+    """The other ranks see a closed connection. No rank was killed, so the message does not suggest to check memory."""
     (tmp_path / "mine.py").write_text(SPOILT)
     environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})
     result = subprocess.run(
@@ -236,7 +236,7 @@ def test_torchrun_restarts_a_killed_run(chain: Chain, warm: Starter) -> None:
 
 
 def test_a_run_continues_with_fewer_and_with_more_machines(chain: Chain) -> None:
-    """One of two is lost in step 4: the other goes on alone, saves when a new one comes in step 6, and both end the run."""
+    """One of two machines is lost in step 4: the other continues alone, saves when a new one joins in step 6; both finish."""
     chain.overrides.update(BASE, checkpoint__interval=1, experimental__custom_import="tests.faults.pace")
     [port] = free_ports(1)
     together = chain.folder.parent / "together"  # the first of them would else begin alone where the second comes late

@@ -42,7 +42,7 @@ def forgotten() -> Iterator[None]:
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A step whose config names a module that lies in the step, which is also the working folder."""
+    """A step whose config names a module inside the step, which is also the working folder."""
     step = write_step(tmp_path / "run/checkpoint/step-3", f'custom_import = "{MODULE}"')
     (step / f"{MODULE}.py").write_text("from pathlib import Path\nPath(__file__ + '.imported').touch()\n")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -187,7 +187,7 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) 
 def test_a_conversion_copies_no_file_that_a_link_leads_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a downloaded directory; the Hub's own cache links to the blobs beside its snapshots."""
+    """Of a downloaded directory; the Hub's own cache links to the blobs next to its snapshots."""
     assert titan(["ckpt", "export", str(GOLDEN), str(tmp_path / "models/snapshots/1a2b")]) == 0
     model = tmp_path / "models/snapshots/1a2b"
     (model / "manifest.json").unlink()

@@ -76,13 +76,13 @@ class Ended:
 
     @property
     def tail(self) -> str:
-        """What the output says of errors, and its last lines: for messages."""
+        """Return the errors in the output, and its last lines, for messages."""
         lines = [line[:400] for line in self.output.splitlines()]
         told = [line for line in lines[:-8] if re.search("ERROR|WARNING|Error|Traceback", line)]
         return "\n".join([*told[-20:], *lines[-8:]])
 
     def says(self, words: str) -> bool:
-        """Do these words stand in the output? (`in` would have pytest print all of it.)"""
+        """Return True if the output contains these words. (`in` would make pytest print all of it.)"""
         return words in self.output
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine at which nobody listens.
+    """Return ports of this machine on which no process listens.
 
     They are below those that the system gives to a connection by itself: else another process could have one by the time
     it is used.

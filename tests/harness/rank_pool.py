@@ -98,7 +98,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
 
 
 def run_in_process_of_its_own(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60) -> list[T]:
-    """As `run_ranks`, in new processes that nobody uses afterwards: for failures that are expected."""
+    """Like `run_ranks`, in new processes that are not reused: for expected failures."""
     pool = RankPool(world_size)
     try:
         return pool.run(fn, args, timeout)

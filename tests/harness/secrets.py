@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 
-# Variables that held secrets in real environments, with the form of their values; S stands for the secret.
+# Variables that held secrets in real environments, with the form of their values; S is the secret.
 SECRET_VARIABLES = {
     "NOTIFY_WEBHOOK": "https://hooks.slack.com/services/T0/B0/S",
     "SLACK_WEBHOOK_URL": "https://hooks.slack.com/services/S",

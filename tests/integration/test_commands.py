@@ -60,7 +60,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def shown_commands() -> list[str]:
-    """Every shell command of the guides, continued lines joined, comments left out.
+    """Return every shell command of the guides, with continued lines joined and without comments.
 
     Commands of the tutorials and of cli.md are run by tests of their own.
     """
@@ -70,7 +70,7 @@ def shown_commands() -> list[str]:
     return [command for command in commands if command]
 
 
-# ---- the two commands of the first page, and what the first of them says at its end
+# ---- the two commands of the first page, and the last lines of the first one
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_folder_with_a_space_is_quoted_in_printed_commands() -> None:
     assert "--logdir 'my run/tb'" in summary(config, Path("my run"), start, 1)[0]
 
 
-# ---- what the guides say
+# ---- the guides
 
 
 def test_every_documented_command_has_a_test() -> None:
@@ -286,7 +286,7 @@ def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
 def test_documented_exit_codes_are_the_codes_of_the_program() -> None:
     text = (ROOT / "docs/reference/exit_codes.md").read_text()
     table = {int(code) for code in re.findall(r"^\| (\d+) \| ", text, re.MULTILINE)}
-    assert table == {1, *map(int, ExitCode)}  # 1: a crash, for which nobody can leave a word
+    assert table == {1, *map(int, ExitCode)}  # 1: a crash
 
 
 def test_documented_variables_are_the_variables_of_the_launcher() -> None:

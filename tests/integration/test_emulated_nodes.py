@@ -27,7 +27,7 @@ from torchtitan_like.util.jsonl import read_rows
 
 BAD_CONFIG = 78
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "n_tokens_seen", "num_valid_tokens", "data_digest")
-# What stands in for run_train.sh where only the script itself is tested: it shows what it was given.
+# A fake run_train.sh for tests of the script alone: it prints its arguments and variables.
 STUB = """#!/usr/bin/env bash
 echo "devices=${CUDA_VISIBLE_DEVICES-unset} $NNODES x $NGPU at $MASTER_ADDR:$MASTER_PORT $RDZV_ID, args: $*"
 """

@@ -137,7 +137,7 @@ def expect_all_ranks_on_the_board(runs: list[RunResult]) -> None:
 
 
 def expect_retention_and_extension(runs: list[RunResult]) -> None:
-    """A last save of weights alone: the run goes on from the last full one, and no step stands twice."""
+    """After a last save of weights only, the run continues from the last full one, and no step is repeated in the rows."""
     first, extended, again = runs
     saves = [row for row in read_rows(first.dump_folder / "events.jsonl") if row["event"] == "save"]
     assert [[(row["step"], row["form"]) for row in saves if row["attempt"] == n] for n in (1, 2)] == [
@@ -167,7 +167,7 @@ def expect_compiled_blocks_and_a_saved_config(runs: list[RunResult]) -> None:
 
 
 def expect_parts_left_out(runs: list[RunResult]) -> None:
-    """Without the saved data position the text starts anew; the weights go on."""
+    """Without the saved data position, the text restarts and the weights continue."""
     first, second = runs
     assert [row["step"] for row in second.metrics] == [1, 2, 3, 4]
     assert second.metrics[3]["data_digest"] == first.metrics[0]["data_digest"]

@@ -79,7 +79,7 @@ def write_corpus(folder: Path) -> dict[str, Path]:
 
 
 def plain_loop(corpus: Mapping[str, Path]) -> list[Sample]:
-    """What stands at each position, read file by file and dealt out one by one."""
+    """Return the sample at each position, read file by file and assigned one by one."""
     import pyarrow.parquet
 
     tokenizer = load_tokenizer(ASSETS)
@@ -162,7 +162,7 @@ def whole_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def batches_told(output: str) -> Iterator[dict[str, Any]]:
-    """What `tests/harness/tell_batches.py` has printed; a line that a kill has cut off is left out."""
+    """Return the lines of `tests/harness/tell_batches.py`, without one that a kill has truncated."""
     for line in output.splitlines():
         _, mark, content = line.partition("fed ")
         if mark and content.endswith("]]}"):

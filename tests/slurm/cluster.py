@@ -23,7 +23,7 @@ os.environ["PATH"] += ":/usr/sbin:/sbin"  # where daemons are, which some users'
 NODES = ("n1", "n2", "n3")
 CPUS = 16  # of each node, whatever this machine has
 
-# A requeued job waits until its credential has expired (120 s by default, 5 s at least); a time limit is looked at each 30 s.
+# A requeued job waits until its credential has expired (120 s by default, 5 s at least); time limits are checked every 30 s.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

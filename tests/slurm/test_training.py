@@ -322,7 +322,7 @@ def test_a_run_is_preempted_five_times(preempted: tuple[Run, Future[dict[str, st
     assert done.returncode == 0, done.tail
     state = ended.result()
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(PREEMPTED_AT))), run.output()[-6000:]
-    # Each one made the step in which it was told to end, or one more.
+    # Each one finished the step in which it got the signal, or one more.
     starts = [int(step) for step in re.findall(r"Training starts at step (\d+)", run.output())]
     made = [step - held for step, held in zip(starts[1:], PREEMPTED_AT, strict=True)]
     assert starts[0] == 1 and set(made) <= {1, 2}, starts

@@ -1,4 +1,4 @@
-"""Check the rules of the house: who imports whom, and what may be imported when."""
+"""Check the import rules of the packages: which ones import each other, and when."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PACKAGE = ROOT / "torchtitan_like"
 CORE = sorted(PACKAGE.rglob("*.py"))
 ALL = CORE + sorted(path for top in ("scripts", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py"))
 
-# What is slow to import, or may be missing, is imported where it is used.
+# Packages that import slowly, or may be missing, are imported in the functions that use them.
 NEVER_AT_TOP_LEVEL = {
     "datasets", "huggingface_hub", "pandas", "pyarrow", "tensorboard", "torchao", "torchdata", "transformers", "triton",
     "wandb",
 }  # fmt: skip
-# Imported, and brought by a package that is asked for; asked for, and not imported (pyproject.toml says what for).
+# Imported, but required through another package; required, but not imported (pyproject.toml has the reason).
 BROUGHT_ALONG = {"annotated_types": "pydantic", "pydantic_core": "pydantic", "huggingface_hub": "datasets"}
 NOT_IMPORTED = {"datasets", "safetensors"}
 # Checking a config, on a login node, must not take the seconds that torch's import takes.
@@ -106,7 +106,7 @@ launch.main(sys.argv[1:])
 
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 def test_one_rank_starts_as_light_as_a_plain_script(tmp_path: Path, computed: str) -> None:
-    """Before the optimizer, which imports torch's compiler whoever builds it, nothing of DTensor or the compiler is there."""
+    """Before the optimizer, which always imports torch's compiler, neither DTensor nor the compiler is imported."""
     options = {
         "job.dump_folder": tmp_path,
         "data.cache_folder": tmp_path,
@@ -167,7 +167,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
 
 
 def test_the_package_imports_exactly_its_requirements() -> None:
-    """Third parties, by the lists of pyproject.toml."""
+    """Compare imports of other packages with the lists in pyproject.toml."""
     found = {
         top_package(name) for path in CORE for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)
     }
@@ -175,7 +175,7 @@ def test_the_package_imports_exactly_its_requirements() -> None:
     needed = {re.split(r"[^\w]", line)[0] for line in requirements([])}
     optional = {re.split(r"[^\w]", line)[0] for line in requirements(["wandb", "float8"])} - needed
     assert found | NOT_IMPORTED == needed | optional | BROUGHT_ALONG.keys()
-    assert set(BROUGHT_ALONG.values()) <= needed and len(needed) <= 15, "a handful"
+    assert set(BROUGHT_ALONG.values()) <= needed and len(needed) <= 15
 
 
 def test_one_module_unpickles_files() -> None:
@@ -200,7 +200,7 @@ def test_nothing_is_marked_for_later() -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """Ranks of the pool find a test's functions by its module's full name; setuptools finds rooms by their __init__."""
+    """Ranks of the pool find functions by the full name of their module; setuptools finds packages by __init__.py."""
     folders = {path.parent for path in ALL if path.parent.is_relative_to(PACKAGE) or "tests" in path.parts}
     assert not sorted(name_of(folder) for folder in folders if not (folder / "__init__.py").exists())
 
@@ -210,7 +210,7 @@ def top_package(module: str) -> str:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """The full names of the modules that an import statement may load."""
+    """Return the full names of the modules that an import statement may load."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -223,13 +223,13 @@ def module_name(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    """The folder of the package that holds the module. The files beside `train.py` are one room."""
+    """Return the package of a module. The files next to `train.py` are one package."""
     name = module.split(".")[1]
     return name if (PACKAGE / name).is_dir() else PACKAGE.name
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Each module of the package, and the modules of the package that any of its statements import."""
+    """Map each module of torchtitan_like to the modules of torchtitan_like that it imports anywhere."""
     trees = {module_name(path): ast.parse(path.read_text()) for path in CORE}
     graph: dict[str, set[str]] = {module: set() for module in trees}
     for module, tree in trees.items():
@@ -242,7 +242,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The sets of modules that import each other, directly or through others."""
+    """Return the sets of modules that import each other, directly or through others."""
     reachable: dict[str, set[str]] = {}
     for start in graph:
         reachable[start], pending = set(), [start]
@@ -259,7 +259,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def at_import_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported: not those in functions or under TYPE_CHECKING."""
+    """Yield the statements that run on import: not those in functions or under TYPE_CHECKING."""
     for node in body:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -102,7 +102,7 @@ def test_the_lock_of_a_killed_local_process_is_taken_over_immediately(tmp_path: 
     process.kill()
     lock = RunLock(tmp_path, sleep=never)
     wait_until(lambda: "Z" in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2])
-    lock.acquire()  # it is dead, although nobody has taken note of it yet
+    lock.acquire()  # it is dead, although its parent has not waited for it yet
     assert held(lock)
     lock.release()
     process.wait()

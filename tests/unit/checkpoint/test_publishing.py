@@ -1,4 +1,4 @@
-"""What is looked at once more before a save becomes a checkpoint, by one rank."""
+"""The checks of one rank before a save becomes a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that a save reads while training goes on."""
+"""Copies that a save reads while training continues."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ STARTS = [
     ({}, ["0", "5"], ("resume", 5, "step"), [0]),
     ({"start": "resume"}, ["5"], ("resume", 5, "step"), []),
     ({"load_only": True}, ["5"], ("resume", 5, "step"), []),
-    # damaged ones are left out
+    # damaged ones are skipped
     ({}, ["5", "10", "15!"], ("resume", 10, "step"), [5]),
     ({}, ["5", "10!", "15"], ("resume", 15, "step"), [5]),
     ({}, ["5", "10m", "15!"], ("resume", 5, "step"), []),
@@ -244,7 +244,7 @@ def test_formats(tmp_path: Path) -> None:
 def test_one_manifest_of_thousands_of_ranks_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is 40 MB then, and every rank is told where to start."""
+    """Each one is then 40 MB, and every rank gets the start."""
     make_steps(tmp_path / "checkpoint", "5", "10", "15")
     considered, loaded = [], []
 

@@ -1,4 +1,4 @@
-"""Which folders are complete steps, what is told of damaged ones, and what is renamed or removed."""
+"""Which folders are complete steps, errors of damaged ones, and which folders are renamed or removed."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def test_a_newer_format_is_named(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"format_version": 3, "kind": "full", "step": 5})
     with pytest.raises(
         CheckpointError, match=r"written by a newer version .*format_version 3, this one knows 2"
-    ) as told:
+    ) as caught:
         read_manifest(tmp_path)
-    assert not isinstance(told.value, DamagedError), "an older step is no substitute"
+    assert not isinstance(caught.value, DamagedError), "an older step is no substitute"
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SHARD])
@@ -96,9 +96,9 @@ def test_an_inaccessible_folder_is_not_damage(tmp_path: Path, name: str) -> None
     file = tmp_path / "step-10" / name
     file.unlink()
     file.symlink_to(name)  # opening it fails as it would there, for root too: ELOOP
-    with pytest.raises(CheckpointError, match="step-10") as told:
+    with pytest.raises(CheckpointError, match="step-10") as caught:
         all_steps(tmp_path)
-    assert not isinstance(told.value, DamagedError)
+    assert not isinstance(caught.value, DamagedError)
 
 
 def _fifo(file: Path) -> None:
@@ -145,7 +145,7 @@ def test_emptied_folders_of_steps_are_damage(tmp_path: Path) -> None:
 
 
 def test_an_export_without_its_manifest_is_damage(tmp_path: Path) -> None:
-    """Its config.toml shows that it had one; somebody else's safetensors have neither."""
+    """Its config.toml shows that it had one; safetensors of other programs have neither."""
     make_steps(tmp_path, "5hx", "6H")
     (damaged,) = all_steps(tmp_path)
     assert damaged.step == 5 and damaged.damage and "an export of this program" in damaged.damage

@@ -135,7 +135,7 @@ def test_tensors_of_torchao_load_where_it_is_installed(tmp_path: Path) -> None:
 def test_a_trusted_file_becomes_a_copy_that_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron and others save their arguments, as an object, beside the weights."""
+    """Megatron and others save their arguments as an object next to the weights."""
     source, copy = tmp_path / "model.pt", tmp_path / "copy.pt"
     torch.save({"model": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=1), "step": 3}, source)
     argv = ["convert", str(source), str(copy), "--to", "pt"]

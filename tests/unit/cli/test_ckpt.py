@@ -256,7 +256,7 @@ def test_torchs_files_have_metas_order_of_rows(step: Path, tmp_path: Path, capsy
 def test_an_export_in_another_dtype_keeps_everything_else(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of any model: nothing but types changes. Numbers that are no floats stay, and the index tells the new size."""
+    """Only dtypes change, for any model. Integers keep theirs, and the index has the new size."""
     source = tmp_path / "theirs"
     source.mkdir()
     tensors = {"a.weight": torch.randn(30, 10), "a.count": torch.arange(5), "b.mask": torch.tensor([True, False])}
@@ -322,7 +322,7 @@ def test_tensors_of_a_wider_dtype_keep_their_precision(
     save_file(
         {n: t + 1e-4 if "norm" in n else t.bfloat16() for n, t in theirs.items()}, tmp_path / "hf/model.safetensors"
     )
-    for file in ("manifest.json", "config.toml"):  # somebody else's from now on
+    for file in ("manifest.json", "config.toml"):  # from now on not written by this program
         (tmp_path / "hf" / file).unlink()
     config = ["--config", step / "config.toml"]
     assert run(capsys, "convert", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
@@ -406,7 +406,7 @@ def test_offload_continues_after_an_interrupted_one(
     assert run(capsys, "offload", run_folder, archive, "--keep", 1)[0] == 0
     assert (archive / "step-10.sha256").exists() and sorted(os.listdir(run_folder)) == ["step-30"]
     make_steps(run_folder, "40", "50")
-    shutil.copytree(run_folder / "step-50", archive / "step-40")  # of another run, say
+    shutil.copytree(run_folder / "step-50", archive / "step-40")  # for example of another run
     code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
     assert code == 2 and "step-40 differs from" in text and (run_folder / "step-40").exists()
 

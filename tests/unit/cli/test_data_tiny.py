@@ -223,7 +223,7 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     embedding = model.get_input_embeddings().weight.detach()
     assert tensor_difference(ours.read("model.tok_embeddings.weight"), embedding) is None
     assert titan(["generate", str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
-    # The command again, wherever it is typed: relative paths are those of the folder that one stood in.
+    # The printed command works in any folder: relative paths refer to the folder of the first call.
     command = (tmp_path / "one/make.sh").read_text()
     assert command.startswith(f"cd {shlex.quote(os.getcwd())} &&\n    titan data tiny model ")
     named = shlex.join([f"{repo_root}/train_configs/{config}.toml", f"{tmp_path}/one"])

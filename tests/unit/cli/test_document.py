@@ -1,4 +1,4 @@
-"""docs/reference/cli.md is what the parsers say."""
+"""docs/reference/cli.md matches the parsers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 
 TEXTS = [
     "To be, or not to be, that is the question.",
-    "",  # gives no token: left out
+    "",  # has no token: skipped
     "Whether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune,",
     "x",
     "Or to take arms against a sea of troubles — and by opposing end them. 🙂 <|end_of_text|> is only text here.",

@@ -302,7 +302,7 @@ def stream(run: Run, change_at: dict[int, dict[int, float]]) -> Iterator[Row]:
             ]
             pattern = pattern_of(shares)
         index = next(pattern, None)
-        if index is None:  # the pattern is over: it begins anew
+        if index is None:  # the pattern is over: it restarts
             pattern = None
             continue
         row = readers[index].sample(counts[index])

@@ -83,7 +83,7 @@ def test_positions_count_from_each_documents_start_in_the_sample(
         rows = list(itertools.islice(expected, min(8, num_left)))
         num_left -= len(rows)
         assert counted[: len(rows)].tolist() == [row.positions for row in rows]
-        # Padding is a document like any other: it counts up or begins anew.
+        # Padding is a document like any other: its positions count up or restart.
         steps = counted.diff(dim=-1)
         assert (counted[:, 0] == 0).all() and ((steps == 1) | (counted[:, 1:] == 0)).all()
         for share, other in zip(shares, others, strict=True):

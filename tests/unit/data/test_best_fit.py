@@ -47,7 +47,7 @@ BEST_FIT = {"packing": "best_fit"}
 
 
 def token_file(folder: Path, lengths: list[int]) -> TokenFile:
-    """Documents of these lengths; token number n has the id n + 1, so that no id stands for two tokens or for padding."""
+    """Make documents of these lengths. Token number n has the id n + 1, so that ids are unique and never padding."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
     num_tokens = int(offsets[-1])
     meta = TokenMeta(
@@ -139,7 +139,7 @@ def test_each_token_is_a_label_once_and_documents_that_fit_are_not_split(
     samples = packed(tmp_path_factory.mktemp("plan"), lengths, seq_len)
     batch = batch_of(samples, [*range(samples.num_samples), NO_SAMPLE])
     learned = batch.labels != -100
-    # The ids count the tokens from 1: a label is to follow the token that stands before it in the text.
+    # The ids count the tokens from 1: a label is one more than the token before it in the text.
     assert torch.equal(batch.tokens[learned] + 1, batch.labels[learned])
     firsts = {int(first) + 1 for first in samples.file.offsets[:-1]}
     expected = [label for label in range(1, samples.file.meta.num_tokens + 1) if label not in firsts]

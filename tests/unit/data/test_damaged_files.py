@@ -62,7 +62,7 @@ def read_tokens(file: Path, _: str) -> object:
     return starts
 
 
-# name of the damaged file: what writes it (and any beside it), what reads it
+# name of the damaged file: function that writes it (and related files), function that reads it
 FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]]] = {
     "a.jsonl": (lambda file: write_jsonl(file, TEXTS), read_texts),
     "a.jsonl.gz": (lambda file: pack(write_jsonl(file, TEXTS)), read_texts),
@@ -81,7 +81,7 @@ FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]
 
 
 def damaged(raw: bytes, draw: random.Random) -> bytes:
-    """``raw`` with one to three things done to it; most often at its ends, where headers stand."""
+    """Return ``raw`` with one to three kinds of damage, most often at its ends, where headers are."""
     content = bytearray(raw)
     for _ in range(draw.randint(1, 3)):
         size = len(content)

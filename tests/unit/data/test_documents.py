@@ -73,7 +73,7 @@ def test_a_saved_hugging_face_data_set_is_read_from_its_folder(tmp_path: Path) -
         "d.save_to_disk(sys.argv[1] + '/one', num_shards=3);"  # of which files stay
         "d.select(range(1, len(d))).save_to_disk(sys.argv[1] + '/one', num_shards=2);"
         "datasets.DatasetDict({'train': d, 'test': d}).save_to_disk(sys.argv[1] + '/splits');"
-        # Who looks at it with the library may leave its rows there once more.
+        # Reading it with the library may leave its rows there a second time.
         "datasets.load_from_disk(sys.argv[1] + '/one').map(lambda row: {'size': len(row['text'])})"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path), json.dumps(TEXTS)], check=True, capture_output=True)
@@ -156,7 +156,7 @@ def fault(path: Path | str, **kwargs: str) -> str:
 
 
 def test_a_broken_link_is_reported(tmp_path: Path) -> None:
-    """As those into the Hub's cache, when a cluster deletes what nobody has read for long."""
+    """As links into the Hub's cache, if a cluster deletes files that were not read for long."""
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "blob")
     for path in (tmp_path, tmp_path / "*.jsonl"):

@@ -332,7 +332,7 @@ def check(case: Case, tokenizer: Tokenizer) -> None:
             assert row.tokens == right.tokens, f"step {step}, position {position}"
             assert row.labels == right.labels, f"step {step}, position {position}"
             if case.with_positions:
-                # Padding's positions matter to nobody.
+                # Positions of padding have no effect.
                 num_real = min(len(right.real), case.run.seq_len)
                 assert row.positions[:num_real] == right.positions[:num_real], f"step {step}, position {position}"
             assert row.source == right.source

@@ -1,4 +1,4 @@
-"""Text that is compressed with gzip is the same text, however it is cut; what is damaged in it is told, or left out."""
+"""Text compressed with gzip yields the same documents for any pieces. Damage is reported or skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cut_into(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path, on_bad_record: str = "error") -> list[str]:
-    """The texts by the pieces of a cache, which must be those by the blocks of a stream; bad records by what they say."""
+    """Return the texts of the pieces of a cache, which must equal those of the blocks of a stream; and bad records."""
     corpus = find_corpus(str(path), on_bad_record=on_bad_record)  # type: ignore[arg-type]
     by_pieces = [str(text) for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
     blocks = Blocks(corpus)

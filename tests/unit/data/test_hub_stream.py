@@ -134,7 +134,7 @@ def test_an_epoch_reads_every_file_in_its_own_order(
         read.update(batch.labels.flatten().tolist())
         most = max(most, len(list((tmp_path / "run").rglob(f"part-*{ending}"))))
     del read[-100]
-    # The first token of a window, where no text stands before it, is no label; there are no more of these than windows.
+    # The first token of a window without text before it is not a label: at most one for each window.
     assert not read - expected and (expected - read).total() < part.windows_per_epoch
     seed = xxhash.xxh3_64_intdigest(b"blocks", xxhash.xxh3_64_intdigest(b"own", 7))
     order = shuffled(np.arange(NUM_FILES), NUM_FILES, seed, 0).tolist()

@@ -30,7 +30,7 @@ NUM_FILES = 5
 
 
 class Ranks(HostGroup):
-    """Two ranks that look one after the other: the first looks, the second is told."""
+    """Two ranks in turn: the first lists the files, the second receives the list."""
 
     def __init__(self) -> None:
         super().__init__([0], timedelta(0))
@@ -198,7 +198,7 @@ def test_files_are_in_the_order_of_the_parts_of_their_paths(tmp_path: Path) -> N
 
 
 def test_there_may_be_more_files_than_descriptors(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A process may have 1,024 files open where nobody has raised that; a terabyte may be 50,000."""
+    """By default a process may have 1,024 files open; a terabyte of text may be 50,000 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     here, limit = len(os.listdir("/proc/self/fd")), checked_file.MAX_OPEN_FILES + 100
     folder = tmp_path / "many"

@@ -451,7 +451,7 @@ def test_more_epochs_of_an_exhausted_source_are_refused(tokenizer: Tokenizer, te
     assert allowed.order.counts_at(allowed.position) == run.order.counts_at(run.position)
 
 
-# ---- samples that are left out
+# ---- skipped samples
 
 
 def test_skipped_steps_are_never_read_and_the_others_are_unchanged(

@@ -1,4 +1,4 @@
-"""Which samples a step reads, with batches that grow and steps that are left out, against a loop over steps."""
+"""Which samples a step reads, with growing batches and skipped steps, compared with a loop over steps."""
 
 from __future__ import annotations
 

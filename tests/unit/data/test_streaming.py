@@ -341,7 +341,7 @@ def test_other_files_are_another_stream(build: Build, corpus: Path, caplog: pyte
     allowing.load_state_dict(first.state_dict())
     assert next(allowing).position == first.position + 8
     (old,), (new,) = first._streams.values(), allowing._streams.values()
-    assert new._first == old.cursor(first.position)[0]  # goes on with the window after those that were read
+    assert new._first == old.cursor(first.position)[0]  # continues with the window after those that were read
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "text"])
@@ -367,7 +367,7 @@ def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, t
     (part,) = batches._streams.values()
     assert len(part._blocks) == (-(-len(texts) // 5) if kind != "text" else len(texts)) and part.windows_per_epoch > 1
     del read[-100], expected[-100]
-    missing = expected - read  # the first token of a window, where no text stands before it, is no label
+    missing = expected - read  # the first token of a window without text before it is not a label
     assert not read - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}
 
 

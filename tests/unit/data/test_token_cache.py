@@ -343,7 +343,7 @@ def test_a_long_list_of_documents_is_searched_without_reading_all_of_it(
 
 @contextlib.contextmanager
 def as_user_without_rights() -> Iterator[None]:
-    """Root may write anywhere: be nobody for a while."""
+    """Root may write anywhere: become the user nobody for a while."""
     if os.geteuid() != 0:
         yield
         return

@@ -27,7 +27,7 @@ SEQ_LEN = 16
 def damage_nothing(_: Path) -> None: ...
 
 
-# What is written, what is done to it, and what the error tells.
+# What is written, how it is damaged, and the text of the error.
 LENGTHS = [len(sequence) for document in DOCUMENTS for sequence in document]
 POINTERS = [2 * sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
 INDEX_DAMAGES: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
@@ -120,7 +120,7 @@ def test_a_damaged_file_without_an_index_is_refused(tmp_path: Path, tokenizer: T
 def test_an_id_beyond_the_vocabulary_never_leaves_a_batch(
     build: Callable[..., TrainBatches], tmp_path: Path, dtype: str, bad: int, last: bool
 ) -> None:
-    """Deep in the second file, where nothing looks at the start, and in the sample at the end that is not full."""
+    """Deep in the second file, which the start does not read, and in the incomplete last sample."""
     write_npy(tmp_path / "0.npy", range(100), "<u2")
     tokens, at = np.arange(100_001) % VOCAB, 99_999 if last else 30_000
     tokens[at] = bad

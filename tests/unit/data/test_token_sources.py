@@ -1,4 +1,4 @@
-"""Files of token ids are read as they stand: every format, however they are split, and nothing that is not right."""
+"""Files of token ids: every format, any split over files, and the refusal of malformed files."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_validation_reads_token_files(tmp_path: Path, tokenizer: Tokenizer) -> N
 
 
 def write_both(folder: Path) -> Path:
-    """A pair and a flat file, 150 KiB each: more than is looked at of a file."""
+    """A pair and a flat file, 150 KiB each: more than is examined of a file."""
     tokens = [number % 2040 for number in range(80_000)]
     write_megatron(folder / "a", [[tokens[:1000]], [tokens[1000:]]])
     write_flat(folder / "b.bin", tokens)

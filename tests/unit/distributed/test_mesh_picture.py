@@ -1,4 +1,4 @@
-"""The picture of the mesh: what a person reads, and that it tells the truth."""
+"""The picture of the mesh: its form, and that it shows the real coordinates."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_picture_fits_a_screen(world_size: int) -> None:
 
 @pytest.mark.parametrize("dims", layouts(16), ids=str)
 def test_ranks_are_at_their_mesh_coordinates(dims: ParallelDims) -> None:
-    """Read the picture back: the names beside and above a rank are its coordinates."""
+    """Read the picture back: the names next to and above a rank are its coordinates."""
     _, *lines = picture(dims)
     across = [name for name in ("cp", "tp") if getattr(dims, name) > 1]
     across = across or [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1][-1:]

@@ -40,7 +40,7 @@ def test_pick_device(monkeypatch, num_visible, local_rank, expected):
 
 
 def test_missing_ranks_are_named():
-    """torch would say that a connection has timed out."""
+    """torch alone would report that a connection has timed out."""
     place = dist.HashStore()
     place.set("here/2", "")
     place.add("here", 1)
@@ -49,7 +49,7 @@ def test_missing_ranks_are_named():
 
 
 def test_the_public_function_sets_timeouts_where_torch_has_it(monkeypatch) -> None:
-    """torch 2.14 made it public and deprecated the other one, whose use would stand in each log."""
+    """torch 2.14 made it public and deprecated the private one, which would put a warning into each log."""
     called = []
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: called.append("old"))
     monkeypatch.setattr(dist, "set_timeout", lambda *_: called.append("new"), raising=False)

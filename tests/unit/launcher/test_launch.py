@@ -1,4 +1,4 @@
-"""`titan train` with a fake interpreter: what it starts, what it refuses to start, which code it returns."""
+"""`titan train` with a fake Python: the processes it starts, its refusals, and its exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchtitan_like.launcher.options import LaunchError, read_options
 from torchtitan_like.launcher.run import SIGNALS, child_environment
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
-# Stands in for PYTHON. It logs its arguments and environment, and answers for the check and for the ranks.
+# A fake PYTHON. It logs its arguments and environment, and plays the check and the ranks.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here={here}
 trap '' PIPE # as in Python
@@ -111,7 +111,7 @@ def signals_restored() -> Iterator[None]:
 
 @pytest.fixture
 def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
-    """As on a machine without GPUs; tests that want some put an nvidia-smi into `bin`."""
+    """A machine without GPUs. A test that needs some writes an nvidia-smi into `bin`."""
     python = tmp_path / "bin" / "python"
     (tmp_path / "outputs").mkdir()
     resolved = {
@@ -163,7 +163,7 @@ def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> N
 
 def test_torchrun_gets_the_arguments_of_torchtitan(shell: Shell) -> None:
     result = shell(CONFIG_FILE="my.toml", LOG_RANK="0,1", NGPU="3")
-    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--max-restarts=0"]  # whatever PET_NNODES and PET_MAX_RESTARTS say
+    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--max-restarts=0"]  # for any PET_NNODES and PET_MAX_RESTARTS
     torchrun += ["--local-ranks-filter", "0,1", "--role", "rank", "--tee", "3"]
     torchrun += ["--log-dir", str(shell.folder / "outputs" / "torchrun"), "-m", "torchtitan_like.train"]
     assert shell.read("run") == ["-m", "torchtitan_like.torchrun", *torchrun, "--job.config_file", "my.toml"]
@@ -176,7 +176,7 @@ def test_one_rank_needs_no_torchrun(shell: Shell) -> None:
 
 
 def test_variables_of_another_launcher_are_removed(shell: Shell) -> None:
-    """One rank without torchrun would look for peers, and return 0 for every end that is agreed on."""
+    """With them, one rank without torchrun would wait for peers, and return 0 for every agreed end."""
     left = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
     assert shell(NGPU="1", **left).returncode == 0
     assert not [line for line in shell.environment if line.partition("=")[0] in left]
@@ -325,7 +325,7 @@ def test_arguments_of_several_machines(shell: Shell, variables: dict[str, str], 
 
 
 def test_every_number_of_machines_is_checked(shell: Shell) -> None:
-    """Each number of them is checked before any comes."""
+    """The check runs once for each possible number of machines."""
     shell(NNODES="2:4", NGPU="4", MASTER_ADDR="node-1", MAX_RESTARTS="3")
     run, checks = shell.read("run"), (shell.folder / "checks").read_text().splitlines()
     assert "--nnodes=2:4" in run and "--max-restarts=3" in run
@@ -439,7 +439,7 @@ def test_closed_streams_change_no_exit_code(shell: Shell) -> None:
     ("reason", "code"), [("requeue", 75), ("bad_numbers", 70), ("bad_data", 65), ("interrupted", 130)]
 )
 def test_one_rank_ends_with_the_message_of_several(shell: Shell, ranks: str, reason: str, code: int) -> None:
-    """torchrun's workers return 0 for an end that all have agreed on, one rank without torchrun the code."""
+    """torchrun's workers return 0 for an agreed end; one rank without torchrun returns the code."""
     result = shell(NGPU=ranks, RUN=ENDS % (reason, code) + (f"; exit {code}" if ranks == "1" else ""))
     assert result.returncode == code
     [words] = result.stderr.splitlines()
@@ -471,7 +471,7 @@ def test_an_error_that_could_not_be_recorded_is_not_reported_as_a_kill(shell: Sh
 def test_the_last_line_after_a_crash_is_the_first_error(
     shell: Shell, errors: dict[int, str], last: str, code: int
 ) -> None:
-    """Of this start: what an earlier one has left, also before it had a folder, is not the cause of this crash."""
+    """Errors of earlier starts, with or without an attempt folder, are not the cause of this crash."""
     now = time.time()
     leave_errors(shell.folder / "outputs/attempts/0", {0: "OSError: yesterday's"}, now - 86400)
     leave_errors(shell.folder / "outputs/attempts/1", {0: "OSError: an hour ago's"}, now - 3600)
@@ -487,7 +487,7 @@ def test_the_last_line_after_a_crash_is_the_first_error(
 
 
 def leave_errors(attempt: Path, errors: dict[int, str], when: float) -> None:
-    """Of two ranks that have started; the higher rank's error is the earlier one."""
+    """Write the records of two started ranks. The error of the higher rank is the earlier one."""
     for folder in ("errors", "heartbeat"):
         (attempt / folder).mkdir(parents=True)
     for rank in range(2):
@@ -529,7 +529,7 @@ def test_the_resume_line_has_the_rendezvous_and_the_script(shell: Shell) -> None
 
 
 def test_the_resume_line_does_not_repeat_load_step(shell: Shell) -> None:
-    """The line that resumes it has more steps, and so is another command."""
+    """The resume line has more steps, so it is another command."""
     publish_step(shell, 300)
     resolved = shell.folder / "resolved.toml"
     resolved.write_text(resolved.read_text().replace("enable = true", "enable = true\nload_step = 100", 1))
@@ -575,7 +575,7 @@ def test_help_lists_variables_and_settings(shell: Shell) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the folder one stands in comes first")
 def test_the_script_uses_its_own_package_in_any_folder(tmp_path: Path) -> None:
-    """In another clone, say, and with a CDPATH, with which cd prints where it goes."""
+    """For example in another clone, and with CDPATH, which makes cd print the new folder."""
     (tmp_path / "torchtitan_like").mkdir()
     (tmp_path / "torchtitan_like/__init__.py").write_text("raise SystemExit('an older clone')")
     (tmp_path / "a clone").symlink_to(ROOT)
@@ -598,16 +598,16 @@ def test_a_signal_is_passed_on_and_the_run_may_save(shell: Shell, sent: str, arr
     try:
         _, stderr = process.communicate(timeout=200)
     finally:
-        (shell.folder / "ready").unlink()  # ends the loop of a run that was not told
+        (shell.folder / "ready").unlink()  # ends the loop of a run that got no signal
     assert process.returncode == 75
     assert f"Passing SIG{arrives} on" in stderr
 
 
 @pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 75), ("SIGINT", 130), ("SIGHUP", 75)])
 def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, sent: str, code: int) -> None:
-    """The script checks the config by then, which takes seconds."""
+    """The launcher is checking the config, which takes seconds."""
     (shell.folder / "resolved.toml").unlink()
-    os.mkfifo(shell.folder / "resolved.toml")  # the check waits until somebody writes into it
+    os.mkfifo(shell.folder / "resolved.toml")  # the check waits for a writer
     process = shell.start()
     with open(shell.folder / "resolved.toml", "w"):  # returns when the check reads
         process.send_signal(getattr(signal, sent))
@@ -618,7 +618,7 @@ def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, 
 
 @pytest.mark.parametrize(("sent", "reason", "code"), [("TERM", "requeue", 75), ("INT", "interrupted", 130)])
 def test_a_signal_before_the_ranks_have_started_is_no_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
-    """torchrun returns 1, and no rank has come so far that it could have written exit.json."""
+    """torchrun returns 1, and no rank has written exit.json yet."""
     run = f"trap 'exit 1' {sent}; touch ready; while [ -e ready ]; do sleep 0.05; done"
     process = shell.start(RUN=run)
     wait_for(shell.folder / "ready")
@@ -634,7 +634,7 @@ def test_a_signal_before_the_ranks_have_started_is_no_crash(shell: Shell, sent: 
 
 
 def test_a_rank_that_is_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
-    """As one that runs out of memory in its last save."""
+    """For example because it runs out of memory in its last save."""
     run = "trap 'exit 1' TERM; mkdir -p outputs/attempts/1; touch ready; while [ -e ready ]; do sleep 0.05; done"
     process = shell.start(RUN=run)
     wait_for(shell.folder / "ready")
@@ -649,7 +649,7 @@ def test_a_rank_that_is_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
 
 @pytest.mark.parametrize(("reason", "code"), [("requeue", 75), ("interrupted", 130)])
 def test_ranks_stopped_during_imports_return_the_code_of_the_signal(shell: Shell, reason: str, code: int) -> None:
-    """The signal has reached a rank, and not this script."""
+    """The signal has reached a rank, and not the launcher."""
     result = shell(RUN=f"exit {code}")
     assert result.returncode == code
     assert result.stderr.startswith(f"Stopped before the first step: {reason} (code {code})")
@@ -667,7 +667,7 @@ def test_a_rank_that_refuses_the_config_is_no_crash(shell: Shell, ranks: str) ->
 
 @pytest.mark.parametrize("code", ["0", "74"])
 def test_a_run_whose_folder_cannot_be_written_reports_its_end(shell: Shell, code: str) -> None:
-    """In the launcher's own temporary folder, which goes with the launcher."""
+    """In the temporary folder of the launcher, which the launcher removes."""
     end = '{"reason": "storage", "code": 74, "step": 7}'
     folder = "$TORCHTITAN_LIKE_LAUNCHER_FOLDER"
     result = shell(RUN=f"echo '{end}' >{folder}/exit.json; echo {folder} >folder; exit {code}")
@@ -677,9 +677,9 @@ def test_a_run_whose_folder_cannot_be_written_reports_its_end(shell: Shell, code
 
 
 def test_a_second_start_keeps_the_exit_json_of_a_running_run(shell: Shell) -> None:
-    """It is refused before any rank is started; the run that lives is this test."""
+    """The second start is refused before any rank starts. This test holds the lock of the running run."""
     steps, end = shell.folder / "outputs/checkpoint", shell.folder / "outputs/exit.json"
-    end.write_text('{"reason": "done", "code": 0, "step": 9}')  # written, while old steps are still being deleted
+    end.write_text('{"reason": "done", "code": 0, "step": 9}')  # already written while old steps are being deleted
     lock = RunLock(steps)
     lock.acquire()
     try:
@@ -692,7 +692,7 @@ def test_a_second_start_keeps_the_exit_json_of_a_running_run(shell: Shell) -> No
 
 
 def test_a_machine_may_join_a_running_run(shell: Shell) -> None:
-    """Of another run on this machine, its ranks find out."""
+    """Its ranks detect another run on this machine."""
     lock = RunLock(shell.folder / "outputs/checkpoint")
     lock.acquire()
     try:
@@ -703,7 +703,7 @@ def test_a_machine_may_join_a_running_run(shell: Shell) -> None:
 
 
 def test_ranks_refused_by_a_running_run_keep_its_exit_json(shell: Shell) -> None:
-    """As where the run is another machine's."""
+    """The other run may be on another machine."""
     result = shell(RUN="echo belongs to a run that is alive >&2; exit 74")
     assert result.returncode == 74 and result.stderr == "belongs to a run that is alive\n"
     assert not (shell.folder / "outputs/exit.json").exists()
@@ -718,7 +718,7 @@ def wait_for(path: Path) -> None:
 
 def test_nothing_is_started_in_a_folder_that_cannot_be_written(shell: Shell) -> None:
     (shell.folder / "outputs").rmdir()
-    (shell.folder / "outputs").symlink_to("/proc/self")  # a folder in which nobody can make a file
+    (shell.folder / "outputs").symlink_to("/proc/self")  # a folder in which no file can be created
     result = shell()
     assert result.returncode == 74 and not shell.was_started
     assert "Nothing was started: the run folder" in result.stderr and "cannot be written" in result.stderr

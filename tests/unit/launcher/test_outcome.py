@@ -1,4 +1,4 @@
-"""What the launcher makes of the records of a run that has crashed."""
+"""How the launcher reads the records of a crashed run."""
 
 from __future__ import annotations
 

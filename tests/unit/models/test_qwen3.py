@@ -219,7 +219,7 @@ def test_logits_equal_hugging_faces(overrides, seq):
 
 
 def test_norms_of_heads_and_the_rotary_base_change_the_logits():
-    """Else equal logits would say nothing of them."""
+    """Otherwise equal logits would not test them."""
     args, model = build()
     perturb(model)
     tokens = some_tokens(args)

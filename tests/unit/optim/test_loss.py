@@ -136,7 +136,7 @@ def test_the_softmax_of_a_large_vocabulary_is_more_exact_than_torchs():
     gradients = exact.exp() - F.one_hot(labels, 128256)
     losses, ours = _softmax_in_tiles(logits.clone(), labels)
     torch.testing.assert_close(losses.double(), -exact[labels, labels], rtol=2e-7, atol=0)
-    gradients[labels, labels] = ours[labels, labels] = 0  # the others are small beside it
+    gradients[labels, labels] = ours[labels, labels] = 0  # the others are much smaller
     assert relative(ours, gradients) <= 1e-6
     kernels = logits.softmax(-1)
     kernels[labels, labels] = 0
@@ -239,7 +239,7 @@ def run(tokens):
 def status(key):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
 run(16)
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew from what is held now
+open("/proc/self/clear_refs", "w").write("5")  # reset the peak to the memory held now
 before = status("VmRSS")
 run(2048)
 print(status("VmHWM") - before)

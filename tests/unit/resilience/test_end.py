@@ -43,7 +43,7 @@ end.end_process(70)
 
 @pytest.mark.parametrize("hangs", [[], ["hangs"]])
 def test_neither_an_idle_worker_nor_a_hanging_thread_keeps_the_process(repo_root, hangs):
-    """A compiled run leaves a pool of the compiler's behind that nobody has shut down."""
+    """A compiled run leaves a worker pool of the compiler that is still running."""
     command = [sys.executable, "-c", WAITING, *hangs]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (70, "asked\nwritten\n"), done.stderr

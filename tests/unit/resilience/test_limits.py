@@ -1,4 +1,4 @@
-"""Deadlines and memory: who tells of them, when, and what is said of a grace that is too short."""
+"""Deadlines and memory limits: which rank reports them, when, and the warning about a short grace period."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_a_request_during_validation_is_sent():
 
 
 def test_a_signal_while_requests_are_read_is_sent_once():
-    """A handler may run between any two operations; what it notes goes on the wire now or the next time."""
+    """A handler may run between any two operations. Its request is sent now or in the next exchange."""
 
     def counts_with_a_note_before(number):
         """How often a note made before the operation `number` of `take` was sent; None: it has fewer operations."""
@@ -83,7 +83,7 @@ def test_a_signal_is_a_request_and_handlers_are_restored(signum, request_):
     former = signal.getsignal(signum)
     requests = Requests()
     with requests.listening():
-        with pytest.raises(Stopped) as stopped:  # nobody has made a step yet
+        with pytest.raises(Stopped) as stopped:  # no rank has made a step yet
             os.kill(os.getpid(), signum)
         assert stopped.value.request is request_ and not any(requests.take())
         os.kill(os.getpid(), signum)  # does not disturb what the first one ends

@@ -134,7 +134,7 @@ def test_a_config_that_cannot_work_starts_no_rank(repo_root: Path, capsys, monke
 
 
 def test_a_model_from_outside_is_found_by_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one stands, as training finds it, and where PYTHONPATH says."""
+    """In the current folder, as in training, and in PYTHONPATH."""
     seen = []
 
     def refuse(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""scripts/exposed_comm.py: what of the sending stands beside no kernel."""
+"""scripts/exposed_comm.py: communication that no kernel overlaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh with fake interpreters: which Python is used, what is installed, what a failure says."""
+"""scripts/setup_env.sh with fake interpreters: which Python is used, which packages are installed, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# A Python that has all packages once a file `has-packages` lies beside it (`has-torch`: torch alone). `-m venv DIR`
+# A Python that has all packages if a file `has-packages` is next to it (`has-torch`: only torch). `-m venv DIR`
 # makes another such Python there; `-m pip install` logs its arguments and, for the project itself, makes that file.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here=$(cd "$(dirname "$0")" && pwd)
