@@ -235,12 +235,12 @@ def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, caps
     monkeypatch.chdir(ROOT)
     saved = folder / "one/checkpoint/step-4"
     assert titan(["data", "show", str(saved), "--step", str(step), "--whole"]) == 0
-    told = capsys.readouterr().out
-    assert "metrics.jsonl of the run: " in told and "the same" in told
-    assert told.count(" epoch 0 sample ") == 8
+    output = capsys.readouterr().out
+    assert "metrics.jsonl of the run: " in output and "the same" in output
+    assert output.count(" epoch 0 sample ") == 8
     tokenizer = load_tokenizer(JobConfig().model.tokenizer_folder)
     for row in reference[step - 1]:
-        assert tokenizer.decode(row) in told
+        assert tokenizer.decode(row) in output
 
 
 def test_a_step_is_shown_as_json(folder, reference, capsys, monkeypatch):

@@ -115,9 +115,9 @@ def test_values_beyond_float16_are_reported(tmp_path, caplog):
     state = {"layers.0.w": torch.tensor([65504.0, -1.0]), "one": torch.tensor([[-7e4]]), "none": torch.zeros(0, 4)}
     for dtype in (torch.bfloat16, torch.float16):
         write_export(tmp_path / str(dtype), state, rows=ROWS, tied=(), dtype=dtype, group=HostGroup.alone())
-        told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert len(told) == (dtype == torch.float16)
-    assert told[0].startswith("1 tensors overflow to infinity in float16: one. Expected numbers up to 65504")
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == (dtype == torch.float16)
+    assert warnings[0].startswith("1 tensors overflow to infinity in float16: one. Expected numbers up to 65504")
 
 
 @pytest.mark.parametrize("case", ["no step", "an export", "exists"])

@@ -167,10 +167,10 @@ def test_a_step_that_a_node_sees_late_is_waited_for(tmp_path):
 
 def gathered_at_a_start(argv):
     """Return what this rank sends to all others, from its start to its first step."""
-    told, gather = [], HostGroup.gather_objects
+    sent, gather = [], HostGroup.gather_objects
 
     def heard(group, value):
-        told.append(pickle.dumps(value))
+        sent.append(pickle.dumps(value))
         return gather(group, value)
 
     HostGroup.gather_objects = heard
@@ -178,13 +178,13 @@ def gathered_at_a_start(argv):
         release(build(argv))
     finally:
         HostGroup.gather_objects = gather
-    return told
+    return sent
 
 
 def test_no_rank_sends_the_names_of_its_parameters_to_all_others(folder):
     """Of 405 billion weights and their optimizer that is 0.3 MB, and on 16,384 ranks as many times as much on each."""
-    for told in run_ranks(gathered_at_a_start, 2, options(str(folder), "float32", **SAVING)):
-        assert told and not any(b"attention.wq" in value for value in told)
+    for sent in run_ranks(gathered_at_a_start, 2, options(str(folder), "float32", **SAVING)):
+        assert sent and not any(b"attention.wq" in value for value in sent)
 
 
 def test_one_rank_that_cannot_read_is_an_error_on_all(folder):

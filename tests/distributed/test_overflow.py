@@ -50,12 +50,12 @@ def test_no_number_changes(tmp_path, layout):
 @pytest.mark.parametrize("layout", ["fsdp, full", "tp"])
 def test_the_module_is_named_on_every_rank(tmp_path, layout):
     argv = arguments(tmp_path / "run", layout, **{"debug.detect_overflow": "true"})
-    told = run_ranks(train, 2, argv, "layers.1.ffn_norm.weight")
-    assert told == ["step 1, micro-batch 0: the first inf or nan is in layers.1.ffn_norm (RMSNorm), output 0"] * 2
+    reports = run_ranks(train, 2, argv, "layers.1.ffn_norm.weight")
+    assert reports == ["step 1, micro-batch 0: the first inf or nan is in layers.1.ffn_norm (RMSNorm), output 0"] * 2
 
 
 def test_sharded_weights_are_checked_while_gathered(tmp_path):
     """Where the head, wrapped by itself, has its weight cut over the ranks, each sees the inf of the other's part."""
     argv = arguments(tmp_path / "run", "fsdp, full", **{"debug.detect_overflow": "true"})
-    told = run_ranks(train, 2, argv, "output.weight", torch.inf, (1,))
-    assert told == ["step 1, micro-batch 0: the first inf or nan is in output (FSDPOutputHead), weight"] * 2
+    reports = run_ranks(train, 2, argv, "output.weight", torch.inf, (1,))
+    assert reports == ["step 1, micro-batch 0: the first inf or nan is in output (FSDPOutputHead), weight"] * 2

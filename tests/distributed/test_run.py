@@ -53,8 +53,8 @@ def test_ranks_with_different_degrees_end_before_waiting_for_groups(tmp_path):
     for code, errors in run_ranks(run_of_its_own, 2, [argv, other]):
         assert code is ExitCode.BAD_CONFIG
         assert "tensor_parallel_degree = 1: expected the same on every rank; rank 1 has 2" in "\n".join(errors)
-    told = json.loads((tmp_path / "run/exit.json").read_text())
-    assert (told["code"], told["step"]) == (ExitCode.BAD_CONFIG, 0)
+    end = json.loads((tmp_path / "run/exit.json").read_text())
+    assert (end["code"], end["step"]) == (ExitCode.BAD_CONFIG, 0)
 
 
 def rates_and_norms(argv):

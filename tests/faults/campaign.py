@@ -80,11 +80,11 @@ def hold_drills(starters: Mapping[str, Starter], faults: Faults, folder: Path, o
         outputs = folder / f"drill-{number}" / "outputs"
         chain = Chain(starters[launcher], faults, outputs, like[row.num_ranks].reference, row.num_ranks)
         try:
-            told = f"ended {drill(chain, row):.1f} s later"
+            result = f"ended {drill(chain, row):.1f} s later"
         except AssertionError as problem:
             bad += 1
-            told = f"BAD: {problem}\n  left in {outputs}"
-        print(f"drill {number}/{len(drills)}  {launcher}, drill: {row}: {told}", flush=True)
+            result = f"BAD: {problem}\n  left in {outputs}"
+        print(f"drill {number}/{len(drills)}  {launcher}, drill: {row}: {result}", flush=True)
     return bad
 
 

@@ -103,11 +103,11 @@ def content_hash(states: dict[str, Held]) -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a start did. step: None when it was refused in words, -1 when it crashed; told: all that was said."""
+    """The outcome of a start. step: None if it was refused, -1 if it crashed. output: all log lines and errors."""
 
     step: int | None
     content: str
-    told: str
+    output: str
 
 
 @functools.cache

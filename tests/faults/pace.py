@@ -1,4 +1,4 @@
-"""For `experimental.custom_import`: a run whose starts wait until they are told to end, the first one at the first of the
+"""For `experimental.custom_import`: a run whose starts wait until they get a signal, the first one at the first of the
 steps HOLD_AT, and so on; a start beyond these does not wait. None begins before the file WAIT_FOR is there.
 
 So a test needs no luck to signal it in the middle, however fast or slow the machine is.
@@ -18,17 +18,17 @@ START += int(os.environ.get("SLURM_ARRAY_TASK_ID", "1")) - 1
 def hold(at: int) -> None:
     from torchtitan_like.optim.schedule import Schedule
 
-    told = []
+    stop_signals = []
 
     def held_factor(schedule: Schedule, step: int) -> float:
-        if step == at and not told:
+        if step == at and not stop_signals:
             run = signal.getsignal(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, lambda *signalled: (told.append(1), run(*signalled)))  # type: ignore[operator]
+            signal.signal(signal.SIGTERM, lambda *signalled: (stop_signals.append(1), run(*signalled)))  # type: ignore[operator]
             print(f"Holding at step {step}", flush=True)
             give_up = time.monotonic() + 250
-            while not told and time.monotonic() < give_up:
+            while not stop_signals and time.monotonic() < give_up:
                 time.sleep(0.05)
-        if told:
+        if stop_signals:
             time.sleep(0.3)  # a step takes longer than all copies of the signal
         return factor(schedule, step)
 

@@ -42,8 +42,8 @@ def test_damage_is_detected_named_and_skipped(steps: Path, tmp_path: Path, name:
         folder = copy_steps(steps, run, [OLD, NEW])
         damage(folder / f"step-{NEW}" / name)
         loaded = start_here(run, steps / f"step-{OLD}")
-        if (loaded.step, loaded.content) != (OLD, intact.content) or name not in loaded.told:
-            wrong.append(f"{name}, {what}: started at {loaded.step}, and said: {loaded.told}")
+        if (loaded.step, loaded.content) != (OLD, intact.content) or name not in loaded.output:
+            wrong.append(f"{name}, {what}: started at {loaded.step}, and said: {loaded.output}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -55,8 +55,8 @@ def test_a_damaged_only_step_is_refused(steps: Path, tmp_path: Path, name: str) 
         folder = copy_steps(steps, run, [NEW])
         damage(folder / f"step-{NEW}" / name)
         loaded = start_here(run, steps / f"step-{OLD}")
-        if loaded.step is not None or name not in loaded.told:
-            wrong.append(f"{name}, {what}: started at {loaded.step}, and said: {loaded.told}")
+        if loaded.step is not None or name not in loaded.output:
+            wrong.append(f"{name}, {what}: started at {loaded.step}, and said: {loaded.output}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -75,8 +75,8 @@ def test_a_damaged_export_is_refused(steps: Path, tmp_path: Path) -> None:
             shutil.copytree(export, tmp_path / "export")
             damage(tmp_path / "export" / name)
             loaded = start_here(tmp_path / "run", like, **where)
-            if (loaded.step is None) != bool(name) or name not in loaded.told:
-                wrong.append(f"{name}, {what}: started at {loaded.step}, and said: {loaded.told}")
+            if (loaded.step is None) != bool(name) or name not in loaded.output:
+                wrong.append(f"{name}, {what}: started at {loaded.step}, and said: {loaded.output}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -53,9 +53,9 @@ def test_every_checkpoint_version_has_an_example() -> None:
 def test_a_stored_checkpoint_has_its_original_content(version: int, tmp_path: Path) -> None:
     shutil.copytree(golden(version), tmp_path / "checkpoint" / "step-3")
     loaded = start_here(tmp_path, golden(version))
-    assert loaded.step == 3, loaded.told
+    assert loaded.step == 3, loaded.output
     assert loaded.content == CONTENT
-    assert ("cannot be verified" in loaded.told) == (version == 1), loaded.told
+    assert ("cannot be verified" in loaded.output) == (version == 1), loaded.output
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -54,11 +54,11 @@ def resume(path: Path, folder: Path) -> str:
     target = folder / "run/checkpoint/step-3"
     target.parent.mkdir(parents=True)
     target.symlink_to(path)
-    return start_here(folder / "run", GOLDEN).told
+    return start_here(folder / "run", GOLDEN).output
 
 
 def warm(path: Path, folder: Path) -> str:
-    return start_here(folder / "warm", GOLDEN, start="warm", initial_load_path=str(path)).told
+    return start_here(folder / "warm", GOLDEN, start="warm", initial_load_path=str(path)).output
 
 
 def _command(*words: str) -> Callable[[Path, Path], str]:
@@ -120,9 +120,9 @@ def test_no_command_makes_the_calls(
     )
     refusals = []
     for name, command in COMMANDS.items():
-        told = command(path, tmp_path / name.replace(" ", "")) + "".join(capsys.readouterr())
+        output = command(path, tmp_path / name.replace(" ", "")) + "".join(capsys.readouterr())
         assert not marker.exists() and not watched, f"{name} has run it: {watched}"
-        assert "Traceback" not in told and "crashed" not in told, f"{name}: {told}"
-        if re.search(asked, told) and "--trust-pickle" in told:
+        assert "Traceback" not in output and "crashed" not in output, f"{name}: {output}"
+        if re.search(asked, output) and "--trust-pickle" in output:
             refusals.append(name)
     assert refusals, "no command names the class"

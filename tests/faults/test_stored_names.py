@@ -97,8 +97,8 @@ def test_a_model_that_needs_the_module_is_refused_with_its_name_and_the_flag(
     step = write_step(tmp_path / "step-3", f'custom_import = "{MODULE}"', name="mine")
     argv = TOOLS[tool](step, tmp_path / "out")
     assert titan(argv) == 2
-    told = capsys.readouterr().err
-    assert f"asks for the module '{MODULE}'" in told and f"{FLAG} {MODULE}" in told
+    message = capsys.readouterr().err
+    assert f"asks for the module '{MODULE}'" in message and f"{FLAG} {MODULE}" in message
     assert titan([*argv, FLAG, MODULE]) == 2  # it cannot be found yet
     assert f"No module named '{MODULE}'" in capsys.readouterr().err
     (tmp_path / f"{MODULE}.py").write_text(
@@ -138,8 +138,8 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_replay_imports_no_module_of_the_run(stored: Path, refused: Callable[..., str]) -> None:
-    told = refused(write_bundle(stored.parents[1]))
-    assert f"The run imports the module {MODULE}" in told and f"{FLAG} {MODULE}" in told
+    message = refused(write_bundle(stored.parents[1]))
+    assert f"The run imports the module {MODULE}" in message and f"{FLAG} {MODULE}" in message
     assert MODULE not in sys.modules and str(stored) not in sys.path
     assert f"No module named '{MODULE}'" in refused(write_bundle(stored.parents[1]), FLAG, MODULE)
 
@@ -152,11 +152,11 @@ def test_a_bundle_leads_to_no_file_outside_its_run(
     step = write_step(run / "checkpoint/step-3", 'custom_import = ""')
     shutil.copy(step / "config.toml", tmp_path / "config.toml")
     outside = outside.format(tmp=tmp_path)
-    told = refused(write_bundle(run, config=outside))
-    assert "as the run's settings: expected a file in" in told
+    message = refused(write_bundle(run, config=outside))
+    assert "as the run's settings: expected a file in" in message
     checkpoint_elsewhere = {"kind": "warm", "path": outside, "is_start": True, "is_pinned": False}
-    told = refused(write_bundle(run, checkpoint=checkpoint_elsewhere))
-    assert "expected one in" in told and "--checkpoint.initial_load_path" in told
+    message = refused(write_bundle(run, checkpoint=checkpoint_elsewhere))
+    assert "expected one in" in message and "--checkpoint.initial_load_path" in message
 
 
 def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,8 @@ class Ended:
     def tail(self) -> str:
         """Return the errors in the output, and its last lines, for messages."""
         lines = [line[:400] for line in self.output.splitlines()]
-        told = [line for line in lines[:-8] if re.search("ERROR|WARNING|Error|Traceback", line)]
-        return "\n".join([*told[-20:], *lines[-8:]])
+        error_lines = [line for line in lines[:-8] if re.search("ERROR|WARNING|Error|Traceback", line)]
+        return "\n".join([*error_lines[-20:], *lines[-8:]])
 
     def says(self, words: str) -> bool:
         """Return True if the output contains these words. (`in` would make pytest print all of it.)"""

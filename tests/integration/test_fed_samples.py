@@ -250,9 +250,9 @@ def main(folder: Path) -> None:
     expected = plain_loop(corpus)
     for number, parts in enumerate([*([(layout, STEPS)] for layout in ALL), KILLED]):
         place, begin = folder / f"run-{number}" / "outputs", time.monotonic()
-        told = check(place, list(run_to_the_end(starter, corpus, place, parts)), expected)
+        summary = check(place, list(run_to_the_end(starter, corpus, place, parts)), expected)
         print(
-            f"{' then '.join(str(layout) for layout, _ in parts)}: {told}, {time.monotonic() - begin:.0f} s", flush=True
+            f"{' then '.join(str(layout) for layout, _ in parts)}: {summary}, {time.monotonic() - begin:.0f} s", flush=True
         )
 
 

@@ -89,8 +89,8 @@ def test_threads_and_settings_of_this_process_are_read() -> None:
 def test_a_gpu_is_bit_exact_only_in_deterministic_mode() -> None:
     gpu = fingerprint() | {"device": "NVIDIA H100 80GB HBM3", "NCCL": "2.27.3"}
     assert resume_line(gpu, gpu) == "bit-exact: no (debug.deterministic is false)"
-    told = gpu | {"deterministic": "yes"}
-    assert resume_line(told, told) == "bit-exact: yes"
+    deterministic = gpu | {"deterministic": "yes"}
+    assert resume_line(deterministic, deterministic) == "bit-exact: yes"
     assert compare(gpu, {name: value for name, value in gpu.items() if name != "NCCL"}) == ["NCCL 2.27.3 -> none"]
 
 

@@ -196,17 +196,17 @@ def test_any_table_over_any_shards(kind, data):
     names = [f"layers.{i}.{w}" for i in (2, 10) for w in (("w", "v") if kind == "joined" else ("w",))]
     state = {name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
     ranks = data.draw(st.integers(1, 5))
-    told, held = [[] for _ in range(ranks)], {}
+    infos, held = [[] for _ in range(ranks)], {}
     for name in names:
         boxes = cut(shape, [data.draw(st.integers(1, 4)) for _ in shape])
         at = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=2)) for _ in boxes]  # some twice
         for rank in range(ranks):
-            told[rank].append(
+            infos[rank].append(
                 ShardInfo(name, "F32", shape, tuple(b for b, where in zip(boxes, at, strict=True) if rank in where))
             )
         held |= {(name, box): state[name][tuple(slice(a, a + n) for a, n, _ in box)].clone() for box in boxes}
     dtype = data.draw(st.sampled_from([None, torch.bfloat16]))
-    found = plan.plan_tensors(merge_shards(told, [str(r) for r in range(ranks)]), ROWS[kind], (), dtype)
+    found = plan.plan_tensors(merge_shards(infos, [str(r) for r in range(ranks)]), ROWS[kind], (), dtype)
     files = lay_out_files(found, group_by_size(found, data.draw(st.sampled_from([100, 10**9]))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "EXTENT", data.draw(st.sampled_from([64, 128, 1024, EXTENT])))  # so that many are cut
@@ -224,8 +224,8 @@ def test_any_table_over_any_shards(kind, data):
 def one_tensor(shape, boxes, dtype="F32"):
     """The output tensor of one tensor; boxes: box -> ranks."""
     ranks = 1 + max(r for holders in boxes.values() for r in holders)
-    told = [[ShardInfo("t", dtype, shape, tuple(b for b, h in boxes.items() if r in h))] for r in range(ranks)]
-    return plan.plan_tensors(merge_shards(told, [str(r) for r in range(ranks)]), (("t", "t"),), (), None)
+    infos = [[ShardInfo("t", dtype, shape, tuple(b for b, h in boxes.items() if r in h))] for r in range(ranks)]
+    return plan.plan_tensors(merge_shards(infos, [str(r) for r in range(ranks)]), (("t", "t"),), (), None)
 
 
 MIB = 2**18  # elements
@@ -258,8 +258,8 @@ def test_columns_are_written_in_turns():
 
 def test_names_are_ordered_by_their_numbers_and_files_are_split_by_bytes():
     names = ["layers.10.w", "layers.2.w", "norm.w", "layers.1.w"]
-    told = [[ShardInfo(name, "F32", (10,), (((0, 10, 1),),)) for name in names]]
-    found = plan.plan_tensors(merge_shards(told, ["0"]), tuple((name, name) for name in names), (), None)
+    infos = [[ShardInfo(name, "F32", (10,), (((0, 10, 1),),)) for name in names]]
+    found = plan.plan_tensors(merge_shards(infos, ["0"]), tuple((name, name) for name in names), (), None)
     assert list(found) == ["layers.1.w", "layers.2.w", "layers.10.w", "norm.w"]
     assert group_by_size(found, 80) == [["layers.1.w", "layers.2.w"], ["layers.10.w", "norm.w"]]
     assert group_by_size(found, 79) == group_by_size(found, 1) == [[name] for name in found]
@@ -271,7 +271,7 @@ def test_names_are_ordered_by_their_numbers_and_files_are_split_by_bytes():
 
 
 def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
-    told = [
+    infos = [
         [
             ShardInfo("w", "F32", (2,), (((0, 2, 1),),)),
             ShardInfo("n", "I32", (2,), (((0, 2, 1),),)),
@@ -281,14 +281,14 @@ def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
         ]
     ]
     rows = tuple((name, name) for name in ("w", "n", "again", "empty", "scalar"))
-    found = plan.plan_tensors(merge_shards(told, ["0"]), rows, (("again", "w"),), torch.float16)
+    found = plan.plan_tensors(merge_shards(infos, ["0"]), rows, (("again", "w"),), torch.float16)
     assert {name: target.dtype for name, target in found.items()} == {
         "w": "F16", "n": "I32", "empty": "F16", "scalar": "F16",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("infos", "words"),
     [
         ([[ShardInfo("w", "F32", (2,), (((0, 1, 1),),))]], r"w\[1:2\] is missing"),
         ([[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "F32", (3,), ())]], "Expected the shards of one model"),
@@ -300,9 +300,9 @@ def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
         ),
     ],
 )
-def test_what_cannot_be_exported(told, words):
+def test_what_cannot_be_exported(infos, words):
     with pytest.raises(CheckpointError, match=words):
-        plan.plan_tensors(merge_shards(told, ["rank 0", "rank 1"]), (Row(("w", "v"), "both"),), (), None)
+        plan.plan_tensors(merge_shards(infos, ["rank 0", "rank 1"]), (Row(("w", "v"), "both"),), (), None)
 
 
 def test_a_dtype_that_the_format_lacks():

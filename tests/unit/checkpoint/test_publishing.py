@@ -40,8 +40,8 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
 
 def save(checkpointer: Checkpointer, **what: Any) -> None:
     given = {"kind": "full", "folder": checkpointer.folder, **what}
-    told: dict[str, Any] = {"config_toml": "", "summary": {}, "on_published": lambda *_: None}
-    checkpointer.save([Save(**given)], 5, {"model": Weights()}, **told)
+    arguments: dict[str, Any] = {"config_toml": "", "summary": {}, "on_published": lambda *_: None}
+    checkpointer.save([Save(**given)], 5, {"model": Weights()}, **arguments)
 
 
 def once_written(checkpointer: Checkpointer, then: Callable[[Path], object]) -> None:

@@ -318,6 +318,6 @@ def test_one_token_is_refused(build: Build, tmp_path: Path) -> None:
 
 def test_ranks_with_the_same_text_exchange_few_bytes(build: Build, corpus_file: Path) -> None:
     """All that is known of twenty sources would be hundreds of megabytes on each of 16,384 ranks."""
-    told: list[str] = []
-    build(corpus_file).check_ranks(lambda mine: [told.append(mine), [mine, mine]][1], {})
-    assert [len(mine) for mine in told] == [32]
+    sent: list[str] = []
+    build(corpus_file).check_ranks(lambda mine: [sent.append(mine), [mine, mine]][1], {})
+    assert [len(mine) for mine in sent] == [32]

@@ -95,10 +95,10 @@ def test_a_truncated_gzip_file_is_reported_or_its_rest_skipped(
         read(file)
     found = read(file, "skip")
     texts = [text for text in found if text in MANY]
-    told = found[len(texts) :]
+    errors = found[len(texts) :]
     assert texts == MANY[: len(texts)] and 0.5 * len(MANY) < len(texts) < 0.65 * len(MANY)
     num_parts = len(Blocks(find_corpus(str(file))))
-    assert 1 <= len(told) <= num_parts and all("cannot be decompressed" in one and str(file) in one for one in told)
+    assert 1 <= len(errors) <= num_parts and all("cannot be decompressed" in one and str(file) in one for one in errors)
 
 
 def test_a_file_that_is_not_gzip_is_reported(tmp_path: Path) -> None:

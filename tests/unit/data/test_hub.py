@@ -81,7 +81,7 @@ def test_downloads_are_retried_after_network_errors(downloads: Callable[..., Pat
 
 
 @pytest.mark.parametrize(
-    ("path", "faults", "told"),
+    ("path", "faults", "message"),
     [
         (PATH, [ConnectionError("no route")] * hub.ATTEMPTS, "not downloaded in 6 attempts: ConnectionError: no route"),
         (PATH, [OfflineModeIsEnabled("offline")], "cannot be downloaded: offline.*HF_HUB_OFFLINE"),
@@ -89,10 +89,10 @@ def test_downloads_are_retried_after_network_errors(downloads: Callable[..., Pat
     ],
 )
 def test_a_failed_download_is_reported(
-    downloads: Callable[..., Path], path: str, faults: list[Exception], told: str
+    downloads: Callable[..., Path], path: str, faults: list[Exception], message: str
 ) -> None:
     downloads(*faults)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         find_corpus(path)
 
 

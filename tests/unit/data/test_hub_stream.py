@@ -240,7 +240,7 @@ def test_a_decompressed_file_has_its_own_name(tmp_path: Path, name: str, here: s
 
 
 @pytest.mark.parametrize(
-    ("path", "fault", "told"),
+    ("path", "fault", "message"),
     [
         (PATH, EntryNotFoundError("404"), f"{PATH[:-1]}. cannot be downloaded: 404.*check the name"),
         ("hf://datasets/own/tales@v1/en/*.arrow", None, "en/.*arrow matches no file of the dataset own/tales"),
@@ -248,10 +248,10 @@ def test_a_decompressed_file_has_its_own_name(tmp_path: Path, name: str, here: s
     ],
 )
 def test_a_failed_listing_is_reported(
-    the_hub: Hub, tmp_path: Path, path: str, fault: Exception | None, told: str
+    the_hub: Hub, tmp_path: Path, path: str, fault: Exception | None, message: str
 ) -> None:
     the_hub.faults = [fault] if fault else []
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         hub.list_files(path, tmp_path)
 
 

@@ -34,20 +34,20 @@ class Ranks(HostGroup):
 
     def __init__(self) -> None:
         super().__init__([0], timedelta(0))
-        self._told: list[bytes] = []
+        self._answers: list[bytes] = []
         self.restart()
 
     def restart(self) -> Ranks:
         """The next rank begins."""
-        self._next = iter([*self._told])
+        self._next = iter([*self._answers])
         return self
 
     def leader_does(self, action: Callable[[], Any]) -> Any:
-        told = next(self._next, None)
-        if told is None:
-            told = pickle.dumps(action())
-            self._told.append(told)
-        return pickle.loads(told)
+        answer = next(self._next, None)
+        if answer is None:
+            answer = pickle.dumps(action())
+            self._answers.append(answer)
+        return pickle.loads(answer)
 
 
 def text(folder: Path) -> Path:

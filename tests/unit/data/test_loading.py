@@ -170,12 +170,12 @@ def test_validation_reads_the_same_every_time(
 def test_too_few_cores_for_ranks_and_workers_are_reported(
     num_workers: int, num_ranks: int, num_cores: int, wanted: int | None
 ) -> None:
-    told = describe_core_shortage(num_workers, num_ranks, num_cores)
+    problem = describe_core_shortage(num_workers, num_ranks, num_cores)
     if wanted is None:
-        assert told is None
+        assert problem is None
     else:
-        assert told is not None and f"{num_cores} CPU cores are too few for {num_ranks} ranks" in told
-        assert f"num_workers = {num_workers}. Expected ranks x (workers + 1) + 4 = {wanted} or more" in told
+        assert problem is not None and f"{num_cores} CPU cores are too few for {num_ranks} ranks" in problem
+        assert f"num_workers = {num_workers}. Expected ranks x (workers + 1) + 4 = {wanted} or more" in problem
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

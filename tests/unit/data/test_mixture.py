@@ -355,14 +355,14 @@ def test_the_log_reports_when_weights_change_and_texts_end(
     caplog.set_level("INFO")
     weights = {"plays": {"weight": 1.0, "max_epochs": 1}, "verse": {"weight": 1.0, "max_epochs": 1}}
     batches = mixed(tokenizer, texts, weights, skip_steps=[(2, 4)])
-    told = [line for line in caplog.messages if line.startswith(("Mixture from step", "The training text ends"))]
+    logged = [line for line in caplog.messages if line.startswith(("Mixture from step", "The training text ends"))]
     steps = list(batches)
     last = steps[-1]
     # A text's last sample is shorter: shares of samples are not exactly those of tokens.
-    assert re.fullmatch(r"Mixture from step 1 \(sample 0\): plays 50\.0\d%, verse 49\.9\d% of the samples", told[0])
-    assert told[1].endswith("plays 100.00% of the samples")
-    assert told[2] == f"The training text ends in step {len(steps)}, with sample {last.position}"
-    (number,) = re.findall(r"from step (\d+)", told[1])
+    assert re.fullmatch(r"Mixture from step 1 \(sample 0\): plays 50\.0\d%, verse 49\.9\d% of the samples", logged[0])
+    assert logged[1].endswith("plays 100.00% of the samples")
+    assert logged[2] == f"The training text ends in step {len(steps)}, with sample {last.position}"
+    (number,) = re.findall(r"from step (\d+)", logged[1])
     sonnets = [any(tokenizer.encode("sonnet")[0] in row for row in rows(batch)) for batch in steps]
     assert sonnets.index(False) in (int(number), int(number) - 1)
 
@@ -401,8 +401,8 @@ def test_a_changed_mixture_is_refused_or_continues_without_repeats(
     state = run.state_dict()
     with pytest.raises(DataMismatch) as refused:
         mixed(tokenizer, texts, changed).load_state_dict(state)
-    told = [line.strip().split(":")[0] for line in str(refused.value).splitlines() if line.startswith("  ")]
-    assert told == names and "data.allow_change = [" in str(refused.value)
+    differences = [line.strip().split(":")[0] for line in str(refused.value).splitlines() if line.startswith("  ")]
+    assert differences == names and "data.allow_change = [" in str(refused.value)
 
     other = mixed(tokenizer, texts, changed, allow_change=names)
     other.load_state_dict(state)

@@ -197,9 +197,9 @@ def test_bad_records_are_skipped_and_counted_once_on_request(
     assert (found.meta.num_bad, found.meta.num_documents) == (2, 60)
     assert found.meta.text_digest == as_they_were.meta.text_digest
     assert np.array_equal(found.tokens, as_they_were.tokens)
-    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1 and "skipped 2 bad records, the first of them: " in told[0]
-    assert f"{corpus / '1.jsonl'}, byte 0: malformed JSON" in told[0]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "skipped 2 bad records, the first of them: " in warnings[0]
+    assert f"{corpus / '1.jsonl'}, byte 0: malformed JSON" in warnings[0]
     with pytest.raises(DataError, match="1.jsonl, line 1: malformed JSON"):  # that cache is of another policy
         cache(corpus)
 

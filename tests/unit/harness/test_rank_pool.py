@@ -1,4 +1,4 @@
-"""The rank pool: the same processes again, a failure told with its rank, a new pool after it, no hang."""
+"""The rank pool: processes are reused, a failure names its rank and replaces the pool, and no call hangs."""
 
 from __future__ import annotations
 

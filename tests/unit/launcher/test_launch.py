@@ -246,8 +246,8 @@ def test_gpus_are_listed_and_a_bad_gpu_starts_nothing(shell: Shell, known_bad: s
 def test_nccl_logs_to_one_file_per_process(shell: Shell) -> None:
     folder = shell.folder / "nccl"
     assert shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG_SUBSYS="COLL").returncode == 0
-    told = shell.environment
-    assert {f"NCCL_DEBUG_FILE={folder}/nccl-%h-%p.log", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=COLL"} <= set(told)
+    variables = shell.environment
+    assert {f"NCCL_DEBUG_FILE={folder}/nccl-%h-%p.log", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=COLL"} <= set(variables)
     assert folder.is_dir()
     shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG="TRACE")
     assert "NCCL_DEBUG=TRACE" in shell.environment

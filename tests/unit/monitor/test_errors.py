@@ -47,14 +47,15 @@ def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
     assert sorted(record["rank"] for record in read_errors(tmp_path)) == [3, 70]
 
 
-@pytest.mark.parametrize(("device", "told"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])
+@pytest.mark.parametrize(("device", "location"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])
 def test_the_record_names_the_gpu_if_available(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Callable[[], int], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Callable[[], int], location: str
 ) -> None:
     """Other ranks of the host may have left nothing: its logs name GPUs, not ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", device)
-    assert f"host {socket.gethostname()}, {told}, step 12" in describe_error(record_error(tmp_path, 3, "save", 12, fail("x")))
+    record = record_error(tmp_path, 3, "save", 12, fail("x"))
+    assert f"host {socket.gethostname()}, {location}, step 12" in describe_error(record)
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -78,7 +78,7 @@ def test_the_requested_number_of_modules_is_shown(caplog: pytest.LogCaptureFixtu
     watch(model, detect_overflow_frames=3)
     with pytest.raises(NonFiniteError):
         model(torch.tensor([[1.0, -1.0, 0.5, 0.0]]))
-    told, last, *frames = caplog.messages[-1].splitlines()
+    summary, last, *frames = caplog.messages[-1].splitlines()
     assert last == "The last 3 of 8 modules, abs min and max:"
     assert [line for line in frames if not line.startswith(" ")] == [
         "1 (Block)",

@@ -64,11 +64,11 @@ def test_auto_ends_before_the_job_does(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "'auto' has no effect. Expected a Slurm job whose end is known" in caplog.text
 
 
-@pytest.mark.parametrize(("told", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)])
-def test_slurm_is_asked(told: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("end_time", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)])
+def test_slurm_is_asked(end_time: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
-        f'#!/bin/sh\n[ "$*" = "show -d job 7" ] && echo "JobId=7 StartTime=1 EndTime={told} Deadline=N/A"\n'
+        f'#!/bin/sh\n[ "$*" = "show -d job 7" ] && echo "JobId=7 StartTime=1 EndTime={end_time} Deadline=N/A"\n'
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

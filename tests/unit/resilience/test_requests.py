@@ -23,8 +23,8 @@ def test_a_request_is_sent_once():
 def test_a_request_during_validation_is_sent():
     requests = Requests()
     requests.note(Request.TERMINATE)
-    told = requests.noted()
-    assert told == requests.noted() == requests.take() == [int(r is Request.TERMINATE) for r in Request]
+    counts = requests.noted()
+    assert counts == requests.noted() == requests.take() == [int(r is Request.TERMINATE) for r in Request]
     assert not any(requests.noted())
 
 

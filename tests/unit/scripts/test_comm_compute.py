@@ -42,9 +42,9 @@ def test_gradients_of_2b_and_80b_in_float32(sent: float, gbs: float, seconds: fl
     params = 2e9 if sent == 16 else 40e9
     run = ["--gpus", "8", "--tflops", "156", "--seq-len", "2048", "--batch", "2", "--sharding", "ddp", "--bytes", "4"]
     assert main(["--params", str(params), "--gbs", str(gbs), *run]) == 0
-    told = capsys.readouterr().out.splitlines()[0]
-    assert f"= {sent} GB, " in told
-    assert float(told.split(" GB, ")[1].split()[0]) == pytest.approx(seconds, rel=0.01)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert f"= {sent} GB, " in line
+    assert float(line.split(" GB, ")[1].split()[0]) == pytest.approx(seconds, rel=0.01)
 
 
 def test_compute() -> None:

@@ -33,8 +33,8 @@ cat "$ANSWER"
 
 def test_results_of_a_disk_are_a_table(tmp_path: Path) -> None:
     program(tmp_path, "fio", FIO)
-    told = {"read": {"bw_bytes": 2_400_400_000, "iops": 2400.4}, "write": {"bw_bytes": 1_000_000, "iops": 61.0}}
-    (tmp_path / "answer").write_text(json.dumps({"jobs": [told]}))
+    job = {"read": {"bw_bytes": 2_400_400_000, "iops": 2400.4}, "write": {"bw_bytes": 1_000_000, "iops": 61.0}}
+    (tmp_path / "answer").write_text(json.dumps({"jobs": [job]}))
     variables = {"CALLS": str(tmp_path / "calls"), "ANSWER": str(tmp_path / "answer")}
     done = run(tmp_path, "fio_scan.sh", str(tmp_path), SIZES="16k 1m", **variables)
     assert done.returncode == 0, done.stderr
