@@ -81,7 +81,8 @@ def diff_settings(
     Raises CheckpointError if the stored configuration cannot be read.
     """
     section = current.get("checkpoint", {})
-    allowed, excluded = section.get("allow_change", ()), {*section.get("exclude_from_loading", ())}
+    allowed = section.get("allow_change", ())
+    excluded = set(section.get("exclude_from_loading", ()))
     if "train_state" in excluded:  # the run starts at step 0, and so does the data
         excluded.add("dataloader")
     is_seed = stored_summary.get("step") == 0  # a seed checkpoint, without any training
@@ -92,7 +93,8 @@ def diff_settings(
         is_untrained = is_seed and state != "model"
         return state in ("nothing", "future_samples", *excluded) or is_untrained or is_allowed
 
-    before, now = _complete(stored), _complete(current)
+    before = _complete(stored)
+    now = _complete(current)
     changes = Changes([], [])
     for key in dict.fromkeys((*before, *now)):
         if key == "job.config_file":  # never stored

@@ -44,7 +44,7 @@ _C4 = "hf://datasets/allenai/c4@1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
 DATASETS: dict[str, DatasetEntry] = {
     "shakespeare": DatasetEntry(_TRAIN),
     "shakespeare_validation": DatasetEntry(_VALIDATION),
-    "c4_test": DatasetEntry(_TRAIN, note='the shipped text "shakespeare" stands in for "c4_test"'),
+    "c4_test": DatasetEntry(_TRAIN, note='"c4_test" reads the shipped dataset "shakespeare"'),
     "c4_validation": DatasetEntry(f"{_C4}/en/c4-validation.*.json.gz"),
     "c4": DatasetEntry(f"{_C4}/en/c4-train.*.json.gz", streaming=True),
 }

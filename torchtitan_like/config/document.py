@@ -53,7 +53,7 @@ A setting has the value of the first of these that contains it:
 3. the file that it extends: `extends = "base.toml"`, relative to the TOML file, or the name of a file in the package
 4. the default below
 
-Names and defaults are those of TorchTitan v0.2.2 where it has the setting.
+Names and defaults equal TorchTitan v0.2.2 where it has the setting.
 
 ## How to read the tables
 

@@ -13,7 +13,7 @@ from torchtitan_like.config.problems import Problem
 
 
 class JobConfig(Section):
-    """A checked configuration. Names are those of TorchTitan v0.2.2 where it has the setting."""
+    """A checked configuration. Names equal TorchTitan v0.2.2 where it has the setting."""
 
     job: sections_run.Job = sections_run.Job()
     profiling: sections_run.Profiling = sections_run.Profiling()

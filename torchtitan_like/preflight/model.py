@@ -83,7 +83,7 @@ def check_attention(run: RunContext) -> Iterator[Problem]:
 def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
     """Check that each pattern of optimizer.no_weight_decay matches a parameter.
 
-    With a misspelled pattern, the parameters that it means would decay.
+    The parameters of a misspelled pattern would decay.
     """
     spec = run.spec
     section = run.config.optimizer
@@ -93,8 +93,8 @@ def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
     rows = [row if isinstance(row, tuple) else (row.native,) for row in spec.hf_names(run.args)]
     templates = [
         name
-        for ours, *_ in rows
-        for name in ([ours] if isinstance(ours, str) else ours)
+        for native, *_ in rows
+        for name in ([native] if isinstance(native, str) else native)
         if name not in tied
     ]
     layers = range(run.size("n_layers"))
