@@ -189,7 +189,7 @@ def without_the_option() -> list[dict[str, int]]:
     return [dict(graph) for graph in graphs]
 
 
-def test_nothing_changes_unless_asked_for() -> None:
+def test_asynchronous_collectives_are_off_by_default() -> None:
     plain = {GATHER: 2, SCATTER: 2}
     assert run_ranks(without_the_option, 2) == [[plain] * 3] * 2
 
@@ -233,7 +233,7 @@ def on_a_gpu(rank: int, port: int, run: Run) -> None:
 
 
 @pytest.mark.gpu
-def test_numbers_on_gpus_are_those_of_plain_tensor_parallelism() -> None:
+def test_numbers_on_gpus_equal_plain_tensor_parallelism() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs that read each other's memory")
     [port] = free_ports(1)

@@ -123,7 +123,7 @@ def flex_error(cell):
 
 
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
-def test_the_models_kernel_is_what_computes(method):
+def test_the_kernel_of_the_model_computes_attention(method):
     """Forward alone: on CPU FlexAttention has no more."""
     cell = Cell(method, documents=True, attn_type="flex", dtype=torch.float32)
     assert max(run_ranks(flex_error, 2, cell)) < 1e-6

@@ -257,7 +257,7 @@ def test_a_step_is_shown_as_json(folder, reference, capsys, monkeypatch):
     assert {sample["source"] for sample in content["samples"]} <= SIZES.keys()
 
 
-def test_a_step_of_a_stream_is_shown_beside_a_run_that_reads_it(folder, capsys, monkeypatch):
+def test_a_step_of_a_stream_is_shown_while_a_run_reads_it(folder, capsys, monkeypatch):
     """The run's windows stay, and none is added."""
     run_ranks(train_in_small_windows, 1, stream_arguments(folder, "shown", 8))
     monkeypatch.chdir(ROOT)

@@ -164,7 +164,7 @@ def save_slice(folder: str) -> tuple[int, dict[str, FileRecord]]:
     return dist.get_rank(), writer.records
 
 
-def test_a_slice_takes_its_own_bytes_and_a_rank_without_items_writes_no_file(tmp_path: Path) -> None:
+def test_a_slice_stores_its_own_bytes_and_a_rank_without_items_writes_no_file(tmp_path: Path) -> None:
     (_, first), (_, second) = run_ranks(save_slice, 2, str(tmp_path))
     assert first["shard-00000.bin"].size == 4000
     assert second == {}
@@ -322,7 +322,7 @@ def load_missing(folder: str, records: dict[str, FileRecord]) -> str:
     return "nothing was noticed"
 
 
-def test_what_is_not_there_is_no_damage(step: Any) -> None:
+def test_missing_keys_are_not_damage(step: Any) -> None:
     for text in run_ranks(load_missing, 2, str(step[0]), step[1]):
         assert text.startswith("CheckpointError: rank 0: RuntimeError: Missing key")
 

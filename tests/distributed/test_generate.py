@@ -76,7 +76,7 @@ def test_a_relative_tokenizer_is_found_from_other_folders(tmp_path, monkeypatch,
     assert find_assets("./tests/assets/tokenizer", step) == ROOT / "tests/assets/tokenizer"
 
 
-def test_what_is_not_a_checkpoint(tmp_path, capsys):
+def test_a_folder_that_is_not_a_checkpoint(tmp_path, capsys):
     assert titan(["generate", str(tmp_path)]) == 2
     assert "no valid manifest.json" in capsys.readouterr().err
 

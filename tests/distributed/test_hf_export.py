@@ -372,7 +372,7 @@ def test_metas_tokenizer_is_exported_where_only_its_readers_look(tmp_path, repo_
     assert after.encode("To be, or not") == before.encode("To be, or not")
 
 
-def test_a_sentencepiece_model_stays_beside_the_weights(tmp_path):
+def test_a_sentencepiece_model_stays_next_to_the_weights(tmp_path):
     """llama.cpp needs it there for Llama 2."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "hf").mkdir()

@@ -313,7 +313,7 @@ def test_metas_files_agree_on_what_each_holds_as_a_whole(tmp_path):
         load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
 
 
-def test_a_config_that_is_no_json_is_damage(tmp_path):
+def test_a_config_that_is_not_json_is_damage(tmp_path):
     (tmp_path / "config.json").write_text("{")
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(DamagedError, match="config.json is not valid"):

@@ -302,7 +302,7 @@ def test_weights_that_are_gathered_again_get_all_their_gradients(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_what_is_sent_has_the_compute_dtype(schedule):
+def test_messages_have_the_compute_dtype(schedule):
     options = {"stored": "float32", "computed": "bfloat16"}
     results = run_ranks(with_data_parallel, 4, schedule, "dp_shard", options)
     check([traced for traced, *_ in results], limit=0.03)  # 3 digits of bfloat16 through 6 layers

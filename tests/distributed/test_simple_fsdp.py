@@ -197,7 +197,7 @@ def one_rank(**options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_one_rank_and_lie_where_fsdp2_puts_them(layout):
+def test_gradients_equal_one_rank_with_the_placement_of_fsdp2(layout):
     ours, theirs = outcomes(layout), outcomes(layout, impl="fsdp2")
     assert_same(ours[0], one_rank())
     assert_same(ours[0], theirs[0])
@@ -256,7 +256,7 @@ GATHERED_AGAIN = {
 
 
 @pytest.mark.parametrize("reshard", GATHERED_AGAIN)
-def test_what_is_gathered_again_for_backward(reshard):
+def test_gathers_for_backward(reshard):
     (counts,) = outcomes("fsdp-2", reshard=reshard)[0].operators
     assert counts == {
         ("all_gather_into_tensor", torch.float64): NUM_WEIGHTS + GATHERED_AGAIN[reshard](2),
@@ -276,7 +276,7 @@ def test_gradients_are_reduced_in_the_requested_dtype(reduced):
 @pytest.mark.parametrize(("reshard", "recompute", "n_layers"), [
     ("default", "full", 2), ("default", "none", 1), ("default", "op", 1), ("always", "full", 1), ("never", "full", 1),
 ])  # fmt: skip
-def test_what_is_gathered_again_in_a_compiled_graph(reshard, recompute, n_layers):
+def test_gathers_for_backward_in_a_compiled_graph(reshard, recompute, n_layers):
     """As without compiling, whatever activation checkpointing computes again; the default frees, "never" keeps."""
     ours = outcomes("fsdp-2", backend="counted", reshard=reshard, recompute=recompute, n_layers=n_layers)[0]
     assert_same(ours, one_rank(n_layers=n_layers))
@@ -395,7 +395,7 @@ def gathered_and_kept(layout, options, expected):
 
 
 @pytest.mark.parametrize(("reshard", "kept"), [("default", 1), ("always", 0), ("never", 2 * 9 + 1)])
-def test_what_forward_keeps_of_the_gathered_weights(reshard, kept):
+def test_gathered_weights_kept_by_forward(reshard, kept):
     """Eagerly: of the head the norm's; the loss is done with the other one."""
     assert run_ranks(gathered_and_kept, 2, "fsdp-2", Options(reshard=reshard), kept) == [(NUM_WEIGHTS, kept)] * 2
     casts = Options("casts", reshard=reshard, **MIXED)

@@ -349,7 +349,7 @@ GATHER, SCATTER, SUM = ("all_gather", ACTIVATION), ("reduce_scatter", ACTIVATION
     ],
     ids=["sp", "no-sp", "sp-ac-full", "sp-ac-op", "sp-ac-op-scatters-repeated", "logits-gathered"],
 )  # fmt: skip
-def test_what_a_step_sends(layout, forward, back):
+def test_collectives_of_a_step(layout, forward, back):
     assert run_ranks(traffic, 2, layout) == [(forward, back)] * 2
 
 
@@ -410,7 +410,7 @@ def misuses():
     return messages
 
 
-def test_errors_are_those_of_one_rank_on_every_rank():
+def test_every_rank_raises_the_errors_of_one_rank():
     """A token beyond the vocabulary is not simply missed by all; hooks find hidden states by position only."""
     for foreign_token, by_keyword in run_ranks(misuses, 2):
         assert "out of range" in foreign_token

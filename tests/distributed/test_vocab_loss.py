@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_are_those_of_plain_cross_entropy(name, world_size):
+def test_value_and_gradients_equal_plain_cross_entropy(name, world_size):
     case = CASES[name]
     limit = 1e-12 if case[2] == F64 else 1e-6
     assert all(error <= limit for errors_ in run_ranks(errors, world_size, case) for error in errors_)

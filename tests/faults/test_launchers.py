@@ -56,7 +56,7 @@ def test_the_first_error_is_printed_last(tmp_path: Path) -> None:
     assert "rank 1, step 4, phase step:" in cause and "Planted: planted in the step" in cause, torchruns[-3000:]
 
 
-def test_a_config_that_one_rank_refuses_is_no_crash(tmp_path: Path) -> None:
+def test_a_config_that_one_rank_refuses_is_not_a_crash(tmp_path: Path) -> None:
     """A rank sees what the launcher's check did not: its own GPU, here its number."""
     (tmp_path / "mine.py").write_text("import os\nassert os.environ.get('RANK') != '1', 'not on this rank'\n")
     environ = trainer_environment({**os.environ, "PYTHON": sys.executable, "NGPU": "2", "PYTHONPATH": str(tmp_path)})

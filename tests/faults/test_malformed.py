@@ -72,7 +72,7 @@ def test_many_sources_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.parametrize("named", ["extends", "job.config_file"])
-def test_a_config_that_is_no_file(tmp_path: Path, kind: str, named: str) -> None:
+def test_a_config_that_is_not_a_regular_file(tmp_path: Path, kind: str, named: str) -> None:
     path = tmp_path / "base.toml"
     {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](
         path

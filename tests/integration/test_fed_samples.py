@@ -226,7 +226,7 @@ def expected(corpus: Mapping[str, Path]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("layout", SOME, ids=str)
-def test_ranks_are_fed_what_a_plain_loop_reads(
+def test_ranks_read_the_samples_of_a_plain_loop(
     warm: Starter, corpus: Mapping[str, Path], expected: Sequence[Sample], layout: Layout, tmp_path: Path
 ) -> None:
     folder = tmp_path / "outputs"

@@ -29,7 +29,7 @@ def test_the_same_run_is_bit_exact() -> None:
     assert resume_line(fingerprint(), fingerprint()) == "bit-exact: yes"
 
 
-def test_it_tells_what_it_is() -> None:
+def test_the_fingerprint_describes_torch_threads_and_layout() -> None:
     found = fingerprint()
     assert found["torch"] == torch.__version__
     assert found["threads"] == str(torch.get_num_threads())

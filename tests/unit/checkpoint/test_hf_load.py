@@ -237,7 +237,7 @@ def test_float8_blocks_are_multiplied_out_in_float32(quantized, monkeypatch, dty
     assert report.used == ("q.weight", "norm.weight") and report.unused == ()
 
 
-def test_float8_rows_that_stand_side_by_side(quantized):
+def test_adjacent_float8_rows(quantized):
     folder, _, reference = quantized
     ours = {"w": torch.empty(10, 7), "norm": torch.empty(7)}
     load(folder, ours, quantized=True, rows=(Row("w", "q.weight", interleaved_heads=1), ("norm", "norm.weight")))
@@ -355,7 +355,7 @@ def test_a_file_that_ends_while_it_is_read_is_damage(tmp_path):
         read_box(file, StoredTensor((2, 4), torch.int16, "numbers", 0), ((0, 2, 1), (0, 4, 1)))
 
 
-def test_an_empty_folder_is_no_checkpoint(tmp_path):
+def test_an_empty_folder_is_not_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="contains no safetensors files"):
         load(tmp_path, {})
 

@@ -270,7 +270,7 @@ def test_names_are_ordered_by_their_numbers_and_files_are_split_by_bytes():
     assert [file.name for file in lay_out_files(found, group_by_size(found, 80))][1] == "model-00002-of-00002.safetensors"
 
 
-def test_only_floating_point_numbers_are_converted_and_an_alias_is_left_out():
+def test_only_floating_point_numbers_are_converted_and_an_alias_is_skipped():
     infos = [
         [
             ShardInfo("w", "F32", (2,), (((0, 2, 1),),)),

@@ -77,7 +77,7 @@ def test_a_run_that_lost_its_lock_while_it_wrote_publishes_nothing(checkpointer:
     assert visible(checkpointer) == []
 
 
-def test_a_file_that_is_shorter_on_disk_than_what_was_written_is_not_published(checkpointer: Checkpointer) -> None:
+def test_a_truncated_file_is_not_published(checkpointer: Checkpointer) -> None:
     def cut(staged: Path) -> None:
         (file,) = staged.glob("shard-*.bin")
         file.write_bytes(file.read_bytes()[:-1])

@@ -42,7 +42,7 @@ def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
-def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
     make_steps(tmp_path, "5?")
     (tmp_path / "step-6").write_text("a file")
     assert read_manifest(tmp_path / "step-5") is None
@@ -114,7 +114,7 @@ def _dangling(file: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [Path.mkdir, _fifo, _without_end, _dangling])
-def test_a_manifest_that_is_no_file_is_damage_of_that_step(
+def test_a_manifest_that_is_not_a_file_is_damage_of_that_step(
     tmp_path: Path, replace: Callable[[Path], None]
 ) -> None:
     make_steps(tmp_path, "5", "10", "15h")

@@ -72,7 +72,7 @@ def test_ls_lists_everything_in_the_folder(tmp_path: Path, capsys: pytest.Captur
     ("command", "call"),
     [("ls", "stat"), ("ls", "read_text"), ("verify", "stat"), ("verify", "read_text")],
 )
-def test_a_step_that_a_run_deletes_meanwhile_is_no_error(
+def test_a_step_that_a_run_deletes_during_ls_is_not_an_error(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -107,7 +107,7 @@ def test_a_step_that_a_run_deletes_meanwhile_is_no_error(
         num_looks(vanishes_at)
 
 
-def test_ls_of_another_folder_says_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_another_folder_reports_the_expected_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = f"{tmp_path} contains no step-N. Expected a run's checkpoint folder: check the path\n"
     assert run(capsys, "ls", tmp_path) == (2, message)
 
@@ -489,7 +489,7 @@ def test_a_damaged_step_does_not_count_as_kept(tmp_path: Path, capsys: pytest.Ca
     assert sorted(os.listdir(tmp_path / "run")) == ["step-20", "step-30"]
 
 
-def test_what_is_copied_out_of_reach_stays_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_that_cannot_be_verified_removes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
     code, text = run(
         capsys, "offload", tmp_path / "run", "s3://bucket/run", "--keep", 1, "--command", "true {src} {dst}"

@@ -99,7 +99,7 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_small_tokenizer_says_what_the_large_one_says(
+def test_a_small_tokenizer_decodes_to_the_same_text_as_the_large_one(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = KINDS[kind]()

@@ -73,7 +73,7 @@ def start(corpus: Path, output: Path, root: Path, *more: str, **environment: str
     )
 
 
-def test_formats_are_those_of_a_source() -> None:
+def test_formats_equal_those_of_a_source() -> None:
     assert FORMATS == ("auto", *ENDINGS)
 
 

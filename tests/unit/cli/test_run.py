@@ -102,7 +102,7 @@ def test_ranks_are_grouped_by_position(run: Path) -> None:
     assert lines[2:] == ["SILENT for more than 60 s: ranks 2"]
 
 
-def test_a_malformed_heartbeat_is_left_out(run: Path) -> None:
+def test_a_malformed_heartbeat_is_ignored(run: Path) -> None:
     beat(run, 0, step=11, micro_batch=2, seconds=1)
     for rank, content in enumerate(("{", "[]", "{}"), start=1):
         (run / f"attempts/2/heartbeat/rank-{rank}.json").write_text(content)
@@ -134,7 +134,7 @@ def test_only_the_newest_rows_of_a_long_file_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["watch", "save", "stop"])
-def test_a_folder_that_is_no_run(
+def test_a_folder_that_is_not_a_run(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = ["--once"] if verb == "watch" else []

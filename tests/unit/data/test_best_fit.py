@@ -107,7 +107,7 @@ corpora = (
 @given(corpora)
 @example((19, [12, 9, 9, 6, 2]))  # the two samples that have room for the last one were left in the other order
 @settings(max_examples=200, deadline=None)
-def test_samples_are_those_of_a_plain_loop(
+def test_samples_equal_those_of_a_plain_loop(
     tmp_path_factory: pytest.TempPathFactory, corpus: tuple[int, list[int]]
 ) -> None:
     seq_len, lengths = corpus

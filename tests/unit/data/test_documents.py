@@ -88,7 +88,7 @@ def test_a_saved_hugging_face_data_set_is_read_from_its_folder(tmp_path: Path) -
         read(tmp_path / "one")
 
 
-def test_a_text_file_is_one_document_whatever_its_size(tmp_path: Path, piece_bytes: int) -> None:
+def test_a_text_file_of_any_size_is_one_document(tmp_path: Path, piece_bytes: int) -> None:
     (tmp_path / "b.txt").write_bytes("zwei\r\nZeilen ü\n".encode())
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone" + b" more" * 100)
     (tmp_path / "c.txt").write_bytes(b"")

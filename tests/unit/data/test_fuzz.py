@@ -363,7 +363,7 @@ def test_fuzzed_settings_equal_the_independent_reader(
     check(CaseMaker(seed, tmp_path).make(), tokenizer)
 
 
-def test_cases_cover_what_can_be_set(tmp_path: Path) -> None:
+def test_cases_cover_every_setting(tmp_path: Path) -> None:
     """The drawn settings of every run have each feature several times: a generator that lost one would not be seen."""
     cases = []
     for seed in range(NUM_IN_EVERY_RUN):

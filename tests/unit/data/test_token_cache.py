@@ -566,7 +566,7 @@ def test_progress_shows_percentage_rates_and_remaining_time() -> None:
     assert progress.line(2**20, 5000) is None
 
 
-def test_the_data_folder_looks_unchanged_to_others(corpus: Path) -> None:
+def test_other_readers_see_an_unchanged_data_folder(corpus: Path) -> None:
     """A reader of the folder must not take our files for data."""
     datasets = pytest.importorskip("datasets")
 

@@ -102,7 +102,7 @@ def test_document_starts_are_masked_as_in_training(build_ranks: BuildRanks, toke
     assert counts[0] - counts[1] == num_starts > 10
 
 
-def test_positions_are_those_of_the_samples(build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer) -> None:
+def test_positions_equal_those_of_the_samples(build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer) -> None:
     ranks = build_ranks(2, with_positions=True)
     once = stream(corpus_file, tokenizer, 16, None, False)
     for shares in zip(*ranks, strict=True):

@@ -79,7 +79,7 @@ def plain():
         ),
     ],
 )  # fmt: skip
-def test_what_is_computed_again(plain, section, num_mm, num_attention):
+def test_recomputed_operations(plain, section, num_mm, num_attention):
     operators, _, gradients = backward(**section)
     assert operators["mm.default"] - plain[0]["mm.default"] == num_mm
     assert operators[ATTENTION] == num_attention

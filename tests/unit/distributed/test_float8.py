@@ -100,7 +100,7 @@ def test_only_evenly_sharded_weights_are_gathered_in_float8():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_those_of_rounded_operands(recipe):
+def test_products_equal_those_of_rounded_operands(recipe):
     """e4m3 has 3 bits behind the point and e5m2 has 2, so an operand is off by up to 1/16 and 1/8. The errors of a product's
     terms are independent: relative to the whole result they stay at the root mean square, a half of the bound or less.
     """
@@ -141,7 +141,7 @@ def test_a_check_loads_no_torch():
     reason="needs a GPU with float8 kernels (compute capability 8.9 or later)",
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_kernels_compute_what_is_emulated(recipe):
+def test_kernels_equal_the_emulation(recipe):
     """The operands are rounded alike; the products are summed in another order, and partly with fewer bits (fast
     accumulation): bfloat16 results agree to a few of their 8 bits.
     """

@@ -100,7 +100,7 @@ def test_a_file_is_read_with_idle_steps_overlaps_and_messages(tmp_path):
     ("text", "words"),
     [("0F0,0X0\n", 'line 1 has "0X0"'), ("0F0\n0F\n", 'line 2 has "0F"'), ("\n", "it is empty"), ("", "it is empty")],
 )
-def test_a_file_that_is_none_says_where(tmp_path, text, words):
+def test_a_malformed_file_is_reported_with_its_position(tmp_path, text, words):
     path = tmp_path / "schedule.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=words.replace('"', "'")):
@@ -185,7 +185,7 @@ def test_the_script_shows_a_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", ["", "--pp 4", "--pp 0 --microbatches 1", "--schedule None --pp 1"])
-def test_the_script_refuses_what_makes_no_timeline(arguments):
+def test_the_script_refuses_schedules_without_a_timeline(arguments):
     with pytest.raises(SystemExit):
         pp_bubble.main(arguments.split())
 

@@ -55,7 +55,7 @@ def test_runs_share_a_folder_and_their_results_are_in_order(tmp_path) -> None:
     assert "the trainer's output" in results[0].stdout and "and its errors" in results[0].stdout
 
 
-def test_an_expected_code_is_no_fault_and_any_other_stops_the_test(tmp_path) -> None:
+def test_an_expected_code_passes_and_any_other_fails_the_test(tmp_path) -> None:
     overrides = [["--return", "3"], []]
     run_row(OverrideDefinitions(overrides, "fails first", "expected", returncodes=(3, 0)), tmp_path / "expected")
     with pytest.raises(AssertionError, match=r"(?s)run 1 of 2 returned 3, expected 0.*and its errors"):

@@ -391,7 +391,7 @@ def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
         (ENDS % ("done", 0) + "; exit 1", 1, ""),
     ],
 )
-def test_the_code_is_that_of_exit_json_unless_the_run_has_crashed(shell: Shell, run: str, code: int, text: str) -> None:
+def test_the_code_comes_from_exit_json_unless_the_run_has_crashed(shell: Shell, run: str, code: int, text: str) -> None:
     publish_step(shell, 7)
     (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
     result = shell(RUN=run)
@@ -617,7 +617,7 @@ def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, 
 
 
 @pytest.mark.parametrize(("sent", "reason", "code"), [("TERM", "requeue", 75), ("INT", "interrupted", 130)])
-def test_a_signal_before_the_ranks_have_started_is_no_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
+def test_a_signal_before_the_ranks_have_started_is_not_a_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
     """torchrun returns 1, and no rank has written exit.json yet."""
     run = f"trap 'exit 1' {sent}; touch ready; while [ -e ready ]; do sleep 0.05; done"
     process = shell.start(RUN=run)
@@ -657,7 +657,7 @@ def test_ranks_stopped_during_imports_return_the_code_of_the_signal(shell: Shell
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_rank_that_refuses_the_config_is_no_crash(shell: Shell, ranks: str) -> None:
+def test_a_rank_that_refuses_the_config_is_not_a_crash(shell: Shell, ranks: str) -> None:
     result = shell(NGPU=ranks, RUN="echo 1 problem in the configuration >&2; exit 78")
     assert result.returncode == 78
     problem, words = result.stderr.splitlines()

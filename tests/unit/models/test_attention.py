@@ -279,7 +279,7 @@ def test_attention_that_a_device_cannot_compute_is_reported_before_the_run(attn_
 @pytest.mark.gpu
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gpu_kernels_of_documents_compute_what_sdpa_computes(attn_type, kv_heads):
+def test_gpu_kernels_of_documents_equal_sdpa(attn_type, kv_heads):
     size = {"queries": 256, "keys": 256, "head_dim": 64}
     q, k, v, grad = tensors(torch.bfloat16, kv_heads=kv_heads, device="cuda", **size)
     positions = some_positions(256, "cuda")

@@ -48,7 +48,7 @@ def test_flops_per_token_reproduces_the_published_run():
     assert round(100 * flops * 7031 / 989e12, 2) == 41.17
 
 
-def test_a_tied_output_costs_what_an_untied_one_costs():
+def test_a_tied_output_has_the_flops_of_an_untied_one():
     sizes = {"enable_weight_tying": False}
     tied, untied = resolve_args(LLAMA, "1B", {}), resolve_args(LLAMA, "1B", sizes)
     assert LLAMA.num_params(untied) - LLAMA.num_params(tied) == 128256 * 2048

@@ -45,7 +45,7 @@ def test_a_plain_row_renames():
     assert found == [Link("a.12.x", ((0, 3, 1), (0, 4, 1)), "b.12.y", ((0, 3, 1), (0, 4, 1)), False)]
 
 
-def test_interleaved_rows_are_those_of_transformers_conversion_script():
+def test_interleaved_rows_equal_the_conversion_script_of_transformers():
     theirs = assert_there_and_back((Row("wq", "wq", interleaved_heads=4),), {"wq": (48, 5)})
     assert torch.equal(permuted(theirs["wq"], 4), numbered({"wq": (48, 5)})["wq"])
 
@@ -75,7 +75,7 @@ def test_experts_fused_and_transposed():
     assert torch.equal(theirs["gate_up"], torch.cat([state["w1"].mT, state["w3"].mT], dim=-1))
 
 
-def test_a_tied_name_is_left_out():
+def test_a_tied_name_is_skipped():
     rows, shapes = (("head", "lm_head"), ("embedding", "embed")), {"head": (4, 2), "embedding": (4, 2)}
     assert list(assert_there_and_back(rows, shapes, (("head", "embedding"),))) == ["embed"]
 

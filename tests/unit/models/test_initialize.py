@@ -49,7 +49,7 @@ def test_the_debug_models_weights_are_pinned():
     assert weight_hash(llama(seed=43)) != DEBUGMODEL_HASH
 
 
-def test_values_are_what_the_formula_says():
+def test_values_follow_the_formula():
     """splitmix64 in Python's integers, the quantile from Python's library: other code, the same numbers."""
     from hashlib import blake2b
 

@@ -53,7 +53,7 @@ def test_no_secret_of_a_variable_is_recorded(name: str) -> None:
     assert SECRET not in text and f"\n{name}=" in text
 
 
-def test_hashes_tell_values_of_one_variable_apart() -> None:
+def test_hashes_distinguish_values_of_one_variable() -> None:
     def line(value: str, key: HashKey = KEY) -> str:
         return recorded_variables({"DB_PASS": value}, key)[1]
 

@@ -345,7 +345,7 @@ def test_the_time_of_a_log_line_counts(build: Callable[..., Metrics], clock: Clo
 
 
 @pytest.mark.parametrize("pause_after", [1, 2, 3])
-def test_pauses_are_left_out(pause_after: int, build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
+def test_pauses_are_excluded(pause_after: int, build: Callable[..., Metrics], clock: Clock, tmp_path: Path) -> None:
     metrics = build(log_freq=4)
     for step in range(1, 5):
         clock.now += 1.0
@@ -534,7 +534,7 @@ def test_a_start_from_scratch_moves_everything(build: Callable[..., Metrics], cl
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_tokens_seen_count_what_was_recorded_even_if_not_logged(build: Callable[..., Metrics]) -> None:
+def test_tokens_seen_count_recorded_steps_even_if_not_logged(build: Callable[..., Metrics]) -> None:
     metrics = build(log_freq=10)
     for step in (1, 2, 3):
         metrics.record(record(step))

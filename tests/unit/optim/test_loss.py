@@ -64,7 +64,7 @@ def relative(a, b):
         (0, 300, torch.float64, 1e-14),
     ],
 )
-def test_value_and_gradients_are_those_of_plain_cross_entropy(chunk_mib, tokens, dtype, tolerance, compile_backend):
+def test_value_and_gradients_equal_plain_cross_entropy(chunk_mib, tokens, dtype, tolerance, compile_backend):
     hidden, weight, labels = problem(tokens, dtype, ignored=0.2 if tokens > 1 else 0)
     loss = chunked_cross_entropy(chunk_mib, compile_backend)
     ours = value_and_gradients(loss, hidden, weight, labels, scale=0.37)

@@ -112,7 +112,7 @@ def test_how_a_spike_ends(spike: list[float], kind: str, steps: int, is_pinned: 
     assert recorder.bundles == [(21, ["loss"])]
 
 
-def test_noise_and_a_falling_loss_are_no_spikes_and_a_threshold_of_0_detects_none() -> None:
+def test_noise_and_a_falling_loss_are_not_spikes_and_a_threshold_of_0_detects_none() -> None:
     recorder = Recorder()
     recorder.observe([5 * 0.99**step + value for step, value in zip(range(300), noise(), strict=False)])
     assert recorder.events == []

@@ -66,7 +66,7 @@ def test_each_rank_has_a_line_and_each_kind_the_mean_of_all(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("events", [[], [kernel("aten::mm", 0, 9, cat="cpu_op")]])
-def test_a_trace_without_kernels_tells_nothing(
+def test_a_trace_without_kernels_has_no_result(
     tmp_path: Path, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, "rank0_trace.json", events)

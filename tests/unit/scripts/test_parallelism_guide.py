@@ -29,7 +29,7 @@ def shown(guide: str, start: str) -> tuple[list[str], str]:
     return shlex.split(match[0])[1:], match[1]
 
 
-def test_the_plan_is_what_the_planner_prints(
+def test_the_plan_equals_the_output_of_the_planner(
     guide: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, output = shown(guide, "titan plan")
@@ -37,7 +37,7 @@ def test_the_plan_is_what_the_planner_prints(
     assert capsys.readouterr().out.startswith(f"{output}\n")
 
 
-def test_the_count_is_what_a_step_sends(guide: str, repo_root: Path) -> None:
+def test_the_count_equals_the_collectives_of_a_step(guide: str, repo_root: Path) -> None:
     words, output = shown(guide, "python scripts/count_collectives.py")
     done = subprocess.run(
         [sys.executable, *words], cwd=repo_root, capture_output=True, text=True, timeout=300
@@ -45,7 +45,7 @@ def test_the_count_is_what_a_step_sends(guide: str, repo_root: Path) -> None:
     assert done.returncode == 0 and done.stdout == f"{output}\n", done.stdout + done.stderr
 
 
-def test_the_picture_is_that_of_the_log(guide: str) -> None:
+def test_the_picture_equals_the_log(guide: str) -> None:
     assert "\n".join(picture(ParallelDims(8, pp=2, dp_shard=2, tp=2), 4)) in guide
 
 

@@ -22,7 +22,7 @@ def chosen(folder: Path) -> list[str]:
     return bash(folder, f"{FUNCTION[0]}\nchanged_unit_tests")
 
 
-def test_quick_tests_are_those_of_changed_folders(tmp_path: Path) -> None:
+def test_quick_tests_cover_the_changed_folders(tmp_path: Path) -> None:
     house = "tests/unit/test_house.py"
     for folder in ("torchtitan_like/optim", "torchtitan_like/data/text", "scripts", "docs"):
         (tmp_path / folder).mkdir(parents=True)

@@ -47,7 +47,7 @@ def test_a_limit_of_version_1(tmp_path):
     assert memory == HostMemory(300 * KIB, 200 * KIB)
 
 
-def test_a_limit_above_the_machine_is_none(tmp_path):
+def test_a_limit_above_the_memory_of_the_machine_is_ignored(tmp_path):
     """Version 1 writes "no limit" as a huge number."""
     files = {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "1"}
     memory = machine(tmp_path, "4:memory:/\n", {"memory": files})

@@ -61,7 +61,7 @@ def test_rows_are_visible_to_other_readers_after_append(tmp_path: Path) -> None:
     assert file.byte_offset() == file.path.stat().st_size
 
 
-def test_the_byte_offset_is_one_that_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_byte_offset_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     file = JsonlFile(tmp_path / "a.jsonl")
@@ -96,7 +96,7 @@ def test_rewind(content: bytes, step: int, kept: list[int], moved: bytes, tmp_pa
 
 
 @pytest.mark.parametrize("size", [10, 2**16 - 9, 2**16, 200_000])
-def test_the_end_is_found_without_reading_what_is_before_it(size: int, tmp_path: Path) -> None:
+def test_the_end_is_found_without_reading_the_file(size: int, tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "a.jsonl")
     assert file.end() == (0, {})
     file.append([{"step": 1, "text": "x" * 300_000}, {"step": 2, "text": "y" * size}])
