@@ -1,4 +1,4 @@
-"""Build the parts of a run from sections of its configuration. `Trainer.__init__` calls these in order."""
+"""Build the parts of a run from sections of its configuration, for `Trainer.__init__`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def open_attempt(config: JobConfig, world: World, failures: WriteFailures) -> Attempt:
-    """Make the folder of this attempt, write its configuration, and log to it. A collective.
+    """Create the folder of this attempt, write its configuration, and log to it. A collective.
 
     Raises StorageError on every rank if rank 0 cannot write.
     """
@@ -99,7 +99,7 @@ def build_checkpointer(
 
 
 def identify(model: Model) -> Identity:
-    """Return the model's name and sizes, which checkpoints in other formats do not hold."""
+    """Return the model's name and sizes, which checkpoints of other formats do not contain."""
     spec = get_spec(model.name)
 
     def special_tokens() -> tuple[SpecialToken | None, SpecialToken | None]:
@@ -167,7 +167,7 @@ def build_data(
 ) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
 
-    Raises DataError on every rank if the ranks would read different datasets.
+    Raises DataMismatch on every rank if the ranks read different datasets.
     """
     tokenizer = load_tokenizer(tokenizer_folder)
     shared: dict[str, Any] = {
@@ -191,7 +191,7 @@ def build_data(
 
 
 def model_sections(config: JobConfig) -> Sections:
-    """Collect the sections that decide how a model is laid out."""
+    """Return the sections that determine the layout of a model."""
     return Sections(
         config.training,
         config.parallelism,
@@ -214,7 +214,7 @@ def build_model(
     num_samples: int,
     with_tokens: bool,
 ) -> Built:
-    """Build this rank's parts of the model, sharded over the mesh, with memory but without values.
+    """Build this rank's model parts, sharded over the mesh, with uninitialized memory.
 
     max_seq_len: of training and validation. num_samples: see `build_parts`. with_tokens: see
     `chunked_cross_entropy`.
@@ -237,7 +237,7 @@ def build_model(
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The optimizer, its learning-rate schedule, and what float8 computes after each update (or None)."""
+    """The optimizer, its schedule, and the function of float8 after each update (or None)."""
 
     optimizer: Optimizer
     schedule: Schedule
@@ -274,7 +274,7 @@ def build_metrics(
     sources: Sequence[str],
     failures: WriteFailures,
 ) -> Metrics:
-    """Build the metrics of a run from their parts, and log the peak FLOP/s of the hardware."""
+    """Build the metrics of a run, and log the peak FLOP/s of the hardware."""
     memory = build_memory_monitor(world.device)
     peak = log_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
     num_passes = 4 if config.activation_checkpoint.mode == "full" else 3

@@ -35,7 +35,7 @@ def continue_prompt(
 ) -> str:
     """Return `prompt` and its continuation by the model of a published step.
 
-    assets: the tokenizer's folder; None: that of the step's config. custom_import: see
+    assets: the tokenizer's folder; None: the folder in the step's config. custom_import: see
     `stored_config.import_custom`. Raises CheckpointError, ConfigError, TokenizerError.
     """
     if read_manifest(step) is None:
@@ -95,8 +95,8 @@ def generate(
 ) -> list[int]:
     """Sample up to `num_tokens` ids after `prompt`.
 
-    temperature: 0 always takes the likeliest token. stop: the id that ends the text. window: tokens
-    that the model sees.
+    temperature: 0 always takes the most likely token. stop: the id that ends the text. window: the
+    maximum number of tokens in the model's input.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)

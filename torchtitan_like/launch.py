@@ -52,7 +52,7 @@ from torchtitan_like.util.run_directory import (
     write_exit_for_launcher,
 )
 
-# Exit codes of the errors that all ranks raise together. The first class that matches counts.
+# Exit codes of the errors that all ranks raise together. The first matching class is used.
 CODES: dict[type[Exception], ExitCode] = {
     ChangedError: ExitCode.BAD_CONFIG,
     ConfigError: ExitCode.BAD_CONFIG,
@@ -77,9 +77,9 @@ def launch(
 ) -> int:
     """Load the configuration and call `run`; return the exit code of this process.
 
-    That is the code `run` returns. Under torchrun it is 0 after any agreed end, and exit.json has
-    the code. It is 1 after a crash. While `run` runs, signals are requests. A signal before the
-    first step ends the process with its code: no other rank has to agree.
+    It is the code that `run` returns. Under torchrun it is 0 after an agreed end, and exit.json has
+    the code. After a crash it is 1. While `run` runs, signals are requests. A signal before the
+    first step ends the process with its code, without an agreement of the ranks.
     """
     init_logger()
     launched = launched_as()
@@ -146,7 +146,7 @@ def run(
             code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
             logger.error(str(problem))
             folder = position.attempt_folder
-            if isinstance(problem, DataError) and folder is not None:  # perhaps on this rank alone
+            if isinstance(problem, DataError) and folder is not None:  # perhaps only on this rank
                 record_error(folder, launched.rank, "data", position.current.step, problem)
         except Exception as problem:
             if is_out_of_memory(problem):
@@ -156,7 +156,7 @@ def run(
             if trainer is not None:
                 step = trainer.progress.step
                 trainer.close()
-        # One rank alone may read damaged data during training: then it writes the code itself.
+        # During training, a single rank may read damaged data: it writes the code itself.
         is_alone = trainer is not None and code is ExitCode.BAD_DATA
         # Before old checkpoints are deleted, which may take longer than a scheduler waits.
         if launched.rank == 0 or is_alone:
@@ -172,7 +172,7 @@ def run(
 
 
 def read_config(argv: list[str], world_size: int) -> JobConfig:
-    """Load the configuration and check it as a whole. Raises ConfigError with every problem."""
+    """Load and check the configuration. Raises ConfigError with all problems."""
     config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:
         logger.warning(str(warning))
@@ -220,12 +220,12 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
 
 
 def is_killed(config: JobConfig, world: World) -> bool:
-    """Return True if the kill switch exists. Rank 0 looks for all ranks."""
+    """Return True if the kill switch exists. Rank 0 checks it for all ranks."""
     switch = Switches(Path(config.job.dump_folder), config.resilience).kill
     exists: bool = world.step_group.broadcast_object(world.rank == 0 and switch.exists())
     if exists:
         logger.warning(
-            f"Nothing is started: {switch} is there. Runs start again when you have removed it"
+            f"Not starting: the kill switch {switch} exists. Remove it to allow runs again"
         )
     return exists
 
@@ -240,7 +240,7 @@ def leave_exit(
 
     A finished run that could not write all of its files gets the code STORAGE.
     """
-    # The second pass counts a failed write of exit.json itself.
+    # The second pass covers a failed write of exit.json.
     for _ in range(2):
         if code is ExitCode.DONE and failures.stop_is_due():
             code = ExitCode.STORAGE
@@ -252,9 +252,9 @@ def leave_exit(
 
 
 def _report_refusal(error: ConfigError, launched: LaunchedAs) -> None:
-    """Print what is wrong with the configuration, and record it.
+    """Print the problems of the configuration, and record them.
 
-    Each rank records its own error: ranks see GPUs and files that the launcher does not.
+    Each rank records its own error: a rank may detect GPUs and files that the launcher cannot.
     """
     if launched.rank == 0:
         print(error, file=sys.stderr)
@@ -266,7 +266,7 @@ def _report_refusal(error: ConfigError, launched: LaunchedAs) -> None:
 def _report_crash(
     error: Exception, dump_folder: Path, launched: LaunchedAs, position: RankPosition
 ) -> None:
-    """Print and record the error that ends this rank: in attempts/0 if there is no attempt yet."""
+    """Print and record the error that ends this rank, in attempts/0 if there is no attempt."""
     folder = position.attempt_folder
     current = position.current
     record = record_error(
@@ -275,7 +275,7 @@ def _report_crash(
     with suppress(OSError):  # stderr may be a file on a full disk
         print(describe_error(record), file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun prints the message of one failed rank: give each the first error of all.
+        # torchrun prints the message of one failed rank: each rank returns the first error of all.
         first = (read_first_error(folder) if folder is not None else None) or record
         message = {"py_callstack": describe_error(first), "timestamp": str(int(first["time"]))}
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""The first lines of a process: signals end it with their exit code, and it does not outlive its launcher.
+"""Prepare a process: signals end it with their exit codes, and it does not outlive its launcher.
 
-Imports nothing that takes long: what a signal does before these lines is up to Python.
+This module has no slow imports: signals before its functions are called have Python's behavior.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import open_closed_streams
 from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
 
-# Environment variable: the process id of the launcher, which the process ends with.
+# Environment variable with the process id of the launcher. The process ends when the launcher does.
 LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
-# The codes of a process that a signal stops before the first step.
+# Exit codes of a process that a signal stops before the first step.
 CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
     signal.SIGTERM: ExitCode.REQUEUE,
@@ -33,7 +33,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> None:
-    """End the process at once on a signal of `CODES`, after ``record``. Signals that are ignored stay so."""
+    """End the process on a signal of `CODES`, after calling ``record``.
+
+    Ignored signals remain ignored.
+    """
 
     def end(signum: int, _frame: FrameType | None) -> None:
         code = CODES[signal.Signals(signum)]
@@ -50,16 +53,17 @@ def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> N
 
 
 def die_with_launcher(signum: signal.Signals) -> None:
-    """Have the kernel send ``signum`` to this process when its parent dies. Only under a launcher, and on Linux.
+    """Let the kernel send ``signum`` to this process when its launcher dies. Only on Linux.
 
-    The kernel watches the parent's thread that started this process: torchrun and bash start ranks from their main thread.
+    The kernel watches the thread that started this process. torchrun and bash start ranks in their
+    main thread.
     """
     launcher = int(os.environ.pop(LAUNCHER, 0))
     is_launched = launcher > 0 or "TORCHELASTIC_RUN_ID" in os.environ
     if not is_launched or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-    # The launcher may have died before the line above. A wrapper may stand between it and this process.
+    # The launcher may have died before the line above. The parent process may be a wrapper.
     if launcher > 0 and os.getppid() != launcher and not _is_running(launcher):
         os.kill(os.getpid(), signum)
 
@@ -73,10 +77,10 @@ def _is_running(pid: int) -> bool:
 
 
 def begin_rank(argv: list[str]) -> None:
-    """Prepare a rank: streams, signals, the launcher's death; remove the exit.json of an earlier attempt.
+    """Prepare streams and signals of a rank, and remove exit.json of an earlier attempt.
 
-    Disables Python's garbage collector until `GarbageCollection` decides about it. During imports
-    it would visit all modules again and again, and free next to nothing.
+    Python's garbage collector is disabled until `GarbageCollection` configures it. During imports
+    it would visit all modules repeatedly and free almost no memory.
     """
     gc.disable()
     open_closed_streams()

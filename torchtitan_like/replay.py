@@ -1,4 +1,4 @@
-"""Replay a non-finite step or a spike in one process, whatever the run's layout was.
+"""Replay a non-finite step or a spike in one process, for any layout of the run.
 
 A run writes a bundle for such a step (see `replay_bundle`). A replay loads the checkpoint that the
 bundle names, trains the steps between, and runs forward and backward of the step on the same
@@ -36,7 +36,7 @@ from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
 from torchtitan_like.util.reading import read_file
 
-# Sections of the run's configuration that do not apply to one process that only observes.
+# Settings that override the run's: a replay is one process and writes no results.
 DEFAULTS = ("parallelism", "compile", "profiling", "comm", "validation", "fault_tolerance")
 SETTINGS = (
     "--training.enable_cpu_offload=false",
@@ -86,7 +86,7 @@ class Replay:
     """Numbers of a replayed step.
 
     data_digest       of the samples, 16 hexadecimal digits
-    first_module      the first module with an inf or nan, as a sentence; None: no module has one
+    first_module      a sentence with the first module with an inf or nan; None: no module has one
     num_parameters    of the model, as named tensors
     bad_gradients     names of parameters whose gradient has an inf or nan, before clipping
     bad_values        names of parameters that have an inf or nan
@@ -103,7 +103,7 @@ class Replay:
 
 
 def replay_bundle(path: Path, settings: Sequence[str]) -> tuple[Bundle, Replay]:
-    """Replay the step of a bundle. settings: `--section.key value`, after those of the run.
+    """Replay the step of a bundle. settings: `--section.key value`, overriding the run's settings.
 
     Raises BundleError, ConfigError, CheckpointError, ChangedError, DataError.
     """
@@ -126,7 +126,7 @@ def read_bundle(path: Path) -> Bundle:
         ) from error
     if missing := BUNDLE.keys() - bundle.keys():
         raise BundleError(
-            f"{path} is no bundle of a bad step: it has no {', '.join(sorted(missing))}. "
+            f"{path} is not a replay bundle: it has no {', '.join(sorted(missing))}. "
             "Give attempts/<n>/bad-steps/step-<k>.json of a run."
         )
     checkpoint = bundle["checkpoint"] if isinstance(bundle["checkpoint"], dict) else {}
@@ -144,7 +144,7 @@ def read_bundle(path: Path) -> Bundle:
 def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[str]) -> JobConfig:
     """Return the run's configuration for one process that starts from the bundle's checkpoint.
 
-    folder: an empty one, as job.dump_folder. Raises BundleError, ConfigError.
+    folder: an empty folder, for job.dump_folder. Raises BundleError, ConfigError.
     """
     file = run / bundle["config"]
     if not _is_in(run, file):
@@ -185,27 +185,30 @@ def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[st
 
 
 def _start_settings(checkpoint: dict[str, Any], run: Path, is_path_given: bool) -> list[str]:
-    """Return the settings that load the checkpoint. is_path_given: on the command line."""
+    """Return the settings that load the checkpoint.
+
+    is_path_given: the command line has the checkpoint's path.
+    """
     path = checkpoint["path"] and run / checkpoint["path"]
     if path is None:
         return []  # the run started from its seed
     if not _is_in(run, path) and not is_path_given:
         raise BundleError(
-            f"the bundle names {path} as the checkpoint before the bad step: expected one in "
-            f"{run}. If it is the right one: --{PATH_KEY} {path}"
+            f"the bundle names {path} as the checkpoint before its step. Expected a path in {run}: "
+            f"if it is the right checkpoint, give --{PATH_KEY} {path}"
         )
     if not path.is_dir():
-        reason = "" if checkpoint["is_pinned"] else " (earlier bad steps used all pins)"
+        reason = "" if checkpoint["is_pinned"] else " (earlier non-finite steps used all pins)"
         raise BundleError(
-            f"{path}, the checkpoint before the bad step, is missing{reason}. "
-            "Expected a folder. Restore it, or replay an earlier bad step."
+            f"{path}, the checkpoint before the step, is missing{reason}. "
+            "Expected a folder. Restore it, or replay the bundle of an earlier step."
         )
     if checkpoint["kind"] == "warm":
         return [f"--{PATH_KEY}={path}", "--checkpoint.start=warm"]
     if read_manifest(path) is None:
         raise BundleError(
             f"{path} is not a checkpoint of this program: it has no manifest.json. "
-            "Restore it, or replay another bad step."
+            "Restore it, or replay the bundle of another step."
         )
     return [
         f"--{PATH_KEY}={path}",
@@ -257,7 +260,7 @@ def _train_to(trainer: Trainer, last: int) -> Replay:
         fetched = trainer.fetch(step)
         record = trainer.train_step(step, fetched, fetched.agreement.wait())
         numbers = _format_numbers(record.loss_share, record.grad_norm)
-        logger.info(f"Step {step}, {last - step} before the bad step: {numbers}")
+        logger.info(f"Step {step}, {last - step} before the replayed step: {numbers}")
     fetched = trainer.fetch(last)
     if fetched.batch is None:
         raise DataError(f"the training text ends before step {last}")
@@ -286,7 +289,7 @@ def _train_to(trainer: Trainer, last: int) -> Replay:
 
 
 def _first_module(trainer: Trainer, fetched: StepInput, agreement: StepAgreement) -> str | None:
-    """Run the step again and return the first module with an inf or nan, as a sentence."""
+    """Run the step again. Return a sentence about the first module with an inf or nan."""
     batch = fetched.batch
     assert batch is not None
     position = trainer.position.step_and_micro_batch
@@ -365,7 +368,7 @@ def format_replay(bundle: Bundle, replay: Replay) -> list[str]:
 
 
 def possible_reasons(bundle: Bundle, replay: Replay) -> list[str]:
-    """Return why the numbers of the replay differ from those of the run."""
+    """Return the possible reasons why the numbers of the replay differ from the run's."""
     if bundle["data_digest"] != replay.data_digest:
         return ["the samples differ: the dataset or its settings have changed since the run"]
     path = bundle["checkpoint"]["path"]

@@ -27,7 +27,7 @@ from torchtitan_like.util.files import WriteFailures, write_atomically
 from torchtitan_like.util.jsonl import encode
 from torchtitan_like.util.run_directory import BAD_STEPS
 
-# For skipped steps of one attempt: a pinned checkpoint is never deleted, and disks are finite.
+# For skipped steps of one attempt. Pinned checkpoints are never deleted, and disks are finite.
 MOST_PINS = 3
 HISTORY = 4  # steps; a run with frozen updates stops before it makes more
 
@@ -43,7 +43,7 @@ class ReplayBundleWriter:
 
     Each bundle names the checkpoint to replay from, and pins it.
 
-    start: what the attempt started from. seed: of the run. policy: `resilience.on_nonfinite`.
+    start: the start of the attempt. seed: the run's seed. policy: `resilience.on_nonfinite`.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class ReplayBundleWriter:
         self._num_pins = 0
 
     def observe(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the rows of non-finite steps. Write a bundle for each first one that is skipped."""
+        """Keep the rows of non-finite steps. Write a bundle for the first skipped step in a row."""
         for row in rows:
-            # A finite norm is that of a skipped spike.
+            # A finite norm belongs to a skipped spike.
             if row["skipped"] and not math.isfinite(row["grad_norm"]):
                 is_first = (
                     not self._nonfinite_rows or self._nonfinite_rows[-1]["step"] != row["step"] - 1
@@ -80,7 +80,7 @@ class ReplayBundleWriter:
                     self.write(row["step"], MOST_PINS)
 
     def write(self, step: int, most_pins: int = sys.maxsize) -> None:
-        """Pin the checkpoint before a non-finite step and write its bundle. Does not wait.
+        """Pin the checkpoint before a non-finite step and write its bundle. Does not block.
 
         The checkpoint is pinned unless this attempt has pinned `most_pins`.
         """
@@ -88,7 +88,7 @@ class ReplayBundleWriter:
         self._checkpointer.find_previous(step, partial(self._write_nonfinite, row, most_pins))
 
     def write_spike(self, row: Mapping[str, Any], limits: dict[str, float]) -> None:
-        """Write the bundle of a spike's first step, with the limit of each quantity. Does not wait.
+        """Write the bundle of a spike's first step, with the limits. Does not block.
 
         `SpikeDetector` pins the checkpoint. A non-finite step has its own bundle.
         """
@@ -96,7 +96,8 @@ class ReplayBundleWriter:
             write = partial(self._write_spike, {**row, "spike": limits})
             self._checkpointer.find_previous(row["step"], write)
 
-    # ---- on the checkpoint thread, where nothing is deleted meanwhile
+    # ---- on the checkpoint thread, which also deletes checkpoints: no deletion runs at the same
+    # time
 
     def _write_nonfinite(
         self, row: Mapping[str, Any], most_pins: int, checkpoint: Path | None
@@ -110,7 +111,7 @@ class ReplayBundleWriter:
         self._write(path, row, self._describe(checkpoint, is_pinned), "bad_step", logging.ERROR)
 
     def _write_spike(self, row: Mapping[str, Any], checkpoint: Path | None) -> None:
-        # An empty pin may be the spike's own, which is removed if the spike is fast.
+        # An empty pin may belong to the spike, and is removed if the spike is short.
         pin = None if checkpoint is None else checkpoint / PIN
         is_pinned = pin is not None and pin.exists() and bool(pin.read_bytes())
         entry = self._describe(checkpoint, is_pinned)

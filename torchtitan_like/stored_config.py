@@ -1,7 +1,7 @@
 """Use the configuration stored in a checkpoint or run folder: its model and its tokenizer.
 
-Such a configuration may be somebody else's. The module in its `experimental.custom_import` is never
-imported; commands import what their own command line names.
+Another person may have written such a configuration. The module in its `experimental.custom_import`
+is never imported; a command imports only the module on its command line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchtitan_like.config.sections_training import Model
 from torchtitan_like.util.modules import import_named, is_file_name
 
 CUSTOM_IMPORT = "experimental.custom_import"
-# Relative paths in the configurations of a source checkout start there.
+# Base of relative paths in the configurations of a source checkout.
 SOURCE_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -39,7 +39,7 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
     """
     if not config_file and not (path / "config.toml").is_file():
         raise CheckpointError(
-            f"{path} does not say which model it holds, and its tensors need other names: give "
+            f"{path} does not store its model, which is needed to rename its tensors: give "
             "--config, the TOML file of a run with this model"
         )
     if not config_file:
@@ -64,7 +64,7 @@ def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, s
 
 
 def custom_import_in(settings: Sequence[str]) -> str:
-    """Return the module that settings on a command line name; "" if they name none."""
+    """Return the module in the settings of a command line; "" without one."""
     arguments, _ = parse_arguments(list(settings))
     return str(dict(arguments.leaves).get(tuple(CUSTOM_IMPORT.split(".")), ""))
 
@@ -81,7 +81,8 @@ def import_custom(config: JobConfig, module: str) -> None:
         try:
             import_named(module)
         except Exception as error:  # user code may raise anything
-            expected = f"a module or a .py file that can be imported; {type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
+            expected = f"a module or a .py file that can be imported; {problem}"
             raise ConfigError(
                 [Problem(CUSTOM_IMPORT, module, expected, "add the module's folder to PYTHONPATH")]
             ) from error
@@ -91,7 +92,10 @@ def import_custom(config: JobConfig, module: str) -> None:
     except KeyError as error:
         remedy, expected = "", f"a registered model: {error.args[0]}"
         if stored:
-            remedy = f"if you trust it: --{CUSTOM_IMPORT} {stored}, with the folder of a module in PYTHONPATH"
+            remedy = (
+                f"if you trust it: --{CUSTOM_IMPORT} {stored}, with the folder of a module in "
+                "PYTHONPATH"
+            )
             expected += f". The config asks for the module {stored!r}"
         raise ConfigError(
             [Problem("model.name", config.model.name, expected, remedy)]
@@ -101,10 +105,10 @@ def import_custom(config: JobConfig, module: str) -> None:
 
 
 def find_assets(assets: str, step_folder: Path) -> Path:
-    """Find a folder that a run's config names with a relative path.
+    """Return the path of a folder that a run's config contains as a relative path.
 
-    It is searched in the working folder, in those where attempts of the run were started (newest
-    first), and in the source checkout. Returns the path itself if it is nowhere.
+    It is searched in the working folder, in the folders where attempts of the run were started
+    (newest first), and in the source checkout. Returns `assets` unchanged if it is in none of them.
     """
     path = Path(assets).expanduser()
     folders = [Path.cwd(), *_working_folders(step_folder), SOURCE_ROOT]
@@ -112,7 +116,7 @@ def find_assets(assets: str, step_folder: Path) -> Path:
 
 
 def with_assets(model: Model, step_folder: Path) -> Model:
-    """Return the section with its tokenizer and assets where `find_assets` finds them."""
+    """Return the section with the paths of `find_assets` for tokenizer and assets."""
     keys = ("hf_assets_path", "tokenizer_path")
     paths = {key: getattr(model, key) for key in keys}
     located = {key: str(find_assets(path, step_folder)) for key, path in paths.items() if path}
@@ -120,7 +124,7 @@ def with_assets(model: Model, step_folder: Path) -> Model:
 
 
 def _working_folders(step_folder: Path) -> list[Path]:
-    """Return where attempts of the run that holds this step were started, newest first."""
+    """Return the working folders of the attempts of this step's run, newest first."""
     folders = []
     for parent in step_folder.resolve().parents:
         records = parent.glob("attempts/*/environment/facts.json")
@@ -128,6 +132,6 @@ def _working_folders(step_folder: Path) -> list[Path]:
         for path in sorted(numbered, key=lambda path: int(path.parts[-3]), reverse=True):
             try:
                 folders.append(Path(json.loads(path.read_text(encoding="utf-8"))["folder"]))
-            except (OSError, ValueError, KeyError, TypeError):  # the attempt was killed in mid-write
+            except (OSError, ValueError, KeyError, TypeError):  # the attempt was killed
                 continue
     return folders

@@ -1,4 +1,4 @@
-"""Make a model with few and random weights from a training config, for tests and experiments."""
+"""Make a small model with random weights from a training config, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchtitan_like.stored_config import custom_import_in, import_custom
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import staged_path
 
-# Sizes of a tiny model, by their names in the model families.
+# Sizes of a small model, by their names in the model families.
 SIZES = {
     "dim": 64,
     "n_layers": 2,
@@ -43,9 +43,9 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
     """Write random weights of the config's model family, in `SIZES`, into the folder `out`.
 
     `out` is a folder for `transformers`. `out`/step-0 is the same model as a checkpoint, and
-    `out`/make.sh the command that makes it. settings: of the config, as for training. Returns the
-    number of parameters and the lines of a config. Raises ConfigError, TokenizerError,
-    CheckpointError, OSError, and ValueError for sizes that do not fit each other.
+    `out`/make.sh has the command that makes it. settings: settings of the config, as for training.
+    Returns the number of parameters and the lines of a config. Raises ConfigError, TokenizerError,
+    CheckpointError, OSError, and ValueError for inconsistent sizes.
     """
     words = ["--job.config_file", str(find_config(config_file)), *settings]
     config = load_config(words)
@@ -90,7 +90,7 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
 
 
 def _num_kv_heads(args: Any) -> int | None:
-    """Return the key and value heads in the large model's proportion, or None if it has no number."""
+    """Return the key-value heads in the large model's proportion; None without such a number."""
     num_heads = getattr(args, "n_heads", None)
     num_kv_heads = getattr(args, "n_kv_heads", None)
     if num_heads is None or num_kv_heads is None:

@@ -1,12 +1,12 @@
-"""torchrun for runs: `python -m torchtitan_like.torchrun --nproc_per_node=8 -m torchtitan_like.train ...`.
+"""torchrun for runs: `python -m torchtitan_like.torchrun --nproc_per_node=8 -m ...`.
 
-Takes torchrun's arguments. The differences:
+It takes torchrun's arguments. The differences:
 
 - Its store listens on one address: on loopback on one machine, else on the address of MASTER_ADDR.
 - The ranks end when this process does, even after SIGKILL.
 - A second signal does not end it while the ranks save.
-- It returns the code of ranks that stop before the first step or refuse to start, and 1 after a signal or a crash.
-  It returns 0 for an end that all ranks agree on: exit.json has the code.
+- It returns the code of ranks that stop before the first step, and 1 after a signal or a crash.
+  After an end that all ranks agree on it returns 0, and exit.json has the code.
 """
 
 from __future__ import annotations
@@ -33,33 +33,37 @@ from torchtitan_like.util.exit_codes import ExitCode
 
 DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The codes with which ranks end before the first step. Of several, the first one here is the reason: the launcher
-# stops the other ranks with SIGTERM, and so with REQUEUE.
+# Exit codes of ranks before the first step, most important first. The launcher stops the other
+# ranks with SIGTERM, and they return REQUEUE.
 EARLY_CODES = (ExitCode.BAD_CONFIG, ExitCode.STORAGE, ExitCode.INTERRUPTED, ExitCode.REQUEUE)
 
 
 def early_code(codes: set[int]) -> ExitCode | None:
-    """Return the code of ranks that have ended with ``codes``; None if one of them has crashed."""
+    """Return the common code of ranks that ended with ``codes``; None if a rank has crashed."""
     if not codes <= set(EARLY_CODES):
         return None
     return next(code for code in EARLY_CODES if code in codes)
 
 
 def stop_once(signum: int, _frame: FrameType | None) -> None:
-    """Have torchrun pass the signal on and wait for the ranks, which may be saving. Further signals are ignored."""
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    """Let torchrun pass the signal on and wait for the ranks, which may be saving a checkpoint.
+
+    Further signals are ignored.
+    """
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
     raise SignalException(f"received signal {signum}", sigval=signal.Signals(signum))
 
 
 def main(argv: list[str]) -> int:
-    """Run the ranks to their end; returns the exit code."""
+    """Run the ranks to their end. Return the exit code."""
     arguments = torch_run.parse_args(argv)
     set_rendezvous(arguments)
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, stop_once)
-    arguments.signals_to_handle = "SIGQUIT"  # torchrun would handle STOP_SIGNALS each time, and end at the second
+    # torchrun must not handle STOP_SIGNALS: it would end at the second signal.
+    arguments.signals_to_handle = "SIGQUIT"
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         record(torch_run.run)(arguments)
@@ -75,15 +79,16 @@ def main(argv: list[str]) -> int:
 
 
 def set_rendezvous(arguments: Namespace) -> None:
-    """Replace torchrun's rendezvous by ours."""
+    """Replace torchrun's rendezvous backend by the one of this package."""
     names = register_backends()
     _, max_nodes = torch_run.parse_min_max_nnodes(arguments.nnodes)
     backend = "loopback" if max_nodes == 1 else arguments.rdzv_backend
     if backend not in names:
         return
     if backend == "static":
-        # torchrun passes the rank on to its own static backend alone.
-        arguments.rdzv_conf = ",".join(filter(None, [arguments.rdzv_conf, f"rank={arguments.node_rank}"]))
+        # torchrun passes the rank only to its own static backend.
+        settings = [arguments.rdzv_conf, f"rank={arguments.node_rank}"]
+        arguments.rdzv_conf = ",".join(filter(None, settings))
         arguments.rdzv_endpoint = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
     if backend == "loopback":
         arguments.standalone = False

@@ -49,7 +49,12 @@ from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
 from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.data.batches.batch import Batch, chain_digest, count_valid, count_valid_by_source
+from torchtitan_like.data.batches.batch import (
+    Batch,
+    chain_digest,
+    count_valid,
+    count_valid_by_source,
+)
 from torchtitan_like.data.errors import CacheWriteError
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
@@ -86,14 +91,14 @@ from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import GIB, host_memory
-from torchtitan_like.validation import BrokenOff, losses_of_texts
+from torchtitan_like.validation import ValidationInterrupted, losses_of_texts
 
 
 @dataclass
 class StepInput:
     """The batch of a step, its agreement in progress, and the seconds it took to read the batch.
 
-    batch: None beyond the last step.
+    batch: None after the last step.
     """
 
     batch: Batch | None
@@ -102,7 +107,7 @@ class StepInput:
 
 
 class Trainer:
-    """Builds a run from its configuration. `train` then makes its steps."""
+    """Builds a run from its configuration. `train` then runs its steps."""
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class Trainer:
         requests: Requests,
         position: RankPosition,
     ) -> None:
-        """Build in the order of the lines below, and load the first of `starts` that is undamaged.
+        """Build all parts, and load the first undamaged start of `starts`.
 
         A collective. Raises the errors of `launch.CODES` on every rank.
         """
@@ -126,7 +131,7 @@ class Trainer:
         self.geometry: BatchGeometry = batch_geometry(config.training, world.dims)
 
         # Run directory and log file.
-        self.failures = WriteFailures(goes_on=config.checkpoint.on_save_error == "continue")
+        self.failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
         self.attempt = open_attempt(config, world, self.failures)
         position.attempt_folder = self.attempt.folder
         self.heartbeat = Heartbeat(
@@ -138,17 +143,17 @@ class Trainer:
             failures=self.failures,
         )
 
-        # What the run starts from.
+        # The start: a checkpoint, weights, or new weights.
         self.start = starts[0]
         self.progress = Progress(step=self.start.step)
         self.differences = self._check_settings(self.start)
 
-        # Randomness is a function of one seed.
+        # All randomness depends on one seed.
         self.seed = self._agree_on_seed()
         seed_everything(self.seed)
         self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
-        # Data. Building the model takes minutes: a mismatch with the checkpoint is raised before.
+        # Data. Check it against the checkpoint before building the model, which takes minutes.
         self.spec = get_spec(config.model.name)
         self.args = resolve_args(self.spec, config.model.flavor, config.model.args)
         data = build_data(
@@ -169,7 +174,7 @@ class Trainer:
         if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored_data)
 
-        # Model: built on meta, sharded, materialized, then initialized from the seed.
+        # Model: build it on meta, shard, materialize, then initialize it from the seed.
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {self.args}")
         logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
@@ -241,11 +246,11 @@ class Trainer:
             logger.info(f"Resume: {line}")
         if self.after_update is not None:
             self.after_update()
-        # The position of the data, whichever parts of the checkpoint were excluded.
+        # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         checkpointer.claim(self.start, partial(self._published, self.start.step))
 
-        # Non-finite steps and spikes. CPU offload keeps weights, and so the gate, on the host.
+        # Non-finite steps and spikes. With CPU offload, weights and the gate are on the host.
         device = self.optimizer.parameters[0].device
         self.update_gate = UpdateGate(
             config.resilience, device, self.progress, self._stored("numbers") or {}
@@ -269,7 +274,7 @@ class Trainer:
         return manifest.get(key) if self.start.kind == "resume" else None
 
     def _check_settings(self, start: Start) -> list[str]:
-        """Log a start, and return how its settings differ from this run's.
+        """Log a start, and return the differences between its settings and this run's.
 
         Raises ChangedError if settings that shape the run have changed.
         """
@@ -306,7 +311,7 @@ class Trainer:
         return seed
 
     def _states(self) -> dict[str, Stateful]:
-        """Return what a checkpoint holds, by the names of `checkpoint.exclude_from_loading`."""
+        """Return the states of a checkpoint, by the names of `checkpoint.exclude_from_loading`."""
 
         def restore_progress(state: dict[str, Any]) -> None:
             self.progress = Progress(**state)
@@ -352,7 +357,7 @@ class Trainer:
         return replay_bundles
 
     def _rewind_metrics(self) -> None:
-        """Move rows beyond the loaded step out of metrics.jsonl. On rank 0."""
+        """Move rows after the loaded step out of metrics.jsonl. On rank 0."""
         path, manifest = self.start.path, self.start.manifest
         is_own = path is not None and path.parent == self.checkpointer.folder
         is_resumed = self.start.kind == "resume" and is_own
@@ -375,7 +380,7 @@ class Trainer:
     # ---- loop
 
     def train(self) -> ExitCode:
-        """Make steps until the last one, or until all ranks agree to stop; return why it ended."""
+        """Run all steps, or until the ranks agree to stop. Return the cause of the end."""
         config, first_step = self.config, self.progress.step + 1
         if config.checkpoint.create_seed_checkpoint:
             self.save([Save("full", self.checkpointer.folder, is_last=True)])
@@ -429,7 +434,7 @@ class Trainer:
         return self._finish(None if self.is_finished else stop, Request.EXPORT in requests)
 
     def _finish_warmup(self) -> None:
-        """After the first step, which compiles: shorten the time-outs. A collective."""
+        """Shorten the time-outs after the first step, which compiles. A collective."""
         seconds = self.config.comm.train_timeout_seconds
         self.world.tighten_timeouts(timedelta(seconds=seconds))
         self.position.stall_seconds = 0.8 * seconds
@@ -462,11 +467,11 @@ class Trainer:
         """Run forward and backward of every micro-batch, then one clipped and gated update.
 
         The loss of a micro-batch is the sum of its token losses over the *global* number of valid
-        tokens of the step. Gradients are summed over ranks. The update is therefore that of one
-        mean over all tokens, on any topology.
+        tokens of the step. Gradients are summed over ranks. The update therefore equals
+        that for one mean over all tokens, on any topology.
 
-        The model returns the loss itself, in chunks, so that no logits outlive the forward. Nothing
-        here waits for the device.
+        The model computes the loss in chunks, so that no logits outlive the forward pass. This
+        method does not wait for the device.
         """
         batch, num_valid = inputs.batch, agreement.num_valid_tokens
         assert batch is not None
@@ -500,7 +505,8 @@ class Trainer:
                         output.tokens, sources[micro], num_sources
                     )
                 share = total_of(output) / max(1, num_valid)
-                # A non-finite loss must reach every gradient, and so the global norm, on every rank.
+                # A non-finite loss must reach every gradient, and so the global norm, on every
+                # rank.
                 losses.append(share.detach())
                 share.backward(losses[-1] * 0 + 1)  # 1, or NaN
             loss = sum(losses[1:], start=losses[0])
@@ -539,9 +545,9 @@ class Trainer:
         )
 
     def fetch(self, step: int) -> StepInput:
-        """Read the batch of `step` (None beyond the last) and start the all-reduce of its agreement.
+        """Read the batch of `step` (None after the last) and start the all-reduce of its agreement.
 
-        The all-reduce is waited for one step later, when it has finished long ago.
+        The next step waits for the all-reduce, which has then finished.
         """
         started = time.perf_counter()
         is_wanted = step <= self.config.training.steps
@@ -562,7 +568,7 @@ class Trainer:
         return StepInput(batch, send(local, self.world.step_group), seconds)
 
     def _note_requests(self) -> None:
-        """Note what this rank wants all ranks to do."""
+        """Record the requests of this rank to all ranks."""
         own = {
             Request.BAD_NUMBERS: self.update_gate.was_frozen(),
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
@@ -599,9 +605,9 @@ class Trainer:
             try:
                 for name, loss in losses:
                     self.metrics.validation(step, *loss, name)
-            except BrokenOff:
+            except ValidationInterrupted:
                 logger.warning(
-                    f"The validation after step {step} was interrupted: the run is to stop"
+                    f"Interrupted the validation after step {step}, because the run stops"
                 )
             self.parts.train()
 
@@ -617,7 +623,7 @@ class Trainer:
         step = self.progress.step
         self.position.move("save", step)
         self.metrics.flush(step)
-        if not self.failures.goes_on:
+        if not self.failures.continues:
             self.world.step_group.leader_does(self.metrics.check_written)
         self.replicas.check(step)
         with self.metrics.throughput.pause():
@@ -639,11 +645,11 @@ class Trainer:
             if names := self._nonfinite_state():
                 path = self.checkpointer.save_nonfinite(step, self.states, **content)
                 raise NonFiniteStateError(
-                    f"After step {step}, {len(names)} tensors of the run's state hold an inf or nan: "
-                    f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Expected finite "
-                    f"numbers, so step {step} is not published. The state is in {path} for study; a "
-                    "restart uses the checkpoint before it. Check the learning rate and the "
-                    "machine's memory before you start again"
+                    f"After step {step}, {len(names)} tensors of the run's state hold an inf or "
+                    f"nan: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Expected "
+                    f"finite numbers, so step {step} is not published. The state is in {path} for "
+                    "study; a restart uses the checkpoint before it. Check the learning rate and "
+                    "the machine's memory before you start again"
                 )
             self.checkpointer.save(saves, step, self.states, **content)
             self.garbage.collect("GC collection after checkpoint saving")
@@ -676,23 +682,26 @@ class Trainer:
     # ---- close
 
     def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
-        """Save what the next start needs, and write the reason for the end. A collective."""
+        """Save the state for the next start, and write the reason for the end. A collective."""
         if self.overflow is not None:
             self.overflow.judge()
         self.metrics.flush(self.progress.step)
         good = self.update_gate.last_good_progress()
         if good is not None:
-            # Updates have been skipped since: the weights are still those of the last good step.
+            # Updates were skipped since the last finite step: its weights are unchanged.
             stop = Request.BAD_NUMBERS
             self.progress = good
-            weights = f"the weights are those of step {self.progress.step}"
+            weights = f"the weights of step {self.progress.step} are unchanged"
             if not self.optimizer.is_atomic:
-                weights = "some weights may have been updated before it showed, so nothing is saved"
+                weights = (
+                    "some weights may have been updated before the detection, so no checkpoint is "
+                    "saved"
+                )
             logger.error(
                 f"Step {good.step + 1} had a non-finite loss or gradient: {weights}, "
                 "and the run stops"
             )
-        self.checkpointer.wait()  # a checkpoint in progress may be of this very step
+        self.checkpointer.wait()  # a checkpoint in progress may be of this step
         if good is None or self.optimizer.is_atomic:
             saves = self.checkpointer.due_at_end(
                 self.progress.step, is_finished=stop is None, export_asked=export_requested

@@ -1,4 +1,4 @@
-"""The loss of texts that are not trained on."""
+"""Compute the loss of validation texts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from torchtitan_like.models.layers.head import LossWithTokens, total_of
 from torchtitan_like.resilience.requests import decode_requests, first_stop
 
 
-class BrokenOff(Exception):
-    """All ranks have left the validation, as the run is to stop."""
+class ValidationInterrupted(Exception):
+    """All ranks have ended the validation, because the run must stop."""
 
 
 class TextLoss(NamedTuple):
-    """Mean loss per token of a text in nats; bits_per_byte of the UTF-8 bytes its labels stand for, None without any."""
+    """The loss of a text: the mean loss per token in nats, and bits per byte of UTF-8.
+
+    bits_per_byte: None if the bytes of the tokens are unknown.
+    """
 
     loss: float
     bits_per_byte: float | None
@@ -35,17 +38,20 @@ def losses_of_texts(
     feed: Feed,
     bytes_of_token: torch.Tensor,
     gather_losses: Callable[[torch.Tensor], torch.Tensor],
-    ask: Callable[[], PendingSum],
+    exchange_requests: Callable[[], PendingSum],
 ) -> Iterable[tuple[str, TextLoss]]:
-    """The exact mean loss per token over each text's batches, the same on every topology; a collective.
+    """Yield the exact mean loss per token of each text, equal on every topology. A collective.
 
-    evaluate: the model, or what makes its stages one; returns the sum of token losses. bytes_of_token: (vocab_size,). ask:
-    sends this rank's requests to all; where one of them is a stop, BrokenOff is raised on every rank before the same batch.
+    evaluate: the model, or the function that runs all of its stages; returns the sum of token
+    losses.
+    bytes_of_token: (vocab_size,).
+    exchange_requests: sends this rank's requests to all ranks. After a request to stop, all ranks
+        raise ValidationInterrupted before the same batch.
     """
     for name, batches in texts.items():
-        begin = time.perf_counter()
+        start = time.perf_counter()
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in _until_stop(batches, ask):
+        for batch in _until_stop(batches, exchange_requests):
             local = feed.shard(batch)
             loss = total_of(evaluate(*feed.to_device(local, 0)))
             counts = count_valid(local[1]), count_bytes(local[1], bytes_of_token)
@@ -54,16 +60,23 @@ def losses_of_texts(
         bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
         yield (
             name,
-            TextLoss(loss_sum / max(1.0, num_tokens), bits_per_byte, int(num_tokens), time.perf_counter() - begin),
+            TextLoss(
+                loss=loss_sum / max(1.0, num_tokens),
+                bits_per_byte=bits_per_byte,
+                num_tokens=int(num_tokens),
+                seconds=time.perf_counter() - start,
+            ),
         )
 
 
-def _until_stop(batches: Iterable[Batch], ask: Callable[[], PendingSum]) -> Iterator[Batch]:
+def _until_stop(
+    batches: Iterable[Batch], exchange_requests: Callable[[], PendingSum]
+) -> Iterator[Batch]:
     agreement = None
     for batch in batches:
         if agreement is not None and first_stop(decode_requests(agreement.wait())) is not None:
-            raise BrokenOff
-        agreement = ask()
+            raise ValidationInterrupted
+        agreement = exchange_requests()
         yield batch
     if agreement is not None:
         agreement.wait()

@@ -1,4 +1,4 @@
-"""`titan run replay`: a run writes a bundle for a bad step, and one process reproduces its numbers."""
+"""`titan run replay`: a run writes a bundle for a non-finite step, and one process reproduces its numbers."""
 
 import math
 import shlex
@@ -303,4 +303,4 @@ def test_a_missing_bundle_or_checkpoint_is_reported(tmp_path, capsys):
     path, _ = bundle_of(tmp_path, BAD_STEP)
     (tmp_path / "run/checkpoint/step-4.nonfinite").rename(tmp_path / "step-4")
     assert titan(["run", "replay", str(path)]) == ExitCode.BAD_CONFIG
-    assert "checkpoint/step-4.nonfinite, the checkpoint before the bad step, is missing" in capsys.readouterr().err
+    assert "checkpoint/step-4.nonfinite, the checkpoint before the step, is missing" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def killed_for_good(chain: Chain, ended: Ended) -> None:
     """No start gets past the switch until it is removed."""
     saved_where_it_stopped(chain, ended)
     again = chain.run(what="with the kill switch")
-    assert again.exit == ended.exit and again.says("Nothing is started: "), again.tail
+    assert again.exit == ended.exit and again.says("Not starting: "), again.tail
     (chain.folder / "KILL").unlink()
 
 

@@ -67,7 +67,7 @@ def test_a_config_that_one_rank_refuses_is_not_a_crash(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 78, result.stderr[-3000:]
     head, error, problem = result.stderr.splitlines()[-3:]
-    assert head.startswith("Nothing was started: a rank has refused the configuration (code 78): ")
+    assert head.startswith("Nothing was started: a rank rejected the configuration (code 78): ")
     assert "crash" not in result.stderr and "Traceback" not in result.stderr, result.stderr
     assert head.endswith("rank 1, step 0, phase config:") and error.endswith("1 problem in the configuration:")
     assert "experimental.custom_import" in problem and "not on this rank" in problem

@@ -158,8 +158,8 @@ FULL, WEIGHTS = {"kind": "full"}, {"kind": "weights"}
     [
         ({}, 100, "Resume: needs a checkpoint: --checkpoint.enable"),
         ({50: FULL, 100: FULL}, 100, "Resume (the same command, more steps): ./run --training.steps 200"),
-        ({50: FULL, 100: WEIGHTS}, 100, "from step 50, as the last save holds the weights alone): ./run --training.st"),
-        ({100: WEIGHTS}, 100, "not from weights alone; a new run can begin with them: --checkpoint.initial_load_path"),
+        ({50: FULL, 100: WEIGHTS}, 100, "from step 50, because the last checkpoint has only the weights): ./run --training.st"),
+        ({100: WEIGHTS}, 100, "not possible from weights only; a new run can start from them: --checkpoint.initial_load_path"),
         ({50: FULL, 80: FULL}, 80, "Resume (all data is read; allow more epochs: max_epochs of the source): ./run"),
     ],
 )

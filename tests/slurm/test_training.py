@@ -193,7 +193,7 @@ def test_a_chain_continues_and_the_kill_switch_ends_the_remaining_jobs(stub: Run
     assert [state["ExitCode"] for state in states] == ["75:0", "130:0", "0:0", "0:0"], stub.output()
     assert stub.output().count("the job ends: REQUEUE=0") == 1
     assert stub.output().count("code 130") == stub.output().count("the job ends: a retry would end the same way") == 1
-    assert stub.output().count(f"Nothing is started: {switch} is there") == 2
+    assert stub.output().count(f"Not starting: the kill switch {switch} exists") == 2
     assert switch.exists() and stub.output().count("The stub runs") == 2
 
 

@@ -1,7 +1,8 @@
 """The `titan` command: one table of sub-commands, and one module for each of them in this folder.
 
-A module has `configure(parser)`, which adds its arguments, and `run(arguments)`, which returns the exit code.
-Only the module of the chosen sub-command is imported. This package parses arguments; the work is in the other rooms.
+A module has `configure(parser)`, which adds its arguments, and `run(arguments)`, which returns the
+exit code. Only the module of the chosen sub-command is imported. This package parses arguments and
+prints output; other rooms do the work.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ USAGE_ERROR = 2
 
 
 class Command(NamedTuple):
-    """A sub-command: ``name`` is all of its words, ``module`` names a file of this folder.
+    """A sub-command. ``name`` has all of its words; ``module`` is a module of this package.
 
-    A command with ``verbs`` has no module: its next word chooses one of them.
+    A command with ``verbs`` has no module: the next word selects a verb.
     """
 
     name: str
@@ -36,20 +37,41 @@ class Command(NamedTuple):
 
 CKPT = (
     Command("ckpt ls", "Inspect", "list the checkpoints of a run", "ckpt.ls"),
-    Command("ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt.show"),
+    Command(
+        "ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt.show"
+    ),
     Command("ckpt verify", "Inspect", "compare every byte with the stored hashes", "ckpt.verify"),
     Command("ckpt diff", "Inspect", "compare two checkpoints", "ckpt.diff"),
-    Command("ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt.export"),
+    Command(
+        "ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt.export"
+    ),
     Command("ckpt convert", "Convert", "convert a checkpoint into another format", "ckpt.convert"),
-    Command("ckpt consolidate", "Convert", "merge safetensors shards into whole files", "ckpt.consolidate"),
-    Command("ckpt offload", "Store", "copy checkpoints to an archive, keep the newest", "ckpt.offload"),
-    Command("ckpt interval", "Store", "find the best interval between checkpoints", "ckpt.interval"),
+    Command(
+        "ckpt consolidate",
+        "Convert",
+        "merge safetensors shards into whole files",
+        "ckpt.consolidate",
+    ),
+    Command(
+        "ckpt offload", "Store", "copy checkpoints to an archive, keep the newest", "ckpt.offload"
+    ),
+    Command(
+        "ckpt interval", "Store", "find the best interval between checkpoints", "ckpt.interval"
+    ),
 )
 
 DATA = (
-    Command("data tokenize", "Prepare", "tokenize a corpus into a folder that runs train on", "data.tokenize"),
     Command(
-        "data train-tokenizer", "Prepare", "train a byte-level BPE tokenizer", "data.train_tokenizer"
+        "data tokenize",
+        "Prepare",
+        "tokenize a corpus into a folder that runs train on",
+        "data.tokenize",
+    ),
+    Command(
+        "data train-tokenizer",
+        "Prepare",
+        "train a byte-level BPE tokenizer",
+        "data.train_tokenizer",
     ),
     Command(
         "data tiny",
@@ -70,8 +92,15 @@ DATA = (
 
 RUN = (
     Command("run ls", "Inspect", "list runs, their state and progress", "run.ls"),
-    Command("run watch", "Inspect", "show how far a run is, and where its ranks are", "run.watch"),
-    Command("run compare", "Inspect", "find the first step at which two runs differ", "run.compare"),
+    Command(
+        "run watch",
+        "Inspect",
+        "show the progress of a run and the position of its ranks",
+        "run.watch",
+    ),
+    Command(
+        "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
+    ),
     Command(
         "run replay",
         "Inspect",
@@ -103,15 +132,28 @@ SLURM = (
 # In the order of `titan --help`.
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
-    Command("check", "Train", "check a configuration without training", "check", takes_settings=True),
+    Command(
+        "check", "Train", "check a configuration without training", "check", takes_settings=True
+    ),
     Command("plan", "Train", "find the layout of a model on N GPUs", "plan"),
-    Command("data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),
-    Command("download", "Data and models", "download a model from the Hugging Face Hub", "download"),
+    Command(
+        "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
+    ),
+    Command(
+        "download", "Data and models", "download a model from the Hugging Face Hub", "download"
+    ),
     Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
-    Command("ckpt", "Checkpoints", "list, verify, compare, convert, export or archive checkpoints", verbs=CKPT),
-    Command("generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"),
+    Command(
+        "ckpt",
+        "Checkpoints",
+        "list, verify, compare, convert, export or archive checkpoints",
+        verbs=CKPT,
+    ),
+    Command(
+        "generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"
+    ),
     Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )
 
@@ -125,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Without this, Python reports it at exit.
+        # The reader of the output, such as `head`, has ended. Prevent Python's report of it at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -175,7 +218,9 @@ def executable_commands(commands: Sequence[Command] = COMMANDS) -> list[Command]
 
 def build_parser(command: Command) -> argparse.ArgumentParser:
     """Return the parser of a sub-command, without its arguments."""
-    usage = "%(prog)s [CONFIG] [OPTIONS] [--section.key VALUE ...]" if command.takes_settings else None
+    usage = (
+        "%(prog)s [CONFIG] [OPTIONS] [--section.key VALUE ...]" if command.takes_settings else None
+    )
     return argparse.ArgumentParser(
         prog=f"titan {command.name}",
         usage=usage,
@@ -207,9 +252,9 @@ def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
 
 
 def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Parse a sub-command's own options. All other options become `arguments.settings`, in their order.
+    """Parse the options of a sub-command. All other options become `arguments.settings`, in order.
 
-    `arguments.words` holds all words as they were typed. A word with a dot in its name starts a
+    `arguments.words` has all words that the user typed. An option with a dot in its name is a
     setting, and the words up to the next option are its values.
     """
     own: list[str] = []

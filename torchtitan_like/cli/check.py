@@ -1,4 +1,7 @@
-"""`titan check`: print the resolved configuration, or every problem in it. Trains nothing, imports no torch."""
+"""`titan check`: print the resolved configuration, or all of its problems.
+
+This command does not train and does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check as training does: files must exist and features must be available",
     )
-    parser.add_argument("--device-type", metavar="TYPE", help="cpu or cuda: also check what depends on the device")
+    parser.add_argument(
+        "--device-type", metavar="TYPE", help="cpu or cuda: also check what depends on the device"
+    )
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Prints the configuration as TOML and warnings on stderr, and returns 0;\n"
@@ -42,10 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
     world_size = arguments.world_size
     problems = []
     if world_size is not None and not (world_size.isdecimal() and int(world_size) > 0):
-        problems.append(Problem("--world-size", world_size, "an integer > 0", origin="command line"))
+        problems.append(
+            Problem("--world-size", world_size, "an integer > 0", origin="command line")
+        )
     if arguments.device_type not in (None, "cpu", "cuda"):
         expected = '"cpu" or "cuda"'
-        problems.append(Problem("--device-type", arguments.device_type, expected, origin="command line"))
+        problems.append(
+            Problem("--device-type", arguments.device_type, expected, origin="command line")
+        )
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:
         if problems:

@@ -1,4 +1,4 @@
-"""What sub-commands share: arguments, and exit codes of expected errors."""
+"""Arguments that several sub-commands have, and exit codes of expected errors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
         dest="custom_import",
         metavar="MODULE",
         default="",
-        help="module (found through PYTHONPATH) or .py file to import first, which registers the checkpoint's "
+        help="module (found through PYTHONPATH) or .py file to import first, which registers "
+        "the checkpoint's "
         "model. The module that the checkpoint's own config names is never imported",
     )
 
 
 def run_checked(action: Callable[[], int]) -> int:
-    """Call `action` and return its code. Print an expected error: 1 for damage, 2 for any other."""
+    """Call `action` and return its code. Print expected errors, and return 1 for damage, else 2."""
     from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
     from torchtitan_like.config import ConfigError
     from torchtitan_like.data.errors import TokenizerError
@@ -59,7 +60,7 @@ def run_checked(action: Callable[[], int]) -> int:
 
 
 def run_report(action: Callable[[], int]) -> int:
-    """Call `action`, which only reads files of runs, and return its code. Print an expected error: 2."""
+    """Call `action`, which only reads files of runs, and return its code; 2 for expected errors."""
     try:
         return action()
     except BrokenPipeError:
@@ -77,9 +78,9 @@ def print_json(value: object) -> None:
 
 
 def end_rank(code: int) -> int:
-    """Return `code`; under torchrun with several ranks, end this one with it instead.
+    """Return `code`. Under torchrun with several ranks, end this rank with it instead.
 
-    The threads of a destroyed gloo group may crash the interpreter while it shuts down.
+    The threads of a destroyed gloo group may crash the interpreter during its shutdown.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         from torchtitan_like.resilience.end import end_process

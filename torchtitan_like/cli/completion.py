@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHELLS = ("bash", "zsh")
 EXAMPLE = "titan completion bash"
 
-# Completes files where a command takes no fixed words (`-o default`).
+# It completes file names if a command has no fixed words (`-o default`).
 SCRIPT = """\
 # {shell} completion of titan
 _titan() {{

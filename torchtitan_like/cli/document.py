@@ -1,4 +1,7 @@
-"""docs/reference/cli.md: every sub-command of `titan` with its arguments (``python -m torchtitan_like.cli.document``)."""
+"""Write docs/reference/cli.md, with the arguments of every sub-command of `titan`.
+
+Run ``python -m torchtitan_like.cli.document > docs/reference/cli.md``.
+"""
 
 from __future__ import annotations
 

@@ -19,27 +19,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--assets", metavar="PATH", help="the tokenizer's folder (default: as in the run's config)"
     )
     parser.add_argument(
-        "--num-tokens", type=int, default=128, metavar="N", help="most tokens to add (default: 128)"
+        "--num-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of tokens to add (default: 128)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0 always takes the likeliest token (default: 0.8)",
+        help="0 always takes the most likely token (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=50,
         metavar="K",
-        help="sample among the K likeliest tokens (default: 50)",
+        help="sample among the K most likely tokens (default: 50)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     add_import_flag(parser)
     parser.epilog = (
-        "The model and the tokenizer are those of the config.toml in STEP. Runs in one process, on\n"
-        "the GPU if there is one; reads checkpoints of any layout.\n\n"
+        "The config.toml in STEP defines the model and the tokenizer. Runs in one process, on the\n"
+        "GPU if there is one. Reads checkpoints of any layout.\n\n"
         f"example: {EXAMPLE}"
     )
 

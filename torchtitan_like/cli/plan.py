@@ -1,4 +1,4 @@
-"""`titan plan`: which layouts of a model fit on a cluster, and which should be the fastest."""
+"""`titan plan`: list the layouts of a model that fit on a cluster, the fastest ones first."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="TFLOP/s that a GPU reaches (default: 400, which is 40 %% of an H100's 989)",
     )
     parser.epilog = (
-        "Prints the layouts that fit, the fastest first, with their memory by parts, and the lines of\n"
-        "a config for the first ones. The times put layouts in order and are no forecast. Builds\n"
-        "nothing and needs no GPU. Returns 0, 1 if nothing fits, 2 for wrong arguments.\n\n"
+        "Prints the layouts that fit, fastest first, with their memory by parts, and the config\n"
+        "lines of the first ones. The times only order the layouts and are not a forecast.\n"
+        "Needs no GPU. Returns 0, 1 if no layout fits, 2 for wrong arguments.\n\n"
         f"example: {EXAMPLE}"
     )
 

@@ -1,4 +1,4 @@
-"""What `titan train` and `titan check` have in common: a config file and settings on the command line."""
+"""Config file and settings on the command line, for `titan train` and `titan check`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torchtitan_like.util.bundle import find_config
 
 
 class HelpWithSettings(argparse.Action):
-    """``--help``: the options of the command, and then every setting of a configuration."""
+    """``--help``: print the options of the command, then all settings of a configuration."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_unused: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show this help and all settings, and exit")
+        super().__init__(
+            option_strings, dest, nargs=0, help="show this help and all settings, and exit"
+        )
 
     def __call__(self, parser: argparse.ArgumentParser, *_unused: object) -> None:
         from torchtitan_like.config.document import help_text

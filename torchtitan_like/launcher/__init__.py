@@ -1,4 +1,4 @@
-"""What `titan train` does around a run: read options, check the configuration, start ranks, report the end.
+"""The launcher of `titan train`: read options, check the config, start ranks, report the end.
 
-This room imports no torch: the launcher stays small while the ranks run in processes of their own.
+This room does not import torch: the launcher process is small, and the ranks are other processes.
 """

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, cores, name."""
+"""Inspect this machine: GPUs, cores, name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AMD_DRIVER = Path("/dev/kfd")
 
 
 class Machine(NamedTuple):
-    """The hardware that decides how many ranks start here, and how."""
+    """The hardware of this machine, which determines the number of ranks and their settings."""
 
     host: str  # without its domain
     num_cores: int  # that this process may use
@@ -28,7 +28,7 @@ class Machine(NamedTuple):
 
 
 def inspect_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at this machine."""
+    """Return the hardware of this machine."""
     gpu_list = _list_gpus()
     return Machine(
         host=os.uname().nodename.partition(".")[0],
@@ -40,7 +40,7 @@ def inspect_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def count_visible(num_gpus: int, visible: str | None) -> int:
-    """Return how many GPUs CUDA_VISIBLE_DEVICES leaves. None: all; "-1" and "": none."""
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES. None: all GPUs; "-1" and "": no GPU."""
     if num_gpus == 0 or visible is None:
         return num_gpus
     return sum(re.match(r" *[0-9A-Za-z]", item) is not None for item in visible.split(","))

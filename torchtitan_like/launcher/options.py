@@ -17,7 +17,7 @@ NUM_CPU_RANKS = 2  # of "auto", on a machine without GPUs
 
 
 class Option(NamedTuple):
-    """`--name` on the command line, or else ``variable`` in the environment."""
+    """An option: `--name` on the command line, else ``variable`` in the environment."""
 
     name: str
     variable: str
@@ -55,7 +55,8 @@ OPTIONS = (
         "log-prefix",
         "LOG_PREFIX",
         "WHAT",
-        "start of each line: rank, host or digits (of the host name); default: rank on one machine, else host",
+        "start of each line: rank, host or digits (of the host name); default: rank on one "
+        "machine, else host",
     ),
     Option(
         "numa-binding",
@@ -74,7 +75,7 @@ OPTIONS = (
 
 
 class LaunchError(Exception):
-    """Nothing can be started. ``code`` is the exit code."""
+    """The ranks cannot be started. ``code`` is the exit code."""
 
     def __init__(self, message: str, code: ExitCode | int = ExitCode.BAD_CONFIG) -> None:
         super().__init__(message)
@@ -83,7 +84,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """What this machine starts. Built by `read_options`, which checks it."""
+    """The checked options of a launch on this machine. `read_options` creates it."""
 
     num_ranks: int  # on this machine
     min_nodes: int
@@ -97,7 +98,7 @@ class Launch:
 
     @property
     def uses_torchrun(self) -> bool:
-        """Return True if one process alone is not enough."""
+        """Return True if the run needs more than one process without torchrun."""
         return (
             self.num_ranks * self.max_nodes > 1 or self.max_restarts > 0 or self.numa_binding != ""
         )
@@ -124,11 +125,13 @@ def read_options(
     max_restarts = given["max_restarts"] or "0"
     if not max_restarts.isdecimal():
         raise LaunchError(
-            f"MAX_RESTARTS must be 0 or more, got {max_restarts!r}. Set it (--max-restarts) to an integer."
+            f"MAX_RESTARTS must be 0 or more, got {max_restarts!r}. Set it (--max-restarts) to an "
+            "integer."
         )
     if given["numa_binding"] and not machine.has_gpus:
         raise LaunchError(
-            f"NUMA_BINDING={given['numa_binding']} keeps ranks near their GPUs, and this machine has none. Unset it."
+            f"NUMA_BINDING={given['numa_binding']} keeps ranks near their GPUs, and this "
+            "machine has none. Unset it."
         )
     refuse_known_bad(machine, given["known_bad_gpus"])
     return Launch(
@@ -152,7 +155,7 @@ def refuse_known_bad(machine: Machine, path: str) -> None:
         listed = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
     except OSError as error:
         raise LaunchError(
-            f"KNOWN_BAD_GPUS: there is no file {path} that can be read ({error.strerror}). "
+            f"KNOWN_BAD_GPUS: cannot read {path} ({error.strerror}). "
             "Expected one GPU UUID per line. Correct the path, or unset it."
         ) from error
     bad = [gpu for gpu in machine.gpu_list if any(uuid in gpu for uuid in listed)]
@@ -182,7 +185,7 @@ def torchrun_arguments(launch: Launch, log_folder: Path) -> list[str]:
 
 
 def _num_ranks(nproc: str, num_nodes: int, machine: Machine) -> int:
-    """Return the ranks of this machine. By default several machines use all of their GPUs."""
+    """Return the number of ranks of this machine. With several machines, default to all GPUs."""
     nproc = nproc or (AUTO if num_nodes > 1 else "1")
     if nproc != AUTO:
         return _positive(nproc)
@@ -239,7 +242,8 @@ def _rendezvous(
         return (f"--nnodes={nnodes}", "--rdzv_backend", "c10d", endpoint, f"--rdzv_id={name}")
     if min_nodes != max_nodes:
         raise LaunchError(
-            f"NODE_RANK needs one number of machines, got NNODES={nnodes}. Unset NODE_RANK, or fix NNODES."
+            f"NODE_RANK needs one number of machines, got NNODES={nnodes}. Unset NODE_RANK, or fix "
+            "NNODES."
         )
     return (
         f"--nnodes={nnodes}",

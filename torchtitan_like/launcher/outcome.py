@@ -39,7 +39,7 @@ PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out wai
 
 
 class FirstError(NamedTuple):
-    """The earliest error record of an attempt, and the ranks that left one."""
+    """The earliest error record of an attempt, and the ranks with error records."""
 
     attempt: Path
     record: dict[str, Any]
@@ -59,7 +59,7 @@ def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
     """Remove the exit.json of an earlier attempt. Returns the run folder.
 
     Raises LaunchError if the folder cannot be written, or if a run on this machine is using it.
-    With several machines this one may be about to join that run: then nothing is removed.
+    With several machines, this one may be about to join that run: then exit.json is kept.
     """
     folder = Path(config["job"]["dump_folder"])
     refusal = RunLock(folder / config["checkpoint"]["folder"]).local_holder()
@@ -87,14 +87,14 @@ def report_end(
     start: Start,
     launcher_folder: Path | None = None,
 ) -> int:
-    """Print how a run ended that returned ``code``. Returns the exit code of the launcher.
+    """Print the end of a run that returned ``code``. Returns the exit code of the launcher.
 
-    torchrun returns 0 for every end that all ranks agree on, and 1 after a signal. The code is then in
-    the exit.json of this attempt. One rank without torchrun returns the code itself.
+    After an end that all ranks agree on, torchrun returns 0, and after a signal 1. The exit code is
+    then in the exit.json of this attempt. A single rank without torchrun returns it directly.
     """
     folder = Path(config["job"]["dump_folder"])
     exit_folder = folder
-    # A run whose folder cannot be written leaves exit.json in the folder of its launcher.
+    # If its folder cannot be written, a run writes exit.json into the folder of its launcher.
     if launcher_folder is not None and (launcher_folder / EXIT).exists():
         exit_folder = launcher_folder
     stop = None if passed_on is None else CODES[passed_on]
@@ -109,10 +109,10 @@ def report_end(
     if end is not None and (code == 0 or stop is not None or code == end.code):
         return _report_agreed(config, end, start)
     if code == 0:
-        # On several machines, rank 0 may write the file into a folder that this one does not see.
+        # With several machines, rank 0 may write the file into a folder that is not visible here.
         if start.num_nodes > 1:
             return 0
-        show_error(f"The run has ended with code 0, but has left no {exit_folder / EXIT}")
+        show_error(f"The run ended with code 0, but did not write {exit_folder / EXIT}")
         return CRASH
     early = ExitCode(code) if code in CODES.values() else stop
     if early is not None and not _has_started(folder, start.since):
@@ -135,7 +135,7 @@ def _write_exit(folder: Path, end: RunEnd) -> None:
 
 
 def _has_started(folder: Path, since: float) -> bool:
-    """Return True if ranks have made an attempt's folder or left an error since then."""
+    """Return True if ranks have created an attempt folder or an error record since then."""
     newest = newest_attempt(folder)
     is_new = newest is not None and newest.stat().st_mtime >= since
     return is_new or _first_error(folder, since) is not None
@@ -154,26 +154,26 @@ def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
 def _report_refusal(folder: Path, first: FirstError | None) -> int:
     _write_exit(folder, RunEnd(ExitCode.BAD_CONFIG.reason, int(ExitCode.BAD_CONFIG), None))
     reason = "its message is above" if first is None else describe_error(first.record)
-    show_error(f"Nothing was started: a rank has refused the configuration (code 78): {reason}")
+    show_error(f"Nothing was started: a rank rejected the configuration (code 78): {reason}")
     return int(ExitCode.BAD_CONFIG)
 
 
 def report_crash(folder: Path, code: int, since: float) -> int:
-    """Print the first error since then, and which ranks left none. Returns the exit code.
+    """Print the first error since then, and the ranks without an error. Returns the exit code.
 
-    It is BAD_CONFIG if a rank refused the configuration, and BAD_DATA if one read damaged data.
-    It is LOST_PEER if ranks left only the errors of others that were lost. exit.json then has that code.
+    The code is BAD_CONFIG if a rank rejected the configuration, and BAD_DATA if a rank read damaged
+    data. It is LOST_PEER if all recorded errors are lost connections to other ranks. exit.json then
+    has this code.
     """
     attempts = folder / ATTEMPTS
-    with suppress(
-        OSError, ValueError
-    ):  # of a rank that was asked to stop because another had crashed
+    # A rank that was stopped because another one crashed may have written exit.json.
+    with suppress(OSError, ValueError):
         if read_exit(folder).step is None:
             (folder / EXIT).unlink()
     first = _first_error(folder, since)
     if first is None:
         where = f"in {attempts}: it was killed, or its error is above and could not be written"
-        show_error(f"The run has crashed, and no rank has left an error {where}")
+        show_error(f"The run has crashed, and no rank has recorded an error {where}")
         return code
     attempt, record, ranks = first
     if record["phase"] == "config":
@@ -184,13 +184,16 @@ def report_crash(folder: Path, code: int, since: float) -> int:
         shown = ", ".join(map(str, sorted(silent)[:MAX_SHOWN_RANKS]))
         if len(silent) > MAX_SHOWN_RANKS:
             shown += f" and {len(silent) - MAX_SHOWN_RANKS} more"
-        silence = f"NO ERROR of rank {shown}: killed (out of memory? see dmesg), or it hung and was killed at the end"
+        silence = (
+            f"NO ERROR of rank {shown}: killed (out of memory? see dmesg), or it hung and was "
+            "killed at the end"
+        )
         is_consequence = re.search(PEER_LOST, record["traceback"]) is not None
         lines.insert(len(lines) if is_consequence else 0, silence)
         if is_consequence:
             code = ExitCode.LOST_PEER
             _write_exit(folder, RunEnd(ExitCode.LOST_PEER.reason, int(code), record["step"]))
-    if record["phase"] == "data":  # one rank read damaged data, and the others lost it
+    if record["phase"] == "data":  # one rank read damaged data, the others lost it
         code = ExitCode.BAD_DATA
         _write_exit(folder, RunEnd(ExitCode.BAD_DATA.reason, int(code), record["step"]))
     show_error("\n".join(lines))
@@ -198,10 +201,10 @@ def report_crash(folder: Path, code: int, since: float) -> int:
 
 
 def _first_error(folder: Path, since: float) -> FirstError | None:
-    """Return the first error of the newest attempt that left any since then.
+    """Return the first error of the newest attempt with errors since then.
 
-    Every node calls this, and thousands of ranks leave thousands of records. Of an attempt that came far
-    enough to have a number, only the first record is read.
+    Every node calls this, and thousands of ranks write thousands of records. For an attempt with a
+    number, only the first record is read.
     """
     candidates = []
     for attempt in reversed(numbered_attempts(folder)):
@@ -221,13 +224,13 @@ def _first_error(folder: Path, since: float) -> FirstError | None:
 
 
 def summary(config: dict[str, Any], folder: Path, start: Start, last_step: int) -> list[str]:
-    """Return three lines: where everything is, how to resume, how to generate a sample."""
+    """Return three lines: paths of the results, and commands to resume and to generate a sample."""
     metrics = config["metrics"]
     checkpoint = config["checkpoint"]
     command = start.command
-    if checkpoint.get("load_step", -1) >= 0:  # with more steps it would go back once more
+    if checkpoint.get("load_step", -1) >= 0:  # with more steps, the run would go back again
         command = with_option(command, "checkpoint.load_step", -1)
-    # With checkpointing disabled, steps in the folder are those of an older run.
+    # If checkpointing is disabled, an earlier run wrote the steps in the folder.
     steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
     board = f"tensorboard --logdir {shlex.quote(str(folder / metrics['save_tb_folder']))}"
@@ -235,7 +238,8 @@ def summary(config: dict[str, Any], folder: Path, start: Start, last_step: int) 
         board = "off (metrics.enable_tensorboard)"
     sample = " ".join(map(quoted, [*start.titan, "generate", newest, "--prompt", "ROMEO:"]))
     return [
-        f"Logs: {folder}/{ATTEMPTS}, {folder}/metrics.jsonl | Checkpoint: {newest} | TensorBoard: {board}",
+        f"Logs: {folder}/{ATTEMPTS}, {folder}/metrics.jsonl | Checkpoint: {newest} | "
+        f"TensorBoard: {board}",
         how_to_resume(steps, command, int(config["training"]["steps"]), last_step),
         f"Sample: {sample if steps else 'needs a checkpoint'}",
     ]
@@ -248,20 +252,20 @@ def how_to_resume(steps: list[StepFolder], command: str, planned: int, last_step
         return "Resume: needs a checkpoint: --checkpoint.enable"
     if not full:
         return (
-            "Resume: not from weights alone; a new run can begin with them: --checkpoint.initial_load_path "
-            f"{shlex.quote(str(steps[-1].path))} and a new --job.dump_folder. "
-            "Next time: --checkpoint.last_save_model_only=false"
+            "Resume: not possible from weights only; a new run can start from them: "
+            f"--checkpoint.initial_load_path {shlex.quote(str(steps[-1].path))} and a new "
+            "--job.dump_folder. Next time: --checkpoint.last_save_model_only=false"
         )
     if steps[-1].step == last_step < planned:
         return f"Resume (all data is read; allow more epochs: max_epochs of the source): {command}"
     change = "the same command, more steps"
     if full[-1].step < last_step:
-        change += f"; from step {full[-1].step}, as the last save holds the weights alone"
+        change += f"; from step {full[-1].step}, because the last checkpoint has only the weights"
     return f"Resume ({change}): {with_option(command, 'training.steps', 2 * planned)}"
 
 
 def with_option(command: str, key: str, value: int) -> str:
-    """Return the command with the setting ``key`` set to ``value``, in place of all its earlier values."""
+    """Return the command with the setting ``key`` = ``value``, instead of its earlier values."""
     words: list[str] = []
     is_value = False
     for word in shlex.split(command):
@@ -276,7 +280,7 @@ def with_option(command: str, key: str, value: int) -> str:
 
 
 def quoted(word: str) -> str:
-    """Quote a word for a shell. An assignment before a command (NAME=value) is not quoted as a whole."""
+    """Quote a word for a shell. For an assignment (NAME=value), quote only the value."""
     name, is_assignment, value = word.partition("=")
     return (
         f"{name}={shlex.quote(value)}"

@@ -37,18 +37,18 @@ else:
 
 PACKAGE = "torchtitan_like"
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
-# Environment variables. TYPED: the whole command, if another script started this one.
+# Environment variables. TYPED: the whole command, if another script started this program.
 TYPED = "TYPED"
-PROGRAM = (
-    "TITAN_PROGRAM"  # environment variable, set by run_train.sh: the first word of what was typed
-)
-PYTHON = "TITAN_PYTHON"  # environment variable, set by run_train.sh: the Python of the ranks, which may be a wrapper
-# Variables of another launcher: this run has its own, or none.
+# Environment variables that run_train.sh sets. PROGRAM: the first word of the user's command.
+# PYTHON: the Python of the ranks, which may be a wrapper.
+PROGRAM = "TITAN_PROGRAM"
+PYTHON = "TITAN_PYTHON"
+# Variables of other launchers, which the ranks must not inherit.
 OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 SHUTDOWN_SECONDS = (
     "1800"  # torchrun kills ranks 30 s after a signal; a last checkpoint may take longer
 )
-# How each signal is passed on, and the exit code if nothing is started yet.
+# Signal -> the signal that is passed on, and the exit code before the run starts.
 SIGNALS = {
     signal.SIGINT: (signal.SIGINT, ExitCode.INTERRUPTED),
     signal.SIGTERM: (signal.SIGTERM, ExitCode.REQUEUE),
@@ -59,8 +59,8 @@ SIGNALS = {
 class SignalRelay:
     """Passes signals on to the run, which saves a checkpoint and ends.
 
-    Before the run starts, a signal raises LaunchError. The run has a process group of its own, so
-    that a Ctrl-C reaches it once, from this process.
+    Before the run starts, a signal raises LaunchError. The run has a separate process group, so
+    that it receives a Ctrl-C only once, from this process.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class SignalRelay:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals of `SIGNALS` that are not ignored already. Ignore all of them afterwards."""
+        """Handle the signals of `SIGNALS` that are not ignored. Ignore all of them afterwards."""
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
@@ -82,7 +82,7 @@ class SignalRelay:
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the command to its end. Returns its exit code."""
         self.is_starting = True
-        # The kernel ends the run with the thread that starts it: this one is the main thread.
+        # The kernel ends the run when the thread that started it ends: it is the main thread.
         self.process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp
         )
@@ -102,7 +102,7 @@ class SignalRelay:
         if not self.is_starting:
             raise LaunchError("Stopped: nothing was started.", code)
         self.passed_on = passed_on
-        show_error(f"Passing {passed_on.name} on to the run, which saves and ends.")
+        show_error(f"Passing {passed_on.name} on to the run, which saves a checkpoint and ends.")
         self._send(passed_on)
 
     def _send(self, signum: signal.Signals) -> None:
@@ -113,8 +113,9 @@ class SignalRelay:
 def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Sequence[str]) -> int:
     """Check the configuration, start the ranks, wait for their end. Returns the exit code.
 
-    ``options``: those of the command line by `Option.key`. ``settings``: --section.key value, as the ranks
-    receive them. ``words``: the arguments as they were typed.
+    options: options of the command line by `Option.key`.
+    settings: --section.key value, as the ranks receive them.
+    words: the arguments that the user typed.
     """
     relay = SignalRelay()
     with relay.listening():
@@ -162,9 +163,9 @@ def _launch(
 
 @contextmanager
 def _launcher_folder() -> Iterator[Path | None]:
-    """Make a temporary folder for the exit.json of a run whose own folder cannot be written.
+    """Create a temporary folder for the exit.json of a run whose folder cannot be written.
 
-    None if there is no room for it either.
+    Returns None if that fails too.
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix="titan-"))
@@ -180,17 +181,17 @@ def _launcher_folder() -> Iterator[Path | None]:
 def check_config(
     python: str, plan: Launch, machine: Machine, settings: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Check the configuration for each number of machines in a process of its own.
+    """Check the configuration for each number of machines in a separate process.
 
-    Every mistake that needs no ranks to be seen is reported here, before any rank starts. Returns the
-    resolved configuration. Raises LaunchError with the code of the check.
+    It reports every error that can be detected before ranks start. Returns the resolved
+    configuration. Raises LaunchError with the code of the check.
     """
     device = [] if machine.has_gpus else ["--device-type", "cpu"]
     resolved = ""
     for nodes in range(plan.min_nodes, plan.max_nodes + 1):
         command = [python, "-m", PACKAGE, "check", "--training", *device]
         command += ["--world-size", str(plan.num_ranks * nodes), *settings]
-        # A Ctrl-C must reach the launcher alone: the check gets a process group of its own.
+        # Only the launcher may receive a Ctrl-C: the check gets a separate process group.
         done = subprocess.run(
             command, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp
         )
@@ -216,7 +217,7 @@ def run_command(python: str, plan: Launch, folder: Path) -> list[str]:
 
 
 def shown_command(command: Sequence[str], settings: Sequence[str], num_threads: str) -> str:
-    """Return the command for the terminal: values of settings that may hold a secret are masked."""
+    """Return the command for the terminal, with masked values of settings that may be secret."""
     from torchtitan_like.config.arguments import mask_arguments
 
     return f"OMP_NUM_THREADS={num_threads} {shlex.join([*command, *mask_arguments(settings)])}"
@@ -226,7 +227,7 @@ def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine
     """Return the environment of the ranks."""
     dropped = (*OTHER_LAUNCHERS, TYPED, PROGRAM, PYTHON)
     child = {name: value for name, value in environ.items() if name not in dropped}
-    # This package, even if the current folder holds another copy. (Python 3.10 looks there first.)
+    # Use this package, even if the current folder has a copy, which Python 3.10 searches first.
     paths = dict.fromkeys(
         [str(ROOT), os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
     )
@@ -249,7 +250,7 @@ def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine
 
 
 def typed_command(environ: Mapping[str, str], words: Sequence[str]) -> str:
-    """Return what a person types to start this run again, with the variables that matter."""
+    """Return the command that starts this run again, with the environment variables that matter."""
     if typed := environ.get(TYPED):
         return typed
     of_several = {"NNODES", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "NODE_RANK"}
@@ -258,7 +259,7 @@ def typed_command(environ: Mapping[str, str], words: Sequence[str]) -> str:
         if environ.get("NNODES")
         else []
     )
-    # run_train.sh sets NGPU=auto where the user has not set it.
+    # run_train.sh sets NGPU=auto if the user has not set it.
     names = [
         *(["NGPU"] if environ.get("NGPU") != AUTO else []),
         *names,
@@ -279,7 +280,7 @@ def titan_words() -> list[str]:
         path = [] if ROOT == Path.cwd() else [f"PYTHONPATH={os.path.relpath(ROOT)}"]
         inside = sys.executable.startswith(f"{ROOT}{os.sep}")
         return [*path, os.path.relpath(sys.executable) if inside else sys.executable, "-m", PACKAGE]
-    beside = Path(sys.executable).with_name("titan")
-    if shutil.which("titan") == str(beside):
+    executable = Path(sys.executable).with_name("titan")
+    if shutil.which("titan") == str(executable):
         return ["titan"]
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", PACKAGE]
+    return [str(executable)] if executable.exists() else [sys.executable, "-m", PACKAGE]

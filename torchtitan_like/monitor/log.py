@@ -1,6 +1,7 @@
-"""Log lines: the root logger, one format, on stdout and, where asked, in a file.
+"""Configure the root logger: one format, on stdout and optionally in a file.
 
-A line reads ``[titan] 2026-03-01 12:00:00,123 - root - INFO - text``, as users' log parsers know it from TorchTitan.
+A line is ``[titan] 2026-03-01 12:00:00,123 - root - INFO - text``, as in TorchTitan, for log
+parsers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COLORS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cya
 
 
 class _StdoutHandler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stdout`` is at that moment; flushes after each line, so that a pipe shows it at once."""
+    """Writes to the current ``sys.stdout``, and flushes each line for readers of a pipe."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -34,13 +35,13 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line if stdout is gone or its disk is full: a log line must not end the run."""
+        """Drop the line if stdout is closed or its disk is full: logging must not end the run."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class _LineFormatter(logging.Formatter):
-    """One log line in `LINE_FORMAT`, without credentials."""
+    """Formats log lines in `LINE_FORMAT`, with masked credentials."""
 
     def __init__(self) -> None:
         super().__init__(LINE_FORMAT)
@@ -50,25 +51,27 @@ class _LineFormatter(logging.Formatter):
 
 
 class _PlainFormatter(_LineFormatter):
-    """The same line without colour codes, for files."""
+    """Formats log lines without color codes, for files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _ANSI.sub("", super().format(record))
 
 
 class _AttemptFileHandler(logging.Handler):
-    """The one log file of this process; see ``add_file``. Lines that cannot be written are noted and counted."""
+    """The log file of this process (see ``add_file``). Records and counts lines that fail."""
 
     def __init__(self, path: Path, failures: WriteFailures) -> None:
         super().__init__()
-        self._file, self._failures, self._num_lost = AppendOnlyFile(path), failures, 0
+        self._file = AppendOnlyFile(path)
+        self._failures = failures
+        self._num_lost = 0
         with failures.noted(path):
-            self._file.append(b"")  # the file is there, whatever is logged
+            self._file.append(b"")  # create the file, even without a log line
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{self.format(record)}\n"
         if self._num_lost:
-            line = f"({self._num_lost} lines are missing here: they could not be written)\n{line}"
+            line = f"({self._num_lost} lines are missing: they could not be written)\n{line}"
         try:
             self._file.append(line.encode(errors="backslashreplace"))
             self._num_lost = 0
@@ -85,7 +88,8 @@ class _AttemptFileHandler(logging.Handler):
 def init_logger() -> None:
     """Send log lines of level INFO and above to stdout. Calling it again changes nothing."""
     logger.setLevel(logging.INFO)
-    # Kineto prints its own lines past the logger; 5 = errors only. A value the user has set stays.
+    # Kineto prints lines without the logger; 5 = errors only. A value that the user has set is
+    # kept.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     if not any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
         handler = _StdoutHandler()
@@ -94,25 +98,29 @@ def init_logger() -> None:
 
 
 def add_file(path: str | os.PathLike[str] | None, failures: WriteFailures | None = None) -> None:
-    """Also append each line to ``path``, whose parent folders are made; None ends that.
+    """Also append each log line to ``path``, and create its parent folders. None: stop it.
 
-    A process has one such file: the previous one is closed. A write that fails is noted in `failures`.
+    A process has one such file: the previous one is closed. `failures` records failed writes.
     """
     for handler in [h for h in logger.handlers if isinstance(h, _AttemptFileHandler)]:
         logger.removeHandler(handler)
         handler.close()
     if path is not None:
-        file_handler = _AttemptFileHandler(Path(path), WriteFailures() if failures is None else failures)
+        failures = WriteFailures() if failures is None else failures
+        file_handler = _AttemptFileHandler(Path(path), failures)
         file_handler.setFormatter(_PlainFormatter())
         logger.addHandler(file_handler)
 
 
 def use_colors(disable_color_printing: bool, stream: Any = None) -> bool:
-    """Whether to colour the step line: on a terminal, unless ``metrics.disable_color_printing`` or NO_COLOR is set."""
+    """Return True if the step line is colored.
+
+    It is colored on a terminal, unless ``metrics.disable_color_printing`` or NO_COLOR is set.
+    """
     stream = sys.stdout if stream is None else stream
     return not disable_color_printing and "NO_COLOR" not in os.environ and bool(stream.isatty())
 
 
 def paint(text: str, color: str, enabled: bool) -> str:
-    """``text`` in a terminal ``color`` (red, green, yellow, blue, magenta, cyan), or as it is when not ``enabled``."""
+    """Return ``text`` in a terminal ``color`` of `_COLORS`; unchanged if not ``enabled``."""
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m" if enabled else text

@@ -1,7 +1,7 @@
-"""How much memory the step really needed: the CUDA allocator's pools, or this process's resident set on a CPU.
+"""Measure the memory of a step: the CUDA allocator's pools, or the resident set on a CPU.
 
-The allocator's own counters are read, not nvidia-smi's: that one shows what the process holds, caches included, and so
-cannot tell a comfortable run from one that frees and re-allocates at each step.
+The numbers come from the allocator, not from nvidia-smi, which shows the memory of the process with
+caches. nvidia-smi cannot reveal that a run frees and re-allocates memory in each step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """What one log line shows: GiB and percent of the capacity, and the scalars for dashboards by name."""
+    """Memory in GiB and percent of the capacity, for log lines; scalars for dashboards by name."""
 
     gib: float
     percent: float
@@ -30,9 +30,9 @@ class MemoryReading:
 
 
 class CudaMemoryMonitor:
-    """Peaks of the CUDA caching allocator; warns when it had to free and retry, or ran out.
+    """Peaks of the CUDA caching allocator. Warns after allocation retries and out-of-memory errors.
 
-    ``stats`` has the keys of ``torch.cuda.memory_stats``; ``reset_peaks`` starts the peaks anew.
+    stats: returns the keys of ``torch.cuda.memory_stats``. reset_peaks: resets the peaks.
     """
 
     def __init__(
@@ -46,14 +46,17 @@ class CudaMemoryMonitor:
         self.capacity_gib = capacity_bytes / GIB
         self._stats = stats
         self._reset_peaks = reset_peaks
-        self._seen = {"num_alloc_retries": 0, "num_ooms": 0}
+        self._last_counts = {"num_alloc_retries": 0, "num_ooms": 0}
         self.reset()
 
     def read(self) -> MemoryReading:
-        """Peaks since the last reset; ``gib`` is the reserved memory. Retries and OOMs count from process start."""
+        """Return the peaks since the last reset. ``gib`` is the reserved memory.
+
+        Retries and OOMs are counted from the start of the process.
+        """
         stats = self._stats()
         active, reserved = (self._gib(stats, kind, "all") for kind in ("active", "reserved"))
-        counts = {name: int(stats.get(name, 0)) for name in self._seen}
+        counts = {name: int(stats.get(name, 0)) for name in self._last_counts}
         self._warn_of_new(counts, stats)
         percent = 100.0 / self.capacity_gib
         scalars = {
@@ -72,18 +75,20 @@ class CudaMemoryMonitor:
         return f"CUDA capacity: {self.device_name} with {self.capacity_gib:.2f}GiB memory"
 
     def _warn_of_new(self, counts: dict[str, int], stats: Mapping[str, Any]) -> None:
-        new = {name: count - self._seen[name] for name, count in counts.items() if count > self._seen[name]}
-        self._seen = counts
-        if not new:
+        increases = {name: count - self._last_counts[name] for name, count in counts.items()}
+        self._last_counts = counts
+        if not any(increases.values()):
             return
         pools = ", ".join(
             f"{pool} pool {self._gib(stats, 'active', f'{pool}_pool'):.2f}GiB active"
             f" of {self._gib(stats, 'reserved', f'{pool}_pool'):.2f}GiB reserved"
             for pool in ("small", "large")
         )
-        what = " and ".join(f"{count} {name.removeprefix('num_')}" for name, count in new.items())
+        events = " and ".join(
+            f"{count} {name.removeprefix('num_')}" for name, count in increases.items() if count
+        )
         logger.warning(
-            f"CUDA memory is short: {what} since the last report (peaks: {pools}). "
+            f"CUDA memory is short: {events} since the last report (peaks: {pools}). "
             f"Each retry empties the cache and stalls the device. {oom_advice()}"
         )
 
@@ -93,7 +98,10 @@ class CudaMemoryMonitor:
 
 
 class HostMemoryMonitor:
-    """Resident set of this process, and its share of the host's memory. ``rss_bytes`` is injected for tests."""
+    """Resident set of this process, and its share of the host's memory.
+
+    rss_bytes: returns the resident set in bytes.
+    """
 
     def __init__(self, device_name: str, capacity_bytes: int, rss_bytes: Callable[[], int]) -> None:
         self.device_name = device_name
@@ -101,13 +109,13 @@ class HostMemoryMonitor:
         self._rss_bytes = rss_bytes
 
     def read(self) -> MemoryReading:
-        """The resident set now (the kernel keeps no peak that one process could restart cheaply)."""
+        """Return the current resident set. The kernel has no peak that is cheap to reset."""
         gib = self._rss_bytes() / GIB
         percent = 100.0 * gib / self.capacity_gib
         return MemoryReading(gib, percent, {"memory/rss(GiB)": gib, "memory/rss(%)": percent})
 
     def reset(self) -> None:
-        """Nothing to restart: ``read`` shows the present."""
+        """Do nothing: ``read`` returns the current value."""
 
     def describe(self) -> str:
         return f"CPU capacity: {self.device_name} with {self.capacity_gib:.2f}GiB memory"
@@ -117,7 +125,10 @@ MemoryMonitor: TypeAlias = CudaMemoryMonitor | HostMemoryMonitor
 
 
 def build_memory_monitor(device: torch.device) -> MemoryMonitor:
-    """The monitor of ``device``'s memory. On CUDA it empties the allocator's cache and restarts its peaks."""
+    """Return the memory monitor of ``device``.
+
+    On CUDA, this empties the allocator's cache and resets its peaks.
+    """
     if device.type != "cuda":
         return HostMemoryMonitor(cpu_model(), host_memory_bytes(), resident_bytes)
     import torch
@@ -133,41 +144,48 @@ def build_memory_monitor(device: torch.device) -> MemoryMonitor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` or its cause is one: CUDA's OutOfMemoryError, the CPU allocator's RuntimeError, a MemoryError."""
+    """Return True if ``error`` or its cause is an out-of-memory error.
+
+    These are CUDA's OutOfMemoryError, the CPU allocator's RuntimeError, and MemoryError.
+    """
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return "DefaultCPUAllocator" in str(error) or bool(error.__cause__ and is_out_of_memory(error.__cause__))
+    if "DefaultCPUAllocator" in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def oom_advice() -> str:
-    """What to change first when memory runs out, cheapest in speed first."""
+    """Return the remedies for a lack of memory, in order of their cost in speed."""
     return (
-        "What to try, cheapest first: (1) activation_checkpoint.mode = 'selective', then 'full'; (2) half "
-        "training.local_batch_size and keep training.global_batch_size: gradient accumulation makes up for it and the "
-        "loss stays the same; (3) a smaller loss.chunk_mib: fewer logits exist at one time; (4) where host memory is "
-        "free, activation_checkpoint.mode = 'offload'."
+        "Remedies, cheapest first: (1) activation_checkpoint.mode = 'selective', then 'full'; (2) "
+        "halve training.local_batch_size and keep training.global_batch_size: gradient "
+        "accumulation gives the same loss; (3) reduce loss.chunk_mib: fewer logits exist at a "
+        "time; (4) if host memory is available, activation_checkpoint.mode = 'offload'."
     )
 
 
 def resident_bytes() -> int:
-    """Resident set of this process in bytes."""
-    import psutil  # 20 ms, for runs without a GPU
+    """Return the resident set of this process in bytes."""
+    import psutil  # takes 20 ms; only runs without a GPU need it
 
-    found: int = psutil.Process().memory_info().rss
-    return found
+    resident_set: int = psutil.Process().memory_info().rss
+    return resident_set
 
 
 def host_memory_bytes() -> int:
-    """Physical memory of the host in bytes."""
+    """Return the physical memory of the host in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_model() -> str:
-    """The processor's name, or the machine's architecture where the system does not tell."""
+    """Return the processor's name, or the machine's architecture if the name is unknown."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

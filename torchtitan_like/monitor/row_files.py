@@ -92,7 +92,7 @@ class RowFiles:
 
     def _compare(self, expected: FileEnd) -> None:
         """Log a warning if metrics.jsonl ends differently: another run wrote or changed it."""
-        size, row = self._steps.end()
+        size, row = self._steps.size_and_last_row()
         actual = FileEnd(size, row.get("step"), row.get("data_digest_chain"))
         if actual != expected:
             logger.warning(

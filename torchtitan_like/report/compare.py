@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_like.report.files import Row, read_metrics
 from torchtitan_like.util.run_directory import ENVIRONMENT, numbered_attempts
 
-# Keys of metrics.jsonl that a layout or a restart must not change.
+# Keys of metrics.jsonl that must not depend on layout or restarts.
 DATA_KEYS = ("n_tokens_seen", "num_valid_tokens", "data_digest", "data_digest_chain")
 NUMBER_KEYS = ("lr", "skipped", "loss", "max_loss", "grad_norm", "sources")
 MEASURED_KEYS = ("loss", "max_loss", "grad_norm")  # whose largest difference is printed
@@ -26,7 +26,7 @@ class KeyComparison:
 
     num_rows              steps whose rows in both runs have the key
     first                 (step, value in A, value in B) of the first difference; None: equal
-    largest_difference    relative, of all steps; None for keys that are not measured
+    largest_difference    largest relative difference of all steps; None for keys without one
     """
 
     key: str
@@ -136,7 +136,7 @@ def _compare_key(
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Compare to the last bit, which a number's text shows; NaN equals NaN."""
+    """Return True if two values are equal to the last bit, as text; NaN equals NaN."""
     return repr(a) == repr(b)
 
 
@@ -154,7 +154,7 @@ def _largest_difference(pairs: Sequence[tuple[float, float]]) -> float:
 def compare_environments(a: Path, b: Path) -> dict[str, dict[str, tuple[str | None, str | None]]]:
     """Return the different settings of each file: name -> values in A and B; None: absent.
 
-    a, b: run folders (their newest attempts count) or folders of attempts. Raises ValueError.
+    a, b: run folders (the newest attempt is compared) or attempt folders. Raises ValueError.
     """
     folder_a, folder_b = environment_folder(a), environment_folder(b)
     names = sorted({p.name for p in (*folder_a.iterdir(), *folder_b.iterdir()) if p.is_file()})
@@ -185,12 +185,12 @@ def format_environments(
 
 
 def environment_folder(run: Path) -> Path:
-    """Return the environment of an attempt, or of a run's newest one. Raises ValueError."""
+    """Return the environment folder of an attempt, or of a run's newest one. Raises ValueError."""
     for attempt in (run, *reversed(numbered_attempts(run))):
         if (attempt / ENVIRONMENT).is_dir():
             return attempt / ENVIRONMENT
     raise ValueError(
-        f"{run} holds no environment: it has no {ENVIRONMENT}/ and no attempt with one. "
+        f"{run} contains no environment: it has no {ENVIRONMENT}/ and no attempt with one. "
         "Expected the folder of a run or of an attempt. Correct the path."
     )
 

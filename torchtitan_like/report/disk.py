@@ -1,4 +1,4 @@
-"""Free space of a disk, and how many checkpoints of a run still fit."""
+"""Measure the free space of a disk, and the number of checkpoints that fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Space:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """The newest checkpoint of a run. seconds: since the one before it; None if there is none."""
+    """Size of a run's newest checkpoint. seconds: time since the previous checkpoint, or None."""
 
     num_bytes: int
     num_files: int
@@ -26,7 +26,7 @@ class CheckpointSize:
 
 
 def free_space(path: Path) -> Space:
-    """Return what this user may still write at `path`. Raises OSError."""
+    """Return the free space for this user at `path`. Raises OSError."""
     stats = os.statvfs(path)
     return Space(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
 
@@ -34,7 +34,7 @@ def free_space(path: Path) -> Space:
 def disk_usage(folder: Path) -> tuple[int, int]:
     """Return bytes on disk and number of files below a folder, as `du` counts them.
 
-    Leaves out files that vanish meanwhile.
+    Skips files that are deleted during the count.
     """
     num_bytes = num_files = 0
     for parent, _, names in os.walk(folder):
@@ -48,7 +48,7 @@ def disk_usage(folder: Path) -> tuple[int, int]:
 
 
 def newest_checkpoint(run: Path) -> CheckpointSize | None:
-    """Measure a run's newest checkpoint, whatever its checkpoint folder is called."""
+    """Measure a run's newest checkpoint, in a checkpoint folder of any name."""
     times = {}
     for manifest in run.glob("*/step-*/manifest.json"):
         with suppress(FileNotFoundError):  # a live run deletes old checkpoints

@@ -47,12 +47,12 @@ def read_metrics(run: Path) -> list[Row]:
             "Give the folder of a run, or its metrics.jsonl."
         ) from error
     if not lines:
-        raise ValueError(f"{file} has no step. Wait until the run has done one.")
+        raise ValueError(f"{file} has no step. Wait until the run has finished one.")
     return _decode_rows(file, lines, METRICS_KEYS[:1])
 
 
 def newest_metrics(run: Path, max_bytes: int = MAX_BYTES) -> list[Row]:
-    """Return the last complete rows of a run's metrics.jsonl. As `newest_rows`."""
+    """Return the last complete rows of a run's metrics.jsonl. See `newest_rows`."""
     return newest_rows(run / METRICS, max_bytes, METRICS_KEYS)
 
 
@@ -92,6 +92,6 @@ def _decode_rows(file: Path, lines: Sequence[bytes], keys: Sequence[str]) -> lis
 
 
 def step_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the seconds of each step that directly follows the one before it."""
+    """Return the seconds of each step whose previous step has a row too."""
     pairs = zip(rows, rows[1:], strict=False)
     return [b["time"] - a["time"] for a, b in pairs if b["step"] == a["step"] + 1]

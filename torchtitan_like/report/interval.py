@@ -1,4 +1,4 @@
-"""How often to save: the cost of checkpoints and failures for several intervals."""
+"""Compute the cost of checkpoints and failures for several checkpoint intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTORS = (0.25, 0.5, 1, 2, 4)  # of the best interval
 
 
 class Times(NamedTuple):
-    """Medians of a run, and how many checkpoints and steps they are of."""
+    """Median times of a run, and the number of checkpoints and steps that were measured."""
 
     save_seconds: float
     step_seconds: float
@@ -38,7 +38,7 @@ def measure_times(run: Path) -> Times:
 def interval_table(
     save_seconds: float, step_seconds: float, mtbf_seconds: float, interval: int | None
 ) -> list[str]:
-    """Return the lines of the table; the best interval is that of Young and Daly.
+    """Return the lines of the table. The formula of Young and Daly gives the best interval.
 
     interval: another one, in steps, to compare with.
     """

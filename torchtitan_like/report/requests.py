@@ -24,7 +24,7 @@ def switch_files(run: Path) -> tuple[Switches, dict[str, Any]]:
 
 
 def request_stop(run: Path) -> str:
-    """Create the kill switch; return what happens next. Raises OSError, ValueError."""
+    """Create the kill switch. Return a message about its effect. Raises OSError, ValueError."""
     path = switch_files(run)[0].kill
     path.touch()
     effect = "the run saves and ends with code 130"
@@ -37,14 +37,14 @@ def request_stop(run: Path) -> str:
 
 
 def clear_stop(run: Path) -> str:
-    """Remove the kill switch; return what happens next. Raises OSError, ValueError."""
+    """Remove the kill switch. Return a message about its effect. Raises OSError, ValueError."""
     path = switch_files(run)[0].kill
     path.unlink(missing_ok=True)
     return f"{path} is removed: runs may start in this folder again"
 
 
 def request_save(run: Path, *, export: bool = False) -> str:
-    """Create the switch file of a save, or of a Hugging Face export.
+    """Create the switch file that requests a checkpoint, or a Hugging Face export.
 
     Raises ValueError if the run would ignore it, OSError.
     """

@@ -1,4 +1,4 @@
-"""List run directories: how far each run is, and whether it is alive."""
+"""List run directories with the progress and the state of each run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TAIL_BYTES = 2**16  # of metrics.jsonl: enough for its last row
 class RunSummary:
     """One run directory.
 
-    state        running, silent (no sign of life for a minute), or the reason in exit.json
+    state        running, silent (no heartbeat or progress for a minute), or the reason in exit.json
     updated      Unix time of the newest row or heartbeat
     checkpoint   the newest step with a manifest
     """

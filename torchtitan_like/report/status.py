@@ -1,4 +1,4 @@
-"""The status of a run as text: progress, speed, disk, and where its ranks are."""
+"""Format the status of a run: progress, speed, disk, and the position of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_like.util.run_directory import (
 
 SILENT_SECONDS = 60.0  # without a heartbeat
 MAX_RANKS_SHOWN = 8
-# Key of a metrics row, digits behind the point, unit.
+# Key of a metrics row, digits after the decimal point, unit.
 SPEEDS = (
     ("tps", 0, "tokens/s on each device"),
     ("tflops", 2, "TFLOP/s"),
@@ -29,7 +29,7 @@ SPEEDS = (
 def status_lines(run: Path, now: float) -> list[str]:
     """Return the lines of `titan run watch`. now: Unix time.
 
-    Raises ValueError if `run` is no run directory or a file is damaged, and OSError.
+    Raises OSError, and ValueError if `run` is not a run directory or a file is damaged.
     """
     progress = progress_lines(run, now)
     free = free_space(run)
@@ -41,7 +41,7 @@ def status_lines(run: Path, now: float) -> list[str]:
 
 
 def progress_lines(run: Path, now: float) -> list[str]:
-    """Return step, loss, speed and time left, by the median time of the newest steps."""
+    """Return step, loss, speed, and remaining time from the median of the newest steps."""
     total = total_steps(read_run_config(run))
     rows = newest_metrics(run)
     if not rows:
@@ -77,7 +77,7 @@ def total_steps(config: dict[str, Any]) -> int | None:
 
 
 def end_lines(run: Path) -> list[str]:
-    """Return how the run ended; nothing for a live run."""
+    """Return a line with the reason why the run ended; no line for a live run."""
     try:
         end = read_exit(run)
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def end_lines(run: Path) -> list[str]:
 
 
 def heartbeat_lines(run: Path, now: float) -> list[str]:
-    """Return one line for each position of ranks, the slowest first, and one for silent ranks."""
+    """Return one line for each position with its ranks, slowest first, and one for silent ranks."""
     attempt = newest_attempt(run)
     content = read_heartbeats(attempt) if attempt is not None else {}
     heartbeats = {rank: beat for rank, beat in content.items() if "time" in beat}
@@ -110,7 +110,7 @@ def heartbeat_lines(run: Path, now: float) -> list[str]:
 
 
 def format_clock(seconds: float) -> str:
-    """Return `3 d 04:05 h`, `4:05 h`, `5:06 min` or `7 s`."""
+    """Return a text such as `3 d 04:05 h`, `4:05 h`, `5:06 min` or `7 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

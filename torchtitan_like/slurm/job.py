@@ -40,7 +40,7 @@ def before(config: dict[str, Any]) -> int:
     goes_back = config["checkpoint"].get("load_step", -1) >= 0  # the run itself knows its end
     if switch.exists():
         print("none")
-        print(f"Nothing is started: {switch} is there", file=sys.stderr)
+        print(f"Not starting: the kill switch {switch} exists", file=sys.stderr)
     elif step >= last and not goes_back:
         print("none")
         print(f"Nothing to do: step {step} of {last} is done already", file=sys.stderr)
@@ -78,7 +78,7 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
 
 def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
     """Return the run's exit code, and a phrase that says where it is from."""
-    # A rank has refused the configuration. exit.json may be from a rank that waited for it.
+    # A rank rejected the configuration. Another rank that waited may have written exit.json.
     if srun_code == ExitCode.BAD_CONFIG:
         return srun_code, f"code {srun_code}"
     try:

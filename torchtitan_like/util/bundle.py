@@ -1,4 +1,4 @@
-"""Files that the package carries, so that it works without its repository: train configs and a tokenizer."""
+"""Files in the package, which work without its repository: train configs and a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def find_config(path: str, folder: Path = Path()) -> Path:
 
 
 def find_assets(path: str) -> str:
-    """Return the folder of tokenizer and assets: the bundled one for the default, if that does not exist here."""
+    """Return the folder of tokenizer and assets.
+
+    If the default folder does not exist in the current folder, it is the bundled one.
+    """
     if Path(path) == Path(TOKENIZER_IN_REPOSITORY) and not Path(path).exists():
         return str(TOKENIZER)
     return path

@@ -1,7 +1,8 @@
 """Mask credentials in text before it is written: log lines, errors, configs, arguments, diffs.
 
-The filter knows the *forms* of credentials. It cannot know that a plain word is a password, so values of environment
-variables are written for an allow-list only (`torchtitan_like.monitor.environment.RECORDED`).
+The filter detects the *forms* of credentials. It cannot detect a plain word as a password. Values
+of environment variables are therefore written only for an allow-list
+(`torchtitan_like.monitor.environment.RECORDED`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 MASK = "<masked>"
 
-# A URL ends at a blank or a quote. The Hub's paths (hf://) have no login, and "@" and "?" in them mean other things.
+# A URL ends at a blank or a quote. The Hub's paths (hf://) have no login; "@" and "?" have other
+# meanings there.
 _URL = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<rest>[^\s\"'<>`\\]+)", re.IGNORECASE)
 _OPAQUE_SCHEMES = ("hf://",)
 _WEBHOOK = re.compile(r"hook|api\.telegram\.org", re.IGNORECASE)
@@ -52,7 +54,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def mask_text(text: str) -> str:
-    """Return `text` without the login and the query of URLs, known tokens, passwords and authorization headers."""
+    """Mask logins and queries of URLs, tokens, passwords and authorization headers in `text`."""
     text = _KEY_BLOCK.sub(MASK, text)
     if "://" in text:
         text = _URL.sub(_mask_url, text)
@@ -79,7 +81,7 @@ def _mask_url(match: re.Match[str]) -> str:
     if scheme.lower() in _OPAQUE_SCHEMES:
         return scheme + rest
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    # A password may hold any of / ? # @: where there may be a login, everything up to the last "@" goes.
+    # A password may contain / ? # @: if there may be a login, mask everything up to the last "@".
     if "@" in rest and ("@" in authority or ":" in authority):
         rest = f"{MASK}@{rest.rpartition('@')[2]}"
     rest, question, _ = rest.partition("?")

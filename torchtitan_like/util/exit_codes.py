@@ -1,4 +1,4 @@
-"""Exit codes: why a run ended, as numbers a scheduler can act on (BSD's sysexits where it has the case).
+"""Exit codes: the reasons why a run ended, for schedulers (BSD's sysexits where they apply).
 
 torchrun turns every worker's code into 1. An agreed stop therefore exits 0 from each worker, and
 rank 0 writes the code into the run directory's exit.json. `run_train.sh` returns that code. A code

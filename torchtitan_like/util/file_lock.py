@@ -1,4 +1,4 @@
-"""Exclusive locks on files (flock). The kernel releases one when its holder ends, also by SIGKILL."""
+"""Exclusive locks on files (flock). The kernel releases a lock when its holder ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file_lock(
         _wait(stream, stop)
     try:
         yield
-    finally:  # closing is not enough: a process forked in the meantime has the file open too
+    finally:  # closing is not enough: a process forked since then has the file open too
         fcntl.flock(stream, fcntl.LOCK_UN)
 
 

@@ -1,8 +1,8 @@
-"""Write the files of a run so that a full or failing disk becomes an agreed stop instead of a crash.
+"""Write the files of a run. A full or failing disk leads to an agreed stop instead of a crash.
 
-`atomic_file` and `write_atomically` replace whole files. Every writer outside of checkpoints reports
-a failed write to the `WriteFailures` of its process. The trainer turns that into a request, on
-which all ranks agree like on any other (`Request.WRITE_FAILED`).
+`atomic_file` and `write_atomically` replace whole files. Every writer outside of checkpoints
+reports a failed write to the `WriteFailures` of its process. The trainer converts that into a
+request on which all ranks agree (`Request.WRITE_FAILED`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ logger = logging.getLogger()
 
 
 class StorageError(Exception):
-    """A file without which the run cannot go on could not be written. Agreed on by all ranks."""
+    """A file that the run requires could not be written. All ranks raise it together."""
 
 
 @contextmanager
 def storage_error(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError that names `folder`."""
+    """Convert an OSError into a StorageError that names `folder`."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"The run folder {folder} cannot be written: {error}. Free space, repair the disk or choose another "
-            "job.dump_folder, then start the run again"
+            f"The run folder {folder} cannot be written: {error}. Free space, repair the disk or "
+            "choose another job.dump_folder, then start the run again"
         ) from error
 
 
@@ -41,11 +41,11 @@ def storage_error(folder: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_file(
     path: Path, temporary: Path | None = None, *, durable: bool = True
 ) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends: readers find the old file or the new.
+    """Open a file that replaces `path` when the block ends. Readers see the old or the new file.
 
     It is written as `temporary` in the same folder, by default `<name>.tmp-<process id>`. If the
-    block raises, `path` stays as it was and `temporary` is removed; a kill leaves `temporary`.
-    durable: the file and its name survive a power cut from then on. Raises OSError.
+    block raises, `path` is unchanged and `temporary` is removed; a kill leaves `temporary`.
+    durable: the file and its name survive a power cut after the block. Raises OSError.
     """
     temporary = temporary or path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -75,7 +75,7 @@ def write_atomically(
 def staged_path(path: Path) -> Iterator[Path]:
     """Yield a path next to `path`, for a file or folder that becomes `path` when the block ends.
 
-    If the block raises, what it wrote is removed. Raises OSError.
+    If the block raises, the staged path is removed. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -100,49 +100,57 @@ def sync_path(path: Path) -> None:
 class WriteFailures:
     """The failed writes of one process. Threads may share it.
 
-    `goes_on`: training continues without what could not be written (`checkpoint.on_save_error = "continue"`).
+    continues: training continues after a failed write (`checkpoint.on_save_error = "continue"`).
     """
 
-    def __init__(self, *, goes_on: bool = False) -> None:
-        self.goes_on = goes_on
+    def __init__(self, *, continues: bool = False) -> None:
+        self.continues = continues
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @contextmanager
     def noted(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Turn an OSError inside into a note: the caller continues without what it wanted to write to `path`."""
+        """Record an OSError of a write to `path` instead of raising it."""
         try:
             yield
         except OSError as error:
             self.note(path, error)
 
     def note(self, path: str | os.PathLike[str], error: OSError) -> None:
-        """Count a failed write to `path`; log the first one of each file."""
+        """Count a failed write to `path`, and log the first one of each file."""
         with self._lock:
             self._counts[str(path)] += 1
             is_first = self._counts[str(path)] == 1
-        if is_first:  # also of the log file itself: the line still goes to stdout
-            logger.error(f"Cannot write {path}: {error.strerror or error} (errno {error.errno}). {self._consequence()}")
+        if is_first:  # for the log file itself, the line is written to stdout only
+            reason = f"{error.strerror or error} (errno {error.errno})"
+            logger.error(f"Cannot write {path}: {reason}. {self._consequence()}")
 
     def stop_is_due(self) -> bool:
-        """Return True if a write has failed and the run is to stop for it."""
-        return bool(self._counts) and not self.goes_on
+        """Return True if a write has failed and the run must therefore stop."""
+        return bool(self._counts) and not self.continues
 
     def summary(self) -> str:
-        """Return the number of failed writes of each file; empty without any."""
+        """Return the number of failed writes of each file; "" without failures."""
         with self._lock:
             return ", ".join(f"{path}: {count}" for path, count in sorted(self._counts.items()))
 
     def _consequence(self) -> str:
-        if self.goes_on:
-            return 'Training goes on without it (checkpoint.on_save_error = "continue"); further failures are counted'
-        return "All ranks stop with code 74: free space or repair the disk, then start the run again"
+        if self.continues:
+            return (
+                'Training continues without it (checkpoint.on_save_error = "continue"); further '
+                "failures are counted"
+            )
+        return (
+            "All ranks stop with code 74: free space or repair the disk, then start the run again"
+        )
 
 
 class AppendOnlyFile:
-    """A file to which whole records are appended: all bytes of a record, or none. Threads may share it.
+    """A file to which whole records are appended. Threads may share it.
 
-    It is opened at the first append, without a buffer: what `append` has accepted needs no flush and survives this process.
+    Either all bytes of a record are written, or none. The file is opened at the first append,
+    without
+    a buffer: appended records need no flush and survive this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,20 +159,21 @@ class AppendOnlyFile:
         self._lock = threading.Lock()
 
     def append(self, record: bytes) -> None:
-        """Write `record`. Raises OSError, and then nothing of it is left in the file."""
+        """Write `record`. Raises OSError, after removing what was written of the record."""
         with self._lock:
-            file, written = self._open(), 0
+            file = self._open()
+            num_written = 0
             try:
-                while written < len(record):
-                    written += file.write(memoryview(record)[written:])
+                while num_written < len(record):
+                    num_written += file.write(memoryview(record)[num_written:])
             except OSError:
-                if written:
-                    with suppress(OSError):  # the reader copes with half a record at the end
-                        file.truncate(os.fstat(file.fileno()).st_size - written)
+                if num_written:
+                    with suppress(OSError):  # readers ignore an incomplete last record
+                        file.truncate(os.fstat(file.fileno()).st_size - num_written)
                 raise
 
     def sync(self) -> int:
-        """Return the size in bytes once all of it is on the disk. Raises OSError."""
+        """Wait until the file is on disk. Return its size in bytes. Raises OSError."""
         with self._lock:
             file = self._open()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""How much host memory this process can still have: the machine's, and its control group's."""
+"""The host memory of this process, limited by the machine and its control group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 1024**3
 
 
 class HostMemory(NamedTuple):
-    """Bytes of host memory: all that the machine or the control group gives, and what is free."""
+    """Bytes of host memory: the limit of the machine or control group, and the available part."""
 
     total: int
     available: int
@@ -20,7 +20,7 @@ class HostMemory(NamedTuple):
 def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Read the smallest limit that applies. Slurm and container runtimes set limits by cgroup.
 
-    Memory that the kernel takes back when it is needed (the page cache) counts as available.
+    The page cache counts as available, because the kernel frees it on demand.
     """
     meminfo = _fields(proc / "meminfo", unit=1024)
     total = meminfo.get("MemTotal:") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -34,7 +34,7 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def available_bytes() -> int:
-    """Bytes of host memory that are free for this process now."""
+    """Return the bytes of host memory that are available to this process now."""
     return host_memory().available
 
 
@@ -43,7 +43,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """The control group of this process and those above it, each with its limit and usage files."""
+    """Return this process's control group and its parents, with their limit and usage files."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers and "memory" not in controllers.split(","):
@@ -56,13 +56,13 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str]]]
 
 
 def _number(path: Path) -> int | None:
-    """None without such a file, and for "max": no limit."""
+    """Read a number from a file. Return None if the file is missing, or for "max" (no limit)."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path, unit: int = 1) -> dict[str, int]:
-    """Numbers by the word before them."""
+    """Return the numbers of a file by the word before each of them."""
     rows = [line.split() for line in _lines(path)]
     return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1 and row[1].isdecimal()}
 

@@ -12,14 +12,14 @@ from types import ModuleType
 
 
 def is_file_name(name: str) -> bool:
-    """Return True if `name` is the path of a Python file, and False if it is the name of a module."""
+    """Return True if `name` is the path of a Python file, False if it is the name of a module."""
     return name.endswith(".py")
 
 
 def import_named(name: str) -> ModuleType:
-    """Import a module by its name, or a Python file by its path. A second call returns the same module.
+    """Import a module by its name, or a Python file by its path.
 
-    Raises what the import raises.
+    A second call returns the same module. Raises the errors of the import.
     """
     if not is_file_name(name):
         return importlib.import_module(name)
@@ -41,10 +41,9 @@ def import_named(name: str) -> ModuleType:
 
 @contextmanager
 def searching_modules_in(folder: Path) -> Iterator[None]:
-    """Search `folder` first for modules, as `python -m` searches the current folder.
+    """Search `folder` first for modules in the block, as `python -m` does for the current folder.
 
-    It covers more than one import: functions of a module may import other modules when they are
-    called.
+    The block includes calls of the module's functions, which may import other modules.
     """
     entry = str(folder)
     sys.path[:0] = [entry]

@@ -1,4 +1,4 @@
-"""Print what must not change an exit code, even if stdout or stderr cannot be written."""
+"""Print without changing the exit code, even if stdout or stderr cannot be written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_error(text: str) -> None:
 
 
 def flush_or_discard(stream: TextIO) -> None:
-    """Write what `stream` has buffered, or discard it.
+    """Write the buffer of `stream`, or discard it if that fails.
 
     Python flushes stdout when it exits. Text that cannot be written would replace the exit code.
     """

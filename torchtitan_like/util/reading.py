@@ -1,7 +1,7 @@
-"""Read small files that somebody else may have written: bounded in time and memory, plain errors.
+"""Read small files from untrusted sources with bounded time and memory, and plain errors.
 
-A FIFO never ends, `/dev/zero` never ends and fills memory, and text nested 100,000 deep exhausts the
-stack of the parsers.
+A FIFO never ends, `/dev/zero` never ends and fills memory, and text nested 100,000 deep exhausts
+the stack of the parsers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_BYTES = 2**28  # of a file that is read as a whole; the largest manifests ha
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a whole regular file. Raises OSError: EISDIR, EINVAL if it is a device or pipe, EFBIG."""
+    """Read a whole regular file. Raises OSError: EISDIR, EINVAL for devices and pipes, EFBIG."""
     with open(path, "rb", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
@@ -33,12 +33,12 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """As `read_file`, decoded. Raises UnicodeDecodeError too."""
+    """Read a file like `read_file` and decode it. Also raises UnicodeDecodeError."""
     return read_file(path, max_bytes).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, with ValueError for text that is nested too deeply."""
+    """Parse JSON like `json.loads`. Raises ValueError for text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

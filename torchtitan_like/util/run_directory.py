@@ -6,7 +6,7 @@
     events.jsonl           checkpoints, spikes, stops
     exit.json              reason, code and step of the end; absent while a run is alive
     SAVE, EXPORT, KILL     switch files: create one to send a request to the run
-    attempts/<n>/          one start of the job, of all its ranks; 0: errors before it has a number
+    attempts/<n>/          one start of all ranks of the job; 0: errors of starts without a number
         config.toml        environment/
         logs/rank<r>.log   heartbeat/rank-<r>.json
         errors/rank-<r>.json, errors/first.json
@@ -78,12 +78,12 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def switches(run: Path, kill_path: str, save_path: str) -> Switches:
-    """Return the paths of the switch files; those of the configuration may be outside `run`."""
+    """Return the paths of the switch files. Configured paths may be outside `run`."""
     return Switches(run / kill_path, run / save_path, run / EXPORT_SWITCH)
 
 
 def read_exit(run: Path) -> RunEnd:
-    """Read exit.json. Raises FileNotFoundError if there is none, OSError, and ValueError if it is malformed."""
+    """Read exit.json. Raises OSError, and ValueError if it is malformed."""
     path = run / EXIT
     content = read_json(path)
     try:
@@ -99,7 +99,7 @@ def write_exit(run: Path, end: RunEnd) -> None:
 
 
 def write_exit_for_launcher(end: RunEnd) -> None:
-    """Write exit.json into the launcher's folder, for a run whose own folder cannot be written.
+    """Write exit.json into the launcher's folder, for a run whose folder cannot be written.
 
     Raises StorageError if `LAUNCHER_FOLDER` is unset, or if that folder is full too.
     """
@@ -120,7 +120,7 @@ def write_exit_for_launcher(end: RunEnd) -> None:
 
 
 def attempt_folder(run: Path, number: int) -> Path:
-    """Return the folder of an attempt; 0 holds the errors of starts that had no number yet."""
+    """Return the folder of an attempt; 0 has the errors of starts without a number."""
     return run / ATTEMPTS / str(number)
 
 
@@ -152,7 +152,7 @@ def heartbeat_file(attempt: Path, rank: int) -> Path:
 def read_heartbeats(attempt: Path) -> dict[int, dict[str, Any]]:
     """Read the heartbeats of an attempt by rank: phase, step, micro_batch, time, host, pid.
 
-    Leaves out files that cannot be read, because their ranks may be replacing them.
+    Skips unreadable files, because their ranks may be replacing them.
     """
     heartbeats = {}
     for path in (attempt / HEARTBEATS).glob("rank-*.json"):
@@ -166,7 +166,7 @@ def read_heartbeats(attempt: Path) -> dict[int, dict[str, Any]]:
 
 
 def rank_of(path: Path) -> int:
-    """Return the rank in the name of a heartbeat or of an error record."""
+    """Return the rank in the file name of a heartbeat or error record."""
     return int(path.stem.removeprefix("rank-"))
 
 
@@ -186,13 +186,13 @@ def ranks_with_errors(attempt: Path) -> set[int]:
 def read_errors(attempt: Path) -> list[dict[str, Any]]:
     """Read the error records of an attempt.
 
-    The earliest is the cause: its peers fail on the connections that it broke.
+    The earliest error is the cause: the other ranks then fail on broken connections.
     """
     return [dict(read_json(path)) for path in (attempt / ERRORS).glob("rank-*.json")]
 
 
 def read_first_error(attempt: Path) -> dict[str, Any] | None:
-    """Read the earliest error record of an attempt, or return None. Reads one file however many ranks failed."""
+    """Read the earliest error record of an attempt; None without errors. Reads only one file."""
     try:
         record: dict[str, Any] = read_json(attempt / ERRORS / FIRST_ERROR)
     except OSError:

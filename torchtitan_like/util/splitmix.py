@@ -26,5 +26,5 @@ def scramble(values: Integers) -> Integers:
 
 
 def mix64(values: Integers) -> Integers:
-    """Return SplitMix64's next output for each state in ``values``, which stays as it is."""
+    """Return SplitMix64's next output for each state in ``values``, without changing them."""
     return scramble(values + GOLDEN_GAMMA)

@@ -1,22 +1,22 @@
-"""Byte counts and durations as people read them."""
+"""Format byte counts and durations."""
 
 from __future__ import annotations
 
 import math
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# From which duration a unit is used, seconds in one of it, digits behind the point.
+# Smallest duration in the unit, seconds per unit, digits after the decimal point.
 TIME_UNITS = (("days", 2 * 86400, 86400, 1), ("h", 7200, 3600, 1), ("min", 120, 60, 0))
 
 
 def format_bytes(count: float) -> str:
-    """Return `1.5 GiB`."""
+    """Return a text such as `1.5 GiB`."""
     power = min(len(BYTE_UNITS) - 1, int(math.log(count, 1024))) if count >= 1 else 0
     return f"{count / 1024**power:.{1 if power else 0}f} {BYTE_UNITS[power]}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return `90 s`, `12 min`, `5.2 h` or `3.1 days`."""
+    """Return a text such as `90 s`, `12 min`, `5.2 h` or `3.1 days`."""
     for unit, threshold, size, digits in TIME_UNITS:
         if seconds >= threshold:
             return f"{seconds / size:.{digits}f} {unit}"

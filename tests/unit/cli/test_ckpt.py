@@ -524,10 +524,10 @@ def test_the_times_of_a_run_are_read_from_its_folder(tmp_path: Path, capsys: pyt
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti')
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}]))
     lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
-    assert lines[0] == f"40 s a save, 2.5 s a step, by 2 saves and 397 steps of {tmp_path}"
+    assert lines[0] == f"40 s per save, 2.5 s per step, from 2 saves and 397 steps of {tmp_path}"
     assert lines[4].split()[0] == "744"
     assert run(capsys, "interval", "--run", tmp_path / "nowhere", "--mtbf-hours", 12)[0] == 2
     assert run(capsys, "interval", "--mtbf-hours", 12) == (
         2,
-        "how long does a save take, and a step? With --save-seconds and --step-seconds, or --run\n",
+        "no times of a save and a step are given. Expected --save-seconds and --step-seconds, or --run\n",
     )

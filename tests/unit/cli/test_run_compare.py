@@ -229,7 +229,7 @@ def test_no_environment_to_compare(
     tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(runs / "a"), str(tmp_path), "--environment"]) == 2
-    assert f"{tmp_path} holds no environment" in capsys.readouterr().err
+    assert f"{tmp_path} contains no environment" in capsys.readouterr().err
 
 
 def test_json_of_environments(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

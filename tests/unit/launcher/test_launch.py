@@ -358,7 +358,7 @@ def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
         ({"LOG_RANK": "0 1"}, "0 to 0, with commas between them, got '0 1'"),
         ({"LOG_RANK": "0,5"}, "0 to 0, with commas between them, got '0,5'"),
         ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
-        ({"KNOWN_BAD_GPUS": "nowhere"}, "there is no file nowhere"),
+        ({"KNOWN_BAD_GPUS": "nowhere"}, "KNOWN_BAD_GPUS: cannot read nowhere"),
         ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and this machine has none"),
     ],
 )
@@ -385,7 +385,7 @@ def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
     [
         (ENDS % ("done", 0), 0, "--prompt"),
         (ENDS % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
-        ("true", 1, "The run has ended with code 0, but has left no"),
+        ("true", 1, "The run ended with code 0, but did not write"),
         ("echo [] >outputs/exit.json", 1, "exit.json does not state how the run has ended"),
         ("exit 1", 1, ""),
         (ENDS % ("done", 0) + "; exit 1", 1, ""),
@@ -464,7 +464,7 @@ def test_an_error_that_could_not_be_recorded_is_not_reported_as_a_kill(shell: Sh
         ),
         ({0: "RuntimeError: gloo/pair.cc: Connection closed by peer"}, "NO ERROR of rank 1: killed", 69),
         ({0: "ValueError: the cause"}, "ValueError: the cause", 1),
-        ({}, "no rank has left an error", 1),
+        ({}, "no rank has recorded an error", 1),
     ],
     ids=["a rank has raised", "a rank was killed", "one raised, the other was killed for it", "all were killed"],
 )
@@ -661,7 +661,7 @@ def test_a_rank_that_refuses_the_config_is_not_a_crash(shell: Shell, ranks: str)
     result = shell(NGPU=ranks, RUN="echo 1 problem in the configuration >&2; exit 78")
     assert result.returncode == 78
     problem, words = result.stderr.splitlines()
-    assert words.startswith("Nothing was started: a rank has refused the configuration (code 78)")
+    assert words.startswith("Nothing was started: a rank rejected the configuration (code 78)")
     assert json.loads((shell.folder / "outputs/exit.json").read_text())["code"] == 78
 
 

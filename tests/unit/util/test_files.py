@@ -22,7 +22,7 @@ from torchtitan_like.util.files import (
     storage_error,
     write_atomically,
 )
-from torchtitan_like.util.jsonl import MOST_UNWRITTEN, JsonlFile, read_rows
+from torchtitan_like.util.jsonl import MAX_UNWRITTEN, JsonlFile, read_rows
 
 
 class Disk:
@@ -108,13 +108,13 @@ def test_closing_writes_what_waits_and_reports_what_is_lost(
         disk.free = free
         file.close()
         assert [row["step"] for row in read_rows(file.path)] == written
-    assert "1 rows are missing from" in caplog.text
+    assert "Could not write 1 rows of" in caplog.text
 
 
 def test_waiting_rows_take_a_limited_amount_of_memory(tmp_path: Path, disk: Disk) -> None:
     disk.free = 0
     file = JsonlFile(tmp_path / "a.jsonl")
-    file.append({"step": step} for step in range(MOST_UNWRITTEN + 3))
+    file.append({"step": step} for step in range(MAX_UNWRITTEN + 3))
     disk.free = None
     file.append()
     assert read_rows(file.path)[0]["step"] == 3 and file.num_missing == 3, "and these three are never said to be there"
@@ -133,7 +133,7 @@ def test_lost_log_lines_are_counted_in_the_log(tmp_path: Path, disk: Disk) -> No
     log.add_file(None)
     lines = path.read_text().splitlines()
     assert [line.rpartition(" - ")[2] for line in lines[::2]] == ["before", "after"]
-    assert lines[1] == "(3 lines are missing here: they could not be written)", "with the line of the failure itself"
+    assert lines[1] == "(3 lines are missing: they could not be written)", "with the line of the failure itself"
     assert failures.stop_is_due()
 
 
@@ -154,11 +154,11 @@ def test_a_dashboard_never_ends_with_a_partial_record(tmp_path: Path, disk: Disk
 
 
 def test_each_file_is_logged_once_and_all_failures_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    failures = WriteFailures(goes_on=True)
+    failures = WriteFailures(continues=True)
     for path in ("a", "a", "b"):
         with failures.noted(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert caplog.text.count("Cannot write a: No space left on device (errno 28). Training goes on") == 1
+    assert caplog.text.count("Cannot write a: No space left on device (errno 28). Training continues") == 1
     assert failures.summary() == "a: 2, b: 1" and not failures.stop_is_due()
 
 

@@ -98,11 +98,11 @@ def test_rewind(content: bytes, step: int, kept: list[int], moved: bytes, tmp_pa
 @pytest.mark.parametrize("size", [10, 2**16 - 9, 2**16, 200_000])
 def test_the_end_is_found_without_reading_the_file(size: int, tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "a.jsonl")
-    assert file.end() == (0, {})
+    assert file.size_and_last_row() == (0, {})
     file.append([{"step": 1, "text": "x" * 300_000}, {"step": 2, "text": "y" * size}])
-    assert file.end() == (file.path.stat().st_size, {"step": 2, "text": "y" * size})
+    assert file.size_and_last_row() == (file.path.stat().st_size, {"step": 2, "text": "y" * size})
     (tmp_path / "b.jsonl").write_bytes(encode({"step": 1, "text": "y" * size}))
-    assert JsonlFile(tmp_path / "b.jsonl").end()[1]["step"] == 1
+    assert JsonlFile(tmp_path / "b.jsonl").size_and_last_row()[1]["step"] == 1
 
 
 def test_rewind_while_open_and_without_a_file(tmp_path: Path) -> None:

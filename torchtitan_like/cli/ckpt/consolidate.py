@@ -15,7 +15,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("shards", type=Path, metavar="SHARDS", help="folder with the shards")
     parser.add_argument(
-        "out", type=Path, metavar="OUT", help="folder for the whole files; it holds no model yet"
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="folder for the whole files; it must not contain a model",
     )
     parser.add_argument(
         "--num-threads",
@@ -28,13 +31,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--mapping",
         type=Path,
         metavar="INDEX",
-        help="a model.safetensors.index.json: which tensors share a file",
+        help="a model.safetensors.index.json, which assigns tensors to files",
     )
     parser.add_argument(
-        "--remove-shards", action="store_true", help="delete the shards when all is written"
+        "--remove-shards", action="store_true", help="delete the shards after the output is written"
     )
     parser.epilog = (
-        "The shards are those of torch's HuggingFaceStorageWriter(save_distributed=True). Uses no\n"
+        "Torch's HuggingFaceStorageWriter(save_distributed=True) writes such shards. Uses no\n"
         "GPU. The output is read back before anything is removed. To share the work over 4\n"
         "processes that all see both folders:\n"
         "  torchrun --nproc_per_node 4 --no-python titan ckpt consolidate SHARDS OUT\n\n"

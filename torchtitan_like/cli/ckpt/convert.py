@@ -21,17 +21,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="unpickle any class that SRC names, which RUNS CODE if its author put some there. The "
-        "copy holds only tensors and plain values. Not for --to a format with other names",
+        help="unpickle any class that SRC names. This RUNS CODE of its author. The copy contains "
+        "only tensors and plain values. Not allowed for a --to format with other names",
     )
     add_model_flags(parser)
     parser.epilog = (
         "Formats:\n"
-        "  native  a step with weights alone, for checkpoint.initial_load_path\n"
+        "  native  a step with only the weights, for checkpoint.initial_load_path\n"
         "  hf      Hugging Face safetensors\n"
         "  dcp     torch.distributed.checkpoint, names and row order of TorchTitan and Meta\n"
         "  pt      torch.save, names and row order of TorchTitan and Meta\n\n"
-        "Exit codes: 0 DST is complete, 1 SRC is damaged, 2 it could not be converted.\n\n"
+        "Exit codes: 0 DST is complete, 1 SRC is damaged, 2 another error.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             ),
         )
         for name in dropped:
-            print(f"{name} is left out: it is neither a tensor nor a plain Python value")
+            print(f"dropped {name}: it is neither a tensor nor a plain Python value")
         print(f"{arguments.out} is complete")
         return 0
 

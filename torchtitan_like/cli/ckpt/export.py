@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--shard-gb",
         type=float,
         metavar="GB",
-        help="most GB of weights in a file (default: as the index of the model's assets says, "
+        help="maximum GB of weights per file (default: as in the index of the model's assets, "
         "else 5)",
     )
     add_import_flag(parser)

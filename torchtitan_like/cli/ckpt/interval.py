@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             times = measure_times(arguments.run)
             save, step = save or times.save_seconds, step or times.step_seconds
             print(
-                f"{save:.3g} s a save, {step:.3g} s a step, by {times.num_saves:,} saves and "
+                f"{save:.3g} s per save, {step:.3g} s per step, from {times.num_saves:,} saves and "
                 f"{times.num_steps:,} steps of {arguments.run}"
             )
     except (OSError, ValueError) as error:
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         return FAILED
     if not (save and step):
         print(
-            "how long does a save take, and a step? With --save-seconds and --step-seconds, or "
-            "--run",
+            "no times of a save and a step are given. Expected --save-seconds and --step-seconds, "
+            "or --run",
             file=sys.stderr,
         )
         return FAILED

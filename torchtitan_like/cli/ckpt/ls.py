@@ -17,9 +17,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the checkpoint folder of a run")
     add_json_flag(parser)
     parser.epilog = (
-        "Shows name, kind, size, age and remarks of every checkpoint and Hugging Face export, also\n"
-        "of unfinished, superseded and damaged ones. Sizes are compared with the manifest; to read\n"
-        "every byte: titan ckpt verify.\n\n"
+        "Shows name, kind, size, age and notes of every checkpoint and Hugging Face export, also\n"
+        "of unfinished, superseded and damaged ones. Sizes are compared with the manifest.\n"
+        "titan ckpt verify reads every byte.\n\n"
         f"example: {EXAMPLE}"
     )
 

@@ -1,4 +1,4 @@
-"""`titan ckpt offload`: copy checkpoints to an archive and keep the newest here."""
+"""`titan ckpt offload`: copy checkpoints to an archive, then remove all but the newest."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ EXAMPLE = "titan ckpt offload outputs/checkpoint /archive/run-7 --keep 2 --dry-r
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("folder", type=Path, help="the checkpoint folder of a run")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the checkpoint folder of a run"
+    )
     parser.add_argument("dest", metavar="DEST", help="a folder, or an address for --command")
     parser.add_argument(
         "--keep",
         type=int,
         default=2,
         metavar="N",
-        help="newest steps to keep here (default: 2), in addition to pinned steps and the newest "
-        "full one",
+        help="number of newest steps to keep in FOLDER (default: 2), in addition to pinned steps "
+        "and the newest full one",
     )
     parser.add_argument(
         "--command",
@@ -32,10 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Every complete step is verified, copied, and compared with its copy. DEST also gets\n"
-        "step-N.sha256, for `sha256sum --check`. Old steps are removed here after that; not if\n"
+        "step-N.sha256, for `sha256sum --check`. Old steps are then removed from FOLDER; not if\n"
         "DEST is on another machine, where a copy cannot be read back. Example of a command:\n"
         '  --command "rsync -a {src} {dst}"\n'
-        "Exit codes: 0 all is copied, 1 a step is damaged, 2 it could not be done.\n\n"
+        "Exit codes: 0 all steps are copied, 1 a step is damaged, 2 another error.\n\n"
         f"example: {EXAMPLE}"
     )
 

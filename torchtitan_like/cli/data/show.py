@@ -35,11 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--whole", action="store_true", help="print the whole text of each sample")
     add_json_flag(parser)
     parser.epilog = (
-        "Prints one line for each sample: its position in the run's stream of samples, source, epoch,\n"
-        "index in the source and first words. Data and tokenizer are those of the config.toml in\n"
-        "CHECKPOINT; settings such as --data.sources.wiki.path change where they are. Trains nothing,\n"
-        "and writes nothing except a token cache that is missing.\n"
-        "Compares the digest with metrics.jsonl of the run if it is there: returns 0 if they are\n"
+        "Prints one line for each sample: its position in the run's stream of samples, source,\n"
+        "epoch, index in the source and first words. The config.toml in CHECKPOINT defines data\n"
+        "and tokenizer; settings such as --data.sources.wiki.path change their paths. Does not\n"
+        "train, and writes only a missing token cache.\n"
+        "Compares the digest with the run's metrics.jsonl, if it exists: returns 0 if they are\n"
         "equal, 1 if not, 2 after an error.\n\n"
         f"example: {EXAMPLE}"
     )
@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         manifest = read_manifest(checkpoint)
         if manifest is None or "data" not in manifest:
             raise CheckpointError(
-                f"{checkpoint} is not a checkpoint of a run: expected a step-N with a manifest.json "
-                "that has a data position"
+                f"{checkpoint} is not a checkpoint of a run: expected a step-N with a "
+                "manifest.json that has a data position"
             )
         config = load_stored_config(checkpoint / "config.toml", arguments.settings)
         tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--on-bad-record",
         choices=["error", "skip"],
         default="error",
-        help="a line or row without readable text: stop and report it (default), or leave it out",
+        help="a line or row without readable text: stop and report it (default), or skip it",
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="tokenizing processes (default: one for each core)"
@@ -50,9 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-bos", action="store_true", help="no BOS before each document")
     parser.add_argument("--no-eos", action="store_true", help="no EOS after each document")
     parser.epilog = (
-        "The folder holds tokens.bin, offsets.bin and meta.json, as the token cache of a run does. It\n"
-        "appears under its name when it is complete. After a kill, the same command continues. The\n"
-        "files do not depend on the number of workers. Uses no GPU. Returns 0, or 2 after an error.\n\n"
+        "The folder contains tokens.bin, offsets.bin and meta.json, like the token cache of a\n"
+        "run. It appears under its name when it is complete. After a kill, the same command\n"
+        "continues. The files do not depend on the number of workers. Uses no GPU. Returns 0,\n"
+        "or 2 after an error.\n\n"
         f"example: {EXAMPLE}"
     )
 

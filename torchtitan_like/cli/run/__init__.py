@@ -1,1 +1,1 @@
-"""`titan run`: look after runs."""
+"""`titan run`: list, watch, compare, replay, save and stop runs."""

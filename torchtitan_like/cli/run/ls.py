@@ -23,8 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json_flag(parser)
     parser.epilog = (
-        "State is running, silent (no sign of life for a minute), the reason in exit.json, or\n"
-        "unreadable. Searches three levels of folders. Returns 2 if there is no run.\n\n"
+        "State is running, silent (no heartbeat or progress for a minute), the reason in\n"
+        "exit.json, or unreadable. Searches three levels of folders. Returns 2 if there is no\n"
+        "run.\n\n"
         f"example: {EXAMPLE}"
     )
 

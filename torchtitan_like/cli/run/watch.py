@@ -1,4 +1,4 @@
-"""`titan run watch`: show how far a run is, and where its ranks are."""
+"""`titan run watch`: show the progress of a run and the position of its ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Prints step, loss, speed, memory, time left, disk space in checkpoints, and the position\n"
         "of each rank. Reads files only, so any machine with access to the folder can run it.\n"
-        "Repeats until Ctrl-C. Returns 2 if the folder is no run.\n\n"
+        "Repeats until Ctrl-C. Returns 2 if the folder is not a run.\n\n"
         f"example: {EXAMPLE}"
     )
 

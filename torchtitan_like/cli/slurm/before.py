@@ -1,4 +1,4 @@
-"""`titan slurm before`: decide whether a job has anything to do."""
+"""`titan slurm before`: decide whether a job still has steps to train."""
 
 from __future__ import annotations
 
