@@ -13,7 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torchtitan_like.distributed.schedule_view import few_micro_batches, order_of, read_csv, simulate, timeline_lines
+from torchtitan_like.distributed.schedule_view import (
+    few_micro_batches,
+    order_of,
+    read_csv,
+    simulate,
+    timeline_lines,
+)
 from torchtitan_like.distributed.stages import SCHEDULES, Schedule
 
 NAMED = {name: schedule for name, schedule in SCHEDULES.items() if not name.startswith("PipelineSchedule")}

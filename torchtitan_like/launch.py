@@ -233,9 +233,7 @@ def is_killed(config: JobConfig, world: World) -> bool:
 # ---- after the run
 
 
-def leave_exit(
-    folder: str, code: ExitCode, step: int | None, failures: WriteFailures
-) -> ExitCode:
+def leave_exit(folder: str, code: ExitCode, step: int | None, failures: WriteFailures) -> ExitCode:
     """Write exit.json and return the code in it.
 
     A finished run that could not write all of its files gets the code STORAGE.

@@ -97,9 +97,7 @@ def import_custom(config: JobConfig, module: str) -> None:
                 "PYTHONPATH"
             )
             expected += f". The config asks for the module {stored!r}"
-        raise ConfigError(
-            [Problem("model.name", config.model.name, expected, remedy)]
-        ) from error
+        raise ConfigError([Problem("model.name", config.model.name, expected, remedy)]) from error
     if stored and stored != (os.path.abspath(module) if is_file_name(module) else module):
         print(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}", file=sys.stderr)
 

@@ -27,7 +27,12 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from tests.harness.ports import free_ports
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.config.sections_scale import ActivationCheckpoint, Compile, Float8Linear, Parallelism
+from torchtitan_like.config.sections_scale import (
+    ActivationCheckpoint,
+    Compile,
+    Float8Linear,
+    Parallelism,
+)
 from torchtitan_like.config.sections_training import Training
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize

@@ -226,7 +226,11 @@ def export_parallel(folder):
     """A model under tensor parallelism and FSDP2, whose nested shards are in mesh order."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 22), torch.nn.Linear(22, 10), torch.nn.LayerNorm(10))

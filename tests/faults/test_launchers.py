@@ -22,7 +22,13 @@ from tests.faults.kills import Chain
 from tests.faults.plants import Plant
 from tests.faults.trainer import EXACT, Starter, Torchrun, arguments, exact_rows
 from tests.harness.ports import free_ports, listening_addresses
-from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_command, trainer_environment
+from tests.harness.runner import (
+    ROOT,
+    kill_session,
+    listen_to_signals,
+    trainer_command,
+    trainer_environment,
+)
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.util.run_directory import read_errors
 

@@ -13,7 +13,13 @@ import pytest
 
 from tests.distributed.parity import short_documents
 from tests.faults.trainer import kill
-from tests.harness.runner import ROOT, kill_session, run_trainer, trainer_command, trainer_environment
+from tests.harness.runner import (
+    ROOT,
+    kill_session,
+    run_trainer,
+    trainer_command,
+    trainer_environment,
+)
 from torchtitan_like.util.jsonl import read_rows
 
 EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss", "grad_norm", "lr", "data_digest",

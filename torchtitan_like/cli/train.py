@@ -15,10 +15,15 @@ EXAMPLE = "titan train debug_model.toml --nproc 2 --training.steps 2"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help=f"the TOML file; default: $CONFIG_FILE, or {DEFAULT_CONFIG}"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help=f"the TOML file; default: $CONFIG_FILE, or {DEFAULT_CONFIG}",
     )
     for option in OPTIONS:
-        parser.add_argument(f"--{option.name}", metavar=option.metavar, help=f"{option.help} [{option.variable}]")
+        parser.add_argument(
+            f"--{option.name}", metavar=option.metavar, help=f"{option.help} [{option.variable}]"
+        )
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "A name in [brackets] is the environment variable that counts where the option is not given.\n"

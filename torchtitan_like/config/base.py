@@ -77,9 +77,7 @@ HomePath = Annotated[str, EXPAND_HOME]
 MinusOneOrPositive = Annotated[
     int, AfterValidator(_minus_one_or_positive), Expected("-1 or an integer > 0")
 ]
-KeepCount = Annotated[
-    int, Field(ge=0), AfterValidator(_not_one), Expected("0 or an integer >= 2")
-]
+KeepCount = Annotated[int, Field(ge=0), AfterValidator(_not_one), Expected("0 or an integer >= 2")]
 BatchRamp = Annotated[list[int], Expected("a list [start, increment, samples]")]
 Steps = Annotated[list[int], Expected("a list of steps")]
 StepRanges = Annotated[list[list[int]], Expected("a list of pairs of steps, [[first, last], ...]")]

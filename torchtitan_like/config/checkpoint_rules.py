@@ -66,9 +66,7 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
     Rule(
         "quantized-without-hf",
         "initial_load_in_hf_quantized",
-        lambda c: (
-            _loads_initial(c) and c.initial_load_in_hf_quantized and not c.initial_load_in_hf
-        ),
+        lambda c: _loads_initial(c) and c.initial_load_in_hf_quantized and not c.initial_load_in_hf,
         "false with initial_load_in_hf = false",
         "set checkpoint.initial_load_in_hf = true",
         ("initial_load_in_hf",),

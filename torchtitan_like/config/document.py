@@ -126,9 +126,7 @@ def help_text() -> str:
             text = f"{setting.expected}; default: {_default(setting)}. {_meaning(setting)}"
             indent = " " * 8
             lines.append(f"  --{key}")
-            lines += textwrap.wrap(
-                text, width=112, initial_indent=indent, subsequent_indent=indent
-            )
+            lines += textwrap.wrap(text, width=112, initial_indent=indent, subsequent_indent=indent)
         lines.append("")
     return "\n".join(lines)
 

@@ -26,7 +26,9 @@ class JobConfig(Section):
     loss: sections_training.Loss = sections_training.Loss()
     parallelism: sections_scale.Parallelism = sections_scale.Parallelism()
     checkpoint: sections_scale.Checkpoint = sections_scale.Checkpoint()
-    activation_checkpoint: sections_scale.ActivationCheckpoint = sections_scale.ActivationCheckpoint()
+    activation_checkpoint: sections_scale.ActivationCheckpoint = (
+        sections_scale.ActivationCheckpoint()
+    )
     compile: sections_scale.Compile = sections_scale.Compile()
     quantize: sections_scale.Quantize = sections_scale.Quantize()
     comm: sections_run.Comm = sections_run.Comm()

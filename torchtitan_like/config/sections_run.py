@@ -59,9 +59,7 @@ class Profiling(Section):
     save_traces_folder: HomePath = field(
         "profile_traces", "Folder of the traces, below job.dump_folder.", needs=TRACING
     )
-    profile_freq: int = field(
-        10, "Steps of one profiling cycle: waiting, warmup, recording.", gt=0
-    )
+    profile_freq: int = field(10, "Steps of one profiling cycle: waiting, warmup, recording.", gt=0)
     profiler_active: int = field(
         1, "Steps to record at the end of each cycle.", gt=0, needs=TRACING
     )

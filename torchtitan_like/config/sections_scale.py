@@ -144,9 +144,7 @@ class Parallelism(Section):
         "whole sequence.",
         needs=CONTEXT,
     )
-    expert_parallel_degree: int = field(
-        1, "Ranks over which the experts are distributed.", gt=0
-    )
+    expert_parallel_degree: int = field(1, "Ranks over which the experts are distributed.", gt=0)
     expert_tensor_parallel_degree: int = field(
         1,
         "Ranks over which each expert is sharded: 1, or tensor_parallel_degree.",

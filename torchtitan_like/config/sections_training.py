@@ -350,8 +350,7 @@ class DataSource(Section):
     )
     max_epochs: int = field(
         0,
-        "Number of times to read the source. Then the other sources share its weight. "
-        "0: no limit.",
+        "Number of times to read the source. Then the other sources share its weight. 0: no limit.",
         ge=0,
     )
 

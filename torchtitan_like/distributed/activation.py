@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import ActivationCheckpoint
@@ -32,7 +36,9 @@ SAVED_OPS = (
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
-def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: ActivationCheckpoint) -> str:
+def apply_activation_checkpointing(
+    blocks: dict[str, nn.Module], section: ActivationCheckpoint
+) -> str:
     """Apply `[activation_checkpoint]` to the blocks (fqn -> module) in place; return a log line.
 
     Results do not change: an activation is recomputed by the same operations from the same inputs.
@@ -46,7 +52,9 @@ def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: Activa
     contexts: Callable[[], Any] | None = None
     if section.mode == "selective" and section.selective_ac_option == "op":
         recomputed = _mm_shapes(blocks, section.per_op_sac_force_recompute_mm_shapes_by_fqns)
-        saved = (*SAVED_OPS, REDUCE_SCATTER) if section.per_op_sac_save_reduce_scatter else SAVED_OPS
+        saved = (
+            (*SAVED_OPS, REDUCE_SCATTER) if section.per_op_sac_save_reduce_scatter else SAVED_OPS
+        )
         contexts = partial(_per_op_contexts, saved, recomputed)
     elif section.mode == "selective":
         every = int(section.selective_ac_option)
@@ -56,7 +64,9 @@ def apply_activation_checkpointing(blocks: dict[str, nn.Module], section: Activa
     return f"Applied {section.mode} activation checkpointing to the model"
 
 
-def _checkpoint_forward(block: nn.Module, section: ActivationCheckpoint, contexts: Callable[[], Any] | None) -> None:
+def _checkpoint_forward(
+    block: nn.Module, section: ActivationCheckpoint, contexts: Callable[[], Any] | None
+) -> None:
     options: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": section.preserve_rng_state,

@@ -1,9 +1,9 @@
 """Offload the activations that blocks save for backward to host memory.
 
-`torch.autograd.graph.save_on_cpu` would also copy the weights, copy a tensor once for each operation
-that saves it, and change its strides, which can change the rounding of a product. Here each storage
-is copied once, unchanged. Copies from a GPU use pinned memory and the current stream, so that the
-host does not wait for them.
+`torch.autograd.graph.save_on_cpu` would also copy the weights, copy a tensor once for each
+operation that saves it, and change its strides, which can change the rounding of a product. Here
+each storage is copied once, unchanged. Copies from a GPU use pinned memory and the current stream,
+so that the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ActivationOffload:
         """Offload what these blocks save, in place; return a line for the log."""
         for block in blocks:
             self._wrap_forward(block)
-        return "Applied activation offload to the model: each block's activations wait in host memory"
+        return (
+            "Applied activation offload to the model: each block's activations wait in host memory"
+        )
 
     def _wrap_forward(self, block: nn.Module) -> None:
         forward = block.forward
@@ -96,7 +98,9 @@ class _HostCopy:
         self._offload = offload
         is_pinned = storage.device.type == "cuda"
         # The allocator of pinned memory rounds up to a power of two.
-        self._num_bytes = 1 << (storage.nbytes() - 1).bit_length() if is_pinned else storage.nbytes()
+        self._num_bytes = (
+            1 << (storage.nbytes() - 1).bit_length() if is_pinned else storage.nbytes()
+        )
         offload.add(self._num_bytes)
         self._host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
         self._host.copy_(_as_bytes(storage), non_blocking=True)

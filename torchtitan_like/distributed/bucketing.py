@@ -33,7 +33,10 @@ class _BucketKey(NamedTuple):
 
 
 def bucketing_backend(
-    backend: str, blocks: Collection[str], groups: Collection[str], options: dict[str, Any] | None = None
+    backend: str,
+    blocks: Collection[str],
+    groups: Collection[str],
+    options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Return a torch.compile backend that applies `merge_collectives` to each graph.
 
@@ -63,8 +66,8 @@ def merge_collectives(graph: fx.Graph, blocks: Collection[str], groups: Collecti
     """Merge the collectives over `groups` (names) within each of `blocks` (fqns), in place.
 
     A merged gather is at the position of the first one, a merged reduction at the position of the
-    last one. Returns how many collectives were saved. Raises RuntimeError if there are collectives but none can be merged,
-    or if one of a block's collectives needs the result of another.
+    last one. Returns how many collectives were saved. Raises RuntimeError if there are collectives
+    but none can be merged, or if one of a block's collectives needs the result of another.
     """
     buckets: dict[_BucketKey, list[fx.Node]] = {}
     num_before = num_saved = 0
@@ -115,7 +118,9 @@ def _merge(
     position = order[nodes[0] if kind is GATHER else nodes[-1]]
     settings = nodes[0].args[1:]
     num_ranks = 1 if kind is REDUCE else next(arg for arg in settings if isinstance(arg, int))
-    rows_sent, rows_arrived = {GATHER: (1, num_ranks), SCATTER: (num_ranks, 1), REDUCE: (1, 1)}[kind]
+    rows_sent, rows_arrived = {GATHER: (1, num_ranks), SCATTER: (num_ranks, 1), REDUCE: (1, 1)}[
+        kind
+    ]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(target, args, kwargs)
@@ -168,7 +173,9 @@ def _sort(graph: fx.Graph, order: dict[fx.Node, tuple[int, int]]) -> None:
     graph.lint()
 
 
-def _inductor(blocks: tuple[str, ...], groups: tuple[str, ...], options: dict[str, Any]) -> Callable[..., Any]:
+def _inductor(
+    blocks: tuple[str, ...], groups: tuple[str, ...], options: dict[str, Any]
+) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 

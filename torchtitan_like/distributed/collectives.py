@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     Local = Callable[[Tensor, ProcessGroup, int], Tensor]
 
-# These operators have the same names in all supported versions of torch. Their Python wrappers change
-# names between versions, and return tensors of a type that waits at first use.
+# These operators have the same names in all supported versions of torch. Their Python wrappers
+# change names between versions, and return tensors of a type that waits at first use.
 _ops = torch.ops._c10d_functional
 
 
@@ -98,8 +98,8 @@ class _Collective(torch.autograd.Function):
 
 # ---- the collectives without gradients
 #
-# For asynchronous tensor parallelism, Inductor recognizes a collective next to a matrix product only
-# if a `chunk` and a `cat` surround it. Do not write these copies in another form.
+# For asynchronous tensor parallelism, Inductor recognizes a collective next to a matrix product
+# only if a `chunk` and a `cat` surround it. Do not write these copies in another form.
 
 
 def _identity(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

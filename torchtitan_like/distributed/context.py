@@ -25,7 +25,8 @@ from torchtitan_like.distributed.ring import ring_attention
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    # As in models/layers/kernels: (q, k, v, mask) -> output; (positions, dtype, number of keys) -> mask.
+    # As in models/layers/kernels: (q, k, v, mask) -> output; (positions, dtype, number of keys) ->
+    # mask.
     Core = Callable[..., Tensor]
     Mask = Callable[[Tensor, torch.dtype, int], Any]
 
@@ -172,7 +173,9 @@ def _exchange_heads(heads: Sequence[Tensor], context: ContextParallel) -> tuple[
     per_rank = [x.shape[1] // context.size for x in heads]
     # Order the heads by rank, then by tensor, so that equal slices go to the ranks.
     joined = torch.cat([x.unflatten(1, (context.size, -1)) for x in heads], dim=2).flatten(1, 2)
-    exchanged: tuple[Tensor, ...] = all_to_all_heads_seq(joined, context.group).split(per_rank, dim=1)
+    exchanged: tuple[Tensor, ...] = all_to_all_heads_seq(joined, context.group).split(
+        per_rank, dim=1
+    )
     return exchanged
 
 

@@ -21,10 +21,17 @@ if TYPE_CHECKING:
 
     from torchtitan_like.models.spec import ModelSpec
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
-def needs_wrapping(dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool) -> bool:
+def needs_wrapping(
+    dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool
+) -> bool:
     """Return False if one data-parallel rank holds the whole model in the compute dtype."""
     return dims.dp * dims.cp > 1 or dtype != mixed_precision_param or cpu_offload
 
@@ -51,7 +58,12 @@ def apply_data_parallel(
 
     Returns the name of the method ("FSDP", "HSDP", "DDP"), for the log.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     stored = next(model.parameters()).dtype
     computed, reduced = DTYPES[param_dtype], DTYPES[reduce_dtype]
@@ -70,11 +82,15 @@ def apply_data_parallel(
         name, dp_mesh = "DDP", mesh["dp_replicate"]
 
         def wrap(module: Any, reshard_after: bool) -> None:
-            replicate(module, mesh=dp_mesh, **policy)  # nothing is gathered, so nothing is resharded
+            replicate(
+                module, mesh=dp_mesh, **policy
+            )  # nothing is gathered, so nothing is resharded
 
     else:
         hybrid = dims.dp_replicate > 1
-        name, dp_mesh = ("HSDP", mesh["dp_replicate", "dp_shard"]) if hybrid else ("FSDP", mesh["dp_shard"])
+        name, dp_mesh = (
+            ("HSDP", mesh["dp_replicate", "dp_shard"]) if hybrid else ("FSDP", mesh["dp_shard"])
+        )
 
         def wrap(module: Any, reshard_after: bool) -> None:
             fully_shard(module, mesh=dp_mesh, reshard_after_forward=reshard_after, **policy)

@@ -45,8 +45,8 @@ class ParallelDims:
     def weights_shape(self) -> dict[str, int]:
         """Return the mesh on which weights are placed.
 
-        Ranks of one `cp` group have the same weights, which are sharded over `dp_shard` x `cp` under
-        the name `dp_shard`. That dimension exists, perhaps with size 1, unless weights are
+        Ranks of one `cp` group have the same weights, which are sharded over `dp_shard` x `cp`
+        under the name `dp_shard`. That dimension exists, perhaps with size 1, unless weights are
         replicated.
         """
         sizes = {name: getattr(self, name) for name in MESH_ORDER if name != "cp"}
@@ -96,7 +96,9 @@ class ParallelDims:
         return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def resolve_degrees(parallelism: Parallelism, world_size: int) -> tuple[ParallelDims | None, list[str]]:
+def resolve_degrees(
+    parallelism: Parallelism, world_size: int
+) -> tuple[ParallelDims | None, list[str]]:
     """Resolve `data_parallel_shard_degree = -1` and check the product of all degrees.
 
     Returns the dims and no problems, or None and one sentence per problem.

@@ -1,12 +1,13 @@
 """float8 in linear layers: torchao's `Float8Linear` replaces `nn.Linear`.
 
 Before its three matrix products, a converted layer casts its input, its weight, and the gradient of
-its output to 8 bits, each with its own scale (Micikevicius et al. 2022, arXiv:2209.05433). The weight
-itself, its name, its initial value, and the optimizer's states do not change. Scales are dynamic: the
-largest value of the type divided by the largest absolute value of the tensor (or of each row).
+its output to 8 bits, each with its own scale (Micikevicius et al. 2022, arXiv:2209.05433). The
+weight itself, its name, its initial value, and the optimizer's states do not change. Scales are
+dynamic: the largest value of the type divided by the largest absolute value of the tensor (or of
+each row).
 
-NOTE: with tensor parallelism, each rank scales its shard of a weight by itself. So the layout changes
-the numbers, by less than the rounding to 8 bits does.
+NOTE: with tensor parallelism, each rank scales its shard of a weight by itself. So the layout
+changes the numbers, by less than the rounding to 8 bits does.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ def convert_to_float8(
     multiples of 16 on each of `tp` ranks and its name contains none of `filter_fqns`. A subclass,
     such as the output head, has its own forward and is not converted.
 
-    num_shards: ranks over which FSDP2 shards a weight. compiled: whether the model will be compiled.
+    num_shards: ranks over which FSDP2 shards a weight. compiled: whether the model will be
+    compiled.
     """
     from torch import nn
 
     unit = MULTIPLE * tp
-    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     chosen = {
         fqn: module
         for fqn, module in linears.items()
@@ -108,11 +112,13 @@ def _shortened(fqns: Iterable[str]) -> str:
     return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns})) or "none"
 
 
-def after_optimizer_step(parts: Iterable[nn.Module], section: Float8Linear) -> Callable[[], None] | None:
+def after_optimizer_step(
+    parts: Iterable[nn.Module], section: Float8Linear
+) -> Callable[[], None] | None:
     """Return the function to call after each update of the weights, or None.
 
-    It computes the scales of all weights with one all-reduce for each model part. Otherwise the next
-    forward needs one for each weight.
+    It computes the scales of all weights with one all-reduce for each model part. Otherwise the
+    next forward needs one for each weight.
 
     NOTE: these scales cover the whole weight, also with tensor parallelism.
     """

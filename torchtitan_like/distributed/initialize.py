@@ -91,8 +91,8 @@ def weight_hash(model: nn.Module) -> int:
     """Return this rank's share of a 64-bit hash of all weights.
 
     The sum of all shares mod 2^64 is equal on every topology. It covers each element's name, index,
-    and fp32 value once: of the replicas of a DTensor only the first counts. A plain tensor is assumed
-    to exist on this rank only.
+    and fp32 value once: of the replicas of a DTensor only the first counts. A plain tensor is
+    assumed to exist on this rank only.
     """
     total = 0
     for name, parameter in model.named_parameters():
@@ -207,8 +207,8 @@ def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
     # 52 bits plus a half: with 53 bits the half is lost above 0.5, and the largest value becomes 1.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     if rule.kind == "trunc_normal":
-        # Map to the CDF's range between the bounds, so that every draw is used. The range is rounded
-        # inward to 40 bits: libm's last bits have no effect, and no value exceeds a bound.
+        # Map to the CDF's range between the bounds, so that every draw is used. The range is
+        # rounded inward to 40 bits: libm's last bits have no effect, and no value exceeds a bound.
         below = math.ceil(0.5 * math.erfc(rule.bound / math.sqrt(2.0)) * 2**40) * 2.0**-40
         uniform = uniform * (1.0 - 2.0 * below) + below
     values = normal_quantile(uniform)
@@ -216,7 +216,8 @@ def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
     return values
 
 
-# Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution", PPND16: 16 digits.
+# Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution", PPND16: 16
+# digits.
 _CENTER = (
     (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
      1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
@@ -275,7 +276,8 @@ def _polynomial(coefficients: Iterable[float], x: Floats) -> Floats:
 def _log(x: Floats) -> Floats:
     """Natural logarithm of normal numbers above 0, to 16 digits. Numpy's depends on CPU capability.
 
-    x = m 2^e with 0.7 < m < 1.42; log m = 2 atanh(s) = 2 (s + s^3 / 3 + ...), s = (m - 1) / (m + 1), |s| < 0.18.
+    x = m 2^e with 0.7 < m < 1.42; log m = 2 atanh(s) = 2 (s + s^3 / 3 + ...), s = (m - 1) / (m +
+    1), |s| < 0.18.
     """
     m, e = np.frexp(x)
     small = m < math.sqrt(0.5)

@@ -25,7 +25,9 @@ def picture(dims: ParallelDims, ranks_per_node: int | None = None) -> list[str]:
     axes = {name: getattr(dims, name) for name in MESH_ORDER if getattr(dims, name) > 1}
     if not axes:
         return ["1 rank: nothing is sharded"]
-    title = f"{dims.world_size} ranks = {' x '.join(f'{name} {size}' for name, size in axes.items())}"
+    title = (
+        f"{dims.world_size} ranks = {' x '.join(f'{name} {size}' for name, size in axes.items())}"
+    )
     num_nodes = -(-dims.world_size // ranks_per_node) if ranks_per_node else 1
     if num_nodes > 1:
         title += f", on {num_nodes} nodes of {ranks_per_node}"

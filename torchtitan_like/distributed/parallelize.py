@@ -24,7 +24,12 @@ from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import World
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_scale import ActivationCheckpoint, Compile, Float8Linear, Parallelism
+    from torchtitan_like.config.sections_scale import (
+        ActivationCheckpoint,
+        Compile,
+        Float8Linear,
+        Parallelism,
+    )
     from torchtitan_like.config.sections_training import Training
     from torchtitan_like.distributed.context import ContextParallel
     from torchtitan_like.distributed.pipeline import Pipeline
@@ -55,7 +60,11 @@ class Sections:
     @property
     def loss_backend(self) -> str | None:
         """Backend that compiles the loss; None if it is not compiled."""
-        return self.compile.backend if self.compile.enable and "loss" in self.compile.components else None
+        return (
+            self.compile.backend
+            if self.compile.enable and "loss" in self.compile.components
+            else None
+        )
 
 
 def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
@@ -116,7 +125,9 @@ def build_parts(
         if training.enable_cpu_offload:
             part.init_buffers(world.device)  # only parameters are on the host
     if pipeline is not None:
-        lines += pipeline.lines(num_samples // sections.parallelism.pipeline_parallel_microbatch_size)
+        lines += pipeline.lines(
+            num_samples // sections.parallelism.pipeline_parallel_microbatch_size
+        )
     return Built(nn.ModuleList(parts), pipeline, context, offload, list(dict.fromkeys(lines)))
 
 
@@ -184,7 +195,10 @@ def parallelize(
             lines.append(f"Model definition after conversion:\n\n{model}\n\n")
     options: dict[str, Any] = {}
     if dims.tp > 1:
-        from torchtitan_like.distributed.tensor import apply_tensor_parallel, overlap_tensor_parallel
+        from torchtitan_like.distributed.tensor import (
+            apply_tensor_parallel,
+            overlap_tensor_parallel,
+        )
 
         assert world.mesh is not None
         lines += apply_tensor_parallel(
@@ -192,7 +206,9 @@ def parallelize(
         )
         if parallelism.enable_async_tensor_parallel:
             options = overlap_tensor_parallel(world.group("tp"))
-            lines.append("Async Tensor Parallelism: matrix products overlap with adjacent collectives")
+            lines.append(
+                "Async Tensor Parallelism: matrix products overlap with adjacent collectives"
+            )
     if context is not None:
         from torchtitan_like.distributed.context import apply_context_parallel
 
@@ -225,8 +241,9 @@ def parallelize(
         "reduce_dtype": training.mixed_precision_reduce,
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
-    # A single data-parallel rank gathers nothing: SimpleFSDP then only casts each weight where it is
-    # read. FSDP2 is needed for pipelines, which cast once for all micro-batches, and for offloading.
+    # A single data-parallel rank gathers nothing: SimpleFSDP then only casts each weight where it
+    # is read. FSDP2 is needed for pipelines, which cast once for all micro-batches, and for
+    # offloading.
     casts_only = dims.dp * dims.cp == 1 and dims.pp == 1 and not sections.needs_fsdp2
     if simple or casts_only or world.mesh is None:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
@@ -265,7 +282,9 @@ def parallelize(
     return lines
 
 
-def compile_blocks(blocks: dict[str, nn.Module], backend: str, options: dict[str, Any] | None = None) -> None:
+def compile_blocks(
+    blocks: dict[str, nn.Module], backend: str, options: dict[str, Any] | None = None
+) -> None:
     """Compile each block's forward as one graph; equal blocks share one compilation.
 
     Parameter names do not change. options: options of the backend.

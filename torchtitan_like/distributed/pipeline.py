@@ -184,7 +184,9 @@ class Pipeline:
         )
         if follows_file:
             complete = has_messages(self.plan.csv)
-            schedule._load_csv(self.plan.csv, format="compute_comms" if complete else "compute_only")
+            schedule._load_csv(
+                self.plan.csv, format="compute_comms" if complete else "compute_only"
+            )
         return _Runner(schedule, stages, shape.trains)
 
     def _stage(self, part: nn.Module, number: int, shape: _Shape) -> _Stage:

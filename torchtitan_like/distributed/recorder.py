@@ -39,7 +39,9 @@ def set_up_recorder(comm: Comm, folder: Path) -> None:
             (folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
     for name, value in variables.items():
         if os.environ.get(name, value) not in (value, TORCHRUN_DEFAULTS.get(name)):
-            logger.warning(f"{name}={os.environ[name]} in the environment is overridden with {value}")
+            logger.warning(
+                f"{name}={os.environ[name]} in the environment is overridden with {value}"
+            )
         os.environ[name] = value
 
 

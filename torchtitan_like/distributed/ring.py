@@ -105,7 +105,9 @@ def _send_to_next(x: Tensor, ring: Ring) -> Callable[[], Tensor]:
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, x, group=ring.group, group_peer=(ring.rank + 1) % ring.size),
-            dist.P2POp(dist.irecv, received, group=ring.group, group_peer=(ring.rank - 1) % ring.size),
+            dist.P2POp(
+                dist.irecv, received, group=ring.group, group_peer=(ring.rank - 1) % ring.size
+            ),
         ]
     )
 
@@ -134,7 +136,9 @@ def _visible(ring: Ring, source: int, seq: int) -> tuple[slice, slice] | None:
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial output into `out` and `lse`, in place: a mean weighted by exp(lse)."""
     total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp().unsqueeze(-1)).addcmul_(part, (part_lse - total).exp().unsqueeze(-1))
+    out.mul_((lse - total).exp().unsqueeze(-1)).addcmul_(
+        part, (part_lse - total).exp().unsqueeze(-1)
+    )
     lse.copy_(total)
 
 
@@ -162,5 +166,7 @@ def _flash_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, causal, *extras
         )
     else:
-        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
     return gradients

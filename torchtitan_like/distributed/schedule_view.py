@@ -1,7 +1,7 @@
 """Timeline of a pipeline schedule, computed without ranks: order of actions -> timeline -> bubble.
 
-An order lists the actions that each rank computes. Time is counted in forward passes of one stage. A
-backward pass takes 2 units (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): 1 for the
+An order lists the actions that each rank computes. Time is counted in forward passes of one stage.
+A backward pass takes 2 units (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): 1 for the
 gradient of its input (I) and 1 for the gradient of its weights (W). Messages take no time.
 """
 
@@ -212,7 +212,9 @@ def timeline_lines(schedule: str, order: Order) -> list[str]:
     for before, rank in zip([-1, *shown], shown, strict=False):
         if rank != before + 1:
             lines.append(f"... ranks {before + 1} to {rank - 1}")
-        row = f"rank {rank:<{len(str(pp - 1))}} |" + _cells(timeline.starts[rank], timeline.end, cell)
+        row = f"rank {rank:<{len(str(pp - 1))}} |" + _cells(
+            timeline.starts[rank], timeline.end, cell
+        )
         lines.append(row if len(row) <= MAX_COLUMNS else row[: MAX_COLUMNS - 4] + " ...")
     lines.append(_legend(order, with_numbers=cell > 1))
     lines.append(

@@ -3,14 +3,14 @@
 Each parameter is a DTensor sharded along its first dimension, as with FSDP2: initial weights,
 optimizers, clipping, and checkpoints need no change. Module code that reads a parameter gets the
 gathered weight from a differentiable operation, whose backward reduces the gradient. There are no
-hooks and no streams. So torch.compile can capture the whole model as one graph, and move, merge, and
-overlap the collectives in it.
+hooks and no streams. So torch.compile can capture the whole model as one graph, and move, merge,
+and overlap the collectives in it.
 
 A single rank gathers nothing: the operation is then only a cast to the compute dtype. `parallelize`
 uses it for every single rank that computes in another dtype than it stores.
 
-Gradients are *summed* over ranks. NOTE: every micro-batch reduces its gradients, also over replicas,
-since a graph does not contain which micro-batch is the last.
+Gradients are *summed* over ranks. NOTE: every micro-batch reduces its gradients, also over
+replicas, since a graph does not contain which micro-batch is the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan_like.distributed.bucketing import bucketing_backend
 from torchtitan_like.distributed.collectives import arrived
@@ -37,8 +41,8 @@ if TYPE_CHECKING:
     from torchtitan_like.distributed.dims import ParallelDims
     from torchtitan_like.models.spec import ModelSpec
 
-# These names exist in all supported versions of torch. Their Python wrappers return tensors of a type
-# that waits at first use.
+# These names exist in all supported versions of torch. Their Python wrappers return tensors of a
+# type that waits at first use.
 _ops = torch.ops._c10d_functional
 
 
@@ -69,7 +73,9 @@ def apply_simple_fsdp(
     modules = dict(model.named_modules())
     between = reshard == "always" or (reshard == "default" and dims.pp == 1)
     units = [_Unit(model, between)]
-    units += [_Unit(modules[fqn], reshard == "always") for fqn in spec.last_modules if fqn in modules]
+    units += [
+        _Unit(modules[fqn], reshard == "always") for fqn in spec.last_modules if fqn in modules
+    ]
     units += [_Unit(block, between) for block in blocks]
     # The innermost unit comes last.
     units_of = {module: unit for unit in units for module in unit.module.modules()}

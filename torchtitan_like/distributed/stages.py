@@ -1,7 +1,8 @@
 """Assign modules to pipeline stages, and stages to ranks. Does not import torch.
 
 A stage is the whole model without the modules of the other stages. So a parameter has the same name
-for any number of stages. `ModelSpec` names the first, the repeated, and the last modules of a model.
+for any number of stages. `ModelSpec` names the first, the repeated, and the last modules of a
+model.
 """
 
 from __future__ import annotations
@@ -89,7 +90,12 @@ def plan_stages(spec: ModelSpec, args: Any, section: Parallelism) -> StagePlan:
 
 
 def find_problems(
-    spec: ModelSpec, args: Any, section: Parallelism, *, local_batch_size: int, num_accumulation: int
+    spec: ModelSpec,
+    args: Any,
+    section: Parallelism,
+    *,
+    local_batch_size: int,
+    num_accumulation: int,
 ) -> list[Problem]:
     """Return the problems of a pipeline's settings; none without a pipeline.
 
@@ -173,9 +179,9 @@ def check_explicit(names: ModuleNames, stages: Sequence[Sequence[str]]) -> list[
 def prune(model: nn.Module, spec: ModelSpec, fqns: Iterable[str]) -> nn.Module:
     """Remove the modules that are not among `fqns` from a model, in place. The other names do not change.
 
-    First and last modules become None; blocks are deleted from their container. Raises ValueError if
-    a parameter belongs to none of the first, repeated, and last modules: each stage would train its
-    own copy.
+    First and last modules become None; blocks are deleted from their container. Raises ValueError
+    if a parameter belongs to none of the first, repeated, and last modules: each stage would train
+    its own copy.
     """
     kept = set(fqns)
     parent_fqn, _, _ = spec.block_pattern.rpartition(".")
@@ -211,10 +217,14 @@ def stage_ids(rank: int, pp: int, num_stages: int, schedule: str) -> tuple[int, 
     return tuple(range(rank, num_stages, pp))
 
 
-def _resolve(spec: ModelSpec, args: Any, section: Parallelism) -> tuple[StagePlan | None, list[Problem]]:
+def _resolve(
+    spec: ModelSpec, args: Any, section: Parallelism
+) -> tuple[StagePlan | None, list[Problem]]:
     """Return the plan, or None with the problems. A plan may have problems too."""
     if "n_layers" not in spec.constraints(args):
-        expected = f'1: {spec.name} does not state its number of layers ("n_layers" in its constraints)'
+        expected = (
+            f'1: {spec.name} does not state its number of layers ("n_layers" in its constraints)'
+        )
         return None, [Problem(_KEY + "degree", None, expected)]
     names = module_names(spec, args)
     configured = section.module_fqns_per_model_part
@@ -224,7 +234,11 @@ def _resolve(spec: ModelSpec, args: Any, section: Parallelism) -> tuple[StagePla
     fqns: tuple[tuple[str, ...], ...]
     if configured is not None:
         problems = [
-            Problem("parallelism.module_fqns_per_model_part", None, f"each module once, in order; {text}")
+            Problem(
+                "parallelism.module_fqns_per_model_part",
+                None,
+                f"each module once, in order; {text}",
+            )
             for text in check_explicit(names, configured)
         ]
     ranks, problems_of_ranks = _ranks(section, len(names.blocks))
@@ -242,10 +256,14 @@ def _resolve(spec: ModelSpec, args: Any, section: Parallelism) -> tuple[StagePla
             "lower it, or pipeline_parallel_first_stage_less_layers and "
             "pipeline_parallel_last_stage_less_layers"
         )
-        return None, [Problem(_KEY + "degree", None, f"enough layers for each stage; {error}", remedy)]
+        return None, [
+            Problem(_KEY + "degree", None, f"enough layers for each stage; {error}", remedy)
+        ]
     for alias, name in spec.tied(args):
         if _stage_of(alias, fqns) != _stage_of(name, fqns):
-            expected = f"1 with this model: {alias} and {name} are one tensor, but on different stages"
+            expected = (
+                f"1 with this model: {alias} and {name} are one tensor, but on different stages"
+            )
             problems.append(Problem(_KEY + "degree", None, expected, "untie them in [model.args]"))
     schedule, csv = section.pipeline_parallel_schedule, section.pipeline_parallel_schedule_csv
     return StagePlan(schedule, csv, fqns, ranks), problems
@@ -286,7 +304,9 @@ def _ranks(
         key = _KEY + "schedule"
         num_stages = pp * (2 if is_multi else 1)
     if num_stages % pp:
-        expected = f"a number of stages that {pp} pipeline ranks divide; it is {num_stages}{formula}"
+        expected = (
+            f"a number of stages that {pp} pipeline ranks divide; it is {num_stages}{formula}"
+        )
         return None, [Problem(key, None, expected)]
     num_local, allowed = num_stages // pp, _stages_per_rank(schedule)
     if num_local not in allowed:
@@ -328,9 +348,7 @@ def _ranks_of_csv(
     num_stages = 1 + max(stage for stages in ranks for stage in stages)
     configured = section.module_fqns_per_model_part
     if configured is not None and len(configured) != num_stages:
-        expected = (
-            f"as many stages as module_fqns_per_model_part has: {len(configured)}; it has {num_stages}"
-        )
+        expected = f"as many stages as module_fqns_per_model_part has: {len(configured)}; it has {num_stages}"
         return None, [Problem(key, None, expected)]
     schedule = section.pipeline_parallel_schedule
     round_robin = tuple(stage_ids(rank, pp, num_stages, schedule) for rank in range(pp))
@@ -367,7 +385,9 @@ def _csv_problems(plan: StagePlan, number: int) -> list[Problem]:
     """Check that a schedule file computes each of `number` micro-batches once on each stage."""
     actions = [action for row in schedule_view.read_csv(plan.csv) for action in row]
     forward = sorted((action.stage, action.micro_batch) for action in actions if action.kind == "F")
-    backward = sorted((action.stage, action.micro_batch) for action in actions if action.kind in "BW")
+    backward = sorted(
+        (action.stage, action.micro_batch) for action in actions if action.kind in "BW"
+    )
     expected = [(stage, micro) for stage in range(plan.num_stages) for micro in range(number)]
     if forward == expected == backward:
         return []

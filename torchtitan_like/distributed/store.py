@@ -14,8 +14,8 @@ import torch.distributed as dist
 logger = logging.getLogger()
 
 LOOPBACK = "127.0.0.1"
-# Environment variable: prefix of the store's keys for one (re)start. A store outlives a restart, and
-# its older keys hold the addresses of dead ranks.
+# Environment variable: prefix of the store's keys for one (re)start. A store outlives a restart,
+# and its older keys hold the addresses of dead ranks.
 ROUND = "TORCHTITAN_LIKE_ROUND"
 
 
@@ -34,7 +34,8 @@ def bind(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on the address of ``host`` only, or None for another machine's.
 
     A machine may resolve its own name to loopback, which other machines cannot reach. The socket
-    then listens on all addresses, as torch's do, with a warning. Raises OSError if the port is in use.
+    then listens on all addresses, as torch's do, with a warning. Raises OSError if the port is in
+    use.
     """
     try:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

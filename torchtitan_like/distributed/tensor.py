@@ -118,7 +118,8 @@ def apply_tensor_parallel(
     """Shard a model on meta over the 1-D `mesh`, in place; return lines for the log.
 
     Parameters become DTensors, their modules read local tensors, and hooks run the collectives.
-    Raises ValueError with one line for each parameter that does not fit; the model is then unchanged.
+    Raises ValueError with one line for each parameter that does not fit; the model is then
+    unchanged.
     """
     ruled = _read_table(model, spec, mesh.size())
     views, placed = _views(mesh.get_group()), {}
@@ -170,7 +171,9 @@ def _read_table(model: nn.Module, spec: ModelSpec, num_ranks: int) -> list[Ruled
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         roles = [role for pattern, role in spec.sharding if fnmatchcase(fqn, pattern)]
         if len(roles) != 1 or roles[0] not in RULES:
-            actual = f"matches the rows {roles}" if len(roles) != 1 else f"has the role {roles[0]!r}"
+            actual = (
+                f"matches the rows {roles}" if len(roles) != 1 else f"has the role {roles[0]!r}"
+            )
             problems.append(
                 f"{fqn} {actual}: expected exactly one row, with a role of {', '.join(RULES)}"
             )
@@ -262,7 +265,8 @@ def _look_up_local_entries(embedding: Any, num_entries: int, group: ProcessGroup
     first = group.rank() * -(-num_entries // group.size())
 
     def look_up(ids: Tensor) -> Tensor:
-        # No rank has an id beyond the vocabulary. This lookup raises the error of an unsharded table.
+        # No rank has an id beyond the vocabulary. This lookup raises the error of an unsharded
+        # table.
         F.embedding(ids, ids.new_zeros(1, 1).expand(num_entries, 1))
         is_local = (ids >= first) & (ids < first + size)
         rows: Tensor = forward((ids - first).where(is_local, 0))
@@ -271,9 +275,7 @@ def _look_up_local_entries(embedding: Any, num_entries: int, group: ProcessGroup
     embedding.forward = look_up
 
 
-def _gather_logits(
-    num_entries: int, group: ProcessGroup
-) -> Callable[[nn.Module, Any, Any], Any]:
+def _gather_logits(num_entries: int, group: ProcessGroup) -> Callable[[nn.Module, Any, Any], Any]:
     """Return a hook that gathers a head's logits; a loss (0-dim) covers the whole vocabulary already."""
     largest = -(-num_entries // group.size())
 

@@ -23,8 +23,8 @@ _classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 def view_parameter(module: nn.Module, name: str, view: View) -> None:
     """Make `module.<name>` return `view(parameter)` of the parameter's current tensor.
 
-    `named_parameters()`, `state_dict()`, and `_parameters` still hold the parameter itself. Views are
-    applied in the reverse order of their registration. So a view starts with `to_local`, which
+    `named_parameters()`, `state_dict()`, and `_parameters` still hold the parameter itself. Views
+    are applied in the reverse order of their registration. So a view starts with `to_local`, which
     accepts parameters and local tensors. Modules that share one compilation must share their views.
 
     Raises ValueError if the module has no such parameter.
@@ -81,9 +81,9 @@ def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Calla
 class _SeparateGradients(torch.autograd.Function):
     """Identity on tensors whose gradients never share memory.
 
-    A compiled backward computes equal gradients once and returns one tensor for all of them. Autograd
-    copies a gradient shared by two parameters, but does not look into DTensors (torch 2.13).
-    Clipping or accumulation in place would then apply twice.
+    A compiled backward computes equal gradients once and returns one tensor for all of them.
+    Autograd copies a gradient shared by two parameters, but does not look into DTensors (torch
+    2.13). Clipping or accumulation in place would then apply twice.
     """
 
     @staticmethod
@@ -113,7 +113,9 @@ def _with_property(cls: type[nn.Module], name: str) -> type[nn.Module]:
             for view in module.__dict__["_parameter_views"][name]:
                 value = view(value)
         except AttributeError as error:  # otherwise nn.Module returns the parameter itself
-            raise RuntimeError(f"cannot view parameter {name!r} of {cls.__name__}: {error}") from error
+            raise RuntimeError(
+                f"cannot view parameter {name!r} of {cls.__name__}: {error}"
+            ) from error
         return value
 
     return type(cls.__name__, (cls,), {name: property(read), "__module__": cls.__module__})

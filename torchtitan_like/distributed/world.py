@@ -42,7 +42,9 @@ class LaunchedAs:
 def launched_as(environ: dict[str, str] | None = None) -> LaunchedAs:
     """Read torchrun's environment variables."""
     env = os.environ if environ is None else environ
-    return LaunchedAs(int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1)))
+    return LaunchedAs(
+        int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    )
 
 
 class HostGroup:
@@ -54,7 +56,9 @@ class HostGroup:
 
     def __init__(self, ranks: list[int], timeout: timedelta) -> None:
         self.size = len(ranks)
-        self.group = dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
+        self.group = (
+            dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
+        )
         self._thread = threading.get_ident()
 
     @property
@@ -82,7 +86,9 @@ class HostGroup:
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
-            raise RuntimeError("a HostGroup was used from a thread that does not own it; make one per thread")
+            raise RuntimeError(
+                "a HostGroup was used from a thread that does not own it; make one per thread"
+            )
 
     def sum_async(self, values: list[int]) -> PendingSum:
         """Start an int64 all-reduce (SUM). Every rank of the group passes equally many values."""
@@ -141,7 +147,9 @@ class HostGroup:
         try:
             (num_failed,) = self.sum_async([error is not None]).wait()
             if num_failed:
-                raise merge_errors([each for each in self.gather_objects(error) if each is not None])
+                raise merge_errors(
+                    [each for each in self.gather_objects(error) if each is not None]
+                )
         finally:
             error = None  # its traceback refers to this frame, and so to what `action` uses
         return outcome[0]
@@ -241,8 +249,8 @@ class World:
     def leave(self) -> None:
         """Destroy the groups that this process created.
 
-        NOTE: inside a larger world the mesh's groups remain. DTensor's caches outlive the run and use
-        the groups of any equal mesh, so destroying them would break the next run.
+        NOTE: inside a larger world the mesh's groups remain. DTensor's caches outlive the run and
+        use the groups of any equal mesh, so destroying them would break the next run.
         """
         self._training_groups.clear()
         for host_group in (self.step_group, self.checkpoint_group):
@@ -367,7 +375,9 @@ def join_world(
     shape = dims.mesh_shape()
     logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
     mesh = dims.build_mesh(device.type) if needs_group else None
-    groups = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    groups = (
+        {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    )
     if dims.cp > 1:
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
     all_ranks = _group_of_all(ranks, timeout)
@@ -377,7 +387,9 @@ def join_world(
     training = {step_group.group, *groups.values(), *neighbors.values(), default} - {None}
     if all_ranks not in (None, dist.group.WORLD):
         training.add(all_ranks)
-    for group in training - {dist.group.WORLD}:  # groups of a mesh have torch's timeout of 30 minutes
+    for group in training - {
+        dist.group.WORLD
+    }:  # groups of a mesh have torch's timeout of 30 minutes
         set_timeout(timeout, group)
     return World(
         launch.rank,
@@ -424,9 +436,7 @@ def neighbor_groups(group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
     for pairs in (edges[::2], edges[1::2], last):
         if not pairs:
             continue
-        pair_group = dist.split_group(
-            parent_pg=group, split_ranks=[list(pair) for pair in pairs]
-        )
+        pair_group = dist.split_group(parent_pg=group, split_ranks=[list(pair) for pair in pairs])
         own_pair = next((pair for pair in pairs if rank in pair), None)
         if pair_group is not None and own_pair is not None:
             first, second = own_pair

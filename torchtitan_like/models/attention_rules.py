@@ -30,7 +30,9 @@ def unsupported_attention(attn_type: str, *, device_type: str, dtype: str, head_
 
     dtype: the compute dtype (training.mixed_precision_param).
     """
-    if attn_type == "sdpa" or device_type == "cpu":  # on CPU the reference kernel replaces the others
+    if (
+        attn_type == "sdpa" or device_type == "cpu"
+    ):  # on CPU the reference kernel replaces the others
         return ""
     if attn_type == "varlen" and dtype not in ("float16", "bfloat16"):
         return (

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 # The sharding roles that a model's sharding.py may give to a parameter. A role fixes the weight's
-# placement, the layout of the module's input and output, and the reduction of the weight's gradient.
-# `distributed/tensor.py` implements them.
+# placement, the layout of the module's input and output, and the reduction of the weight's
+# gradient. `distributed/tensor.py` implements them.
 SHARDING_ROLES = {
     "vocab_embedding": "weight sharded over the vocabulary; output reduced",
     "column": "weight sharded over output features; input replicated",
@@ -91,7 +91,9 @@ class StageTensor:
                 f"StageTensor({self.name!r}) of dtype {self.dtype!r} has requires_grad = True. Only "
                 "floating-point tensors have gradients: set requires_grad = False"
             )
-        unknown = [size for size in self.shape if isinstance(size, str) and size not in _STAGE_SIZES]
+        unknown = [
+            size for size in self.shape if isinstance(size, str) and size not in _STAGE_SIZES
+        ]
         if unknown:
             raise ValueError(
                 f"StageTensor({self.name!r}) has unknown sizes {unknown} in its shape. Expected "
@@ -159,7 +161,9 @@ class ModelSpec:
 
 # A family is a folder next to this file.
 _BUILT_IN = [
-    name for _, name, is_folder in iter_modules([str(Path(__file__).parent)]) if is_folder and name != "layers"
+    name
+    for _, name, is_folder in iter_modules([str(Path(__file__).parent)])
+    if is_folder and name != "layers"
 ]
 _registered: dict[str, ModelSpec] = {}
 

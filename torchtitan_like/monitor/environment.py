@@ -96,10 +96,12 @@ class HashKey(NamedTuple):
 def hash_key(variables: Mapping[str, str]) -> HashKey:
     """Return this user's key, created at first use; a new key if none can be stored.
 
-    The key is outside all run folders. So a copy of a run folder does not allow anyone to test guesses
-    against its hashes.
+    The key is outside all run folders. So a copy of a run folder does not allow anyone to test
+    guesses against its hashes.
     """
-    state = variables.get("XDG_STATE_HOME") or os.path.join(variables.get("HOME") or "~", ".local", "state")
+    state = variables.get("XDG_STATE_HOME") or os.path.join(
+        variables.get("HOME") or "~", ".local", "state"
+    )
     file = Path(state).expanduser() / "torchtitan_like" / "environment.key"
     with suppress(OSError, RuntimeError):
         if not file.exists():
@@ -134,9 +136,9 @@ def write_environment(
 ) -> None:
     """Write variables.txt, packages.txt, facts.json, and git.txt into `folder`.
 
-    Local changes of the checkout are written to uncommitted.diff. Each file is sorted plain text, so
-    that `diff -r` compares two attempts. Only the user can read the files. git may take seconds: run
-    this in a thread.
+    Local changes of the checkout are written to uncommitted.diff. Each file is sorted plain text,
+    so that `diff -r` compares two attempts. Only the user can read the files. git may take seconds:
+    run this in a thread.
     """
     # Imports the config schema, which most users of this module do not need.
     from torchtitan_like.config.arguments import mask_arguments
@@ -185,7 +187,8 @@ def numeric_facts() -> dict[str, object]:
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         facts["gpus"] = [
-            f"{gpu.name}, {gpu.total_memory} bytes, capability {gpu.major}.{gpu.minor}" for gpu in gpus
+            f"{gpu.name}, {gpu.total_memory} bytes, capability {gpu.major}.{gpu.minor}"
+            for gpu in gpus
         ]
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -235,8 +238,15 @@ def git_state(folder: Path) -> tuple[list[str], str] | None:
     changed = (_git(folder, "status", "--porcelain") or "").rstrip("\n").splitlines()
     diff = _git(folder, "diff", "HEAD", "--binary", *AS_A_PATCH) or ""
     if len(diff) > MAX_DIFF_BYTES:
-        diff = f"{diff[:MAX_DIFF_BYTES]}\n... {len(diff) - MAX_DIFF_BYTES} more characters left out\n"
-    facts = [f"checkout {top.strip()}", f"commit {commit}", f"{len(changed)} changed or untracked files", *changed]
+        diff = (
+            f"{diff[:MAX_DIFF_BYTES]}\n... {len(diff) - MAX_DIFF_BYTES} more characters left out\n"
+        )
+    facts = [
+        f"checkout {top.strip()}",
+        f"commit {commit}",
+        f"{len(changed)} changed or untracked files",
+        *changed,
+    ]
     return facts, mask_text(diff)
 
 

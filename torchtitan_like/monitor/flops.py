@@ -44,7 +44,8 @@ PEAK_FLOPS: dict[str, float] = {
 }
 # Cards that the runtime shows as several devices, which share the card's peak equally.
 DEVICES_PER_CARD = {"MI250": 2, "MI250X": 2}
-# Of the bf16 rate, on hardware that has the format (fp8: Hopper, Ada, Blackwell, MI300; tf32: NVIDIA since Ampere).
+# Of the bf16 rate, on hardware that has the format (fp8: Hopper, Ada, Blackwell, MI300; tf32:
+# NVIDIA since Ampere).
 PRECISION_FACTOR = {"bf16": 1.0, "fp8": 2.0, "tf32": 0.5}
 
 _warned: set[str] = set()

@@ -24,7 +24,8 @@ NUM_TYPES_SHOWN = 8
 class GarbageCollection:
     """Collects all generations every `freq` steps (`training.gc_freq`). 0: Python's collector decides.
 
-    debug: collect at each step and report the objects in reference cycles (`training.gc_debug`). Slow.
+    debug: collect at each step and report the objects in reference cycles (`training.gc_debug`).
+    Slow.
     """
 
     def __init__(

@@ -70,8 +70,8 @@ class Observation(NamedTuple):
 class OverflowDetector:
     """Measures weights, inputs, and outputs of all modules of `parts` while they run.
 
-    At the first inf or nan, it logs the last modules of the micro-batch and raises NonFiniteError, on
-    this rank only. Values on the CPU are checked inside the module. Values on other devices are
+    At the first inf or nan, it logs the last modules of the micro-batch and raises NonFiniteError,
+    on this rank only. Values on the CPU are checked inside the module. Values on other devices are
     checked by `judge`, which waits for the device once for all modules. Call it at log steps and
     before the run ends.
 

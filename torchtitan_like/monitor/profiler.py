@@ -87,7 +87,13 @@ class _Traces:
     """torch.profiler in cycles: idle steps, `profiler_warmup` steps, `profiler_active` recorded steps."""
 
     def __init__(
-        self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier, failures: WriteFailures
+        self,
+        section: Profiling,
+        folder: Path,
+        rank: int,
+        step: int,
+        barrier: Barrier,
+        failures: WriteFailures,
     ) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile, schedule
@@ -104,7 +110,9 @@ class _Traces:
             activities.append(ProfilerActivity.CUDA)
         logger.info(f"Profiling active. Traces will be saved at {folder}")
         # torch warns that each cycle clears the events of the one before. They are on disk by then.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        warnings.filterwarnings(
+            "ignore", message=".*Profiler clears events at the end of each cycle"
+        )
         self._profile: Any = profile(
             activities=activities,
             # Counted from the first step of the run, so that a resumed run records the same steps.
@@ -141,7 +149,13 @@ class _MemorySnapshots:
     """The CUDA allocator's history, dumped every `profile_freq` steps, for pytorch.org/memory_viz."""
 
     def __init__(
-        self, section: Profiling, folder: Path, rank: int, step: int, barrier: Barrier, failures: WriteFailures
+        self,
+        section: Profiling,
+        folder: Path,
+        rank: int,
+        step: int,
+        barrier: Barrier,
+        failures: WriteFailures,
     ) -> None:
         import torch
 

@@ -49,8 +49,8 @@ class Model:
 def model_of(params: float) -> Model:
     """Return the sizes of the Llama 3 with about `params` parameters.
 
-    If no Llama 3 is within 10 %, estimates a model whose width is 128 times its number of layers, like
-    the 8B model.
+    If no Llama 3 is within 10 %, estimates a model whose width is 128 times its number of layers,
+    like the 8B model.
     """
     name, args = min(FLAVORS.items(), key=lambda item: abs(math.log(num_params(item[1]) / params)))
     if abs(num_params(args) / params - 1) < 0.1:

@@ -53,8 +53,8 @@ def traffic(
 def seconds(plan: Plan, model: Model, seq_len: int, num_micro: int, cluster: Cluster) -> float:
     """Return the seconds of a step.
 
-    Computing takes 6 FLOPs per parameter and token, and the FLOPs of attention. The bubble of a pipeline
-    and the traffic that does not overlap with computing are added.
+    Computing takes 6 FLOPs per parameter and token, and the FLOPs of attention. The bubble of a
+    pipeline and the traffic that does not overlap with computing are added.
     """
     tokens = num_micro * plan.micro * seq_len * plan.dp
     _, recomputed = RECOMPUTATION[plan.recompute]

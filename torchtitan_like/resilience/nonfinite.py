@@ -1,7 +1,7 @@
 """Skip the updates of non-finite steps and spikes, on the device, without making the host wait.
 
-`UpdateGate` decides from nothing but the global gradient norm, so all ranks decide alike. A non-finite
-loss reaches every gradient and thereby the norm.
+`UpdateGate` decides from nothing but the global gradient norm, so all ranks decide alike. A
+non-finite loss reaches every gradient and thereby the norm.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ _URL = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<rest>[^\s\"'<>`\\]+)",
 _OPAQUE_SCHEMES = ("hf://",)
 _WEBHOOK = re.compile(r"hook|api\.telegram\.org", re.IGNORECASE)
 
-_KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_KEY_BLOCK = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+)
 _KNOWN_TOKEN = re.compile(
     r"\b(?:hf_|gh[opsur]_|github_pat_|glpat-|sk-|sk_live_|rk_live_|pk_live_|xox[abeoprs]-|npm_|pypi-|nvapi-|dop_v1_"
     r"|SG\.|ya29\.|AIza)[\w.-]{16,}"
@@ -86,7 +88,9 @@ def _mask_url(match: re.Match[str]) -> str:
         rest = f"{MASK}@{rest.rpartition('@')[2]}"
     rest, question, _ = rest.partition("?")
     rest, hash_sign, fragment = rest.partition("#")
-    query = f"?{MASK}" if question else f"#{MASK if '=' in fragment else fragment}" if hash_sign else ""
+    query = (
+        f"?{MASK}" if question else f"#{MASK if '=' in fragment else fragment}" if hash_sign else ""
+    )
     if _WEBHOOK.search(rest):  # the secret is a part of the path
         rest = f"{rest.partition('/')[0]}/{MASK}"
     return f"{scheme}{rest}{query}"

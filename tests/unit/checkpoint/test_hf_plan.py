@@ -28,7 +28,13 @@ from torchtitan_like.checkpoint.hf.plan import (
     merge_shards,
     plan_copies,
 )
-from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, PAGE, lay_out, read_header, render_index
+from torchtitan_like.checkpoint.hf.safetensors_file import (
+    DTYPES,
+    PAGE,
+    lay_out,
+    read_header,
+    render_index,
+)
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, links
 

@@ -16,7 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
+from torchtitan_like.config.sections_training import (
+    Data,
+    DataLoader,
+    DataSource,
+    Training,
+    Validation,
+)
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.workers import PlannedBatches, describe_core_shortage

@@ -26,7 +26,13 @@ from hypothesis import strategies as st
 from tests.unit.data.conftest import TEXTS, write_jsonl
 from tests.unit.data.reference import Row, samples_of
 from tests.unit.data.test_batches import check_step, rows_of
-from torchtitan_like.config.sections_training import Data, DataLoader, DataSource, Training, Validation
+from torchtitan_like.config.sections_training import (
+    Data,
+    DataLoader,
+    DataSource,
+    Training,
+    Validation,
+)
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.build import build_train_batches

@@ -19,7 +19,16 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens import token_formats
 
-from .token_writers import DOCUMENTS, TOKENS, VOCAB, cut, open_source, write_flat, write_megatron, write_npy
+from .token_writers import (
+    DOCUMENTS,
+    TOKENS,
+    VOCAB,
+    cut,
+    open_source,
+    write_flat,
+    write_megatron,
+    write_npy,
+)
 
 SEQ_LEN = 16
 

@@ -198,7 +198,11 @@ def sharded(layout, overrides):
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     shape, kind = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from torchtitan_like.config.sections_run import Debug
-from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector, abs_min_max, detect_overflow
+from torchtitan_like.monitor.overflow import (
+    NonFiniteError,
+    OverflowDetector,
+    abs_min_max,
+    detect_overflow,
+)
 
 NUM_MODULES = 10  # the whole, and three blocks of three
 

@@ -8,7 +8,14 @@ import sys
 
 import pytest
 
-from torchtitan_like.resilience.requests import EXIT_CODES, Request, Requests, Stopped, decode_requests, first_stop
+from torchtitan_like.resilience.requests import (
+    EXIT_CODES,
+    Request,
+    Requests,
+    Stopped,
+    decode_requests,
+    first_stop,
+)
 from torchtitan_like.util.exit_codes import ExitCode
 
 

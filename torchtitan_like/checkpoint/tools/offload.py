@@ -149,9 +149,7 @@ def _run_copy_command(path: Path, target: str, command: str | None) -> None:
             "{name}: add it"
         )
     try:
-        words = [
-            part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)
-        ]
+        words = [part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)]
     except (LookupError, ValueError) as error:
         raise CheckpointError(
             f"--command {command}: {error!r}; expected {{src}}, {{dst}} and {{name}}, other braces "

@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     def action() -> int:
         summary = open_contents(arguments.checkpoint).summary()
-        text = json.dumps(summary, indent=2) if arguments.json else "\n".join(format_summary(summary))
+        text = (
+            json.dumps(summary, indent=2) if arguments.json else "\n".join(format_summary(summary))
+        )
         print(text)
         return 0
 

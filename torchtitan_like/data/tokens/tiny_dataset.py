@@ -46,9 +46,7 @@ def make_tiny_dataset(
         corpus = find_corpus(path, format_name, text_field, on_bad_record)
         texts = draw_documents(corpus, num_documents, seed)
     elif tokenizer is None:
-        raise DataError(
-            "--format tokens requires a tokenizer. Expected --tokenizer PATH: add it"
-        )
+        raise DataError("--format tokens requires a tokenizer. Expected --tokenizer PATH: add it")
     else:
         source = DataSource(path=path, format="tokens", token_dtype=token_dtype)
         texts = decode_documents(source, tokenizer, num_documents, seed)

@@ -28,8 +28,8 @@ def total_of(loss: Tensor | LossWithTokens) -> Tensor:
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return the 0-dim sum of token losses in nats over labels other than -100.
 
-    hidden (tokens, dim), weight (vocab, dim), labels (tokens,). The result is fp32, or float64 for a
-    float64 model.
+    hidden (tokens, dim), weight (vocab, dim), labels (tokens,). The result is fp32, or float64 for
+    a float64 model.
     """
     logits = F.linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -40,8 +40,8 @@ class OutputHead(nn.Linear):
     """Map hidden states (batch, seq, dim) to logits (batch, seq, vocab), or to the loss.
 
     With labels (batch, seq) it returns the sum of token losses. `loss` is a seam with the signature
-    of `cross_entropy_sum`: a replacement need not hold all logits at a time. It returns the sum, or a
-    `LossWithTokens` if the trainer needs token losses.
+    of `cross_entropy_sum`: a replacement need not hold all logits at a time. It returns the sum, or
+    a `LossWithTokens` if the trainer needs token losses.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]

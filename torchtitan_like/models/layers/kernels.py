@@ -5,8 +5,8 @@ attends to; the model calls it once per forward pass. `core` computes
 softmax(q k^T / sqrt(head_dim)) v under that mask, in every layer.
 
 The queries are the last tokens of the keys' sequence: query i of n has index g = keys - n + i. It
-attends to keys from the start of its document (g - position; without a mask: key 0) up to g. A query
-always attends to itself, so no row is empty.
+attends to keys from the start of its document (g - position; without a mask: key 0) up to g. A
+query always attends to itself, so no row is empty.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# (q, k, v, mask) -> shape of q; (batch, heads, seq, head_dim) each. k and v may have fewer heads, each
-# shared by a group of adjacent query heads.
+# (q, k, v, mask) -> shape of q; (batch, heads, seq, head_dim) each. k and v may have fewer heads,
+# each shared by a group of adjacent query heads.
 Core = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-# (positions in their documents (batch, queries), dtype of activations, number of keys) -> mask for core
+# (positions in their documents (batch, queries), dtype of activations, number of keys) -> mask for
+# core
 Mask = Callable[[Tensor, torch.dtype, int], Any]
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -204,7 +204,9 @@ def _sum_of_slots(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> 
     total = rows.new_zeros(row_of_slot.shape[0], rows.shape[1], dtype=dtype)
     for slot in range(row_of_slot.shape[1]):
         row = rows.index_select(0, row_of_slot[:, slot]).to(dtype)
-        total = total + row if weights is None else torch.addcmul(total, row, weights[:, slot, None])
+        total = (
+            total + row if weights is None else torch.addcmul(total, row, weights[:, slot, None])
+        )
     if total.dtype == rows.dtype:
         return total  # torch 2.11 compiles `to` without a change of dtype to a wrong gradient
     return total.to(rows.dtype)

@@ -51,9 +51,9 @@ class RotaryEmbedding(nn.Module):
     def init_buffers(self, device: torch.device) -> None:
         """Compute the tables on CPU, so that every device has equal ones, and copy them to `device`."""
         position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
-        # Frequencies and angles are rounded to fp32 where other implementations of Llama round them:
-        # at position 8192 the last bit of a frequency changes an angle by 5e-4. Powers, cosines, and
-        # sines are exact to the last bit.
+        # Frequencies and angles are rounded to fp32 where other implementations of Llama round
+        # them: at position 8192 the last bit of a frequency changes an angle by 5e-4. Powers,
+        # cosines, and sines are exact to the last bit.
         angle = torch.outer(position, self.frequencies()).double()
         cos, sin = angle.cos().float(), angle.sin().float()
         self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device)
@@ -67,7 +67,9 @@ class RotaryEmbedding(nn.Module):
         `factor`, keeps those below original_max_seq_len / high_freq_factor, and interpolates in
         between (arXiv:2407.21783 and its code).
         """
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        exponent = (
+            torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        )
         frequency = 1.0 / torch.pow(self.theta, exponent).float()
         if self.factor == 1.0:
             return frequency

@@ -70,7 +70,11 @@ class LlamaArgs:
     @property
     def linear_std(self) -> float:
         """Return `init_std` as a number."""
-        return INIT_STD[self.init_std](self.dim) if isinstance(self.init_std, str) else float(self.init_std)
+        return (
+            INIT_STD[self.init_std](self.dim)
+            if isinstance(self.init_std, str)
+            else float(self.init_std)
+        )
 
 
 FLAVORS = {
@@ -101,13 +105,21 @@ def check(args: LlamaArgs) -> list[str]:
     for key in ("dim", "n_layers", "n_heads", "num_kv_heads", "vocab_size", "multiple_of", "max_seq_len",
                 "norm_eps", "rope_theta", "rope_scaling_factor", "rope_original_max_seq_len"):  # fmt: skip
         if not 0 < getattr(args, key) < math.inf:
-            problems.append(f"{key.replace('num_', 'n_')} = {getattr(args, key)}: expected a number above 0")
+            problems.append(
+                f"{key.replace('num_', 'n_')} = {getattr(args, key)}: expected a number above 0"
+            )
     if isinstance(args.init_std, str) and args.init_std not in INIT_STD:
-        problems.append(f"init_std = {args.init_std!r}: expected a number or one of {', '.join(INIT_STD)}")
+        problems.append(
+            f"init_std = {args.init_std!r}: expected a number or one of {', '.join(INIT_STD)}"
+        )
     elif not isinstance(args.init_std, str) and not 0 < args.init_std < math.inf:
-        problems.append(f"init_std = {args.init_std}: expected a number above 0 or one of {', '.join(INIT_STD)}")
+        problems.append(
+            f"init_std = {args.init_std}: expected a number above 0 or one of {', '.join(INIT_STD)}"
+        )
     if args.ffn_dim_multiplier is not None and not 0 < args.ffn_dim_multiplier < math.inf:
-        problems.append(f"ffn_dim_multiplier = {args.ffn_dim_multiplier}: expected a number above 0")
+        problems.append(
+            f"ffn_dim_multiplier = {args.ffn_dim_multiplier}: expected a number above 0"
+        )
     if not 0 < args.rope_low_freq_factor < args.rope_high_freq_factor < math.inf:
         problems.append(f"rope_low_freq_factor = {args.rope_low_freq_factor}: expected a number between 0 and "
                         f"rope_high_freq_factor = {args.rope_high_freq_factor}")  # fmt: skip
@@ -117,7 +129,9 @@ def check(args: LlamaArgs) -> list[str]:
         problems.append(f"dim = {args.dim}: expected a multiple of 2 x n_heads = {2 * args.n_heads}, "
                         "since a head's dimensions are rotated in pairs")  # fmt: skip
     if args.n_heads % args.num_kv_heads:
-        problems.append(f"n_kv_heads = {args.num_kv_heads}: expected a divisor of n_heads = {args.n_heads}")
+        problems.append(
+            f"n_kv_heads = {args.num_kv_heads}: expected a divisor of n_heads = {args.n_heads}"
+        )
     return problems
 
 
@@ -157,6 +171,9 @@ def init_table(args: LlamaArgs) -> tuple[tuple[str, InitRule], ...]:
         rows += [(f"layers.{layer}.{name}.weight", residual)
                  for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3")]  # fmt: skip
     plain = trunc_normal(args.linear_std)
-    rows += [("layers.*.attention.w[qkv].weight", plain), ("layers.*.feed_forward.w1.weight", plain)]
+    rows += [
+        ("layers.*.attention.w[qkv].weight", plain),
+        ("layers.*.feed_forward.w1.weight", plain),
+    ]
     rows += [("output.weight", output)]
     return tuple(rows)

@@ -77,11 +77,17 @@ def check(args: Qwen3Args) -> list[str]:
         if not 0 < getattr(args, key) < math.inf
     ]
     if args.head_dim % 2:
-        problems.append(f"head_dim = {args.head_dim}: expected an even number, since it is rotated in pairs")
+        problems.append(
+            f"head_dim = {args.head_dim}: expected an even number, since it is rotated in pairs"
+        )
     if args.n_kv_heads > 0 and args.n_heads % args.n_kv_heads:
-        problems.append(f"n_kv_heads = {args.n_kv_heads}: expected a divisor of n_heads = {args.n_heads}")
+        problems.append(
+            f"n_kv_heads = {args.n_kv_heads}: expected a divisor of n_heads = {args.n_heads}"
+        )
     if args.num_experts < 0:
-        problems.append(f"num_experts = {args.num_experts}: expected 0 for a dense model, or the number of experts")
+        problems.append(
+            f"num_experts = {args.num_experts}: expected 0 for a dense model, or the number of experts"
+        )
     if args.num_experts > 0 and not 0 < args.top_k <= args.num_experts:
         problems.append(f"top_k = {args.top_k}: expected 1 to num_experts = {args.num_experts}")
     if args.num_experts > 0 and args.moe_inter_dim < 1:

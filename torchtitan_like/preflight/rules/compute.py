@@ -241,9 +241,7 @@ QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "float8-gather-simple-fsdp",
         FLOAT8_ALL_GATHER,
-        lambda run: (
-            _gathers_in_float8(run) and run.parallelism.data_parallel_impl == "simple_fsdp"
-        ),
+        lambda run: _gathers_in_float8(run) and run.parallelism.data_parallel_impl == "simple_fsdp",
         "false with SimpleFSDP: only FSDP2 gathers in float8",
         'set it to false, or parallelism.data_parallel_impl = "fsdp2"',
         ("model.converters", IMPL),
