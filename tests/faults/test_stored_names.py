@@ -156,7 +156,7 @@ def test_a_bundle_leads_to_no_file_outside_its_run(
     assert "as the run's settings: expected a file in" in message
     checkpoint_elsewhere = {"kind": "warm", "path": outside, "is_start": True, "is_pinned": False}
     message = refused(write_bundle(run, checkpoint=checkpoint_elsewhere))
-    assert "expected one in" in message and "--checkpoint.initial_load_path" in message
+    assert "Expected a path in" in message and "--checkpoint.initial_load_path" in message
 
 
 def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
