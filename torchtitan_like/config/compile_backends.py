@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Without the backends of torch's own tests, and those that cannot compile a current model: "ts" and
-# "aot_ts" (TorchScript), "aot_eager_decomp_partition_with_mode" (needs an argument).
+# This list omits the backends of torch's own tests, "ts" and "aot_ts" (TorchScript), and
+# "aot_eager_decomp_partition_with_mode" (needs an argument).
 BACKENDS = (
     "inductor",
     "aot_eager",
@@ -21,7 +21,7 @@ BACKENDS = (
 )
 # Backends outside torch, and the package that torch imports for each at the first step.
 PACKAGE_OF_BACKEND = {"openxla": "torch_xla", "openxla_eval": "torch_xla", "tvm": "tvm"}
-# Backends with which autograd keeps all activations for the backward pass.
+# With these backends, autograd keeps all activations for the backward pass.
 KEEPING_ALL = (
     "eager",
     "aot_eager_default_partitioner",

@@ -45,7 +45,7 @@ class Need:
     """A condition on another setting, without which the setting that has the need has no effect.
 
     key: the other setting, dotted. A name without a dot is in the same section.
-    condition: such as "{key} > 0". `{key}` stands for the key of the other setting.
+    condition: such as "{key} > 0". `{key}` is replaced by the key of the other setting.
     is_met: takes the value of the other setting, and the whole configuration.
     reason: why the setting has no effect otherwise; "" if the condition explains itself.
     """
@@ -92,7 +92,7 @@ class Facts:
 
     affects: None for a setting if its section declares it.
     needs: a setting also has the needs of its section.
-    ranks_may_differ: each rank may have a value of its own. Always true for paths (`HomePath`).
+    ranks_may_differ: ranks may have different values. Always true for paths (`HomePath`).
     """
 
     affects: Affected | None = None

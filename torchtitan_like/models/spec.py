@@ -241,7 +241,7 @@ def _type_name(hint: Any) -> str:
 
 
 def describe_size(spec: ModelSpec, args: Any) -> str:
-    """Return the number of parameters for the log, and of those that compute a token if they are fewer."""
+    """Return the number of parameters, and of active parameters if a token uses fewer, for the log."""
     total = spec.num_params(args)
     active = spec.num_active_params(args) if spec.num_active_params else total
     text = f"{total:,} total parameters"

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +60,12 @@ def maybe_profile(
     failures = WriteFailures() if failures is None else failures
     if section.enable_profiling:
         folder = run_folder / section.save_traces_folder
-        parts.append(_Traces(section, folder, rank, step, barrier, failures))
+        output = _Output(folder, rank, barrier, failures)
+        parts.append(_Traces(section, output, step))
     if section.enable_memory_snapshot and _has_cuda():
         folder = run_folder / section.save_memory_snapshot_folder
-        parts.append(_MemorySnapshots(section, folder, rank, step, barrier, failures))
+        output = _Output(folder, rank, barrier, failures)
+        parts.append(_MemorySnapshots(section, output, step))
     error: BaseException | None = None
     try:
         yield Profiler(parts)
@@ -83,32 +86,34 @@ def _has_cuda() -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class _Output:
+    """The files of one rank in `folder`, and what follows a dump: see `maybe_profile`."""
+
+    folder: Path
+    rank: int
+    barrier: Barrier
+    failures: WriteFailures
+
+    def file(self, name: str, suffix: str) -> Path:
+        return self.folder / name / f"rank{self.rank}_{suffix}"
+
+
 class _Traces:
     """torch.profiler in cycles: idle steps, `profiler_warmup` steps, `profiler_active` recorded steps."""
 
-    def __init__(
-        self,
-        section: Profiling,
-        folder: Path,
-        rank: int,
-        step: int,
-        barrier: Barrier,
-        failures: WriteFailures,
-    ) -> None:
+    def __init__(self, section: Profiling, output: _Output, step: int) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        self._folder = folder
-        self._rank = rank
+        self._output = output
         self._step = step
-        self._barrier = barrier
-        self._failures = failures
         active, warmup = section.profiler_active, section.profiler_warmup
         cycle = schedule(wait=section.profile_freq - active - warmup, warmup=warmup, active=active)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        logger.info(f"Profiling active. Traces will be saved at {folder}")
+        logger.info(f"Profiling active. Traces will be saved at {output.folder}")
         # torch warns that each cycle clears the events of the one before. They are on disk by then.
         warnings.filterwarnings(
             "ignore", message=".*Profiler clears events at the end of each cycle"
@@ -132,9 +137,9 @@ class _Traces:
         self._profile.stop()
 
     def _dump(self, profile: Any) -> None:
-        path = self._folder / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
+        path = self._output.file(f"iteration_{self._step}", "trace.json")
         started = time.perf_counter()
-        with self._failures.noted(path):
+        with self._output.failures.noted(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
             _check_end(path)
@@ -142,38 +147,27 @@ class _Traces:
             logger.info(
                 f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds"
             )
-        self._barrier()  # all ranks dump at this step; none starts the next one before all have written
+        self._output.barrier()  # all ranks dump at this step; none starts the next one before all have written
 
 
 class _MemorySnapshots:
     """The CUDA allocator's history, dumped every `profile_freq` steps, for pytorch.org/memory_viz."""
 
-    def __init__(
-        self,
-        section: Profiling,
-        folder: Path,
-        rank: int,
-        step: int,
-        barrier: Barrier,
-        failures: WriteFailures,
-    ) -> None:
+    def __init__(self, section: Profiling, output: _Output, step: int) -> None:
         import torch
 
         self._memory = torch.cuda.memory
-        self._folder = folder
-        self._rank = rank
+        self._output = output
         self._step = step
-        self._barrier = barrier
-        self._failures = failures
         self._freq = section.profile_freq
-        logger.info(f"Memory profiler active. Snapshots will be saved at {folder}")
+        logger.info(f"Memory profiler active. Snapshots will be saved at {output.folder}")
         self._memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def step(self) -> None:
         self._step += 1
         if self._step % self._freq == 0:
             self._dump(f"iteration_{self._step}")
-            self._barrier()  # as for traces
+            self._output.barrier()  # as for traces
 
     def stop(self, error: BaseException | None) -> None:
         if error is not None and is_out_of_memory(error):
@@ -181,9 +175,9 @@ class _MemorySnapshots:
         self._memory._record_memory_history(enabled=None)
 
     def _dump(self, name: str) -> None:
-        path = self._folder / name / f"rank{self._rank}_memory_snapshot.pickle"
+        path = self._output.file(name, "memory_snapshot.pickle")
         started = time.perf_counter()
-        with self._failures.noted(path):
+        with self._output.failures.noted(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._memory._dump_snapshot(str(path))
             seconds = time.perf_counter() - started

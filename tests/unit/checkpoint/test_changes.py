@@ -1,4 +1,4 @@
-"""Settings that may change on resume, and those that are refused, all at once."""
+"""Changed settings on resume: allowed ones are logged, and all refused ones are in one error."""
 
 from __future__ import annotations
 

@@ -347,7 +347,8 @@ def test_other_files_are_another_stream(build: Build, corpus: Path, caplog: pyte
     allowing.load_state_dict(first.state_dict())
     assert next(allowing).position == first.position + 8
     (old,), (new,) = first._streams.values(), allowing._streams.values()
-    assert new._first == old.cursor(first.position)[0]  # continues with the window after those that were read
+    # The new stream continues with the first window that the old one has not read.
+    assert new._first == old.cursor(first.position)[0]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "text"])

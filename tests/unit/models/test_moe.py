@@ -158,6 +158,7 @@ def test_twice_the_same_to_the_last_bit():
     ("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 0.02)]
 )
 def test_compiled_as_one_graph_for_any_number_of_tokens(dtype, limit):
+    """The kernels are the same. Gradients of a tensor with several uses are summed in another order."""
     torch._dynamo.reset()
     moe = build(dtype=dtype)
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
@@ -177,5 +178,7 @@ def test_grouped_linear_of_an_expanded_gradient(dtype):
     ends = torch.tensor([5, 5, 20], dtype=torch.int32)
     grouped_linear(x, weight, ends).sum().backward()
     expected = torch.cat([weight[0].sum(0).expand(5, -1), weight[2].sum(0).expand(15, -1)])
-    torch.testing.assert_close(x.grad, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+    # Sums of 16 terms in another order. bfloat16 keeps 8 bits of a sum of magnitude 8 or less.
+    limit = 0.05 if dtype == torch.bfloat16 else 1e-5
+    assert (x.grad - expected).abs().max() <= limit
     assert weight.grad[1].abs().max() == 0

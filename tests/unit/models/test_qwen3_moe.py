@@ -5,35 +5,19 @@ import random
 import pytest
 import torch
 
-from tests.harness.hf_weights import to_ours, to_theirs
+from tests.harness.hf_weights import to_ours
+from tests.unit.models import test_qwen3
+from tests.unit.models.test_qwen3 import QWEN, UNTIED, hf_state, shapes_of, some_tokens
 from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.models import resolve_args
 from torchtitan_like.models.hf_table import links
 from torchtitan_like.models.qwen3.flavors import num_active_params
 
-QWEN = get_spec("qwen3")
-SMALL = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 96,
-    "max_seq_len": 64,
-    "num_experts": 8,
-    "top_k": 2,
-    "moe_inter_dim": 32,
-}
+EXPERTS = {"num_experts": 8, "top_k": 2, "moe_inter_dim": 32, **UNTIED}
 
 
-def build(overrides=None, seed=0):
-    args = resolve_args(QWEN, "debugmodel_moe", SMALL | (overrides or {}))
-    with torch.device("meta"):
-        model = QWEN.build(args)
-    materialize(model, torch.device("cpu"))
-    initialize(model, QWEN.init_table(args), seed)
-    return args, model
+def build(overrides=None):
+    return test_qwen3.build(EXPERTS | (overrides or {}))
 
 
 def perturb(model):
@@ -47,11 +31,6 @@ def perturb(model):
                 weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
             elif "layers" in name:
                 weight.mul_(3)
-
-
-def links_of(args, model):
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return links(QWEN.hf_names(args), shapes, QWEN.tied(args))
 
 
 @pytest.mark.parametrize(
@@ -109,15 +88,15 @@ def test_logits_and_gradients_equal_transformers(seed):
     args, model = build(random_sizes(seed))
     perturb(model)
     theirs = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**QWEN.hf_config(args)))
-    pairs = links_of(args, model)
-    load_per_expert(theirs, to_theirs(pairs, dict(model.named_parameters())))
-    tokens = torch.randint(0, args.vocab_size, (2, 33), generator=torch.Generator().manual_seed(1))
+    load_per_expert(theirs, hf_state(args, model))
+    tokens = some_tokens(args, seq=33)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     logits, reference = model(inputs), theirs(inputs).logits
     assert reference.std() > 0.3
     assert (logits - reference).abs().max() <= 1e-5
     model(inputs, labels).backward()
     torch.nn.functional.cross_entropy(reference.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    pairs = links(QWEN.hf_names(args), shapes_of(model), QWEN.tied(args))
     expected = to_ours(pairs, gradients_per_expert(theirs), dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         scale = expected[name].norm()
@@ -174,14 +153,13 @@ def test_transformers_reads_an_exported_folder(tmp_path, repo_root, tied):
 
     args, model = build({"vocab_size": 2048, "enable_weight_tying": tied})
     perturb(model)
-    stored = to_theirs(links_of(args, model), dict(model.named_parameters()))
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(hf_state(args, model), tmp_path / "model.safetensors", metadata={"format": "pt"})
     assets = repo_root / "tests/assets/tokenizer"
     write_folder(tmp_path, config=QWEN.hf_config(args), dtype=torch.float32, assets=assets, bos=None, eos=None)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype="auto")
     assert isinstance(theirs, transformers.Qwen3MoeForCausalLM)
     assert not any(report.values()), report
     assert theirs.config.num_experts_per_tok == args.top_k and theirs.config.norm_topk_prob is args.route_norm
-    tokens = torch.randint(0, args.vocab_size, (2, 32), generator=torch.Generator().manual_seed(1))
+    tokens = some_tokens(args)
     with torch.no_grad():
         assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
