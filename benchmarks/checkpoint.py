@@ -1,16 +1,16 @@
-"""Save and load native checkpoints, compared with a lower bound and with torch's own format (DCP).
+"""Save and load native checkpoints, compared with a lower bound and with torch's format (DCP).
 
     python benchmarks/checkpoint.py [--rounds 9] [--gb 2] [--folder DIR]
 
-The state is weights and two moments, sharded by rows over 2 CPU ranks. Each round times every side
-once, so that noise of the machine affects all sides alike. The table gives medians over the rounds,
-of the times and of the ratios within a round.
+The state has weights and two moments, sharded by rows over 2 CPU ranks. Each round measures every
+variant once, so that noise affects all variants equally. The table has medians of the times, and of
+the ratios within a round.
 
-- save: the lower bound is each rank writing its shards with `safetensors.torch.save_file` and fsync.
-- load: files are in the page cache, and every extent is verified. Compared with `dcp.load` of a DCP
-  checkpoint of the same state, on the same layout, on 2 ranks -> 1, 2 -> 4, and sharded by columns.
-- background: the trainer's own saves with `async_mode = "async"`: the time that training waits, and
-  the time until the step is published.
+- save: the lower bound is `safetensors.torch.save_file` with fsync of each rank's shards.
+- load: files are in the page cache, and every extent is verified. The other variant is `dcp.load`
+  of the same state. Layouts: the same, 2 ranks -> 1, 2 ranks -> 4, and sharded by columns.
+- background: the trainer's checkpoints with `async_mode = "async"`: the time that training waits,
+  and the time until the step is published.
 """
 
 from __future__ import annotations
@@ -36,12 +36,23 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-LOADS = {"same layout": (2, 0), "2 ranks -> 1": (1, 0), "2 ranks -> 4": (4, 0), "cut by columns": (2, 1)}
+LOADS = {
+    "same layout": (2, 0),
+    "2 ranks -> 1": (1, 0),
+    "2 ranks -> 4": (4, 0),
+    "sharded by columns": (2, 1),
+}
 
 
 def shapes(gigabytes: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama's weights of width 1,024 and their moments: about `gigabytes` in float32."""
-    layer = {"wq": (1024, 1024), "wk": (256, 1024), "wv": (256, 1024), "wo": (1024, 1024), "norm": (1024,)}
+    """Yield names and shapes of Llama weights of width 1,024 and of their moments."""
+    layer = {
+        "wq": (1024, 1024),
+        "wk": (256, 1024),
+        "wv": (256, 1024),
+        "wo": (1024, 1024),
+        "norm": (1024,),
+    }
     layer |= {"w1": (2816, 1024), "w2": (1024, 2816), "w3": (2816, 1024)}
     num_layers = max(1, round((gigabytes * 1e9 / 12 - 2 * 32000 * 1024) / 11.3e6))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
@@ -69,44 +80,48 @@ def make_state(gigabytes: float, dim: int, fill: bool) -> dict[str, Any]:
 
 
 class Memory:
-    """Peak resident memory of this process in a `with` block, above its value at the start, in MiB."""
+    """Growth of the peak resident memory of this process in a `with` block, in MiB."""
 
     def __enter__(self) -> Memory:
-        self._over = threading.Event()
-        self._first = self._most = self._now()
+        self._stop = threading.Event()
+        self._first = self._peak = self._now()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _now(self) -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return (
+            int(Path("/proc/self/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 2**20
+        )
 
     def _watch(self) -> None:
-        while not self._over.wait(0.002):
-            self._most = max(self._most, self._now())
+        while not self._stop.wait(0.002):
+            self._peak = max(self._peak, self._now())
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
-        self.extra = self._most - self._first
+        self.extra = self._peak - self._first
 
 
-def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """(seconds until the last rank is done, CPU seconds of this rank)."""
+def measure_times(action: Callable[[], object]) -> tuple[float, float]:
+    """Return (seconds until the last rank is done, CPU seconds of this rank)."""
     import torch
     import torch.distributed as dist
 
     dist.barrier()
-    begin, cpu = time.monotonic(), time.process_time()
+    start, cpu = time.monotonic(), time.process_time()
     action()
     used = time.process_time() - cpu
-    seconds = torch.tensor(time.monotonic() - begin)
+    seconds = torch.tensor(time.monotonic() - start)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.item(), used
 
 
 def rank_saves(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Each round: ours, the floor and plain DCP, in turn; all but the last round's files are deleted."""
+    """Measure native, lower bound and DCP in each round. Keep only the last round's files."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
@@ -118,8 +133,8 @@ def rank_saves(arguments: argparse.Namespace) -> dict[str, list[float]]:
     state = make_state(arguments.gb, 0, fill=True)
     shards: dict[str, torch.Tensor] = {name: tensor.to_local() for name, tensor in state.items()}
 
-    def ours() -> None:
-        writer = ExtentWriter(folder / "ours", rank)
+    def native() -> None:
+        writer = ExtentWriter(folder / "native", rank)
         dcp.save(state, storage_writer=writer)
         records = {name: (record.size, record.extents) for name, record in writer.records.items()}
         (folder / f"records-{rank}.json").write_text(json.dumps(records))
@@ -131,33 +146,36 @@ def rank_saves(arguments: argparse.Namespace) -> dict[str, list[float]]:
             os.fsync(file.fileno())
 
     def plain() -> None:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "plain", thread_count=1, sync_files=True))
+        dcp.save(
+            state,
+            storage_writer=dcp.FileSystemWriter(folder / "plain", thread_count=1, sync_files=True),
+        )
 
     def hashing() -> None:
         for shard in shards.values():
             data = _as_bytes(shard)
-            for begin in range(0, len(data), EXTENT):
-                hash_extent(data[begin : begin + EXTENT])
+            for start in range(0, len(data), EXTENT):
+                hash_extent(data[start : start + EXTENT])
 
-    sides = {"ours": ours, "floor": floor, "plain": plain}
+    variants = {"native": native, "floor": floor, "plain": plain}
     figures: dict[str, list[float]] = {}
     for index in range(arguments.rounds):
-        for name in sorted(sides, reverse=index % 2 == 1):
+        for name in sorted(variants, reverse=index % 2 == 1):
             if rank == 0:
                 shutil.rmtree(folder / name, ignore_errors=True)
                 (folder / name).mkdir()
-                os.sync()  # a side does not pay for what the one before has left in memory
+                os.sync()  # writes of the previous variant must not count
             with Memory() as memory:
-                seconds, cpu = timed(sides[name])
+                seconds, cpu = measure_times(variants[name])
             for key, value in (("s", seconds), ("cpu_s", cpu), ("mib", memory.extra)):
                 figures.setdefault(f"{name} {key}", []).append(value)
-        figures.setdefault("hashing cpu_s", []).append(timed(hashing)[1])
+        figures.setdefault("hashing cpu_s", []).append(measure_times(hashing)[1])
     figures["largest shard mib"] = [max(shard.nbytes for shard in shards.values()) / 2**20]
     return figures
 
 
 def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Each round: the trainer's own saves in the foreground and in the background, and one copy of the state in memory."""
+    """Measure foreground and background checkpoints, and a copy of the state, in each round."""
     from datetime import timedelta
 
     import torch
@@ -170,11 +188,15 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
     from torchtitan_like.config.sections_training import Model
     from torchtitan_like.distributed.world import HostGroup
 
-    rank, ranks, folder = dist.get_rank(), list(range(dist.get_world_size())), Path(arguments.folder)
+    rank, ranks, folder = (
+        dist.get_rank(),
+        list(range(dist.get_world_size())),
+        Path(arguments.folder),
+    )
     state = make_state(arguments.gb, 0, fill=True)
     copies = {name: torch.zeros_like(tensor.to_local()) for name, tensor in state.items()}
 
-    class Whole:
+    class BenchmarkState:
         def state_dict(self) -> dict[str, Any]:
             return state
 
@@ -188,8 +210,8 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
 
     def save(checkpointer: Checkpointer, step: int) -> None:
         checkpointer.save(
-            [Save("full", checkpointer.folder)], step, {"model": cast(Any, Whole())}, config_toml="", summary={},
-            on_published=lambda save, path, seconds: None,
+            [Save("full", checkpointer.folder)], step, {"model": cast(Any, BenchmarkState())},
+            config_toml="", summary={}, on_published=lambda save, path, seconds: None,
         )  # fmt: skip
 
     def copy() -> None:
@@ -198,22 +220,24 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
 
     checkpointers = {mode: make(mode) for mode in ("disabled", "async")}
     for checkpointer in checkpointers.values():
-        checkpointer.find_start(last_step=sys.maxsize)  # takes the folder's lock
+        checkpointer.find_start(last_step=sys.maxsize)  # acquires the folder's lock
     figures: dict[str, list[float]] = {}
-    for index in range(-1, arguments.rounds):  # the first makes the buffers and is not counted
+    for index in range(
+        -1, arguments.rounds
+    ):  # the first round allocates buffers and is not counted
         for mode in sorted(checkpointers, reverse=index % 2 == 1):
             if rank == 0:
                 for step in checkpointers[mode].folder.glob("step-*"):
                     shutil.rmtree(step)
                 os.sync()
-            begin = time.monotonic()
-            blocked = timed(partial(save, checkpointers[mode], index + 1))[0]
+            start = time.monotonic()
+            blocked = measure_times(partial(save, checkpointers[mode], index + 1))[0]
             checkpointers[mode].wait()
             dist.barrier()
             if index >= 0:
                 figures.setdefault(f"{mode} blocked s", []).append(blocked)
-                figures.setdefault(f"{mode} s", []).append(time.monotonic() - begin)
-        seconds = timed(copy)[0]
+                figures.setdefault(f"{mode} s", []).append(time.monotonic() - start)
+        seconds = measure_times(copy)[0]
         if index >= 0:
             figures.setdefault("copy s", []).append(seconds)
     for checkpointer in checkpointers.values():
@@ -222,7 +246,7 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
 
 
 def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Each round: ours and plain DCP, in turn."""
+    """Measure native and DCP loads in each round."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -236,28 +260,32 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
         for name, (size, extents) in json.loads(path.read_text()).items()
     }
     state = make_state(arguments.gb, LOADS[arguments.child][1], fill=False)
-    sides = {
-        "ours": lambda: load_planned(state, ExtentReader(folder / "ours", records)),
+    variants = {
+        "native": lambda: load_planned(state, ExtentReader(folder / "native", records)),
         "plain": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "plain")),
     }
     figures: dict[str, list[float]] = {}
     checks = set()
-    for index in range(-1, arguments.rounds):  # the first fills the page cache and is not counted
-        for name in sorted(sides, reverse=index % 2 == 1):
+    for index in range(
+        -1, arguments.rounds
+    ):  # the first round fills the page cache and is not counted
+        for name in sorted(variants, reverse=index % 2 == 1):
             for tensor in state.values():
                 tensor.to_local().zero_()
             with Memory() as memory:
-                seconds, _ = timed(sides[name])
+                seconds, _ = measure_times(variants[name])
             checks.add(sum(tensor.to_local().double().sum().item() for tensor in state.values()))
             if index >= 0:
                 figures.setdefault(f"{name} s", []).append(seconds)
                 figures.setdefault(f"{name} mib", []).append(memory.extra)
-    assert len(checks) == 1, f"the two have not loaded the same: {checks} on rank {dist.get_rank()}"
+    assert len(checks) == 1, (
+        f"native and DCP loaded different values: {checks} on rank {dist.get_rank()}"
+    )
     return figures
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """One rank of one case: prints its figures on rank 0."""
+    """Run one rank of one case; rank 0 prints the figures."""
     import torch
     import torch.distributed as dist
 
@@ -272,21 +300,35 @@ def child(arguments: argparse.Namespace) -> None:
 
 
 def launch(case: str, ranks: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Run a case on `ranks` processes; its figures of every round."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+    """Run a case on `ranks` processes and return the figures of every round."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        __file__,
+    ]
     command += ["--child", case, "--gb", str(arguments.gb), "--rounds", str(arguments.rounds)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "--folder", arguments.folder], env=env, capture_output=True, text=True)
-    _, found, result = done.stdout.rpartition("RESULT ")
-    if done.returncode or not found:
-        raise SystemExit(f"{case} failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    process = subprocess.run(
+        [*command, "--folder", arguments.folder], env=env, capture_output=True, text=True
+    )
+    _, marker, result = process.stdout.rpartition("RESULT ")
+    if process.returncode or not marker:
+        raise SystemExit(
+            f"{case} failed ({process.returncode}):\n"
+            f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+        )
     figures: dict[str, list[float]] = json.JSONDecoder().raw_decode(result)[0]
     return figures
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Median (minimum - maximum)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    """Format as median (minimum - maximum)."""
+    low, median, high = min(values), statistics.median(values), max(values)
+    return f"{median:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def ratio(above: list[float], below: list[float]) -> str:
@@ -294,7 +336,9 @@ def ratio(above: list[float], below: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per case")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state, in 10^9 bytes")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
@@ -309,24 +353,51 @@ def main() -> None:
         loads = {case: launch(case, ranks, arguments) for case, (ranks, _) in LOADS.items()}
     with tempfile.TemporaryDirectory(dir=parent) as arguments.folder:
         background = launch("background", 2, arguments)
-    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python "
-          f"{platform.python_version()}, {arguments.gb:g} GB, medians of {arguments.rounds} rounds\n")  # fmt: skip
-    print("| case | ours, s | other, s | ratio | ours: extra memory, MiB |\n|---|---|---|---|---|")
-    for other, label in (("floor", "save, other = safetensors + fsync"), ("plain", "save, other = plain DCP")):
-        ours, theirs = save["ours s"], save[f"{other} s"]
-        print(f"| {label} | {spread(ours)} | {spread(theirs)} | {ratio(ours, theirs)} | {max(save['ours mib']):.0f} |")
-    for case, found in loads.items():
-        ours, theirs = found["ours s"], found["plain s"]
-        print(f"| load, {case}, other = plain DCP | {spread(ours)} | {spread(theirs)} | 1 / {ratio(theirs, ours)} | "
-              f"{max(found['ours mib']):.0f} |")  # fmt: skip
-    for key, other, label in (
-        ("async blocked s", "copy s", "save in the background, time that training waits; other = one copy in memory"),
-        ("async s", "disabled s", "save in the background, until it is published; other = in the foreground"),
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, {arguments.gb:g} GB, "
+        f"medians of {arguments.rounds} rounds\n"
+    )
+    print(
+        "| case | native, s | other, s | ratio | native: extra memory, MiB |\n|---|---|---|---|---|"
+    )
+    for other, label in (
+        ("floor", "save, other = safetensors + fsync"),
+        ("plain", "save, other = plain DCP"),
     ):
-        ours, theirs = background[key], background[other]
-        print(f"| {label} | {spread(ours)} | {spread(theirs)} | {ratio(ours, theirs)} | |")
-    print(f"\nHashing is {ratio(save['hashing cpu_s'], save['ours cpu_s'])} of a save's CPU time; the largest shard of a "
-          f"tensor has {save['largest shard mib'][0]:.0f} MiB")  # fmt: skip
+        native, other_times = save["native s"], save[f"{other} s"]
+        print(
+            f"| {label} | {spread(native)} | {spread(other_times)} "
+            f"| {ratio(native, other_times)} | {max(save['native mib']):.0f} |"
+        )
+    for case, figures in loads.items():
+        native, other_times = figures["native s"], figures["plain s"]
+        print(
+            f"| load, {case}, other = plain DCP | {spread(native)} | {spread(other_times)} | "
+            f"1 / {ratio(other_times, native)} | {max(figures['native mib']):.0f} |"
+        )
+    for key, other, label in (
+        (
+            "async blocked s",
+            "copy s",
+            "background save, time that training waits; other = one copy in memory",
+        ),
+        (
+            "async s",
+            "disabled s",
+            "background save, until it is published; other = foreground save",
+        ),
+    ):
+        native, other_times = background[key], background[other]
+        print(
+            f"| {label} | {spread(native)} | {spread(other_times)} "
+            f"| {ratio(native, other_times)} | |"
+        )
+    print(
+        f"\nHashing takes {ratio(save['hashing cpu_s'], save['native cpu_s'])} "
+        "of a save's CPU time. "
+        f"The largest shard of a tensor has {save['largest shard mib'][0]:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

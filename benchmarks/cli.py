@@ -2,8 +2,8 @@
 
     python benchmarks/cli.py --rounds 7
 
-Prints the median, minimum and maximum of each command as a table, and a bare start of Python next to
-them. The commands read a run of some steps that this script writes to a temporary folder.
+Prints a table with median, minimum and maximum of each command and of an empty Python program. The
+commands read a run that this script writes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ COMMANDS = (
     "titan check debug_model.toml --world-size 2",
     "titan ckpt --help",
     "titan ckpt ls run/checkpoint",
+    "titan ckpt show run/checkpoint/step-50",
     "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12",
     "titan run ls run",
     "titan data --help",

@@ -1,11 +1,11 @@
-"""Peak GPU memory of one rank of a large run, on a machine without a GPU.
+"""Measure the peak GPU memory of one rank of a large run on a machine without a GPU.
 
     NULL_GPU_PYTHON benchmarks/null_memory.py [--cases 8b,70b] [--details]
 
-Each case runs the shipped trainer for four steps as rank 0 of 8 to 512 ranks. The device computes
-nothing (tests/gpu_null). The other ranks do not exist: collectives return immediately, and
-exchanges between hosts return this rank's own values. Sizes, streams and PyTorch's caching allocator are
-real. Initial weights are not drawn.
+Each case runs the trainer for four steps as rank 0 of 8 to 512 ranks. The device computes nothing
+(tests/gpu_null). The other ranks do not exist: collectives return immediately, and exchanges
+between hosts return this rank's values. Sizes, streams and PyTorch's caching allocator are real.
+Initial weights are not computed.
 
 The Python needs a CUDA build of torch and the project's dependencies. Prints a Markdown table.
 --details adds the contents of the memory at the peak of a step, and the use of each stream's pool.
@@ -63,7 +63,7 @@ CASES = {
     "405b": Case("llama3_405b", 512, LAYOUT_405B),
 }
 
-# What a block of memory holds: the first row whose (file, function) is in the stack of its
+# The content of a memory block: the first row whose (file, function) is in the stack of its
 # allocation. "" matches every function.
 CONTENTS = [
     ("optim/loss.py", "", "head and loss"),
@@ -75,7 +75,7 @@ CONTENTS = [
     ("optim/optimizer.py", "", "optimizer state"),
     ("modules/module.py", "_call_impl", "activations"),
 ]
-BACKWARD = "backward pass"  # blocks that autograd's thread allocates without a Python frame
+BACKWARD = "backward pass"  # allocations of autograd's thread without a Python frame
 
 
 # ---- the run, in a new process
@@ -86,7 +86,9 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.num_ranks), LOCAL_WORLD_SIZE="8"
     )
-    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = "1024"  # other roots would be ranks that do not exist
+    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = (
+        "1024"  # otherwise other, missing ranks would be roots
+    )
     import torch
     import torch.distributed as dist
 
@@ -94,7 +96,7 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
     from torchtitan_like.distributed import world
 
     class MirrorGroup(world.HostGroup):
-        """A group whose other members do and say what this rank does."""
+        """A group whose missing members send the values of this rank."""
 
         def __init__(self, ranks: list[int], timeout: Any) -> None:
             super().__init__(ranks[:1], timeout)
@@ -134,7 +136,7 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
     world.HostGroup = MirrorGroup  # type: ignore[misc]
     train.initialize = lambda *args: None
     train.weight_hash = lambda part: 0
-    train.nonfinite_names = lambda named: []  # every flag read from the device is False
+    train.nonfinite_names = lambda named: []  # all flags read from the device are False
     device = torch.device("cuda", 0)
     dist.init_process_group(
         "nccl", rank=0, world_size=case.num_ranks, store=dist.HashStore(), device_id=device
@@ -158,14 +160,14 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
 
 
 def describe_peak(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What is active when most is, by content, and the use of each stream's pool at that time."""
+    """Return the active memory at its peak by content, and the use of each stream's pool."""
     events = snapshot["device_traces"][0]
     blocks: dict[int, tuple[int, int, str]] = {}  # address -> size, stream, content
     active = peak = 0
-    holds: Counter[str] = Counter()
+    sizes_by_content: Counter[str] = Counter()
     at_peak: Counter[str] = Counter()
     pools: Counter[int] = Counter()
-    used: Counter[int] = Counter()
+    used_by_stream: Counter[int] = Counter()
     used_at_peak: Counter[int] = Counter()
     for event in events:
         action, size, stream = event["action"], event["size"], event["stream"]
@@ -177,15 +179,15 @@ def describe_peak(snapshot: dict[str, Any]) -> dict[str, Any]:
             content = content_of(event["frames"])
             blocks[event["addr"]] = size, stream, content
             active += size
-            holds[content] += size
-            used[stream] += size
+            sizes_by_content[content] += size
+            used_by_stream[stream] += size
             if active > peak:
-                peak, at_peak, used_at_peak = active, holds.copy(), used.copy()
+                peak, at_peak, used_at_peak = active, sizes_by_content.copy(), used_by_stream.copy()
         elif action == "free_completed" and event["addr"] in blocks:
             size, stream, content = blocks.pop(event["addr"])
             active -= size
-            holds[content] -= size
-            used[stream] -= size
+            sizes_by_content[content] -= size
+            used_by_stream[stream] -= size
     return {
         "active": peak,
         "contents": dict(at_peak.most_common()),
@@ -213,15 +215,17 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         default=",".join(CASES),
-        help=f"names, with commas between them, of {', '.join(CASES)}",
+        help=f"comma-separated names of {', '.join(CASES)}",
     )
-    parser.add_argument("--details", action="store_true", help="print the contents of memory at the peak")
+    parser.add_argument(
+        "--details", action="store_true", help="print the contents of memory at the peak"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         readings = run_case(CASES[options.cases], options.child / "outputs", options.details)
         (options.child / "readings.json").write_text(json.dumps(readings))
-        os._exit(0)  # the process group has no peers with whom to end it
+        os._exit(0)  # the process group cannot be destroyed without its peers
     from tests.gpu_null.harness import build_device
 
     print(
@@ -262,7 +266,7 @@ def main() -> None:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """For a process on a null device with the memory of the published runs' GPUs."""
+    """Return the environment of a process on a null device with enough memory for all cases."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -270,9 +274,9 @@ def environment(library: Path) -> dict[str, str]:
         "LD_LIBRARY_PATH": str(library.parent),
         "NULL_CUDA_MEMORY_GIB": "200",
         "OMP_NUM_THREADS": "1",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as run_train.sh sets it
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # run_train.sh also sets it
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN's own library needs a real device
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN needs a real device
     }
 
 

@@ -1,4 +1,4 @@
-"""A Llama of plain torch modules, as a person writes it for one device: the benchmarks' baseline."""
+"""A Llama of plain torch modules for one device: the baseline of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan_like.models.llama3.flavors import LlamaArgs
 
 
 def rotary_tables(args: LlamaArgs, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles, (seq_len, head_dim / 2)."""
+    """Return the cosines and sines of the rotary angles, both (seq_len, head_dim / 2)."""
     exponents = torch.arange(0, args.head_dim, 2) / args.head_dim
     angles = torch.outer(torch.arange(seq_len), args.rope_theta**-exponents)
     return angles.cos(), angles.sin()
@@ -24,7 +24,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each with a norm before and a residual around it."""
+    """Attention and SwiGLU, each with a preceding norm and a residual connection."""
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(batch, seq, dim) -> the same."""
+        """Input and output are (batch, seq, dim)."""
         batch, seq, _ = x.shape
         normed = self.attention_norm(x)
         q, k, v = (
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Token ids (batch, seq) -> logits (batch, seq, vocab_size)."""
+    """Map token ids (batch, seq) to logits (batch, seq, vocab_size)."""
 
     def __init__(self, args: LlamaArgs, seq_len: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-r"""Cost of `resilience.replica_check_freq`: one comparison of the replicas relative to one training step.
+r"""Cost of `resilience.replica_check_freq`: a comparison of replicas relative to a training step.
 
     torchrun --nproc_per_node 2 benchmarks/replica_check.py [--freq 100] [--steps 8] \
         --job.config_file TOML [--section.key value ...]
 
-Prints medians of CPU time and wall time on rank 0, and how much a comparison every `--freq` steps
-adds to a step. A comparison hashes all weights of a rank, copies the hash to the host and gathers
-it. Use a quiet machine for wall time.
+Prints medians of CPU time and wall time on rank 0, and the relative cost of a comparison every
+`--freq` steps. A comparison hashes all weights of a rank, copies the hash to the host and gathers
+it. Measure wall time on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
 
 
-def seconds(call: Callable[[], object], num: int) -> tuple[float, float]:
-    """Median CPU and wall seconds of a call, after two that are not counted."""
+def median_seconds(call: Callable[[], object], num: int) -> tuple[float, float]:
+    """Return the median CPU and wall seconds of a call, after two warm-up calls."""
     readings = []
     for _ in range(num + 2):
         cpu, wall = time.process_time(), time.perf_counter()
@@ -63,18 +63,18 @@ def main() -> None:
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
 
-        of_step = seconds(step, options.steps)
+        step_times = median_seconds(step, options.steps)
         replicas = Replicas(1, world, trainer.optimizer.named)
-        of_check = seconds(lambda: replicas.check(1), options.steps)
+        check_times = median_seconds(lambda: replicas.check(1), options.steps)
         trainer.close()
         checkpointer.close()
         world.leave()
     if launched.rank == 0:
         num = sum(p.numel() for _, p in trainer.optimizer.named)
         print(f"{num:,} parameters, {launched.world_size} ranks")
-        for name, one, other in zip(("CPU", "wall"), of_step, of_check, strict=True):
-            share = other / options.freq / one
-            times = f"step {1e3 * one:.1f} ms, comparison {1e3 * other:.2f} ms"
+        for name, step_s, check_s in zip(("CPU", "wall"), step_times, check_times, strict=True):
+            share = check_s / options.freq / step_s
+            times = f"step {1e3 * step_s:.1f} ms, comparison {1e3 * check_s:.2f} ms"
             print(f"{name}: {times}, every {options.freq} steps {share:.3%}")
 
 

@@ -1,6 +1,6 @@
-"""Measure what retention adds to a save, by the number of steps that are kept.
+"""Measure the time of retention after a save, by the number of kept steps.
 
-    python benchmarks/retention.py --kept 10 500 2000
+python benchmarks/retention.py --kept 10 500 2000
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAVES = 5
 
 
 def make_step(folder: Path, number: int) -> None:
-    """A full step as NUM_RANKS ranks write it, of small files."""
+    """Write a full step of NUM_RANKS ranks with small files."""
     step = folder / f"step-{number}"
     step.mkdir()
     names = [f"shard-{rank:05d}.bin" for rank in range(NUM_RANKS)]
@@ -30,20 +30,20 @@ def make_step(folder: Path, number: int) -> None:
     write_manifest(step, manifest)
 
 
-def measure(kept: int, keep_latest_k: int, keep_every: int) -> list[float]:
-    """Milliseconds that `apply` takes after each of SAVES saves, when `kept` steps are there already."""
-    # Not synced to disk: only reading is measured.
+def measure(num_kept: int, keep_latest_k: int, keep_every: int) -> list[float]:
+    """Return the milliseconds of `apply` after each of SAVES saves, with `num_kept` older steps."""
+    # Without fsync, because the benchmark measures only reading.
     with tempfile.TemporaryDirectory() as name, mock.patch("os.fsync"):
         folder = Path(name)
-        for number in range(1, kept + 1):
+        for number in range(1, num_kept + 1):
             make_step(folder, number)
         retention = Retention(folder, keep_latest_k=keep_latest_k, keep_every=keep_every)
         times = []
-        for number in range(kept + 1, kept + 1 + SAVES):
+        for number in range(num_kept + 1, num_kept + 1 + SAVES):
             make_step(folder, number)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             retention.apply()
-            times.append(1e3 * (time.perf_counter() - begin))
+            times.append(1e3 * (time.perf_counter() - start))
         retention.close()
     return times
 
@@ -51,12 +51,13 @@ def measure(kept: int, keep_latest_k: int, keep_every: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kept", type=int, nargs="+", default=[10, 500, 2000])
-    for kept in parser.parse_args().kept:
+    for num_kept in parser.parse_args().kept:
         for keep_latest_k, keep_every in ((0, 0), (10, 1)):
-            first, *others = measure(kept, keep_latest_k, keep_every)
+            first, *others = measure(num_kept, keep_latest_k, keep_every)
             print(
-                f"{kept:>6} kept steps, keep_latest_k {keep_latest_k:>2}, keep_every {keep_every}: "
-                f"{first:7.1f} ms for the first save, {statistics.median(others):7.1f} ms for each other"
+                f"{num_kept:>6} kept steps, keep_latest_k {keep_latest_k:>2}, "
+                f"keep_every {keep_every}: {first:7.1f} ms for the first save, "
+                f"{statistics.median(others):7.1f} ms for each later one"
             )
 
 

@@ -1,10 +1,10 @@
-"""Measure how the host memory of a long run grows.
+"""Measure the growth of host memory in a long run.
 
     python benchmarks/soak.py [--steps 20000] [--ranks 2]
 
 Trains a two-layer model with FSDP2 on CPU ranks and reads the resident memory of rank 0 from
-metrics.jsonl. It prints the slope over the second half of the run, by least squares: once with the
-default `comm.trace_buf_size`, once with the flight recorder off.
+metrics.jsonl. It prints the least-squares slope of the second half of the run, with the default
+`comm.trace_buf_size` and without the flight recorder.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ def train(folder: Path, steps: int, ranks: int, trace_buf_size: int | None) -> d
     command += ["-m", "torchtitan_like.train"]
     command += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"The run ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(
+            f"The run ended with {process.returncode}:\n{process.stdout}{process.stderr}"
+        )
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: 1024 * row["memory_gib"] for row in rows if "memory_gib" in row}
 
 
 def slope(memory: dict[int, float]) -> float:
-    """MiB per 1,000 steps over the second half of the run."""
+    """Return the growth in MiB per 1,000 steps over the second half of the run."""
     last = max(memory)
-    late = {step: mib for step, mib in memory.items() if step > last / 2}
-    return 1000 * statistics.linear_regression(list(late), list(late.values())).slope
+    second_half = {step: mib for step, mib in memory.items() if step > last / 2}
+    return 1000 * statistics.linear_regression(list(second_half), list(second_half.values())).slope
 
 
 def main() -> None:
@@ -63,16 +65,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
-    print("| flight recorder | step 100, MiB | middle, MiB | end, MiB | MiB per 1,000 steps, second half |")
+    print(
+        "| flight recorder | step 100, MiB | middle, MiB | end, MiB "
+        "| MiB per 1,000 steps, second half |"
+    )
     print("|---|---|---|---|---|", flush=True)
     for name, size in (("default", None), ("off", 0)):
         with tempfile.TemporaryDirectory() as folder:
             memory = train(Path(folder), arguments.steps, arguments.ranks, size)
-        shown = [
-            f"{memory[min(memory, key=lambda step: abs(step - wanted))]:.0f}"
-            for wanted in (100, arguments.steps // 2, arguments.steps)
+        cells = [
+            f"{memory[min(memory, key=lambda step: abs(step - target))]:.0f}"
+            for target in (100, arguments.steps // 2, arguments.steps)
         ]
-        print(f"| {name} | {' | '.join(shown)} | {slope(memory):.2f} |", flush=True)
+        print(f"| {name} | {' | '.join(cells)} | {slope(memory):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

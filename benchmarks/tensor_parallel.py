@@ -1,4 +1,4 @@
-"""Tensor and data parallelism on two ranks, compared with the same model sharded by torch's own calls.
+"""Tensor and data parallelism on two ranks, compared with a model sharded with torch's API.
 
     python benchmarks/tensor_parallel.py [--rounds 9] [--steps 4] [--kinds "tp + sp" tp fsdp]
 
@@ -6,9 +6,8 @@ The reference uses `parallelize_module` with ColwiseParallel, RowwiseParallel, S
 `loss_parallel`. It calls `fully_shard` on each block, the embedding, and the head, like TorchTitan.
 It uses `nn.RMSNorm` and `F.cross_entropy`. A step is forward and backward.
 
-Each round times both sides in the same two processes, so that noise of the machine affects both
-alike. The table gives medians over the rounds of each side and of the ratio within a round. One
-thread per rank, gloo, float32.
+Each round measures both in the same two processes, so that noise affects both equally. The table
+has medians of the times, and of the ratio within a round. One thread per rank, gloo, float32.
 """
 
 from __future__ import annotations
@@ -59,13 +58,14 @@ def build() -> Any:
         return SPEC.build(ARGS)
 
 
-def with_values(model: Any) -> Any:
+def with_initial_weights(model: Any) -> Any:
     materialize(model, torch.device("cpu"))
     initialize(model, SPEC.init_table(ARGS), seed=0)
     return model
 
 
-def ours(kind: str, mesh: Any) -> Step:
+def trainer_step(kind: str, mesh: Any) -> Step:
+    """Return a step of the model sharded by this package."""
     model = build()
     shards = VocabShards(mesh.get_group(), VOCAB) if kind.startswith("tp") else None
     model.output.loss = chunked_cross_entropy(256, None, shards)
@@ -75,7 +75,7 @@ def ours(kind: str, mesh: Any) -> Step:
         apply_data_parallel(model, SPEC, blocks, mesh, dims, reshard="default", **options)
     else:
         apply_tensor_parallel(model, SPEC, mesh, sequence_parallel=kind == "tp + sp")
-    model = with_values(model)
+    model = with_initial_weights(model)
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(tokens, labels)
@@ -86,7 +86,8 @@ def ours(kind: str, mesh: Any) -> Step:
     return step
 
 
-def by_hand(kind: str, mesh: Any) -> Step:
+def handwritten_step(kind: str, mesh: Any) -> Step:
+    """Return a step of the model sharded with torch's API."""
     model = build()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -99,18 +100,23 @@ def by_hand(kind: str, mesh: Any) -> Step:
         fully_shard([model.norm, model.output], mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh)
     else:
-        cut_by_hand(model, mesh, sequence_parallel=kind == "tp + sp")
-    model = with_values(model)
+        shard_by_hand(model, mesh, sequence_parallel=kind == "tp + sp")
+    model = with_initial_weights(model)
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if kind == "fsdp":
-            loss: torch.Tensor = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            loss: torch.Tensor = F.cross_entropy(
+                model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+            )
             loss.backward()
         else:
             with loss_parallel():
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+                loss = F.cross_entropy(
+                    model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+                )
                 loss.backward()
-            for parameter in model.parameters():  # norms of a split sequence; an optimizer wants the sum
+            # The gradients of norms are partial sums over the sharded sequence.
+            for parameter in model.parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         model.zero_grad()
@@ -119,63 +125,88 @@ def by_hand(kind: str, mesh: Any) -> Step:
     return step
 
 
-def cut_by_hand(model: Any, mesh: Any, *, sequence_parallel: bool) -> None:
-    between = Shard(1) if sequence_parallel else Replicate()
-    norm = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()} if sequence_parallel else {}
-    enter = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-    leave = RowwiseParallel(output_layouts=between)
-    ends = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+def shard_by_hand(model: Any, mesh: Any, *, sequence_parallel: bool) -> None:
+    hidden_layout = Shard(1) if sequence_parallel else Replicate()
+    norm = (
+        {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+        if sequence_parallel
+        else {}
+    )
+    feed_forward_input = PrepareModuleInput(
+        input_layouts=(hidden_layout,), desired_input_layouts=(Replicate(),)
+    )
+    row_parallel = RowwiseParallel(output_layouts=hidden_layout)
+    end_modules = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden_layout),
+        "output": ColwiseParallel(
+            input_layouts=hidden_layout, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
-    parallelize_module(model, mesh, ends | ({"norm": SequenceParallel()} if sequence_parallel else {}))
+    parallelize_module(
+        model, mesh, end_modules | ({"norm": SequenceParallel()} if sequence_parallel else {})
+    )
     for block in model.layers.values():
         attention = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-        rest = {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel()}
-        rows = {"attention.wo": leave, "feed_forward.w2": leave}
+        feed_forward = {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel()}
+        rows = {"attention.wo": row_parallel, "feed_forward.w2": row_parallel}
         others = [None] * (len(inspect.signature(block.attention.forward).parameters) - 1)
         attention_input = PrepareModuleInput(
-            input_layouts=(between, *others), desired_input_layouts=(Replicate(), *others)
+            input_layouts=(hidden_layout, *others), desired_input_layouts=(Replicate(), *others)
         )
-        parents = {"attention": attention_input, "feed_forward": enter}
-        parallelize_module(block, mesh, norm | parents | attention | rest | rows)
+        parents = {"attention": attention_input, "feed_forward": feed_forward_input}
+        parallelize_module(block, mesh, norm | parents | attention | feed_forward | rows)
 
 
-def timed(step: Step, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int) -> tuple[float, float]:
-    """(wall, CPU) milliseconds of a step on this rank."""
+def measure_times(
+    step: Step, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int
+) -> tuple[float, float]:
+    """Return the (wall, CPU) milliseconds of a step on this rank."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
         step(*batch)
-    return 1e3 * (time.perf_counter() - wall) / num_steps, 1e3 * (time.process_time() - cpu) / num_steps
+    return 1e3 * (time.perf_counter() - wall) / num_steps, 1e3 * (
+        time.process_time() - cpu
+    ) / num_steps
 
 
 def work(rank: int, store: str, rounds: int, num_steps: int, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     if rank == 0:
-        print("| case | ours, ms (CPU) | by hand, ms (CPU) | ratio (CPU) |\n| --- | --- | --- | --- |")
+        print(
+            "| case | trainer, ms (CPU) | handwritten, ms (CPU) | ratio (CPU) |\n"
+            "| --- | --- | --- | --- |"
+        )
     for kind in kinds:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard" if kind == "fsdp" else "tp",))
+        mesh = init_device_mesh(
+            "cpu", (2,), mesh_dim_names=("dp_shard" if kind == "fsdp" else "tp",)
+        )
         generator = torch.Generator().manual_seed(rank if kind == "fsdp" else 0)
         tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQ), generator=generator)
-        sides = [ours(kind, mesh), by_hand(kind, mesh)]
-        first, second = (side(tokens, labels) for side in sides)
+        steps = [trainer_step(kind, mesh), handwritten_step(kind, mesh)]
+        first, second = (side(tokens, labels) for side in steps)
         assert abs(float(first / second) - 1) < 1e-5, (kind, first, second)
-        times = [[timed(side, (tokens, labels), num_steps) for side in sides] for _ in range(rounds)]
+        times = [
+            [measure_times(side, (tokens, labels), num_steps) for side in steps]
+            for _ in range(rounds)
+        ]
         if rank == 0:
             print(f"| {kind} | {cells(times, rounds)} |", flush=True)
     dist.barrier()
-    os._exit(0)  # gloo's threads outlive a normal end
+    os._exit(0)  # gloo's threads can block a normal exit
 
 
 def cells(times: list[list[tuple[float, float]]], rounds: int) -> str:
     def median(value: Callable[[list[tuple[float, float]]], float]) -> float:
         return statistics.median(map(value, times))
 
-    sides = [f"{median(lambda r, s=s: r[s][0]):.0f} ({median(lambda r, s=s: r[s][1]):.0f})" for s in (0, 1)]
+    medians = [
+        f"{median(lambda r, s=s: r[s][0]):.0f} ({median(lambda r, s=s: r[s][1]):.0f})"
+        for s in (0, 1)
+    ]
     ratios = [median(lambda r, i=i: r[0][i] / r[1][i]) for i in (0, 1)]
-    return f"{sides[0]} | {sides[1]} | {ratios[0]:.2f} ({ratios[1]:.2f})"
+    return f"{medians[0]} | {medians[1]} | {ratios[0]:.2f} ({ratios[1]:.2f})"
 
 
 def main() -> None:
@@ -185,7 +216,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     store = f"/tmp/tensor-parallel-{os.getpid()}"
-    mp.start_processes(work, (store, options.rounds, options.steps, options.kinds), nprocs=2, start_method="fork")
+    mp.start_processes(
+        work, (store, options.rounds, options.steps, options.kinds), nprocs=2, start_method="fork"
+    )
 
 
 if __name__ == "__main__":

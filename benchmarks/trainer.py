@@ -2,14 +2,14 @@
 
     python -m benchmarks.trainer [--rounds 5] [--cases S,M,XS,S2]
 
-Each round starts both in new processes, one after the other, so that noise of the machine affects
-both alike. The table gives medians over the rounds of each side and of the ratio within a round. One
-thread per rank. On one rank, throughput is tokens per second of CPU time, because wall time depends
-on other processes. On two ranks it is tokens per second of wall time.
+Each round runs both in new processes, one after the other, so that noise affects both equally. The
+table has medians of the figures, and of the ratio within a round. One thread per rank. On one rank,
+throughput is tokens per second of CPU time, because wall time depends on other processes. On two
+ranks it is tokens per second of wall time.
 
-The loop is what a careful engineer would write by hand: a Llama of plain torch modules
-(plain_llama.py) of the same sizes, fused AdamW, clipping, autocast for bf16, one printed line per
-step. On two ranks it calls `fully_shard` on each layer and the root. It reads the same token file.
+The loop has a Llama of plain torch modules (plain_llama.py) of the same sizes, fused AdamW,
+clipping, autocast for bf16, and one printed line per step. On two ranks it calls `fully_shard` on
+each layer and the root. It reads the same token file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Case:
-    """One model size and layout; `steps` are timed after `warmup` ones."""
+    """One model size and layout. `steps` steps are measured after `warmup` steps."""
 
     args: dict[str, object]
     seq_len: int
@@ -45,17 +45,25 @@ class Case:
 
 S = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
 CASES = {
-    "XS": Case({"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 2048}, 64, 1, "float32", 1, 20, 100),
+    "XS": Case(
+        {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 2048}, 64, 1, "float32", 1, 20, 100
+    ),
     "S": Case(S, 2048, 1, "float32", 1, 2, 6),
     "M": Case(
-        {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 32000}, 512, 4, "bfloat16", 1, 2, 5
+        {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 32000},
+        512,
+        4,
+        "bfloat16",
+        1,
+        2,
+        5,
     ),
     "S2": Case(S, 2048, 1, "float32", 2, 2, 6),
 }
 
 
 class Clock:
-    """Readings at the start of every step and at the end: CPU and wall seconds of this process."""
+    """Records CPU and wall seconds of this process at the start of every step and at the end."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[float, float]] = []
@@ -64,7 +72,7 @@ class Clock:
         self.readings.append((time.process_time(), time.time()))
 
     def report(self, case: Case, launched_at: float, modules: int) -> None:
-        """Print one JSON line: seconds per timed step, launch to end of step 1, peak memory, modules imported."""
+        """Print one JSON line: times per step and until step 1, peak memory, imported modules."""
         timed = self.readings[case.warmup :]
         steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(timed, timed[1:], strict=False)]
         print("RESULT " + json.dumps({
@@ -78,7 +86,7 @@ class Clock:
 
 
 def settings(case: Case, folder: str) -> list[str]:
-    """Of a run of the shipped trainer: every step logged, checkpoints off."""
+    """Return the arguments of a run that logs every step and saves no checkpoint."""
     overrides = {
         "job.dump_folder": folder,
         "model.hf_assets_path": str(ROOT / "tests/assets/tokenizer"),
@@ -96,11 +104,11 @@ def settings(case: Case, folder: str) -> list[str]:
     return [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
 
 
-def run_ours(case: Case, launched_at: float, folder: str) -> None:
-    """The shipped trainer; only a clock is added."""
+def run_trainer(case: Case, launched_at: float, folder: str) -> None:
+    """Run the trainer with an additional clock."""
     from torchtitan_like.process_start import begin_rank
 
-    begin_rank(settings(case, folder))  # as `python -m torchtitan_like.train` starts
+    begin_rank(settings(case, folder))  # `python -m torchtitan_like.train` also calls it
     from torchtitan_like import launch, train
 
     clock, modules = Clock(), 0
@@ -111,7 +119,7 @@ def run_ours(case: Case, launched_at: float, folder: str) -> None:
         modules = len(sys.modules)
         return build_optimizer(*args, **kwargs)
 
-    class Timed(train.Trainer):
+    class TimedTrainer(train.Trainer):
         def train_step(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             clock.read()
             return super().train_step(*args, **kwargs)
@@ -121,7 +129,7 @@ def run_ours(case: Case, launched_at: float, folder: str) -> None:
             return super()._finish(*args, **kwargs)
 
     train.build_optimizer = count_modules
-    launch.Trainer = Timed  # type: ignore[misc]
+    launch.Trainer = TimedTrainer  # type: ignore[misc]
     code = launch.main(settings(case, folder))
     assert code == 0, code
     if int(os.environ.get("RANK", 0)) == 0:
@@ -129,7 +137,7 @@ def run_ours(case: Case, launched_at: float, folder: str) -> None:
 
 
 def run_loop(case: Case, launched_at: float, folder: str) -> None:
-    """The bare loop."""
+    """Run the bare loop."""
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -151,14 +159,18 @@ def run_loop(case: Case, launched_at: float, folder: str) -> None:
             fully_shard(layer)
         fully_shard(model)
     modules = len(sys.modules)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     tokens = np.memmap(next(Path(folder).parent.glob("tokens/**/*.bin")), dtype=np.uint16)
     per_step = case.batch * case.seq_len * world_size
     clock = Clock()
     for step in range(case.warmup + case.steps):
         clock.read()
-        begin = (step * per_step + rank * case.batch * case.seq_len) % (len(tokens) - per_step - 1)
-        window = torch.from_numpy(tokens[begin : begin + case.batch * case.seq_len + 1].astype(np.int64))
+        start = (step * per_step + rank * case.batch * case.seq_len) % (len(tokens) - per_step - 1)
+        window = torch.from_numpy(
+            tokens[start : start + case.batch * case.seq_len + 1].astype(np.int64)
+        )
         inputs, labels = window[:-1].view(case.batch, -1), window[1:].view(case.batch, -1)
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):
@@ -176,39 +188,53 @@ def run_loop(case: Case, launched_at: float, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def launch(side: str, name: str, folder: Path) -> dict[str, float]:
-    """Run one side of one case in a new process, or torchrun's ranks, and return its figures."""
+def launch(variant: str, name: str, folder: Path) -> dict[str, float]:
+    """Run the trainer or the loop in a new process, or with torchrun, and return the figures."""
     case = CASES[name]
     out = Path(tempfile.mkdtemp(dir=folder))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    script = [__file__, "--child", side, "--cases", name, "--folder", str(out), "--launched-at", repr(time.time())]
+    script = [
+        __file__,
+        "--child",
+        variant,
+        "--cases",
+        name,
+        "--folder",
+        str(out),
+        "--launched-at",
+        repr(time.time()),
+    ]
     runner = [sys.executable]
     if case.ranks > 1:
-        runner += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks), "--rdzv-backend", "c10d",
-                   "--rdzv-endpoint", "localhost:0"]  # fmt: skip
-    done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True)
-    _, found, result = done.stdout.rpartition("RESULT ")
-    if done.returncode or not found:
-        raise SystemExit(f"{side} {name} failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        runner += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks)]
+        runner += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    process = subprocess.run([*runner, *script], env=env, capture_output=True, text=True)
+    _, marker, result = process.stdout.rpartition("RESULT ")
+    if process.returncode or not marker:
+        raise SystemExit(
+            f"{variant} {name} failed ({process.returncode}):\n"
+            f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+        )
     # Output of another rank may follow on the same line.
     figures: dict[str, float] = json.JSONDecoder().raw_decode(result)[0]
     return figures
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Median (minimum - maximum)."""
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
+    """Format as median (minimum - maximum)."""
+    low, median, high = min(values), statistics.median(values), max(values)
+    return f"{median:,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
 
 
 def compare(name: str, rounds: int, folder: Path) -> list[str]:
-    """The table rows of one case."""
+    """Run all rounds of one case and return its table rows."""
     case = CASES[name]
     pairs = []
-    launch("ours", name, folder)  # fills the token cache and the page cache
+    launch("trainer", name, folder)  # fills the token cache and the page cache
     for index in range(rounds):
-        order = ("ours", "loop") if index % 2 == 0 else ("loop", "ours")
-        figures = {side: launch(side, name, folder) for side in order}
-        pairs.append((figures["ours"], figures["loop"]))
+        order = ("trainer", "loop") if index % 2 == 0 else ("loop", "trainer")
+        figures = {variant: launch(variant, name, folder) for variant in order}
+        pairs.append((figures["trainer"], figures["loop"]))
         print(f"{name}: round {index + 1} of {rounds}", file=sys.stderr)
     tokens = case.batch * case.seq_len
     clock = "cpu_s" if case.ranks == 1 else "wall_s"
@@ -222,23 +248,33 @@ def compare(name: str, rounds: int, folder: Path) -> list[str]:
         ("modules before the optimizer", "modules", 1, 0),
     ):
         rate = label.startswith("tokens")
-        figure = [tuple(tokens / side[key] if rate else side[key] * scale for side in pair) for pair in pairs]
-        ours, loop = [f[0] for f in figure], [f[1] for f in figure]
+        figure = [
+            tuple(tokens / variant[key] if rate else variant[key] * scale for variant in pair)
+            for pair in pairs
+        ]
+        trainer, loop = [f[0] for f in figure], [f[1] for f in figure]
         ratios = [a / b for a, b in figure]
-        rows.append(f"| {name} | {label} | {spread(ours, digits)} | {spread(loop, digits)} | {spread(ratios, 3)} |")
+        rows.append(
+            f"| {name} | {label} | {spread(trainer, digits)} | {spread(loop, digits)} "
+            f"| {spread(ratios, 3)} |"
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per case")
-    parser.add_argument("--cases", default=",".join(CASES), help="comma separated: " + ", ".join(CASES))
-    parser.add_argument("--child", choices=["ours", "loop"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help="comma separated: " + ", ".join(CASES)
+    )
+    parser.add_argument("--child", choices=["trainer", "loop"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--launched-at", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child = run_ours if arguments.child == "ours" else run_loop
+        child = run_trainer if arguments.child == "trainer" else run_loop
         child(CASES[arguments.cases], arguments.launched_at, arguments.folder)
         return
     import torch
@@ -248,9 +284,12 @@ def main() -> None:
         for name in arguments.cases.split(","):
             rows += compare(name, arguments.rounds, Path(folder))
     capability = torch.backends.cpu.get_cpu_capability()
-    print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {capability}, {os.cpu_count()} cores, torch "
-          f"{torch.__version__}, Python {platform.python_version()}, {arguments.rounds} rounds, "
-          f"`python -m benchmarks.trainer --rounds {arguments.rounds} --cases {arguments.cases}`")  # fmt: skip
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()} {capability}, {os.cpu_count()} cores, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{arguments.rounds} rounds, "
+        f"`python -m benchmarks.trainer --rounds {arguments.rounds} --cases {arguments.cases}`"
+    )
     print("\n| case | figure | trainer | bare loop | ratio |\n|---|---|---|---|---|")
     print("\n".join(rows))
 

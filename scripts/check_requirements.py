@@ -17,7 +17,9 @@ from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 OLDEST_PYTHON = (3, 10)
-_REQUIREMENT = re.compile(r"^([\w.-]+)\s*((?:[<>=!]=?[\w.]+,?)*)\s*(?:;\s*python_version\s*<\s*'([\d.]+)')?$")
+_REQUIREMENT = re.compile(
+    r"^([\w.-]+)\s*((?:[<>=!]=?[\w.]+,?)*)\s*(?:;\s*python_version\s*<\s*'([\d.]+)')?$"
+)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -68,7 +70,10 @@ def requirements(extras: list[str]) -> list[str]:
         except ImportError:  # a bare Python 3.10: pip brings a copy
             from pip._vendor import tomli as tomllib
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    return [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]
 
 
 def main(extras: list[str]) -> int:

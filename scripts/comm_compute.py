@@ -48,16 +48,19 @@ def report(options: argparse.Namespace) -> list[str]:
         f"{options.batch:,} = {work:,.1f} TFLOP, {compute:.3g} s on {options.gpus:,} GPUs at {options.tflops:g} TFLOP/s",
     ]
     if comm > compute:
-        least = (
-            f"at least {1 - compute / comm:.0%} of a step is waiting; from {sent / compute:.3g} GB/s on it could hide"
-        )
+        least = f"at least {1 - compute / comm:.0%} of a step is waiting; from {sent / compute:.3g} GB/s on it could hide"
         return [*lines, f"network-bound: {least}"]
-    return [*lines, f"compute-bound: communication takes {comm / compute:.0%} of that time, and can hide behind it"]
+    return [
+        *lines,
+        f"compute-bound: communication takes {comm / compute:.0%} of that time, and can hide behind it",
+    ]
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, kind, text in (
         ("params", float, "parameters, e.g. 8e9"),
         ("gpus", int, "in all"),
@@ -68,11 +71,17 @@ def main(arguments: list[str]) -> int:
     ):
         parser.add_argument(f"--{name}", type=kind, required=True, metavar="N", help=text)
     parser.add_argument("--sharding", choices=TRANSMISSIONS, default="zero3", help="default: zero3")
-    parser.add_argument("--bytes", type=float, default=2, metavar="N", help="of a number that is sent (2: bfloat16)")
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="gradient accumulation (1)")
+    parser.add_argument(
+        "--bytes", type=float, default=2, metavar="N", help="of a number that is sent (2: bfloat16)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, metavar="N", help="gradient accumulation (1)"
+    )
     parser.add_argument("--recompute", action="store_true", help="full activation checkpointing")
     options = parser.parse_args(arguments)
-    if bad := [name for name, value in vars(options).items() if type(value) in (int, float) and value <= 0]:
+    if bad := [
+        name for name, value in vars(options).items() if type(value) in (int, float) and value <= 0
+    ]:
         parser.error(f"expected more than 0: {', '.join(bad)}")
     print("\n".join(report(options)))
     return 0

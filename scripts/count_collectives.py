@@ -114,12 +114,22 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
         return next(names[leaf] for leaf in leaves if isinstance(leaf, str) and leaf in names)
 
     class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = function(*args, **(kwargs or {}))
-            kind = kind_of(str(function)) if function.namespace in ("c10d", "_c10d_functional") else None
+            kind = (
+                kind_of(str(function))
+                if function.namespace in ("c10d", "_c10d_functional")
+                else None
+            )
             if kind is not None:
                 leaves = tree_leaves((args, kwargs))
-                tensors = [leaf for leaf in [*leaves, *tree_leaves(result)] if isinstance(leaf, torch.Tensor)]
+                tensors = [
+                    leaf
+                    for leaf in [*leaves, *tree_leaves(result)]
+                    if isinstance(leaf, torch.Tensor)
+                ]
                 log.append((*group_of(leaves), kind, max(tensor.nbytes for tensor in tensors)))
             return result
 
@@ -128,7 +138,9 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
     return result, rows_of(log)
 
 
-def work(config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
+def work(
+    config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition
+) -> ExitCode:
     """One rank: two steps as train.py makes them; rank 0 writes what all ranks counted in the second."""
     from torchtitan_like.build import build_checkpointer
     from torchtitan_like.launch import join
@@ -136,8 +148,17 @@ def work(config: JobConfig, launched: LaunchedAs, requests: Requests, position: 
 
     world = join(config, launched)
     found: list[Row] = []
-    with closing(build_checkpointer(config.checkpoint, config.job, config.model, world)) as checkpointer:
-        trainer: Any = Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), requests, position)
+    with closing(
+        build_checkpointer(config.checkpoint, config.job, config.model, world)
+    ) as checkpointer:
+        trainer: Any = Trainer(
+            config,
+            world,
+            checkpointer,
+            checkpointer.find_start(config.training.steps),
+            requests,
+            position,
+        )
         train_step = trainer.train_step
 
         def counted(step: int, *rest: Any) -> Any:
@@ -167,7 +188,11 @@ def table(shape: dict[str, int], of_ranks: list[list[Row]]) -> list[str]:
     for rank, counted in enumerate(of_ranks):
         different.setdefault(tuple(counted), []).append(rank)
     for rows, ranks in different.items():
-        who = "each rank" if len(different) == 1 else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        who = (
+            "each rank"
+            if len(different) == 1
+            else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        )
         lines += [
             "",
             f"{who}:",
@@ -191,31 +216,56 @@ def main(argv: list[str]) -> int:
         from torchtitan_like.launch import launch
 
         return launch(argv[1:], work)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int, default=1, help="CPU ranks to start (1)")
     options, arguments = parser.parse_known_args(argv)
     if arguments and not arguments[0].startswith("-"):
         arguments[:1] = ["--job.config_file", arguments[0]]
     with tempfile.TemporaryDirectory() as folder:
         arguments += [*SETTINGS, f"--job.dump_folder={folder}"]
-        check = [sys.executable, "-m", "torchtitan_like.config", "--training", "--world-size", str(options.world_size)]
+        check = [
+            sys.executable,
+            "-m",
+            "torchtitan_like.config",
+            "--training",
+            "--world-size",
+            str(options.world_size),
+        ]
         # The working folder, as python -m has it: a model from outside may lie there.
         path = os.pathsep.join(filter(None, (str(ROOT), os.getcwd(), os.environ.get("PYTHONPATH"))))
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environ = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+        }
         checked = subprocess.run(
-            [*check, "--device-type", "cpu", *arguments], capture_output=True, text=True, env=environ
+            [*check, "--device-type", "cpu", *arguments],
+            capture_output=True,
+            text=True,
+            env=environ,
         )
         if checked.returncode:
             print(checked.stderr, file=sys.stderr, end="")
             return checked.returncode
-        run = [sys.executable, "-m", "torchtitan_like.torchrun", "--nproc_per_node", str(options.world_size)]
+        run = [
+            sys.executable,
+            "-m",
+            "torchtitan_like.torchrun",
+            "--nproc_per_node",
+            str(options.world_size),
+        ]
         run += [__file__, WORKER, *arguments]
         done = subprocess.run(run, capture_output=True, text=True, env=environ)
         if done.returncode:
             print(done.stderr[-4000:], file=sys.stderr, end="")
             return 1
         found = json.loads((Path(folder) / "collectives.json").read_text())
-    print("\n".join(table(found["shape"], [[Row(**row) for row in rows] for rows in found["ranks"]])))
+    print(
+        "\n".join(table(found["shape"], [[Row(**row) for row in rows] for rows in found["ranks"]]))
+    )
     return 0
 
 

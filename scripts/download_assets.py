@@ -11,7 +11,11 @@ COMMAND = ("download",)
 
 def main() -> None:
     """Replace this process by the command, with the package of this checkout."""
-    print("scripts/download_assets.py is deprecated: use `titan download`", file=sys.stderr, flush=True)
+    print(
+        "scripts/download_assets.py is deprecated: use `titan download`",
+        file=sys.stderr,
+        flush=True,
+    )
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     argv = [sys.executable, "-m", "torchtitan_like", *COMMAND, *sys.argv[1:]]

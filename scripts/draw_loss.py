@@ -58,7 +58,9 @@ def draw(train: Sequence[Point], validation: Sequence[Point]) -> str:
         step = last_step * quarter / 4
         parts.append(text(x(step), HEIGHT - BOTTOM + 20, f"{step:.0f}", "middle"))
     points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in train)
-    parts.append(f'<polyline points="{points}" fill="none" stroke="{TRAIN_COLOR}" stroke-width="1.5"/>')
+    parts.append(
+        f'<polyline points="{points}" fill="none" stroke="{TRAIN_COLOR}" stroke-width="1.5"/>'
+    )
     parts += [
         f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4" fill="{VALIDATION_COLOR}"/>'
         for step, loss in validation
@@ -80,7 +82,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     train = read_losses(arguments.run / "metrics.jsonl")
     if len(train) < 2:
-        print(f"{arguments.run} has {len(train)} steps with a loss; a curve needs at least 2.", file=sys.stderr)
+        print(
+            f"{arguments.run} has {len(train)} steps with a loss; a curve needs at least 2.",
+            file=sys.stderr,
+        )
         return 2
     picture = draw(train, read_losses(arguments.run / "validation.jsonl"))
     arguments.picture.write_text(picture, encoding="utf-8")

@@ -96,8 +96,12 @@ def exposed_in(events: list[dict[str, Any]]) -> Exposed | None:
         return None
     computed = merged(computed)
     sending = merged([span for spans in sent.values() for span in spans])
-    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
-    by_kind = Counter({kind: length(without(merged(spans), computed)) / 1000 for kind, spans in sent.items()})
+    steps = {
+        event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")
+    }
+    by_kind = Counter(
+        {kind: length(without(merged(spans), computed)) / 1000 for kind, spans in sent.items()}
+    )
     return Exposed(
         num_steps=max(1, len(steps)),
         total=(everything[-1][1] - everything[0][0]) / 1000,
@@ -119,12 +123,21 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def row(name: str, found: Exposed) -> str:
-    each = [value / found.num_steps for value in (found.total, found.computed, found.sent, found.exposed)]
-    return f"{name:>24}" + "".join(f"{value:>11,.1f}" for value in each) + f"{found.exposed / found.total:>9.1%}"
+    each = [
+        value / found.num_steps
+        for value in (found.total, found.computed, found.sent, found.exposed)
+    ]
+    return (
+        f"{name:>24}"
+        + "".join(f"{value:>11,.1f}" for value in each)
+        + f"{found.exposed / found.total:>9.1%}"
+    )
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("place", type=Path, help="a trace, or a folder of rank<r>_trace.json")
     return parser.parse_args(arguments)
 
@@ -146,7 +159,9 @@ def main(arguments: list[str]) -> int:
     if not rows:
         print(f"{place} holds no trace with kernels of a GPU", file=sys.stderr)
         return 2
-    print(f"{'ms of a step':>24}{'all':>11}{'computing':>11}{'sending':>11}{'exposed':>11}{'of all':>9}")
+    print(
+        f"{'ms of a step':>24}{'all':>11}{'computing':>11}{'sending':>11}{'exposed':>11}{'of all':>9}"
+    )
     print("\n".join(rows))
     for kind, time in kinds.most_common(8):
         print(f"{kind:>24}{'':>33}{time / len(rows):>11,.1f}")

@@ -84,7 +84,9 @@ def run_trial(
             "checkpoint.enable": "false",
             "profiling.enable_profiling": "false",
         }
-        first, *rest = settings.items()  # the last value of a key wins: these settings come after the options
+        first, *rest = (
+            settings.items()
+        )  # the last value of a key wins: these settings come after the options
         words = [f"--{first[0]}", str(first[1]), *options]
         words += [part for key, value in rest for part in (f"--{key}", str(value))]
         done = subprocess.run(

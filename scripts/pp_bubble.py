@@ -22,12 +22,18 @@ from torchtitan_like.distributed.schedule_view import (
 )
 from torchtitan_like.distributed.stages import SCHEDULES, Schedule
 
-NAMED = {name: schedule for name, schedule in SCHEDULES.items() if not name.startswith("PipelineSchedule")}
+NAMED = {
+    name: schedule
+    for name, schedule in SCHEDULES.items()
+    if not name.startswith("PipelineSchedule")
+}
 
 
 def comparison(pp: int, stages_per_rank: int, num_micro_batches: int) -> list[str]:
     """One line per schedule; those with several stages per rank count time in stages that are as much smaller."""
-    lines = [f"{pp} ranks, {num_micro_batches} micro-batches per step: the share of the ranks' time in which they wait"]
+    lines = [
+        f"{pp} ranks, {num_micro_batches} micro-batches per step: the share of the ranks' time in which they wait"
+    ]
     for name, schedule in NAMED.items():
         each = stages_on_a_rank(schedule, stages_per_rank)
         try:
@@ -46,11 +52,15 @@ def stages_on_a_rank(schedule: Schedule, wanted: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedule", choices=NAMED, help="default: compare all of them")
     parser.add_argument("--pp", type=int, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, help="micro-batches of a step")
-    parser.add_argument("--stages-per-rank", type=int, default=2, help="of schedules that have several (default: 2)")
+    parser.add_argument(
+        "--stages-per-rank", type=int, default=2, help="of schedules that have several (default: 2)"
+    )
     parser.add_argument("--csv", help="the file of a schedule, instead of --schedule")
     options = parser.parse_args(arguments)
     pp, number = options.pp, options.microbatches

@@ -117,7 +117,7 @@ RUNS = [
 
 
 def command(run: Run, folder: Path) -> list[str]:
-    """The command of one run."""
+    """Return the command of one run."""
     settings = {
         "job.config_file": "train_configs/debug_model.toml",
         "job.dump_folder": folder / "outputs",
@@ -132,55 +132,55 @@ def command(run: Run, folder: Path) -> list[str]:
         *(launcher if run.num_ranks > 1 else []),
         "-m",
         "torchtitan_like.train",
-        *(part for key, value in settings.items() for part in (f"--{key}", str(value))),
+        *(argument for key, value in settings.items() for argument in (f"--{key}", str(value))),
     ]
 
 
-def rows_of(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The exact keys of every row of a JSONL file, floats as hex; [] without a file."""
+def read_exact_rows(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the exact keys of every row of a JSONL file, floats as hex. [] if there is no file."""
     if not path.exists():
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: in_hex(row[key]) for key in keys if key in row} for row in rows]
+    return [{key: with_hex_floats(row[key]) for key in keys if key in row} for row in rows]
 
 
-def in_hex(value: Any) -> Any:
-    """`value` with every float as hex."""
+def with_hex_floats(value: Any) -> Any:
+    """Return `value` with every float as hex."""
     if isinstance(value, dict):
-        return {key: in_hex(item) for key, item in value.items()}
+        return {key: with_hex_floats(item) for key, item in value.items()}
     return value.hex() if isinstance(value, float) else value
 
 
-def make(run: Run) -> dict[str, Any]:
-    """Make one run and return its exact numbers. Raises SystemExit if the run fails."""
+def execute(run: Run) -> dict[str, Any]:
+    """Execute one run and return its exact numbers. Raises SystemExit if the run fails."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+        result = subprocess.run(
             command(run, Path(folder)), cwd=ROOT, env=env, capture_output=True, text=True
         )
         outputs = Path(folder) / "outputs"
-        if done.returncode or not (outputs / "exit.json").exists():
+        if result.returncode or not (outputs / "exit.json").exists():
             raise SystemExit(
-                f"{run.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+                f"{run.name} ended with {result.returncode}:\n{result.stdout}{result.stderr}"
             )
         reason = json.loads((outputs / "exit.json").read_text())["reason"]
         if reason != "done":
-            raise SystemExit(f"{run.name} ended because of {reason}:\n{done.stdout}")
+            raise SystemExit(f"{run.name} ended because of {reason}:\n{result.stdout}")
         return {
-            "steps": rows_of(outputs / "metrics.jsonl", EXACT_KEYS),
-            "validation": rows_of(outputs / "validation.jsonl", VALIDATION_KEYS),
+            "steps": read_exact_rows(outputs / "metrics.jsonl", EXACT_KEYS),
+            "validation": read_exact_rows(outputs / "validation.jsonl", VALIDATION_KEYS),
         }
 
 
 def record(path: Path) -> None:
-    """Make all runs and write their numbers to `path`."""
+    """Execute all runs and write their numbers to `path`."""
     numbers = {}
-    began = time.monotonic()
+    start = time.monotonic()
     for count, run in enumerate(RUNS, start=1):
-        numbers[run.name] = make(run)
-        elapsed = time.monotonic() - began
-        left = elapsed / count * (len(RUNS) - count)
-        print(f"{100 * count // len(RUNS):3}%  {run.name}  ({left:.0f} s left)", flush=True)
+        numbers[run.name] = execute(run)
+        elapsed = time.monotonic() - start
+        remaining = elapsed / count * (len(RUNS) - count)
+        print(f"{100 * count // len(RUNS):3}%  {run.name}  ({remaining:.0f} s left)", flush=True)
     path.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
@@ -188,7 +188,9 @@ def compare(before: Path, after: Path) -> list[str]:
     """Print a table of the runs of two files; return the names of runs that differ."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     different = []
-    print("| run | steps | skipped | validation rows | numbers | equal |\n|---|---|---|---|---|---|")
+    print(
+        "| run | steps | skipped | validation rows | numbers | equal |\n|---|---|---|---|---|---|"
+    )
     for name in dict.fromkeys([*old, *new]):
         is_equal = old.get(name) == new.get(name)
         different += [] if is_equal else [name]

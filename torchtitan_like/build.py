@@ -23,7 +23,7 @@ from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import World
 from torchtitan_like.models.layers.moe import describe_experts
-from torchtitan_like.models.spec import fit_positions, get_spec, has_documents, resolve_args
+from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import add_file
 from torchtitan_like.monitor.memory import build_memory_monitor
@@ -33,6 +33,7 @@ from torchtitan_like.monitor.rows import RowCollector
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
 from torchtitan_like.optim import optimizer as optimizers
+from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer
 from torchtitan_like.optim.schedule import Schedule, build_schedule
@@ -42,7 +43,7 @@ from torchtitan_like.util.run_directory import log_file
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Job
-    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_scale import Checkpoint, Parallelism
     from torchtitan_like.config.sections_training import (
         Data,
         Loss,
@@ -175,7 +176,7 @@ def build_data(
         "dump_folder": dump_folder,
         "dp_rank": world.dims.dp_coordinate(world.rank),
         "dp_size": world.dims.dp,
-        "with_positions": has_documents(model_args),
+        "with_positions": needs_positions(model_args),
         "group": world.step_group,
         "is_recorder": world.dims.counts_tokens(world.rank),
     }
@@ -263,6 +264,18 @@ def build_optimizer(
     return OptimizerParts(optimizer, schedule, after_update)
 
 
+def build_balancer(
+    parts: nn.ModuleList, world: World, parallelism: Parallelism
+) -> ExpertBalancer | None:
+    """Build what balances the experts; None for a dense model.
+
+    A collective with pipeline parallelism.
+    """
+    sequence_parallel = parallelism.enable_sequence_parallel
+    balancer = ExpertBalancer(parts, world, sequence_parallel=sequence_parallel)
+    return balancer if balancer.layers else None
+
+
 # ---- metrics
 
 
@@ -271,12 +284,15 @@ def build_metrics(
     world: World,
     attempt: Attempt,
     flops_per_token: float,
+    flops_formula: str,
     sources: Sequence[str],
     failures: WriteFailures,
 ) -> Metrics:
     """Build the metrics of a run, and log the peak FLOP/s of the hardware."""
     memory = build_memory_monitor(world.device)
-    peak = log_hardware(memory, world.device.type, config.metrics.peak_flops, flops_per_token)
+    peak = log_hardware(
+        memory, world.device.type, config.metrics.peak_flops, flops_per_token, flops_formula
+    )
     num_passes = 4 if config.activation_checkpoint.mode == "full" else 3
     throughput = ThroughputClock(
         TokenFlops(flops_per_token, peak, num_passes),

@@ -39,12 +39,18 @@ def continue_prompt(
     `stored_config.import_custom`. Raises CheckpointError, ConfigError, TokenizerError.
     """
     if read_manifest(step) is None:
-        raise CheckpointError(f"{step} is not a checkpoint: it has no valid manifest.json")
+        raise CheckpointError(
+            f"{step} is not a checkpoint: it has no manifest.json. Expected a published step-N: "
+            "check the path"
+        )
     config = load_stored_config(step / "config.toml")
     import_custom(config, custom_import)
     folder = Path(assets or find_assets(config.model.tokenizer_folder, step))
     if not folder.expanduser().exists():
-        raise TokenizerError(f"there is no tokenizer at {folder}: name its folder with --assets")
+        raise TokenizerError(
+            f"there is no tokenizer at {folder}. Expected the tokenizer of the model: give its "
+            "folder with --assets"
+        )
     tokenizer = load_tokenizer(folder)
     model = load_model(step, config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(seed)
@@ -53,7 +59,8 @@ def continue_prompt(
         ids = [tokenizer.bos_id, *ids]
     if not ids:
         raise TokenizerError(
-            "the model was trained without a beginning-of-text token: give a --prompt"
+            "the prompt is empty. Expected text, because the model was trained without a "
+            "beginning-of-text token: give a --prompt"
         )
     identity = identify(config.model)
     limits = identity.spec.constraints(identity.args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
@@ -42,6 +41,7 @@ from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import StorageError, WriteFailures
 from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import (
     EXIT,
     RunEnd,
@@ -151,6 +151,8 @@ def run(
         except Exception as problem:
             if is_out_of_memory(problem):
                 logger.error(oom_advice())
+                if trainer is not None and trainer.expert_metrics.fullest_expert:
+                    logger.error(trainer.expert_metrics.fullest_expert)
             raise
         finally:  # after the error messages: `close` closes the log file
             if trainer is not None:
@@ -242,7 +244,7 @@ def leave_exit(folder: str, code: ExitCode, step: int | None, failures: WriteFai
     for _ in range(2):
         if code is ExitCode.DONE and failures.stop_is_due():
             code = ExitCode.STORAGE
-        with failures.noted(Path(folder) / EXIT):
+        with failures.recording(Path(folder) / EXIT):
             write_exit(Path(folder), RunEnd(code.reason, int(code), step))
             return code
     write_exit_for_launcher(RunEnd(code.reason, int(code), step))
@@ -255,7 +257,7 @@ def _report_refusal(error: ConfigError, launched: LaunchedAs) -> None:
     Each rank records its own error: a rank may detect GPUs and files that the launcher cannot.
     """
     if launched.rank == 0:
-        print(error, file=sys.stderr)
+        show_error(str(error))
     if launched.world_size > 1 and error.partial is not None:
         attempt = attempt_folder(Path(error.partial.job.dump_folder), 0)
         record_error(attempt, launched.rank, "config", 0, error.with_traceback(None))
@@ -270,8 +272,7 @@ def _report_crash(
     record = record_error(
         folder or attempt_folder(dump_folder, 0), launched.rank, current.phase, current.step, error
     )
-    with suppress(OSError):  # stderr may be a file on a full disk
-        print(describe_error(record), file=sys.stderr)
+    show_error(describe_error(record))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun prints the message of one failed rank: each rank returns the first error of all.
         first = (read_first_error(folder) if folder is not None else None) or record

@@ -127,7 +127,7 @@ def read_bundle(path: Path) -> Bundle:
     if missing := BUNDLE.keys() - bundle.keys():
         raise BundleError(
             f"{path} is not a replay bundle: it has no {', '.join(sorted(missing))}. "
-            "Give attempts/<n>/bad-steps/step-<k>.json of a run."
+            "Expected the bundle of a non-finite step. Give attempts/<n>/bad-steps/step-<k>.json of a run."
         )
     checkpoint = bundle["checkpoint"] if isinstance(bundle["checkpoint"], dict) else {}
     values = {**bundle, **{f"checkpoint.{key}": value for key, value in checkpoint.items()}}
@@ -135,7 +135,7 @@ def read_bundle(path: Path) -> Bundle:
         if type(values.get(key)) not in types:
             expected = " or ".join(one.__name__ for one in types)
             raise BundleError(
-                f"{path}: {key} is {reprlib.repr(values.get(key))}, expected {expected}. "
+                f"{path}: {key} is {reprlib.repr(values.get(key))}. Expected {expected}. "
                 "Give a bundle as the run wrote it."
             )
     return bundle
@@ -149,19 +149,19 @@ def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[st
     file = run / bundle["config"]
     if not _is_in(run, file):
         raise BundleError(
-            f"the bundle names {file} as the run's settings: expected a file in {run}. "
+            f"the bundle names {file} as the run's settings. Expected a file in {run}. "
             "Move the bundle back into the folder of its run."
         )
     if not file.exists():
         raise BundleError(
-            f"{file}, the run's settings, is missing: expected the bundle in its run's folder. "
+            f"{file}, the run's settings, is missing. Expected the bundle in its run's folder. "
             "Move it back, or restore the file."
         )
     config = load_stored_config(file)
     if (module := config.experimental.custom_import) and not custom_import_in(settings):
         raise BundleError(
-            f"The run imports the module {module} ({CUSTOM_IMPORT}); a replay imports only the "
-            f"module that its own command line names. If you trust {module}: --{CUSTOM_IMPORT} "
+            f"The run imports the module {module} ({CUSTOM_IMPORT}). Expected the same option for "
+            f"the replay, which imports nothing else. If you trust {module}, add --{CUSTOM_IMPORT} "
             f"{module}, with its folder in PYTHONPATH"
         )
     experimental = config.experimental.model_copy(update={"custom_import": ""})
@@ -207,14 +207,15 @@ def _start_settings(checkpoint: dict[str, Any], run: Path, is_path_given: bool) 
         return [f"--{PATH_KEY}={path}", "--checkpoint.start=warm"]
     if read_manifest(path) is None:
         raise BundleError(
-            f"{path} is not a checkpoint of this program: it has no manifest.json. "
-            "Restore it, or replay the bundle of another step."
+            f"{path} is not a checkpoint: it has no manifest.json. Expected the checkpoint before "
+            "the step. Restore it, or replay the bundle of another step."
         )
     return [
         f"--{PATH_KEY}={path}",
         "--checkpoint.initial_load_model_only=false",
         "--checkpoint.initial_load_in_hf=false",
         "--checkpoint.initial_load_in_hf_quantized=false",
+        "--checkpoint.initial_load_upcycle=false",
         "--checkpoint.start=auto",
     ]
 
@@ -263,7 +264,9 @@ def _train_to(trainer: Trainer, last: int) -> Replay:
         logger.info(f"Step {step}, {last - step} before the replayed step: {numbers}")
     fetched = trainer.fetch(last)
     if fetched.batch is None:
-        raise DataError(f"the training text ends before step {last}")
+        raise DataError(
+            f"the training data end before step {last}. Expected the data of the run: restore them"
+        )
     bad_values = _bad_parameters(trainer, lambda parameter: parameter)
     bad_gradients: list[str] = []
     _inspect_before_clipping(

@@ -33,7 +33,7 @@ HISTORY = 4  # steps; a run with frozen updates stops before it makes more
 
 
 class ReplayBundleWriter:
-    """Writes `attempts/<n>/bad-steps/step-<k>.json`. On rank 0.
+    """Writes `attempts/<n>/bad-steps/step-<k>.json`. Only rank 0 has one.
 
     | step | bundle |
     | --- | --- |
@@ -104,7 +104,7 @@ class ReplayBundleWriter:
     ) -> None:
         path = self._path(row["step"])
         if checkpoint is not None and self._num_pins < most_pins:
-            with self._failures.noted(checkpoint / PIN):
+            with self._failures.recording(checkpoint / PIN):
                 (checkpoint / PIN).write_text(f"{path}\n", encoding="utf-8")
                 self._num_pins += 1
         is_pinned = checkpoint is not None and (checkpoint / PIN).exists()
@@ -156,7 +156,7 @@ class ReplayBundleWriter:
             "samples": self._samples(row["position"]),
             "checkpoint": checkpoint,
         }
-        with self._failures.noted(path):
+        with self._failures.recording(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, encode(bundle))
             logger.log(level, f"Replay step {row['step']}: titan run replay {path}")

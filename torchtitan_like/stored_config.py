@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from torchtitan_like.config.arguments import parse_arguments
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
 from torchtitan_like.util.modules import import_named, is_file_name
+from torchtitan_like.util.output import show_error
 
 CUSTOM_IMPORT = "experimental.custom_import"
 # Base of relative paths in the configurations of a source checkout.
@@ -39,8 +39,8 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
     """
     if not config_file and not (path / "config.toml").is_file():
         raise CheckpointError(
-            f"{path} does not store its model, which is needed to rename its tensors: give "
-            "--config, the TOML file of a run with this model"
+            f"{path} does not store its configuration. Expected a config.toml, whose model gives "
+            "the tensors their names: give --config, the TOML file of a run with this model"
         )
     if not config_file:
         return identify_step(path, module)
@@ -99,7 +99,7 @@ def import_custom(config: JobConfig, module: str) -> None:
             expected += f". The config asks for the module {stored!r}"
         raise ConfigError([Problem("model.name", config.model.name, expected, remedy)]) from error
     if stored and stored != (os.path.abspath(module) if is_file_name(module) else module):
-        print(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}", file=sys.stderr)
+        show_error(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}")
 
 
 def find_assets(assets: str, step_folder: Path) -> Path:

@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torchtitan_like.distributed.rendezvous import register_backends
 from torchtitan_like.distributed.store import LOOPBACK
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import show_error
 
 DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
         code = early_code({failure.exitcode for failure in error.failures.values()})
         if code is not None:
             return int(code)
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return 1
     return 0
 

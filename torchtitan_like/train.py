@@ -35,6 +35,7 @@ import torch
 from torchtitan_like.build import (
     BatchGeometry,
     batch_geometry,
+    build_balancer,
     build_data,
     build_metrics,
     build_model,
@@ -47,7 +48,13 @@ from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.stateful import JsonState, ModelState, Progress, Stateful
+from torchtitan_like.checkpoint.stateful import (
+    CombinedState,
+    JsonState,
+    ModelState,
+    Progress,
+    Stateful,
+)
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
@@ -63,13 +70,15 @@ from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
-from torchtitan_like.models.layers.head import total_of
+from torchtitan_like.models.layers.head import LossWithMTP, total_of
+from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
+from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.rows import StepRecord
+from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
@@ -91,7 +100,7 @@ from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import GIB, host_memory
-from torchtitan_like.validation import ValidationInterrupted, losses_of_texts
+from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
 
 
 @dataclass
@@ -203,7 +212,8 @@ class Trainer:
             self.overflow = OverflowDetector(
                 self.parts, config.debug, self.position.step_and_micro_batch
             )
-        if self.start.kind == "scratch" or "model" in config.checkpoint.exclude_from_loading:
+        is_new = self.start.kind == "scratch" or self.start.upcycles
+        if is_new or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, self.spec.init_table(self.args), self.seed)
         self.gradient_sync = GradientSync(self.parts[0], world.dims)
@@ -220,26 +230,41 @@ class Trainer:
         self.optimizer = optimization.optimizer
         self.schedule = optimization.schedule
         self.after_update = optimization.after_update
+        self.balancer = build_balancer(self.parts, world, config.parallelism)
+        layers = [] if self.balancer is None else self.balancer.layers
+        self.expert_metrics = ExpertMetrics([layer.number for layer in layers], world.dims.ep)
+        if config.debug.moe_force_load_balance:
+            choose_in_turn(self.parts)
 
         # Metrics and the reasons to stop.
         flops_per_token = self.spec.flops_per_token(self.args, config.training.seq_len)
         self.metrics = build_metrics(
-            config, world, self.attempt, flops_per_token, self.batches.sources, self.failures
+            config,
+            world,
+            self.attempt,
+            flops_per_token,
+            self.spec.flops_formula,
+            self.batches.sources,
+            self.failures,
         )
         self.replicas = Replicas(
-            config.resilience.replica_check_freq, world, self.optimizer.named, self.start.step
+            config.resilience.replica_check_freq, world, self._replicated(), self.start.step
         )
         self.switches = Switches(self.attempt.run, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
-        self.numeric = numeric_fingerprint(config, world.device, world.dims.mesh_shape())
+        self.numeric = numeric_fingerprint(config, world.device, world.dims.layout())
 
         # Load. A start that fails leaves the checkpoint folder unchanged.
         self.states: dict[str, Stateful] = self._states()
-        if self.start.kind == "scratch":
-            self._log_initial_weights()
-        else:
+        if self.start.kind != "scratch":
             checkpointer.load(starts, self.states, consider=self._fall_back)
             self.garbage.collect("GC collection after checkpoint loading")
+        if is_new:
+            self._log_initial_weights()
+        # The dense checkpoint that this run, or the run it continues, has started from.
+        self.upcycled_from: str | None = self._stored("upcycled_from")
+        if self.start.upcycles:
+            self.upcycled_from = str(self.start.path)
         if self.start.kind == "resume":
             differences = [*self.differences, *(f"data: {name}" for name in self.batches.changes)]
             line = resume_line(self._stored("numeric"), self.numeric, differences)
@@ -319,7 +344,7 @@ class Trainer:
         peak_lr = self.config.optimizer.lr
         return {
             "model": ModelState(self.parts),
-            "optimizer": self.optimizer,
+            "optimizer": self._optimizer_state(),
             "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, peak_lr),
             "dataloader": JsonState(
                 lambda: self.batches.state_dict(self.progress.position),
@@ -328,11 +353,22 @@ class Trainer:
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
         }
 
+    def _replicated(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights, and the state that balances experts, by name."""
+        state = {} if self.balancer is None else self.balancer.named_state()
+        return [*self.optimizer.named, *state.items()]
+
+    def _optimizer_state(self) -> Stateful:
+        if self.balancer is None:
+            return self.optimizer
+        return CombinedState((self.optimizer, self.balancer))
+
     def _log_initial_weights(self) -> None:
         """Log a hash of the weights that is equal on every topology. A collective."""
         hashes = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
+        source = f"{self.start.path} (upcycled) and " if self.start.upcycles else ""
         logger.info(
-            f"Initial weights from seed {self.seed}, hash {sum(hashes) % 2**64:016x} "
+            f"Initial weights from {source}seed {self.seed}, hash {sum(hashes) % 2**64:016x} "
             "on any topology"
         )
 
@@ -413,7 +449,7 @@ class Trainer:
                 if self.metrics.due(step):
                     if self.overflow is not None:
                         self.overflow.judge()
-                    self.metrics.log(step)
+                    self.metrics.log(step, self._expert_row())
                 profiler.step()
                 if step == first_step:
                     self._finish_warmup()
@@ -432,6 +468,12 @@ class Trainer:
         # Requests that arrived after the last step's all-reduce, for example during a validation.
         requests += decode_requests(self._exchange_requests("step").wait())
         return self._finish(None if self.is_finished else stop, Request.EXPORT in requests)
+
+    def _expert_row(self) -> Row | None:
+        """Return the metrics of the experts at a log step; None for a dense model."""
+        if self.balancer is None:
+            return None
+        return self.expert_metrics.row(**self.balancer.read()._asdict())
 
     def _finish_warmup(self) -> None:
         """Shorten the time-outs after the first step, which compiles. A collective."""
@@ -468,7 +510,8 @@ class Trainer:
 
         The loss of a micro-batch is the sum of its token losses over the *global* number of valid
         tokens of the step. Gradients are summed over ranks. The update therefore equals
-        that for one mean over all tokens, on any topology.
+        that for one mean over all tokens, on any topology. The loss of multi-token prediction is
+        divided by the same number; `loss` does not contain it.
 
         The model computes the loss in chunks, so that no logits outlive the forward pass. This
         method does not wait for the device.
@@ -481,10 +524,14 @@ class Trainer:
         self.position.move("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
             self.checkpointer.order_updates()
+        num_tokens = batch.num_samples * self.config.training.seq_len
+        if self.balancer is not None:
+            self.balancer.prepare(num_tokens)
         local = self.feed.shard(batch)
         num_sources = len(self.batches.sources)
         loss_by_source = torch.zeros(num_sources, dtype=torch.float64, device=self.world.device)
         sources = self.world.to_device(batch.sources) if num_sources else None
+        mtp_losses: list[torch.Tensor] = []
         if self.pipeline is not None:
             seed = derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers)
             seed_device(seed, self.world.device)
@@ -500,26 +547,34 @@ class Trainer:
                 self.position.move("step", step, micro)
                 seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
                 output = self.parts[0](*self.feed.to_device(local, micro))
+                mtp = None
+                if isinstance(output, LossWithMTP):
+                    output, mtp, mtp_weight = output
                 if sources is not None:
                     loss_by_source = loss_by_source + sum_by_source(
                         output.tokens, sources[micro], num_sources
                     )
                 share = total_of(output) / max(1, num_valid)
+                losses.append(share.detach())
+                if mtp is not None:
+                    mtp_share = mtp / max(1, num_valid)
+                    mtp_losses.append(mtp_share.detach())
+                    share = share + mtp_weight * mtp_share
                 # A non-finite loss must reach every gradient, and so the global norm, on every
                 # rank.
-                losses.append(share.detach())
-                share.backward(losses[-1] * 0 + 1)  # 1, or NaN
+                share.backward(share.detach() * 0 + 1)  # 1, or NaN
             loss = sum(losses[1:], start=losses[0])
 
         grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
         skip = self.update_gate.gate(grad_norm)
         self.checkpointer.order_updates()
         self.optimizer.step(skip=skip)
+        if self.balancer is not None:
+            self.balancer.update(skip, is_logged=self.metrics.due(step))
         if self.after_update is not None:
             self.after_update()
 
         before = self.progress
-        num_tokens = batch.num_samples * self.config.training.seq_len
         self.progress = Progress(
             step=step,
             n_tokens_seen=before.n_tokens_seen + num_tokens,
@@ -534,6 +589,7 @@ class Trainer:
             local_valid_tokens=count_valid(local[1]),
             local_valid_by_source=count_valid_by_source(local[1], batch.sources, num_sources),
             loss_share=loss,
+            mtp_loss_share=sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
             loss_by_source=loss_by_source,
             grad_norm=grad_norm,
             skipped=skip,
@@ -555,10 +611,10 @@ class Trainer:
         try:
             batch = next(self.batches, None) if is_wanted else None
             if is_wanted and batch is None:
-                self.requests.note(Request.DATA_EXHAUSTED)
+                self.requests.add(Request.DATA_EXHAUSTED)
         except CacheWriteError as error:  # perhaps on one rank: all ranks stop before this step
             logger.error(str(error))
-            self.requests.note(Request.WRITE_FAILED)
+            self.requests.add(Request.WRITE_FAILED)
         seconds = time.perf_counter() - started
         self._note_requests()
         counts = self.requests.take()
@@ -579,13 +635,13 @@ class Trainer:
         requests += self.limits.reached()
         requests += self.switches.read() if self.is_leader else []
         for request in requests:
-            self.requests.note(request)
+            self.requests.add(request)
 
     def _exchange_requests(self, phase: str = "validate") -> PendingSum:
         """Start an all-reduce of request counts between steps. The next step sends them again."""
         self._note_requests()
         self.position.move(phase, self.progress.step)
-        return self.world.step_group.sum_async(self.requests.noted())
+        return self.world.step_group.sum_async(self.requests.counts())
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
@@ -594,7 +650,7 @@ class Trainer:
         self.position.move("validate", step)
         with self.metrics.throughput.pause():
             self.parts.eval()
-            losses = losses_of_texts(
+            losses = losses_of_datasets(
                 self.validation_sets,
                 self.parts[0] if self.pipeline is None else self.pipeline.evaluate,
                 self.feed,
@@ -637,6 +693,8 @@ class Trainer:
                 "numbers": self.update_gate.state_dict(),
                 **asdict(self.progress),
             }
+            if self.upcycled_from is not None:
+                summary["upcycled_from"] = self.upcycled_from
             content: dict[str, Any] = {
                 "config_toml": dump_toml(self.config),
                 "summary": summary,

@@ -1,4 +1,4 @@
-"""Compute the loss of validation texts."""
+"""Compute the loss of validation datasets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ValidationInterrupted(Exception):
     """All ranks have ended the validation, because the run must stop."""
 
 
-class TextLoss(NamedTuple):
-    """The loss of a text: the mean loss per token in nats, and bits per byte of UTF-8.
+class DatasetLoss(NamedTuple):
+    """The loss of a dataset: the mean loss per token in nats, and bits per byte of UTF-8.
 
     bits_per_byte: None if the bytes of the tokens are unknown.
     """
@@ -32,15 +32,15 @@ class TextLoss(NamedTuple):
     seconds: float
 
 
-def losses_of_texts(
-    texts: Mapping[str, Iterable[Batch]],
+def losses_of_datasets(
+    datasets: Mapping[str, Iterable[Batch]],
     evaluate: Callable[..., torch.Tensor | LossWithTokens],
     feed: Feed,
     bytes_of_token: torch.Tensor,
     gather_losses: Callable[[torch.Tensor], torch.Tensor],
     exchange_requests: Callable[[], PendingSum],
-) -> Iterable[tuple[str, TextLoss]]:
-    """Yield the exact mean loss per token of each text, equal on every topology. A collective.
+) -> Iterable[tuple[str, DatasetLoss]]:
+    """Yield the exact mean loss per token of each dataset, equal on every topology. A collective.
 
     evaluate: the model, or the function that runs all of its stages; returns the sum of token
     losses.
@@ -48,7 +48,7 @@ def losses_of_texts(
     exchange_requests: sends this rank's requests to all ranks. After a request to stop, all ranks
         raise ValidationInterrupted before the same batch.
     """
-    for name, batches in texts.items():
+    for name, batches in datasets.items():
         start = time.perf_counter()
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in _until_stop(batches, exchange_requests):
@@ -60,7 +60,7 @@ def losses_of_texts(
         bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
         yield (
             name,
-            TextLoss(
+            DatasetLoss(
                 loss=loss_sum / max(1.0, num_tokens),
                 bits_per_byte=bits_per_byte,
                 num_tokens=int(num_tokens),

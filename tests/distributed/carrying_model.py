@@ -1,7 +1,7 @@
-"""The outside model with more to pass between pipeline stages than hidden states.
+"""A variant of the outside model whose pipeline stages exchange more than hidden states.
 
-It is reached by `experimental.custom_import = "tests.distributed.carrying_model"`. Each tensor of
-`stage_tensors` is one kind that a stage must pass on correctly.
+Load it with `experimental.custom_import = "tests.distributed.carrying_model"`. `stage_tensors` has
+one tensor of each kind that a stage must pass on unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchtitan_like.models import StageTensor, register
 
 @dataclass(frozen=True)
 class CarryingArgs(outside_model.OutsideArgs):
-    """without_gradient: also pass a float and an integer tensor that have no gradient."""
+    """`without_gradient`: also pass a float and an integer tensor that have no gradient."""
 
     n_layers: int = 4
     without_gradient: bool = True
@@ -36,12 +36,12 @@ WITHOUT_GRADIENT = (
 
 
 def stage_tensors(args: CarryingArgs) -> tuple[StageTensor, ...]:
-    """What `CarryingGPT` passes on after the hidden states."""
+    """Return the tensors that each stage of `CarryingGPT` sends after the hidden states."""
     return WITH_GRADIENT + WITHOUT_GRADIENT if args.without_gradient else WITH_GRADIENT
 
 
 class CarryingGPT(outside_model.GPT):
-    """Adds to the last hidden states what the blocks before have computed."""
+    """A GPT whose head also reads values accumulated over all earlier blocks."""
 
     def __init__(self, args: CarryingArgs) -> None:
         super().__init__(args)
@@ -58,14 +58,14 @@ class CarryingGPT(outside_model.GPT):
         squares: Tensor | None = None,
         ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """As `GPT.forward`; a stage that is not the last returns what the next one receives."""
+        """Run `GPT.forward`; every stage except the last returns the inputs of the next stage."""
         x = tokens
         if self.wte is not None:
             x = first = self.wte(tokens)
             ids, running = tokens, torch.zeros_like(x)
             squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
         if squares is not None:
-            assert squares.dtype == torch.float64, "the framework cast what a stage received"
+            assert squares.dtype == torch.float64, "the framework cast a stage input"
         for block in self.h.values():
             x = block(x, positions)
             running = running + 0.5 * x

@@ -1,4 +1,4 @@
-"""What an older torch cannot do: our config check refuses it, or no trainer asks for it."""
+"""Skip the tests that need torch 2.13."""
 
 import re
 
@@ -6,11 +6,13 @@ import pytest
 
 from torchtitan_like.preflight.context import installed_torch_release
 
-# Backward passes in two parts: the rule old-zero-bubble. And Inductor's pass for asynchronous tensor parallelism takes fewer
-# collectives of what is computed again, and cannot gather the logits of a whole model, which a trainer does without.
+# The config rule old-zero-bubble rejects schedules that split the backward pass.
+# In older releases Inductor's pass for asynchronous tensor parallelism fuses fewer collectives of
+# recomputed operations. It also fails on the gathered logits of a whole model, which no trainer
+# computes.
 SINCE_2_13 = re.compile(
-    r"tests/distributed/.*(ZeroBubble|DualPipe|-izb-|-zbv-|-dualpipe-|in a V|backward in two parts|with other strides"
-    r"|memory_for_messages|_overlap\[(recomputed|whole model))"
+    r"tests/distributed/.*(ZeroBubble|DualPipe|-izb-|-zbv-|-dualpipe-|in a V|backward in two parts"
+    r"|with other strides|memory_for_messages|_overlap\[(recomputed|whole model))"
 )
 
 

@@ -1,8 +1,9 @@
-"""A model that the package does not know, of another style than its own and with other names, as a user would write it.
+"""A user's model from outside the package, with its own architecture and parameter names.
 
-GPT-2's names, LayerNorm and biases (Radford et al. 2019), attention and feed-forward side by side as in GPT-J (Wang &
-Komatsuzaki 2021), a GELU between two matrices, as many heads of keys as of queries, rotary positions. It is reached by
-`experimental.custom_import = "tests.distributed.outside_model"` and says nothing of ranks.
+It has GPT-2's names, LayerNorm and biases (Radford et al. 2019). As in GPT-J (Wang & Komatsuzaki
+2021), attention and feed-forward run in parallel. Two matrices with a GELU form the feed-forward
+layer, attention is multi-head, positions are rotary. The code contains nothing distributed. Load it
+with `experimental.custom_import = "tests.distributed.outside_model"`.
 """
 
 from __future__ import annotations
@@ -40,29 +41,35 @@ class OutsideArgs:
         return self.dim // self.n_heads
 
 
-FLAVORS = {"tiny": OutsideArgs(), "small": OutsideArgs(dim=768, n_layers=12, n_heads=12, vocab_size=50304)}
+FLAVORS = {
+    "tiny": OutsideArgs(),
+    "small": OutsideArgs(dim=768, n_layers=12, n_heads=12, vocab_size=50304),
+}
 
 
 def check(args: OutsideArgs) -> list[str]:
-    """What is wrong with the sizes, one sentence each."""
+    """Return the problems of the sizes, one sentence each."""
     if args.dim % (2 * args.n_heads):
         return [f"dim = {args.dim}: expected a multiple of 2 x n_heads = {2 * args.n_heads}"]
     return []
 
 
 def num_params(args: OutsideArgs) -> int:
-    """Parameters of the model."""
+    """Return the number of parameters."""
     block = 12 * args.dim * args.dim + 11 * args.dim
     return args.n_layers * block + 2 * args.dim + 2 * args.vocab_size * args.dim
 
 
 def flops_per_token(args: OutsideArgs, seq_len: int) -> int:
-    """6 (P - P_embedding) + 6 L H (2 head_dim) seq (PaLM, arXiv:2204.02311, appendix B)."""
-    return 6 * (num_params(args) - args.vocab_size * args.dim) + 12 * args.n_layers * args.dim * seq_len
+    """Return 6 (P - P_embedding) + 6 L H (2 head_dim) seq (PaLM, arXiv:2204.02311, app. B)."""
+    return (
+        6 * (num_params(args) - args.vocab_size * args.dim)
+        + 12 * args.n_layers * args.dim * seq_len
+    )
 
 
 def init_table(args: OutsideArgs) -> tuple[tuple[str, InitRule], ...]:
-    """GPT-2's: 0.02, and what writes into the residual stream less the deeper the model is."""
+    """Return GPT-2's table: std 0.02, and 0.02 / sqrt(2 L) for residual output projections."""
     plain = InitRule("normal", std=0.02)
     into_residual = InitRule("normal", std=0.02 / (2 * args.n_layers) ** 0.5)
     return (
@@ -77,7 +84,7 @@ def init_table(args: OutsideArgs) -> tuple[tuple[str, InitRule], ...]:
 
 
 class SelfAttention(nn.Module):
-    """Input and output (batch, seq, dim). `core` is the seam of context parallelism."""
+    """Input and output (batch, seq, dim). Context parallelism replaces `core`."""
 
     core: Callable[..., Tensor]
 
@@ -93,7 +100,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
         batch, seq, _ = x.shape
-        q, k, v = (linear(x).view(batch, seq, -1, self.head_dim) for linear in (self.query, self.key, self.value))
+        q, k, v = (
+            linear(x).view(batch, seq, -1, self.head_dim)
+            for linear in (self.query, self.key, self.value)
+        )
         cos, sin = self.rotary.tables(seq, positions)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -115,7 +125,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward of the same normed input, both added to the residual stream."""
+    """Parallel block: attention and feed-forward read the same normalized input."""
 
     def __init__(self, args: OutsideArgs, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -130,7 +140,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pipeline stage keeps some of these modules and sets the others to None."""
+    """The whole model. A pipeline stage keeps some modules and sets the others to None."""
 
     def __init__(self, args: OutsideArgs) -> None:
         super().__init__()
@@ -140,8 +150,13 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(args.dim)
         self.lm_head = OutputHead(args.dim, args.vocab_size)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab), or with labels (batch, seq) the 0-dim sum of token losses over labels != -100."""
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (batch, seq, vocab), or with labels (batch, seq) the sum of token losses.
+
+        The sum is a 0-dim tensor and skips labels of -100.
+        """
         x = tokens if self.wte is None else self.wte(tokens)
         for block in self.h.values():
             x = block(x, positions)
@@ -154,7 +169,7 @@ class GPT(nn.Module):
         self.rotary.init_buffers(device)
 
 
-# ---- sharding, other formats, and all of it together
+# ---- sharding, Hugging Face names, and the model's spec
 
 SHARDING = (
     ("wte.weight", "vocab_embedding"),
@@ -168,12 +183,20 @@ SHARDING = (
     ("ln_f.*", "norm"),
     ("lm_head.weight", "output"),
 )
-WITH_BIAS = ("h.{}.ln", "h.{}.attn.query", "h.{}.attn.key", "h.{}.attn.value", "h.{}.attn.attn_out", "h.{}.mlp.fc",
-             "h.{}.mlp.mlp_out", "ln_f")  # fmt: skip
+MODULES_WITH_BIAS = (
+    "h.{}.ln",
+    "h.{}.attn.query",
+    "h.{}.attn.key",
+    "h.{}.attn.value",
+    "h.{}.attn.attn_out",
+    "h.{}.mlp.fc",
+    "h.{}.mlp.mlp_out",
+    "ln_f",
+)
 
 
 def constraints(args: OutsideArgs) -> dict[str, int]:
-    """What a layout must divide or respect."""
+    """Return the sizes that restrict the parallel layouts of this model."""
     return {
         "n_layers": args.n_layers,
         "n_heads": args.n_heads,
@@ -184,13 +207,16 @@ def constraints(args: OutsideArgs) -> dict[str, int]:
 
 
 def hf_names(args: OutsideArgs) -> Rows:
-    """(our name, that of an imagined Hugging Face model)."""
-    weights = [f"{name}.weight" for name in ("wte", *WITH_BIAS, "lm_head")]
-    return tuple((name, f"transformer.{name}") for name in (*weights, *(f"{name}.bias" for name in WITH_BIAS)))
+    """Return pairs (name in this model, name in a fictional Hugging Face model)."""
+    weights = [f"{name}.weight" for name in ("wte", *MODULES_WITH_BIAS, "lm_head")]
+    return tuple(
+        (name, f"transformer.{name}")
+        for name in (*weights, *(f"{name}.bias" for name in MODULES_WITH_BIAS))
+    )
 
 
 def hf_config(args: OutsideArgs) -> dict[str, Any]:
-    """Its `config.json`."""
+    """Return the `config.json` of the fictional Hugging Face model."""
     return {"model_type": "outside", "hidden_size": args.dim, "num_hidden_layers": args.n_layers}
 
 

@@ -1,6 +1,6 @@
-"""One parity cell: the shipped build and step of train.py on some ranks, and its comparison with one rank.
+"""Run the trainer on several ranks and compare the results with one rank.
 
-What "the same numbers" means, and with which tolerance, is written once, in `compare`.
+A parity cell is one layout, model and dtype. `compare` defines all tolerances.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import join, read_config
+from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE
+from torchtitan_like.models.layers.moe import MoE
+from torchtitan_like.optim.balancing import ExpertLoads
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
@@ -31,7 +34,7 @@ PRECISIONS = {"float32": 5, "float64": 3}  # dtype -> steps
 
 @dataclass
 class Trace:
-    """What a cell did: per step, and full tensors by canonical name as float64."""
+    """Values recorded from one cell: one list entry per step, full tensors by name as float64."""
 
     weight_hash: int = 0
     loss: list[float] = field(default_factory=list)
@@ -41,10 +44,15 @@ class Trace:
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     validation: list[float] = field(default_factory=list)
+    loads: list[ExpertLoads] = field(default_factory=list)
+    expert_state: list[dict[str, np.ndarray]] = field(default_factory=list)
 
 
 def options(folder: str, dtype: str, **overrides: object) -> list[str]:
-    """A tiny model on ragged, masked documents; no warm-up, which would hide errors."""
+    """Return arguments for a tiny model on short, masked documents.
+
+    They disable the warm-up, because a small learning rate would hide errors.
+    """
     values = {
         "job.dump_folder": folder,
         "model.hf_assets_path": ROOT / "tests/assets/tokenizer",
@@ -74,7 +82,7 @@ def options(folder: str, dtype: str, **overrides: object) -> list[str]:
 
 
 def short_documents(folder: Path) -> Path:
-    """A text of many short documents, so that each sample has another number of masked labels."""
+    """Write a dataset of short documents, so that the number of masked labels varies by sample."""
     path = folder / "short.jsonl"
     if not path.exists():
         with open(ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl") as corpus:
@@ -86,42 +94,53 @@ def short_documents(folder: Path) -> Path:
 
 
 def full(tensor: torch.Tensor) -> np.ndarray:
-    """The whole tensor, whatever its layout; a collective where it is sharded."""
+    """Return the full tensor. All ranks must call this function if it is sharded."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().double().numpy().copy()
 
 
 def of_all_stages(trainer: Trainer, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the stages of a pipeline hold, together."""
+    """Merge the tensors of all pipeline stages."""
     if trainer.world.dims.pp == 1:
         return tensors
-    return {name: part for some in trainer.world.step_group.gather_objects(tensors) for name, part in some.items()}
+    return {
+        name: tensor
+        for stage_tensors in trainer.world.step_group.gather_objects(tensors)
+        for name, tensor in stage_tensors.items()
+    }
 
 
 def build(argv: list[str]) -> Trainer:
-    """The trainer of this rank of a pool, as `launch.run` builds it."""
-    torch._dynamo.reset()  # a process of its own has compiled nothing yet
+    """Build the trainer of this pool rank, like `launch.run`."""
+    torch._dynamo.reset()  # a fresh process has no compiled code either
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = read_config(argv, world_size)
     world = join(config, LaunchedAs(rank, rank, world_size))
     checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
     try:
-        return Trainer(config, world, checkpointer, checkpointer.find_start(config.training.steps), Requests(), RankPosition())
+        return Trainer(
+            config,
+            world,
+            checkpointer,
+            checkpointer.find_start(config.training.steps),
+            Requests(),
+            RankPosition(),
+        )
     except BaseException:
         checkpointer.close()
         raise
 
 
 def release(trainer: Trainer) -> None:
-    """What `launch.run` does at the end."""
+    """Close the trainer, like `launch.run`."""
     trainer.close()
     trainer.checkpointer.close()
     trainer.world.leave()
-    functorch_config.activation_memory_budget = 1.0  # other tests go on in this process
+    functorch_config.activation_memory_budget = 1.0  # this process runs more tests
 
 
 def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
-    """Train on this rank of a pool as train.py does and trace it; only rank 0 returns the trace."""
+    """Train on this pool rank and record a trace. Ranks other than 0 return None."""
     trainer = build(argv)
     trace = Trace()
     shares = trainer.world.step_group.gather_objects(sum(map(weight_hash, trainer.parts)))
@@ -129,9 +148,11 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     clip = trainer.optimizer.clip_gradients
 
     def traced_clip(max_norm: float) -> torch.Tensor:
-        if mutation:
+        if mutation and mutation not in BALANCE_MUTATIONS:
             (MUTATIONS | EXPERT_MUTATIONS)[mutation](trainer)
-        trace.gradients.append(of_all_stages(trainer, {name: full(p.grad) for name, p in trainer.optimizer.named}))
+        # Updates in backward have freed the gradients.
+        gradients = {n: full(p.grad) for n, p in trainer.optimizer.named if p.grad is not None}
+        trace.gradients.append(of_all_stages(trainer, gradients))
         return clip(max_norm)
 
     trainer.optimizer.clip_gradients = traced_clip
@@ -153,6 +174,10 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
         validation(step, mean, *rest)
 
     trainer.metrics.validation = traced_validation
+    if trainer.balancer is not None:
+        trace_experts(trainer, trace)
+    if mutation in BALANCE_MUTATIONS:
+        BALANCE_MUTATIONS[mutation](trainer)
     if mutation == "one micro-batch dropped":
         whole_step = trainer.train_step
 
@@ -164,32 +189,60 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     if mutation == "rank 0's tokens uncounted":
         trainer.world.step_group.sum_async = _forgetting_rank_0(trainer)
     trainer.train()
-    trace.parameters = of_all_stages(trainer, {name: full(p) for name, p in trainer.optimizer.named})
+    trace.parameters = of_all_stages(
+        trainer, {name: full(p) for name, p in trainer.optimizer.named}
+    )
     release(trainer)
     return trace if trainer.is_leader else None
 
 
+def trace_experts(trainer: Trainer, trace: Trace) -> None:
+    """Trace the loads of the experts and the state that balances them after each update."""
+    update = trainer.balancer.update
+
+    def traced_update(skip: torch.Tensor, is_logged: bool) -> None:
+        update(skip, is_logged)
+        trace.loads.append(trainer.balancer.read())
+        state = {
+            name: buffer.numpy().copy()
+            for part in trainer.parts
+            for name, buffer in part.named_buffers()
+            if name.endswith(("expert_bias", "load_fractions"))
+        }
+        trace.expert_state.append(of_all_stages(trainer, state))
+
+    trainer.balancer.update = traced_update
+
+
 def _scale(pattern: str, factor: float) -> Callable[[Trainer], None]:
     def mutate(trainer: Trainer) -> None:
-        hit = [p for name, p in trainer.optimizer.named if pattern in name]
-        assert hit or trainer.world.dims.pp > 1, pattern  # it may be on another stage
-        for p in hit:
+        parameters = [p for name, p in trainer.optimizer.named if pattern in name]
+        assert parameters or trainer.world.dims.pp > 1, pattern  # another stage may own it
+        for p in parameters:
             p.grad.mul_(factor)
 
     return mutate
 
 
 def _swap_ranks(trainer: Trainer) -> None:
-    """Ranks 0 and 1, 2 and 3 ... exchange their shares of the gradients, as where a mesh has them in another order.
+    """Exchange gradient shards between ranks 0 and 1, 2 and 3, and so on.
 
-    Neither the loss of this step nor the norm of the gradients tells. Stages of a pipeline exchange their layers.
+    This fault simulates a wrong rank order in a mesh. The loss of this step and the gradient norm
+    do not change. Pipeline stages exchange their layers.
     """
-    own = {re.sub(r"layers\.\d+", "layers", name): _local(p.grad) for name, p in trainer.optimizer.named}
-    theirs = trainer.world.step_group.gather_objects(own)[trainer.world.rank ^ 1]
-    common = [name for name in own if name in theirs and own[name].shape == theirs[name].shape]
+    gradients = {
+        re.sub(r"layers\.\d+", "layers", name): _local(p.grad)
+        for name, p in trainer.optimizer.named
+    }
+    peer_gradients = trainer.world.step_group.gather_objects(gradients)[trainer.world.rank ^ 1]
+    common = [
+        name
+        for name in gradients
+        if name in peer_gradients and gradients[name].shape == peer_gradients[name].shape
+    ]
     assert common
     for name in common:
-        own[name].copy_(theirs[name])
+        gradients[name].copy_(peer_gradients[name])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,12 +250,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forgetting_rank_0(trainer: Trainer):
-    """What rank 0 counts is missing from every denominator."""
+    """Return a sum that leaves rank 0's token count out of the denominator."""
     original = trainer.world.step_group.sum_async
     return lambda values: original([values[0] * (trainer.world.rank != 0), *values[1:]])
 
 
-# Faults that loss, grad norm and parameters under AdamW would let pass, each of which must turn a cell red.
+# Faults that a check of only loss, gradient norm and AdamW-updated parameters would miss.
+# `compare` must detect each of them.
 MUTATIONS: dict[str, Callable[[Trainer], None]] = {
     "one norm gradient x 2": _scale("layers.0.attention_norm", 2.0),
     "wk x 4": _scale("wk", 4.0),
@@ -212,34 +266,151 @@ MUTATIONS: dict[str, Callable[[Trainer], None]] = {
     "ranks swapped": _swap_ranks,
     "rank 0's tokens uncounted": lambda trainer: None,
 }
+
+
+def _swap_rows(trainer: Trainer) -> None:
+    """Return each computed row to the token of the row before, from the second step on."""
+    for layer in _layers(trainer):
+
+        def compute_rows(rows, routes, compute=layer.experts.compute_rows):
+            return compute(rows, routes).roll(1, 0)
+
+        layer.experts.compute_rows = compute_rows
+
+
+def _keep_weights(trainer: Trainer) -> None:
+    for layer in _layers(trainer):
+        layer.router.normalize = False
+
+
+def _layers(trainer: Trainer) -> list[MoE]:
+    return [module for module in trainer.parts.modules() if isinstance(module, MoE)]
+
+
+# Faults of experts, each of which must turn a cell red.
 EXPERT_MUTATIONS: dict[str, Callable[[Trainer], None]] = {
     "expert gradients x 2": _scale("moe.experts", 2.0),
     "router gradient x 2": _scale("moe.router", 2.0),
+    "rows of two tokens swapped": _swap_rows,
+    "weights not normalized": _keep_weights,
 }
 
 
+def _on_rank_1(change: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    return lambda trainer: change(trainer) if trainer.world.rank == 1 else None
+
+
+def _skip_update(trainer: Trainer) -> None:
+    """Run the collective, but keep this rank's biases unchanged."""
+    trainer.balancer._balance = lambda choices, skip: None
+
+
+def _count_own_tokens(trainer: Trainer) -> None:
+    trainer.balancer._sum_over_ranks = lambda values: values
+
+
+def _flip_signs(trainer: Trainer) -> None:
+    balance = trainer.balancer._balance
+    trainer.balancer._balance = lambda choices, skip: balance(-choices, skip)
+
+
+def _scale_losses(trainer: Trainer) -> None:
+    """As if each rank divided by its own tokens."""
+    prepare = trainer.balancer.prepare
+    trainer.balancer.prepare = lambda num_tokens: prepare(num_tokens // trainer.world.size)
+
+
+def _weigh_with_bias(trainer: Trainer) -> None:
+    for layer in _layers(trainer):
+
+        def weigh(logits, expert_ids, weigh=layer.router.weigh, bias=layer.expert_bias):
+            return weigh(logits + bias, expert_ids)
+
+        layer.router.weigh = weigh
+
+
+def _skip_second_update(trainer: Trainer) -> None:
+    gate, norms = trainer.update_gate.gate, []
+
+    def skip_second(grad_norm: torch.Tensor) -> torch.Tensor:
+        norms.append(grad_norm)
+        return torch.maximum(gate(grad_norm), torch.tensor(float(len(norms) == 2)))
+
+    trainer.update_gate.gate = skip_second
+
+
+def _own_part_of_sequence(trainer: Trainer) -> None:
+    for layer in _layers(trainer):
+        layer.sequence = WHOLE_SEQUENCE
+
+
+# Faults of expert balancing. `compare_experts` must detect each of them.
+BALANCE_MUTATIONS: dict[str, Callable[[Trainer], None]] = {
+    "counts of one rank": _count_own_tokens,
+    "bias update skipped on one rank": _on_rank_1(_skip_update),
+    "signs flipped": _flip_signs,
+    "bias in the weights": _weigh_with_bias,
+    "losses per rank": _scale_losses,
+    "losses over parts of sequences": _own_part_of_sequence,
+    "second update skipped": _skip_second_update,
+}
+
+
+def compare_experts(reference: Trace, cell: Trace, tolerance: float) -> None:
+    """Raise AssertionError if expert loads or balancing states differ.
+
+    Loads are integers and determine the biases, so they must be bit-equal.
+    """
+    for actual, reference_value in zip(cell.loads, reference.loads, strict=True):
+        assert actual.choices == reference_value.choices, "loads of experts"
+        for name in ("router_z", "aux_loss", "bias_range"):
+            expected = getattr(reference_value, name)
+            np.testing.assert_allclose(
+                np.array(getattr(actual, name), float),
+                np.array(expected, float),
+                rtol=tolerance,
+                err_msg=name,
+            )
+    for actual, reference_value in zip(cell.expert_state, reference.expert_state, strict=True):
+        assert actual.keys() == reference_value.keys(), "balancing state of experts"
+        for name, values in reference_value.items():
+            assert np.array_equal(actual[name], values), name
+
+
 def compare(reference: Trace, cell: Trace, dtype: str) -> None:
-    """Raise AssertionError where a cell is not the same as one rank (float64: 1e-10; float32: as written here)."""
+    """Raise AssertionError if a cell differs from one rank. In float64 the tolerance is 1e-10."""
     assert cell.weight_hash == reference.weight_hash, "weights differ at step 0"
-    assert cell.digest == reference.digest, "other tokens were read"
-    assert cell.num_valid_tokens == reference.num_valid_tokens, "valid tokens were counted differently"
-    wide = dtype == "float64"
-    scalar = 1e-10 if wide else 1e-5
+    assert cell.digest == reference.digest, "the input tokens differ"
+    assert cell.num_valid_tokens == reference.num_valid_tokens, "the numbers of valid tokens differ"
+    is_float64 = dtype == "float64"
+    scalar = 1e-10 if is_float64 else 1e-5
     np.testing.assert_allclose(cell.loss, reference.loss, rtol=scalar, err_msg="loss")
-    np.testing.assert_allclose(cell.grad_norm, reference.grad_norm, rtol=scalar, err_msg="grad_norm")
-    np.testing.assert_allclose(cell.validation, reference.validation, rtol=scalar, err_msg="validation loss")
-    for step, (ours, theirs) in enumerate(zip(cell.gradients, reference.gradients, strict=True), start=1):
-        limit = 1e-10 if wide else (1e-5 if step == 1 else 1e-4)
-        assert ours.keys() == theirs.keys(), "other parameters have gradients"
-        for name, gradient in theirs.items():
-            error = np.linalg.norm(ours[name] - gradient) / np.linalg.norm(gradient)
-            assert error <= limit, f"gradient of {name} at step {step}: relative error {error:.2e} > {limit}"
+    np.testing.assert_allclose(
+        cell.grad_norm, reference.grad_norm, rtol=scalar, err_msg="grad_norm"
+    )
+    np.testing.assert_allclose(
+        cell.validation, reference.validation, rtol=scalar, err_msg="validation loss"
+    )
+    for step, (actual, expected) in enumerate(
+        zip(cell.gradients, reference.gradients, strict=True), start=1
+    ):
+        limit = 1e-10 if is_float64 else (1e-5 if step == 1 else 1e-4)
+        assert actual.keys() == expected.keys(), "the sets of parameters with gradients differ"
+        for name, gradient in expected.items():
+            error = np.linalg.norm(actual[name] - gradient) / np.linalg.norm(gradient)
+            assert error <= limit, (
+                f"gradient of {name} at step {step}: relative error {error:.2e} > {limit}"
+            )
+    compare_experts(reference, cell, scalar)
     for name, value in reference.parameters.items():
         difference = np.abs(cell.parameters[name] - value)
-        if wide:
+        if is_float64:
             error = np.linalg.norm(difference) / np.linalg.norm(value)
             assert error <= 1e-10, f"{name}: relative error {error:.2e}"
         else:
-            # Adam divides by sqrt(v): an element whose gradient is nearly zero may move by up to lr either way.
-            assert (difference <= 1e-5).mean() >= 0.9999, f"{name}: {(difference > 1e-5).sum()} elements differ"
+            # Adam divides by sqrt(v), so an element with a gradient near zero may move by up to lr
+            # in either direction.
+            assert (difference <= 1e-5).mean() >= 0.9999, (
+                f"{name}: {(difference > 1e-5).sum()} elements differ"
+            )
             assert difference.max() <= LR, f"{name}: an element differs by {difference.max():.2e}"

@@ -40,7 +40,7 @@ class ParallelBlock(nn.Module):
 class Parallel(Decoder):
     def __init__(self, args):
         rotary = RotaryEmbedding(args.head_dim, args.max_seq_len, theta=1e4)
-        super().__init__(args, lambda: ParallelBlock(args, rotary))
+        super().__init__(args, lambda layer: ParallelBlock(args, rotary))
 """,
     "flavors.py": """
 from dataclasses import dataclass
@@ -156,7 +156,7 @@ register(
 }
 
 
-def steps():
+def documented_files():
     """Return the files that the numbered steps of CONTRIBUTING name, in order."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = re.search(r"^## Add a model\n(.*?)^## ", text, re.MULTILINE | re.DOTALL).group(1)
@@ -171,11 +171,12 @@ def train_added_model(parent, argv):
         sys.path.remove(parent)
 
 
-def test_the_steps_name_every_file_of_every_model():
-    assert [*steps(), "__init__.py"] == list(FILES)
+def test_documented_steps_name_every_file_of_a_model():
+    assert [*documented_files(), "__init__.py"] == list(FILES)
     models = ROOT / "torchtitan_like/models"
     families = [path.parent for path in models.glob("*/flavors.py")]
-    assert sorted(family.name for family in families) == ["llama3", "qwen3"]
+    names = ["deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"]
+    assert sorted(family.name for family in families) == names
     for family in families:
         assert {path.name for path in family.glob("*.py")} == set(FILES), family
 
@@ -185,10 +186,10 @@ def test_the_steps_name_every_file_of_every_model():
     [(1, {}), (2, {"parallelism.tensor_parallel_degree": 2})],
     ids=["one-rank", "tp-2"],
 )
-def test_a_model_of_these_files_trains(tmp_path, world_size, layout):
+def test_model_added_by_the_documented_steps_trains(tmp_path, world_size, layout):
     folder = tmp_path / "parallel_model"
     folder.mkdir()
-    for name in (*steps(), "__init__.py"):
+    for name in (*documented_files(), "__init__.py"):
         (folder / name).write_text(FILES[name])
     argv = options(
         str(tmp_path / "run"),
@@ -201,8 +202,10 @@ def test_a_model_of_these_files_trains(tmp_path, world_size, layout):
             **layout,
         },
     )
-    at = argv.index("--model.args.multiple_of")  # an argument of llama3 only
-    trace = run_ranks(train_added_model, world_size, str(Path(tmp_path)), argv[:at] + argv[at + 2 :])[0]
+    index = argv.index("--model.args.multiple_of")  # an argument of llama3 only
+    trace = run_ranks(
+        train_added_model, world_size, str(Path(tmp_path)), argv[:index] + argv[index + 2 :]
+    )[0]
     assert trace.loss == pytest.approx([7.6], abs=0.2)  # ln 2048 = 7.62
     assert len(trace.gradients[0]) == 2 * 8 + 3
     assert all(abs(gradient).max() > 0 for gradient in trace.gradients[0].values())

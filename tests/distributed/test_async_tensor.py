@@ -1,7 +1,7 @@
-"""Asynchronous tensor parallelism: which collectives of our graphs Inductor's pass takes, and that numbers stay.
+"""Asynchronous tensor parallelism: the collectives that Inductor's pass fuses, and their results.
 
-The pass only takes what it recognises, and says nothing of the rest. Its work is seen without GPUs: the graphs are those that
-it leaves behind, run as they are, on CPU ranks, with what torch puts in the place of the overlapping operators elsewhere.
+The pass silently skips every pattern that it does not recognize. These tests need no GPU: they run
+the graphs after the pass on CPU ranks, with torch's fallbacks for the overlapping operators.
 """
 
 from __future__ import annotations
@@ -43,8 +43,18 @@ from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 
 SEQ, VOCAB, LAYERS = 16, 72, 2
-SIZES = {"dim": 32, "n_layers": LAYERS, "n_heads": 4, "n_kv_heads": 4, "vocab_size": VOCAB, "max_seq_len": SEQ}
-FLAVORS = {"llama3": ("debugmodel", {"multiple_of": 16}), "qwen3": ("0.6B", {"head_dim": 8, "hidden_dim": 48})}
+SIZES = {
+    "dim": 32,
+    "n_layers": LAYERS,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "vocab_size": VOCAB,
+    "max_seq_len": SEQ,
+}
+FLAVORS = {
+    "llama3": ("debugmodel", {"multiple_of": 16}),
+    "qwen3": ("0.6B", {"head_dim": 8, "hidden_dim": 48}),
+}
 GATHER_MM, MM_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 OPERATORS = (GATHER_MM, MM_SCATTER, GATHER, SCATTER)
@@ -60,14 +70,16 @@ class Run:
 
 
 def build(run: Run, world: World, *, asynchronous: bool, compiled: bool = True) -> Any:
-    """This rank's part of the model with its initial weights, as the trainer builds it."""
+    """Build this rank's shard of the model with initial weights, like the trainer."""
     torch._dynamo.reset()
     flavor, others = FLAVORS[run.model]
     spec = get_spec(run.model)
     args = resolve_args(spec, flavor, SIZES | others)
     modes = {"op": {"mode": "selective", "selective_ac_option": "op"}}
     sections = Sections(
-        Training(dtype=run.dtype, mixed_precision_param=run.dtype, mixed_precision_reduce=run.dtype),
+        Training(
+            dtype=run.dtype, mixed_precision_param=run.dtype, mixed_precision_reduce=run.dtype
+        ),
         Parallelism(
             tensor_parallel_degree=2,
             enable_async_tensor_parallel=asynchronous,
@@ -86,28 +98,39 @@ def build(run: Run, world: World, *, asynchronous: bool, compiled: bool = True) 
 
 
 def step(model: Any, run: Run) -> dict[str, torch.Tensor]:
-    """The loss and this rank's part of each gradient; the logits of a pass without gradients."""
+    """Return loss, this rank's gradient shards, and the logits of a forward without gradients."""
     samples = torch.randint(VOCAB, (2, run.batch, SEQ), generator=torch.Generator().manual_seed(3))
     tokens, labels = samples.to(next(model.buffers()).device)
     model.zero_grad()
     loss = model(tokens, labels)
     loss.backward()
-    found = {name: p.grad.to_local() for name, p in model.named_parameters()} | {"loss": loss.detach()}
+    tensors = {name: p.grad.to_local() for name, p in model.named_parameters()} | {
+        "loss": loss.detach()
+    }
     with torch.no_grad():
-        found["logits"] = model(tokens)
-    return found
+        tensors["logits"] = model(tokens)
+    return tensors
 
 
-def largest_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Relative to the largest entry of each tensor."""
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - t).abs().max() / t.abs().max()) for name, t in theirs.items())
+def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest error over all tensors, relative to each tensor's largest entry."""
+    assert actual.keys() == expected.keys()
+    return max(
+        float((actual[name] - t).abs().max() / t.abs().max()) for name, t in expected.items()
+    )
 
 
 @contextmanager
 def world_of_ranks() -> Iterator[World]:
-    long = timedelta(seconds=60)
-    world = join_world(launched_as(), ParallelDims(2, tp=2), long, long, needs_mesh=True, agree=lambda gather: None)
+    timeout = timedelta(seconds=60)
+    world = join_world(
+        launched_as(),
+        ParallelDims(2, tp=2),
+        timeout,
+        timeout,
+        needs_mesh=True,
+        agree=lambda gather: None,
+    )
     try:
         yield world
     finally:
@@ -116,19 +139,25 @@ def world_of_ranks() -> Iterator[World]:
 
 @contextmanager
 def as_on_gpus(graphs: list[Counter[str]]) -> Iterator[None]:
-    """Stand-ins for what only GPUs have; `graphs` gets the operators of each graph, after all of Inductor's passes.
+    """Replace the GPU-only functions, and record the operator counts of each graph in `graphs`.
 
-    Instead of generating code Inductor gives back the graph. Where a group is not enabled, or the option not given, its pass
-    does nothing, here as there.
+    Inductor runs all passes, then returns the graph instead of generated code. As on GPUs, the pass
+    changes nothing if the option is off or symmetric memory is not enabled for the group.
     """
     enabled: set[str] = set()
 
-    def run_graph(module: torch.fx.GraphModule, inputs: Any, is_inference: bool = False, **_: Any) -> Any:
+    def run_graph(
+        module: torch.fx.GraphModule, inputs: Any, is_inference: bool = False, **_: Any
+    ) -> Any:
         post_grad.view_to_reshape(module)
         with V.set_fake_mode(detect_fake_mode(inputs)):
             post_grad.post_grad_passes(module, is_inference)
         module.recompile()
-        names = [node.target.__name__.split(".")[0] for node in module.graph.nodes if node.op == "call_function"]
+        names = [
+            node.target.__name__.split(".")[0]
+            for node in module.graph.nodes
+            if node.op == "call_function"
+        ]
         graphs.append(Counter(name for name in names if name in OPERATORS))
         return torch._functorch.aot_autograd.make_boxed_func(module.forward)
 
@@ -147,24 +176,31 @@ def as_on_gpus(graphs: list[Counter[str]]) -> Iterator[None]:
         yield
 
 
-def of_a_step(run: Run) -> tuple[list[dict[str, int]], float]:
-    """What is in the graphs of forward, backward and a forward without gradients; the error against plain TP."""
+def step_graphs_and_error(run: Run) -> tuple[list[dict[str, int]], float]:
+    """Return the operator counts of three graphs, and the error relative to plain TP.
+
+    The graphs are the forward, the backward, and a forward without gradients.
+    """
     graphs: list[Counter[str]] = []
     with world_of_ranks() as world:
         plain = step(build(run, world, asynchronous=False, compiled=False), run)
         with as_on_gpus(graphs):
-            ours = step(build(run, world, asynchronous=True), run)
-    return [dict(graph) for graph in graphs], largest_error(ours, plain)
+            overlapped = step(build(run, world, asynchronous=True), run)
+    return [dict(graph) for graph in graphs], largest_error(overlapped, plain)
 
 
-FORWARD = {GATHER_MM: 2, MM_SCATTER: 2}  # of q, k and v; of gate and up; of both outputs
-# In backward the outputs' gradients are gathered for a product each. What is scattered is a sum of three products or of
-# two, and no product: for this there is no overlapping operator.
+# Gathers for (q, k, v) and (gate, up); scatters of the two output projections.
+FORWARD = {GATHER_MM: 2, MM_SCATTER: 2}
+# Backward gathers each output gradient for one product. It scatters sums of two or three products,
+# for which no overlapping operator exists.
 BACKWARD = {GATHER_MM: 2, SCATTER: 2}
-RECOMPUTED = {GATHER_MM: 4, MM_SCATTER: 1, SCATTER: 2}  # nothing but the next block needs the second output
-SAVED_PER_OP = {GATHER_MM: 4, SCATTER: 2}  # per_op_sac_save_reduce_scatter keeps what the forward has scattered
-# Blocks in one graph with the rest. The embedding scatters a look-up, and gathers its gradient. The head gathers for a
-# product that the loss takes in pieces; or, without labels, for one whole product, whose result it gathers then.
+# Recomputation omits the second output, which only the next block needs.
+RECOMPUTED = {GATHER_MM: 4, MM_SCATTER: 1, SCATTER: 2}
+# per_op_sac_save_reduce_scatter keeps the scattered outputs of the forward.
+SAVED_PER_OP = {GATHER_MM: 4, SCATTER: 2}
+# One graph for the whole model. The embedding scatters its output and gathers its gradient. With
+# labels the head gathers its input for a product that the loss computes in chunks. Without labels
+# it computes one product and gathers the logits.
 WHOLE = [
     {GATHER_MM: 2 * LAYERS, MM_SCATTER: 2 * LAYERS, GATHER: 1, SCATTER: 1},
     {GATHER_MM: 2 * LAYERS, SCATTER: 2 * LAYERS + 1, GATHER: 1},
@@ -182,12 +218,12 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_collectives_overlap_matrix_products(name: str) -> None:
     run, expected = RUNS[name]
-    for graphs, error in run_ranks(of_a_step, 2, run, timeout=120):
+    for graphs, error in run_ranks(step_graphs_and_error, 2, run, timeout=120):
         assert graphs == expected
         assert error <= 1e-14
 
 
-def without_the_option() -> list[dict[str, int]]:
+def default_graphs() -> list[dict[str, int]]:
     graphs: list[Counter[str]] = []
     with world_of_ranks() as world, as_on_gpus(graphs):
         step(build(Run(), world, asynchronous=False), Run())
@@ -196,45 +232,58 @@ def without_the_option() -> list[dict[str, int]]:
 
 def test_asynchronous_collectives_are_off_by_default() -> None:
     plain = {GATHER: 2, SCATTER: 2}
-    assert run_ranks(without_the_option, 2) == [[plain] * 3] * 2
+    assert run_ranks(default_graphs, 2) == [[plain] * 3] * 2
 
 
-def refusal() -> str:
-    def no_way(group: str, min_size: int) -> None:
+def error_without_peer_access() -> str:
+    def fail_without_peer_access(group: str, min_size: int) -> None:
         raise RuntimeError("CUDA driver error: peer access is not supported")
 
     with (
         mock.patch.object(symmetric_memory, "enable_symm_mem_for_group"),
-        mock.patch.object(symmetric_memory, "get_symm_mem_workspace", no_way),
+        mock.patch.object(symmetric_memory, "get_symm_mem_workspace", fail_without_peer_access),
         pytest.raises(RuntimeError) as caught,
     ):
         overlap_tensor_parallel(dist.group.WORLD)
     return str(caught.value)
 
 
-def test_gpus_without_a_way_to_each_other_are_refused() -> None:
-    for message in run_ranks(refusal, 2):
-        assert "expected 2 GPUs that read each other's memory" in message and "peer access is not supported" in message
+def test_gpus_without_peer_access_are_rejected() -> None:
+    for message in run_ranks(error_without_peer_access, 2):
+        assert (
+            "expected 2 GPUs that read each other's memory" in message
+            and "peer access is not supported" in message
+        )
         assert "-> set it to false" in message
 
 
-# ---- with the overlapping operators themselves
+# ---- the overlapping operators on GPUs
 
 
-def on_a_gpu(rank: int, port: int, run: Run) -> None:
-    """One of two processes: numbers of plain TP, by the operators of all layers."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+def compare_on_gpu(rank: int, port: int, run: Run) -> None:
+    """Run one of two processes: compare with plain TP and count the operators of all layers."""
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
     os.environ["WORLD_SIZE"] = "2"
     with world_of_ranks() as world:
         plain = step(build(run, world, asynchronous=False), run)
         model = build(run, world, asynchronous=True)
-        step(model, run)  # compiles, which runs operators too
+        step(model, run)  # compiles, which also runs operators
         with torch.profiler.profile() as profile:
-            ours = step(model, run)
+            overlapped = step(model, run)
         counts = Counter(event.name for event in profile.events())
-        assert counts[f"symm_mem::{GATHER_MM}"] == LAYERS * sum(g[GATHER_MM] for g in (FORWARD, BACKWARD, FORWARD))
-        assert counts[f"symm_mem::{MM_SCATTER}"] == LAYERS * sum(g[MM_SCATTER] for g in (FORWARD, FORWARD))
-        assert largest_error(ours, plain) <= 1e-5  # float32; the ranks' parts are summed in another order
+        assert counts[f"symm_mem::{GATHER_MM}"] == LAYERS * sum(
+            g[GATHER_MM] for g in (FORWARD, BACKWARD, FORWARD)
+        )
+        assert counts[f"symm_mem::{MM_SCATTER}"] == LAYERS * sum(
+            g[MM_SCATTER] for g in (FORWARD, FORWARD)
+        )
+        # float32: the two ways add the partial sums of the ranks in a different order.
+        assert largest_error(overlapped, plain) <= 1e-5
 
 
 @pytest.mark.gpu
@@ -242,4 +291,4 @@ def test_numbers_on_gpus_equal_plain_tensor_parallelism() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs that read each other's memory")
     [port] = free_ports(1)
-    torch.multiprocessing.spawn(on_a_gpu, (port, Run(dtype="float32")), nprocs=2)
+    torch.multiprocessing.spawn(compare_on_gpu, (port, Run(dtype="float32")), nprocs=2)

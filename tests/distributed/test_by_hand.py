@@ -1,4 +1,4 @@
-"""What a step sends is what the same layout sends that is written by hand with torch's own calls: kinds, numbers, elements."""
+"""A step sends the same collectives as a handwritten version of the same layout."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,34 +18,36 @@ TOKENS = benchmark.BATCH * SEQ
 
 
 def traffic(kind):
-    """Of a second step, when nothing is set up any more: (ours, by hand)."""
+    """Count the collectives of the second step: (trainer, handwritten)."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard" if kind == "fsdp" else "tp",))
     args = replace(benchmark.ARGS, n_layers=LAYERS, vocab_size=VOCAB, max_seq_len=SEQ)
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(VOCAB, (2, benchmark.BATCH, SEQ), generator=generator)
-    seen = []
-    for side in (benchmark.ours, benchmark.by_hand):
+    counts = []
+    for build_step in (benchmark.trainer_step, benchmark.handwritten_step):
         with patch.multiple(benchmark, SEQ=SEQ, VOCAB=VOCAB, ARGS=args):
-            step = side(kind, mesh)
+            step = build_step(kind, mesh)
         step(tokens, labels)
-        with Traffic() as counted:
+        with Traffic() as traffic_mode:
             step(tokens, labels)
-        seen.append(counted.sizes())
-    return seen
+        counts.append(traffic_mode.sizes())
+    return counts
 
 
-# By hand the loss sums three numbers per token (the highest logit, the sum, the label's logit) in as many messages.
+# Per token, the loss reduces the largest logit, the sum of exponentials and the label's logit.
+# The handwritten loss sends them in three messages, the trainer in two.
 OWN_LOSS = {("all_reduce", TOKENS): 1, ("all_reduce", 2 * TOKENS): 1}
 LOSS_BY_HAND = {("all_reduce", TOKENS): 3}
-# By hand the embedding is gathered again for its backward, which reads nothing of it; ours belongs to the outermost group.
+# The handwritten version gathers the embedding again for its backward, which does not read it.
+# The trainer puts it into the outermost FSDP group.
 EMBEDDING = {("all_gather", VOCAB * benchmark.ARGS.dim): 1}
 
 
 @pytest.mark.parametrize("kind", ["tp + sp", "tp", "fsdp"])
-def test_what_is_sent(kind):
-    for ours, by_hand in run_ranks(traffic, 2, kind, timeout=120):
+def test_traffic_equals_the_handwritten_layout(kind):
+    for actual, expected in run_ranks(traffic, 2, kind, timeout=120):
         if kind.startswith("tp"):
-            ours, by_hand = ours - Counter(OWN_LOSS), by_hand - Counter(LOSS_BY_HAND)
+            actual, expected = actual - Counter(OWN_LOSS), expected - Counter(LOSS_BY_HAND)
         else:
-            by_hand = by_hand - Counter(EMBEDDING)
-        assert ours == by_hand and ours.total() > 0
+            expected = expected - Counter(EMBEDDING)
+        assert actual == expected and actual.total() > 0

@@ -1,4 +1,4 @@
-"""Attention over tokens that are spread over ranks: the numbers of one device, and what each method sends for it."""
+"""Context parallelism computes the results of one device with the expected communication."""
 
 import math
 from collections import Counter
@@ -24,13 +24,14 @@ from torchtitan_like.models.layers.kernels import KERNELS
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 BATCH, HEADS, SEQ, DIM = 2, 4, 64, 16
-# Relative L2 of outputs and gradients. bf16: each rank rounds its part of a sum once more (measured: at most 7e-3).
+# Relative L2 error of outputs and gradients. In bfloat16 each rank rounds its partial sum once more
+# (measured: at most 7e-3).
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to compute attention on some ranks. attn_type: the kernel; fault: a row of FAULTS."""
+    """A case of context-parallel attention. `attn_type`: the kernel; `fault`: a row of FAULTS."""
 
     method: str = "allgather"
     balancer: str | None = "headtail"
@@ -44,66 +45,78 @@ class Cell:
         return "-".join(str(value) for value in vars(self).values() if value not in ("", "sdpa"))
 
 
-def relative(a, b):
+def relative_error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def some_positions():
-    """Two samples of documents of uneven length, which end within chunks and between them."""
+def document_positions():
+    """Return positions of two samples whose documents end within chunks and between them."""
     lengths = [(5, 1, 20, 6, 23, 9), (32, 3, 29)]
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
-def here(method="allgather", balancer="headtail"):
-    return ContextParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), method, balancer)
+def context_parallel(method="allgather", balancer="headtail"):
+    return ContextParallel(
+        dist.group.WORLD, dist.get_rank(), dist.get_world_size(), method, balancer
+    )
 
 
-def own(cp, x):
-    """This rank's part of (batch, heads, seq, dim), laid out as a model's attention has it."""
+def shard_heads(cp, x):
+    """Return this rank's shard of (batch, heads, seq, dim), with the strides of a real model."""
     return cp._local_chunks(x.movedim(2, -1)).movedim(-1, 1).contiguous().transpose(1, 2)
 
 
 def inputs(cell):
-    """q, k, v, and the gradient of the output; equal on all ranks."""
+    """Return q, k, v and the gradient of the output, equal on all ranks."""
     torch.manual_seed(0)
     heads = (HEADS, cell.kv_heads, cell.kv_heads, HEADS)
     return [torch.randn(BATCH, n, SEQ, DIM, dtype=torch.float64).to(cell.dtype) for n in heads]
 
 
-def seams(cell, cp):
-    """The core that replaces that of one device, and the mask for it of this rank's positions."""
+def core_and_mask(cell, cp):
+    """Return the context-parallel attention core, and its mask for this rank's positions."""
     method, kernel = METHODS[cell.method], KERNELS[cell.attn_type]
     core = method.core(cp, kernel.core)
     if not cell.documents:
         return core, None
-    part = cp._local_chunks(some_positions())
+    part = cp._local_chunks(document_positions())
     return core, method.mask(cp, kernel.mask)(part, cell.dtype, part.shape[1])
 
 
 def core_errors(cell):
-    """Errors of output and gradients of q, k, v against one device, on this rank's tokens."""
+    """Return the errors of this rank's output and gradients of q, k, v relative to one device."""
     q, k, v, grad = inputs(cell)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     kernel = KERNELS["sdpa"]
-    mask = kernel.mask(some_positions(), cell.dtype, SEQ) if cell.documents else None
+    mask = kernel.mask(document_positions(), cell.dtype, SEQ) if cell.documents else None
     expected = kernel.core(*whole, mask)
     expected.backward(grad)
 
-    cp = here(cell.method, cell.balancer)
-    parts = [own(cp, x).requires_grad_() for x in (q, k, v)]
+    cp = context_parallel(cell.method, cell.balancer)
+    parts = [shard_heads(cp, x).requires_grad_() for x in (q, k, v)]
     with FAULTS[cell.fault]() if cell.fault else mock.patch.dict({}):
-        core, mask = seams(cell, cp)
-        found = core(*parts, mask)
-        found.backward(own(cp, grad))
-    pairs = [(found.detach(), expected.detach()), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
-    return [relative(a, own(cp, b)) for a, b in pairs]
+        core, mask = core_and_mask(cell, cp)
+        actual = core(*parts, mask)
+        actual.backward(shard_heads(cp, grad))
+    pairs = [
+        (actual.detach(), expected.detach()),
+        *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True)),
+    ]
+    return [relative_error(a, shard_heads(cp, b)) for a, b in pairs]
 
 
 CORES = [
     Cell(method, balancer, documents, dtype, kv_heads)
-    for method, balancer in (*((m, b) for m in ("allgather", "ring") for b in ("headtail", None)), ("ulysses", None))
+    for method, balancer in (
+        *((m, b) for m in ("allgather", "ring") for b in ("headtail", None)),
+        ("ulysses", None),
+    )
     for documents in ((False,) if method == "ring" else (False, True))
-    for dtype, kv_heads in (*((torch.float64, n) for n in (4, 2, 1)), (torch.float32, 2), (torch.bfloat16, 2))
+    for dtype, kv_heads in (
+        *((torch.float64, n) for n in (4, 2, 1)),
+        (torch.float32, 2),
+        (torch.bfloat16, 2),
+    )
 ]
 
 
@@ -116,15 +129,17 @@ def test_attention_equals_one_device(cell, num_ranks):
 
 def flex_error(cell):
     q, k, v, _ = inputs(cell)
-    kernel, cp = KERNELS["sdpa"], here(cell.method, cell.balancer)
-    expected = kernel.core(q, k, v, kernel.mask(some_positions(), cell.dtype, SEQ))
-    core, mask = seams(cell, cp)
-    return relative(core(*(own(cp, x) for x in (q, k, v)), mask), own(cp, expected))
+    kernel, cp = KERNELS["sdpa"], context_parallel(cell.method, cell.balancer)
+    expected = kernel.core(q, k, v, kernel.mask(document_positions(), cell.dtype, SEQ))
+    core, mask = core_and_mask(cell, cp)
+    return relative_error(
+        core(*(shard_heads(cp, x) for x in (q, k, v)), mask), shard_heads(cp, expected)
+    )
 
 
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
-def test_the_kernel_of_the_model_computes_attention(method):
-    """Forward alone: on CPU FlexAttention has no more."""
+def test_context_parallelism_uses_the_model_kernel(method):
+    """Only the forward pass: FlexAttention has no backward on CPU."""
     cell = Cell(method, documents=True, attn_type="flex", dtype=torch.float32)
     assert max(run_ranks(flex_error, 2, cell)) < 1e-6
 
@@ -132,14 +147,14 @@ def test_the_kernel_of_the_model_computes_attention(method):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_ring_attention_equals_full_attention(device, kv_heads):
-    """The kernels that a ring calls, without ranks: queries that see one piece of the keys partly, another one whole."""
+    """Test the ring's kernels without ranks, on one causal and one full block of keys."""
     cell = Cell(dtype=torch.bfloat16, kv_heads=kv_heads)
     q, k, v, grad = (x.to(device) for x in inputs(cell))
     q, grad = q[:, :, SEQ // 2 :], grad[:, :, SEQ // 2 :].contiguous()
     whole = [x.double().requires_grad_() for x in (q, k, v)]
     repeated = [x.repeat_interleave(HEADS // kv_heads, dim=1) for x in whole[1:]]
-    sees = torch.ones(SEQ // 2, SEQ, dtype=torch.bool, device=device).tril(SEQ // 2)
-    scores = (whole[0] @ repeated[0].mT / DIM**0.5).masked_fill(~sees, -torch.inf)
+    visible = torch.ones(SEQ // 2, SEQ, dtype=torch.bool, device=device).tril(SEQ // 2)
+    scores = (whole[0] @ repeated[0].mT / DIM**0.5).masked_fill(~visible, -torch.inf)
     expected = scores.softmax(-1) @ repeated[1]
     expected.backward(grad.double())
 
@@ -151,14 +166,14 @@ def test_ring_attention_equals_full_attention(device, kv_heads):
         ring._merge(out, lse, part, part_lse)
     dq, dk, dv = torch.zeros(q.shape, device=device), torch.empty_like(k), torch.empty_like(v)
     for rows, causal in pieces:
-        of_queries = [grad, q, out.to(q.dtype), lse]
+        query_tensors = [grad, q, out.to(q.dtype), lse]
         part, dk[:, :, rows], dv[:, :, rows] = ring._flash_backward(
-            of_queries, k[:, :, rows], v[:, :, rows], extras, causal=causal
+            query_tensors, k[:, :, rows], v[:, :, rows], extras, causal=causal
         )
         dq += part
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1).detach(), rtol=1e-2, atol=1e-2)
     pairs = [(out, expected.detach()), *zip((dq, dk, dv), (x.grad for x in whole), strict=True)]
-    assert all(relative(a, b) < TOLERANCES[cell.dtype] for a, b in pairs)
+    assert all(relative_error(a, b) < TOLERANCES[cell.dtype] for a, b in pairs)
 
 
 # ---- whole models
@@ -177,12 +192,21 @@ class Run:
     dtype: torch.dtype = torch.float64
 
     def __str__(self):
-        return "-".join(str(value) for value in vars(self).values() if value not in ("", "none", True))
+        return "-".join(
+            str(value) for value in vars(self).values() if value not in ("", "none", True)
+        )
 
 
 def build(run):
     spec = get_spec("llama3")
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 72, "max_seq_len": SEQ}
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 72,
+        "max_seq_len": SEQ,
+    }
     kind = {"attn_mask_type": "block_causal" if run.documents else "causal"}
     args = resolve_args(spec, "debugmodel", sizes | {"multiple_of": 16} | kind)
     model = spec.build(args).to(run.dtype)
@@ -193,24 +217,26 @@ def build(run):
 def batch(run):
     torch.manual_seed(1)
     tokens, labels = torch.randint(72, (2, BATCH, SEQ)).unbind()
-    labels[0, :9], labels[1, 40:] = -100, -100  # most of the valid ones are in the first half
-    return tokens, labels, some_positions() if run.documents else None
+    labels[0, :9], labels[1, 40:] = -100, -100  # most valid labels are in the first half
+    return tokens, labels, document_positions() if run.documents else None
 
 
 def model_errors(run):
-    """Relative errors of the loss and of every gradient, each summed over ranks."""
+    """Return the relative errors of the loss and of every gradient, after a sum over ranks."""
     tokens, labels, positions = batch(run)
     reference, _ = build(run)
     expected = reference(tokens, labels, positions)
     expected.backward()
 
     model, blocks = build(run)
-    cp = here(run.method, run.balancer)
+    cp = context_parallel(run.method, run.balancer)
     lines = apply_context_parallel(model, cp)
     assert lines == [lines[0]] and f"over {run.cp} ranks, {run.method}" in lines[0]
     if run.checkpointing != "none":
         mode, _, option = run.checkpointing.partition(" ")
-        section = ActivationCheckpoint(mode=mode, **({"selective_ac_option": option} if option else {}))
+        section = ActivationCheckpoint(
+            mode=mode, **({"selective_ac_option": option} if option else {})
+        )
         apply_activation_checkpointing(blocks, section)
     if run.backend:
         compile_blocks(blocks, run.backend)
@@ -218,12 +244,12 @@ def model_errors(run):
     loss.backward()
     total = loss.detach()
     dist.all_reduce(total)
-    errors = {"loss": relative(total, expected)}
-    theirs = dict(reference.named_parameters())
+    errors = {"loss": relative_error(total, expected)}
+    expected_parameters = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         dist.all_reduce(parameter.grad)
-        errors[name] = relative(parameter.grad, theirs[name].grad)
-    assert len(errors) == 1 + len(theirs)
+        errors[name] = relative_error(parameter.grad, expected_parameters[name].grad)
+    assert len(errors) == 1 + len(expected_parameters)
     return errors
 
 
@@ -231,11 +257,14 @@ RUNS = [
     *(Run(cp, method) for cp in (2, 4) for method in METHODS),
     *(Run(cp, method, documents=True) for cp in (2, 4) for method in ("allgather", "ulysses")),
     *(Run(method=method, balancer=None) for method in METHODS),
-    *(Run(method=method, checkpointing=mode) for method in METHODS for mode in ("full", "selective op")),
-    *(Run(method=method, checkpointing="selective op", documents=True) for method in ("allgather", "ulysses")),
+    *(Run(method=method, checkpointing=mode)
+      for method in METHODS for mode in ("full", "selective op")),
+    *(Run(method=method, checkpointing="selective op", documents=True)
+      for method in ("allgather", "ulysses")),
     *(Run(method=method, backend="aot_eager", documents=documents)
       for method in ("allgather", "ulysses") for documents in (False, True)),
-    *(Run(method=method, backend="aot_eager", checkpointing="full") for method in ("allgather", "ulysses")),
+    *(Run(method=method, backend="aot_eager", checkpointing="full")
+      for method in ("allgather", "ulysses")),
     *(Run(method=method, dtype=torch.float32) for method in METHODS),
 ]  # fmt: skip
 
@@ -255,32 +284,40 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
 @pytest.mark.parametrize(("ranks", "tp", "cp"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (4, 1, 2)])
 def test_training_on_documents_equals_one_rank(folder, method, ranks, tp, cp):
-    """With train.py, from the positions that its data pipeline counts."""
+    """Use the whole trainer, with the positions of its data pipeline."""
     documents = {"model.args.attn_mask_type": "block_causal"}
-    degrees = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, "context_parallel_rotate_method": method}
+    degrees = {
+        "context_parallel_degree": cp,
+        "tensor_parallel_degree": tp,
+        "context_parallel_rotate_method": method,
+    }
     overrides = {f"parallelism.{key}": value for key, value in degrees.items()} | documents
     overrides["training.local_batch_size"] = 8 * cp * tp // ranks
     name = f"{ranks}-{tp}-{cp}-{method}"
-    (expected,) = run_ranks(run_cell, 1, options(str(folder / f"one-{name}"), "float64", **documents))
-    found, *_ = run_ranks(run_cell, ranks, options(str(folder / name), "float64", **overrides))
-    compare(expected, found, "float64")
+    (expected,) = run_ranks(
+        run_cell, 1, options(str(folder / f"one-{name}"), "float64", **documents)
+    )
+    actual, *_ = run_ranks(run_cell, ranks, options(str(folder / name), "float64", **overrides))
+    compare(expected, actual, "float64")
 
 
-def test_documents_change_the_numbers(folder):
-    """Else a mask that is forgotten everywhere would pass."""
+def test_document_masks_change_the_loss(folder):
+    """Without this test, a mask that every layout ignores would pass."""
     documents = {"model.args.attn_mask_type": "block_causal"}
     losses = [
-        run_ranks(run_cell, 1, options(str(folder / f"changed-{i}"), "float64", **overrides))[0].loss[0]
+        run_ranks(run_cell, 1, options(str(folder / f"changed-{i}"), "float64", **overrides))[
+            0
+        ].loss[0]
         for i, overrides in enumerate(({}, documents))
     ]
     assert not math.isclose(*losses, rel_tol=1e-6)
 
 
-# ---- what is sent, and who computes what
+# ---- communication and balance of work
 
 
 class Log(TorchDispatchMode):
-    """(operator, bytes sent) of each collective and message, and the size of each attention kernel's rectangle."""
+    """Records (operator, bytes sent) per message and (queries, keys) per attention call."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +325,10 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if function.namespace in ("_c10d_functional", "c10d") and name not in ("wait_tensor", "recv_"):
+        if function.namespace in ("_c10d_functional", "c10d") and name not in (
+            "wait_tensor",
+            "recv_",
+        ):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.sent.append((name, sum(x.numel() * x.element_size() for x in tensors)))
         if name == "_scaled_dot_product_flash_attention_for_cpu":
@@ -297,11 +337,11 @@ class Log(TorchDispatchMode):
 
 
 def core_log(cell):
-    """What a rank sends in forward, and in backward, and the rectangles of queries and keys that it computes."""
-    cp = here(cell.method, cell.balancer)
-    q, k, v, grad = (own(cp, x) for x in inputs(cell))
+    """Return a rank's messages in forward and in backward, and its (queries, keys) rectangles."""
+    cp = context_parallel(cell.method, cell.balancer)
+    q, k, v, grad = (shard_heads(cp, x) for x in inputs(cell))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    core, mask = seams(cell, cp)
+    core, mask = core_and_mask(cell, cp)
     with Log() as forward:
         out = core(q, k, v, mask)
     with Log() as backward:
@@ -315,7 +355,7 @@ def size(heads, seq, dim=DIM, item=4):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("balancer", ["headtail", None])
-def test_all_gather_sends_keys_and_values_at_once_and_sums_their_gradients(num_ranks, balancer):
+def test_all_gather_sends_keys_and_values_together_and_reduces_gradients(num_ranks, balancer):
     cell = Cell("allgather", balancer, dtype=torch.float32)
     for forward, backward, _ in run_ranks(core_log, num_ranks, cell):
         assert forward == [("all_gather_into_tensor", size(2, SEQ // num_ranks, 2 * DIM))]
@@ -325,18 +365,24 @@ def test_all_gather_sends_keys_and_values_at_once_and_sums_their_gradients(num_r
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("balancer", ["headtail", None])
 @pytest.mark.parametrize(("dtype", "item"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_a_ring_sends_messages_to_one_neighbour_and_gradients_wide(num_ranks, balancer, dtype, item):
+def test_ring_sends_to_one_neighbor_and_passes_float32_gradients(num_ranks, balancer, dtype, item):
     cell = Cell("ring", balancer, dtype=dtype)
     part = SEQ // num_ranks
     for forward, backward, _ in run_ranks(core_log, num_ranks, cell):
-        passed = ("send", size(2, part, 2 * DIM, item))
-        assert forward == [passed] * (num_ranks - 1)
-        wide = ("send", size(2, part, 2 * DIM, 4))
-        assert Counter(backward) == Counter([passed] * (num_ranks - 1)) + Counter([wide] * (num_ranks - 1))
+        keys_and_values = ("send", size(2, part, 2 * DIM, item))
+        assert forward == [keys_and_values] * (num_ranks - 1)
+        gradients = ("send", size(2, part, 2 * DIM, 4))
+        assert Counter(backward) == Counter([keys_and_values] * (num_ranks - 1)) + Counter(
+            [gradients] * (num_ranks - 1)
+        )
 
 
-@pytest.mark.parametrize(("num_ranks", "kv_heads", "sent_kv_heads"), [(2, 2, 2), (4, 4, 4), (4, 2, 4), (2, 1, 2)])
-def test_ulysses_exchanges_heads_for_tokens_and_repeats_too_few_heads(num_ranks, kv_heads, sent_kv_heads):
+@pytest.mark.parametrize(
+    ("num_ranks", "kv_heads", "sent_kv_heads"), [(2, 2, 2), (4, 4, 4), (4, 2, 4), (2, 1, 2)]
+)
+def test_ulysses_exchanges_heads_for_tokens_and_repeats_kv_heads(
+    num_ranks, kv_heads, sent_kv_heads
+):
     cell, part = Cell("ulysses", dtype=torch.float32, kv_heads=kv_heads), SEQ // num_ranks
     qkv = ("all_to_all_single", size(HEADS + 2 * sent_kv_heads, part))
     output = ("all_to_all_single", size(HEADS, part))
@@ -347,7 +393,7 @@ def test_ulysses_exchanges_heads_for_tokens_and_repeats_too_few_heads(num_ranks,
 
 def model_log(run):
     model, _ = build(run)
-    cp = here(run.method, run.balancer)
+    cp = context_parallel(run.method, run.balancer)
     apply_context_parallel(model, cp)
     part = cp.shard(*batch(run))
     with Log() as log, torch.no_grad():
@@ -356,28 +402,29 @@ def model_log(run):
 
 
 @pytest.mark.parametrize(
-    ("method", "per_layer", "for_the_mask"), [("allgather", 1, 0), ("ulysses", 2, 1), ("ring", 1, None)]
+    ("method", "num_per_layer", "num_mask_collectives"),
+    [("allgather", 1, 0), ("ulysses", 2, 1), ("ring", 1, None)],
 )
-def test_a_mask_costs_one_collective_a_forward_at_most(method, per_layer, for_the_mask):
+def test_mask_adds_at_most_one_collective_per_forward(method, num_per_layer, num_mask_collectives):
     plain = run_ranks(model_log, 2, Run(method=method))[0]
-    assert len(plain) == 2 * per_layer
-    if for_the_mask is not None:
+    assert len(plain) == 2 * num_per_layer
+    if num_mask_collectives is not None:
         masked = run_ranks(model_log, 2, Run(method=method, documents=True))[0]
-        positions = [("all_gather_into_tensor", BATCH * SEQ // 2 * 8)] * for_the_mask
+        positions = [("all_gather_into_tensor", BATCH * SEQ // 2 * 8)] * num_mask_collectives
         assert masked == positions + plain
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("method", METHODS)
-def test_head_and_tail_give_every_rank_the_same_work(method, num_ranks):
+def test_headtail_balances_work_over_ranks(method, num_ranks):
     def work(balancer):
         logs = run_ranks(core_log, num_ranks, Cell(method, balancer, dtype=torch.float32))
         return [sum(queries * keys for queries, keys in rectangles) for *_, rectangles in logs]
 
-    balanced, in_order = work("headtail"), work(None)
+    balanced, contiguous = work("headtail"), work(None)
     assert len(set(balanced)) == 1
-    # In order the last rank's queries see all keys. Ulysses needs no balance.
-    assert (max(in_order) > balanced[0]) == (method != "ulysses")
+    # With contiguous chunks the last rank's queries see all keys. Ulysses needs no balancer.
+    assert (max(contiguous) > balanced[0]) == (method != "ulysses")
 
 
 # ---- faults
@@ -389,27 +436,31 @@ def _unmerged(out, lse, part, part_lse):
 
 
 FAULTS = {
-    "chunks rank after rank": lambda: mock.patch.object(
+    "contiguous chunks": lambda: mock.patch.object(
         ContextParallel, "gather", lambda self, x: context.gather_along(x, 2, self.group)
     ),
     "no sum over ranks": lambda: mock.patch.object(context, "gather_along", gather_whole),
     "ends of chunks in order": lambda: mock.patch.object(
-        ContextParallel, "ends", lambda self, seq: [(self.rank * 2 + i + 1) * seq // 2 for i in range(2)]
+        ContextParallel,
+        "ends",
+        lambda self, seq: [(self.rank * 2 + i + 1) * seq // 2 for i in range(2)],
     ),
     "unmerged": lambda: mock.patch.object(ring, "_merge", _unmerged),
     "all keys seen": lambda: mock.patch.object(
         ring, "_visible", lambda ring, source, seq: (slice(0, seq), slice(0, seq))
     ),
-    "nothing arrives": lambda: mock.patch.object(ring, "_send_to_next", lambda x, ring: lambda: x.clone()),
+    "nothing arrives": lambda: mock.patch.object(
+        ring, "_send_to_next", lambda x, ring: lambda: x.clone()
+    ),
     "heads repeated in turn": lambda: mock.patch.object(
         context, "_repeat_heads", lambda x, n: x.repeat(1, n // math.gcd(x.shape[1], n), 1, 1)
     ),
-    "positions of this rank alone": lambda: mock.patch.object(
+    "only this rank's positions": lambda: mock.patch.object(
         context, "gather_whole", lambda x, dim, group: x.repeat(1, group.size())
     ),
 }
 FAULTY = [
-    Cell(fault="chunks rank after rank"),
+    Cell(fault="contiguous chunks"),
     Cell(fault="no sum over ranks"),
     Cell(fault="ends of chunks in order"),
     Cell(fault="ends of chunks in order", documents=True),
@@ -417,19 +468,22 @@ FAULTY = [
     Cell("ring", fault="all keys seen"),
     Cell("ring", fault="nothing arrives"),
     Cell("ulysses", fault="heads repeated in turn"),
-    Cell("ulysses", fault="positions of this rank alone", documents=True),
+    Cell("ulysses", fault="only this rank's positions", documents=True),
 ]
 
 
 @pytest.mark.parametrize("cell", FAULTY, ids=str)
-def test_a_fault_turns_a_cell_red(cell):
-    cell = replace(cell, dtype=torch.bfloat16)  # where tolerances are widest
+def test_injected_fault_exceeds_the_tolerance(cell):
+    cell = replace(cell, dtype=torch.bfloat16)  # the largest tolerance
     worst = max(error for errors in run_ranks(core_errors, 4, cell) for error in errors)
     assert not worst < TOLERANCES[cell.dtype]
-    assert max(max(errors) for errors in run_ranks(core_errors, 4, replace(cell, fault=""))) < TOLERANCES[cell.dtype]
+    assert (
+        max(max(errors) for errors in run_ranks(core_errors, 4, replace(cell, fault="")))
+        < TOLERANCES[cell.dtype]
+    )
 
 
-# ---- cutting
+# ---- sharding of samples
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -438,33 +492,39 @@ def test_a_fault_turns_a_cell_red(cell):
 def test_every_token_goes_to_one_rank_with_its_label_and_position(method, balancer, num_ranks):
     tokens = torch.arange(3 * 2 * 16).view(3, 2, 16)
     positions = tokens * 7
-    shares = [ContextParallel(None, r, num_ranks, method, balancer) for r in range(num_ranks)]
-    parts = [cp.shard(tokens, -tokens, positions) for cp in shares]
-    for part, labels, places in parts:
+    contexts = [ContextParallel(None, r, num_ranks, method, balancer) for r in range(num_ranks)]
+    parts = [cp.shard(tokens, -tokens, positions) for cp in contexts]
+    for part, labels, shard_positions in parts:
         assert part.shape == (3, 2, 16 // num_ranks) and part.is_contiguous()
-        assert torch.equal(labels, -part) and torch.equal(places, part * 7)
+        assert torch.equal(labels, -part) and torch.equal(shard_positions, part * 7)
     assert torch.equal(torch.cat([part for part, _, _ in parts], -1).sort().values, tokens)
-    without = [cp.shard(tokens, -tokens, None) for cp in shares]
-    assert all(torch.equal(places, part % 16) for part, _, places in without)
-    halves = [part[0, 0, :1].tolist() + part[0, 0, -1:].tolist() for part, _, _ in parts]
+    without_positions = [cp.shard(tokens, -tokens, None) for cp in contexts]
+    assert all(
+        torch.equal(shard_positions, part % 16) for part, _, shard_positions in without_positions
+    )
+    ends = [part[0, 0, :1].tolist() + part[0, 0, -1:].tolist() for part, _, _ in parts]
     is_balanced = balancer == "headtail" and method != "ulysses"
-    assert halves[0] == ([0, 15] if is_balanced else [0, 16 // num_ranks - 1])
+    assert ends[0] == ([0, 15] if is_balanced else [0, 16 // num_ranks - 1])
 
 
 def test_sizes_that_cannot_be_sharded_are_refused():
     cp = ContextParallel(None, 0, 2)
-    with pytest.raises(ValueError, match="18 tokens cannot be divided into the 4 equal chunks .* multiple of 4"):
+    with pytest.raises(
+        ValueError, match="18 tokens cannot be divided into the 4 equal chunks .* multiple of 4"
+    ):
         cp.shard(torch.zeros(1, 18), torch.zeros(1, 18), None)
 
 
-def test_a_ring_refuses_documents():
+def test_ring_rejects_document_masks():
     model, _ = build(Run(documents=True))
-    with pytest.raises(ValueError, match='cannot end attention at document borders: use "allgather" or "ulysses"'):
+    with pytest.raises(
+        ValueError, match='cannot end attention at document borders: use "allgather" or "ulysses"'
+    ):
         apply_context_parallel(model, ContextParallel(None, 0, 2, "ring"))
 
 
-def test_all_layers_share_one_core_and_a_stage_without_layers_is_fine():
-    """Compiled blocks look at the function that they call: another one is another compilation."""
+def test_layers_share_one_attention_core_and_empty_stages_work():
+    """A separate core for each layer would recompile the compiled blocks for each layer."""
     model, _ = build(Run())
     apply_context_parallel(model, ContextParallel(None, 0, 2))
     assert len({id(layer.attention.core) for layer in model.layers.values()}) == 1

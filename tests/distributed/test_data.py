@@ -1,4 +1,4 @@
-"""A mixture through the whole trainer: the same samples and losses on any layout, stopped or not, and shown again."""
+"""Mixtures: all layouts and restarts read the same samples, and `data show` prints them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan_like.util.jsonl import read_rows
 STEPS = 6
 SIZES = {"plays": 120, "verse": 90, "prose": 60}
 WORDS = {"plays": "hamlet", "verse": "sonnet", "prose": "letters"}
-LAYOUTS = {  # name: (ranks, local batch, degree that is 2); the global batch is 8 samples
+LAYOUTS = {  # name: (ranks, local batch, the degree set to 2); the global batch has 8 samples
     "one": (1, 8, None),
     "accumulated": (1, 2, None),
     "fsdp-2": (2, 2, None),
@@ -38,16 +38,27 @@ LAYOUTS = {  # name: (ranks, local batch, degree that is 2); the global batch is
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     for name, size in SIZES.items():
-        lines = [json.dumps({"text": f"{WORDS[name]} {number} " * 4}) + "\n" for number in range(size)]
+        lines = [
+            json.dumps({"text": f"{WORDS[name]} {number} " * 4}) + "\n" for number in range(size)
+        ]
         (root / f"{name}.jsonl").write_text("".join(lines))
     return root
 
 
 def arguments(folder, run, local_batch, **overrides):
     sources = {f"data.sources.{name}.path": folder / f"{name}.jsonl" for name in SIZES}
-    weights = {f"data.sources.{name}.weight": weight for name, weight in zip(SIZES, (5, 3, 2), strict=True)}
-    held_out = {f"validation.sources.{name}.path": folder / f"{name}.jsonl" for name in ("plays", "verse")}
-    validation = {"validation.enable": "true", "validation.freq": 3, "validation.steps": -1, "validation.seq_len": 32}
+    weights = {
+        f"data.sources.{name}.weight": weight for name, weight in zip(SIZES, (5, 3, 2), strict=True)
+    }
+    held_out = {
+        f"validation.sources.{name}.path": folder / f"{name}.jsonl" for name in ("plays", "verse")
+    }
+    validation = {
+        "validation.enable": "true",
+        "validation.freq": 3,
+        "validation.steps": -1,
+        "validation.seq_len": 32,
+    }
     settings = {
         **sources, **weights, **held_out, **validation,
         "training.local_batch_size": local_batch,
@@ -58,33 +69,35 @@ def arguments(folder, run, local_batch, **overrides):
         **overrides,
     }  # fmt: skip
     argv = options(str(folder / run), "float32", **settings)
-    at = argv.index("--training.dataset_path")
-    return argv[:at] + argv[at + 2 :]
+    index = argv.index("--training.dataset_path")
+    return argv[:index] + argv[index + 2 :]
 
 
 def train(argv):
-    """The tokens that this rank was fed, step by step."""
+    """Return the tokens that this rank trained on, step by step."""
     trainer = build(argv)
-    fed, given = [], trainer.train_step
+    batches, original = [], trainer.train_step
 
     def train_step(step, fetched, agreement):
-        fed.append(fetched.batch.tokens.flatten(0, 1).tolist())
-        return given(step, fetched, agreement)
+        batches.append(fetched.batch.tokens.flatten(0, 1).tolist())
+        return original(step, fetched, agreement)
 
     trainer.train_step = train_step
     trainer.train()
     release(trainer)
-    return fed
+    return batches
 
 
 def losses_by_source(folder, run):
-    """Of each step: the loss, its mean over the sources, and the loss and labels of each."""
+    """Yield for each step: loss, token mean of the source losses, source losses, label counts."""
     for row in read_rows(folder / run / "metrics.jsonl"):
-        found = row["sources"]
-        counts = [found[name]["num_valid_tokens"] for name in SIZES]
-        losses = [found[name]["loss"] for name in SIZES]
+        sources = row["sources"]
+        counts = [sources[name]["num_valid_tokens"] for name in SIZES]
+        losses = [sources[name]["loss"] for name in SIZES]
         assert sum(counts) == row["num_valid_tokens"]
-        mean = sum((loss or 0) * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        mean = sum((loss or 0) * count for loss, count in zip(losses, counts, strict=True)) / sum(
+            counts
+        )
         yield row["loss"], mean, losses, counts
 
 
@@ -92,84 +105,110 @@ def digests(folder, run):
     return [row["data_digest_chain"] for row in read_rows(folder / run / "metrics.jsonl")]
 
 
-def validated(folder, run):
-    return [(row["step"], row["set"], row["loss"], row) for row in read_rows(folder / run / "validation.jsonl")]
+def validation_rows(folder, run):
+    return [
+        (row["step"], row["set"], row["loss"], row)
+        for row in read_rows(folder / run / "validation.jsonl")
+    ]
 
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    (fed,) = run_ranks(train, 1, arguments(folder, "one", 8))
-    return fed
+    (batches,) = run_ranks(train, 1, arguments(folder, "one", 8))
+    return batches
 
 
-def test_every_layout_feeds_the_same_samples_and_validates_the_same(folder, reference):
-    expected, losses = digests(folder, "one"), validated(folder, "one")
-    assert [row[:2] for row in losses] == [(step, name) for step in (1, 3, 6) for name in ("plays", "verse")]
+def test_all_layouts_train_and_validate_on_the_same_samples(folder, reference):
+    expected, losses = digests(folder, "one"), validation_rows(folder, "one")
+    assert [row[:2] for row in losses] == [
+        (step, name) for step in (1, 3, 6) for name in ("plays", "verse")
+    ]
     for _, name, loss, row in losses:
         lines = (folder / f"{name}.jsonl").read_text().splitlines()
         num_bytes = sum(len(json.loads(line)["text"].encode()) for line in lines)
-        assert row["bits_per_byte"] == pytest.approx(loss * row["num_tokens"] / math.log(2) / num_bytes, rel=1e-12)
+        assert row["bits_per_byte"] == pytest.approx(
+            loss * row["num_tokens"] / math.log(2) / num_bytes, rel=1e-12
+        )
     for name, (ranks, local_batch, degree) in list(LAYOUTS.items())[1:]:
-        cut = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
-        fed = run_ranks(train, ranks, arguments(folder, name, local_batch, **cut))
-        fed = fed[:1] if degree else fed  # both ranks are fed the same
+        parallelism = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
+        batches = run_ranks(train, ranks, arguments(folder, name, local_batch, **parallelism))
+        batches = batches[:1] if degree else batches  # both ranks read the same samples
         for step, whole in enumerate(reference):
-            assert sorted(row for rank in fed for row in rank[step]) == sorted(whole), name
-        for ours, theirs in zip(losses_by_source(folder, name), losses_by_source(folder, "one"), strict=True):
-            assert ours[3] == theirs[3], name
-            assert ours[2] == pytest.approx(theirs[2], rel=1e-5), name
+            assert sorted(row for rank in batches for row in rank[step]) == sorted(whole), name
+        for actual, expected_row in zip(
+            losses_by_source(folder, name), losses_by_source(folder, "one"), strict=True
+        ):
+            assert actual[3] == expected_row[3], name
+            assert actual[2] == pytest.approx(expected_row[2], rel=1e-5), name
         assert digests(folder, name) == expected
-        for ours, theirs in zip(validated(folder, name), losses, strict=True):
-            assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-5)
-            assert ours[3]["bits_per_byte"] == pytest.approx(theirs[3]["bits_per_byte"], rel=1e-5)
+        for actual, expected_row in zip(validation_rows(folder, name), losses, strict=True):
+            assert actual[:2] == expected_row[:2] and actual[2] == pytest.approx(
+                expected_row[2], rel=1e-5
+            )
+            assert actual[3]["bits_per_byte"] == pytest.approx(
+                expected_row[3]["bits_per_byte"], rel=1e-5
+            )
 
 
-def test_a_loss_is_the_mean_of_its_sources(folder, reference):
-    seen = list(losses_by_source(folder, "one"))
-    assert len(seen) == STEPS
-    for loss, mean, losses, _ in seen:
+def test_loss_is_the_token_mean_of_source_losses(folder, reference):
+    rows = list(losses_by_source(folder, "one"))
+    assert len(rows) == STEPS
+    for loss, mean, losses, _ in rows:
         assert loss == pytest.approx(mean, rel=1e-6)
         assert len(set(losses)) == len(SIZES)
 
 
-def test_restarts_on_other_layouts_continue(folder, reference):
-    """Stopped after steps 2 and 4."""
-    fed = []
+def test_restart_on_another_layout_continues_the_data(folder, reference):
+    """The run restarts after steps 2 and 4."""
+    batches = []
     for (ranks, local_batch), steps in zip([(2, 2), (4, 1), (1, 4)], (2, 4, STEPS), strict=True):
         argv = arguments(
-            folder, "restarted", local_batch, **{"training.steps": steps, "lr_scheduler.total_steps": STEPS}
+            folder,
+            "restarted",
+            local_batch,
+            **{"training.steps": steps, "lr_scheduler.total_steps": STEPS},
         )
         by_rank = run_ranks(train, ranks, argv)
-        fed += [[row for rank in by_rank for row in rank[step]] for step in range(len(by_rank[0]))]
-    assert [sorted(rows) for rows in fed] == [sorted(rows) for rows in reference]
+        batches += [
+            [row for rank in by_rank for row in rank[step]] for step in range(len(by_rank[0]))
+        ]
+    assert [sorted(rows) for rows in batches] == [sorted(rows) for rows in reference]
     assert digests(folder, "restarted") == digests(folder, "one")
 
 
 RAMP = {"training.batch_ramp": "2,2,12", "training.global_batch_size": 8, "training.seq_len": 32}
 
 
-def test_a_growing_batch_continues_at_the_same_sample(folder):
-    """2, 2, 4, 6, 8 and 8 samples on any layout, also if a run resumes in the middle of the ramp."""
+def test_batch_ramp_continues_at_the_same_sample(folder):
+    """Steps have 2, 2, 4, 6, 8 and 8 samples on any layout, also after a resume within the ramp."""
     runs = {"one": (1, 2, None), "two": (2, 1, None), "stages": (2, 2, "pipeline")}
     for name, (ranks, local_batch, degree) in runs.items():
-        cut = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
-        run_ranks(train, ranks, arguments(folder, f"ramp-{name}", local_batch, **RAMP, **cut))
+        parallelism = {f"parallelism.{degree}_parallel_degree": 2} if degree else {}
+        run_ranks(
+            train, ranks, arguments(folder, f"ramp-{name}", local_batch, **RAMP, **parallelism)
+        )
     for (ranks, local_batch), steps in zip([(2, 1), (1, 1)], (4, STEPS), strict=True):
         stopped = {"training.steps": steps, "lr_scheduler.total_steps": STEPS}
         run_ranks(train, ranks, arguments(folder, "ramp-resumed", local_batch, **RAMP, **stopped))
-    one, *others = ([*read_rows(folder / f"ramp-{name}" / "metrics.jsonl")] for name in (*runs, "resumed"))
+    one, *others = (
+        [*read_rows(folder / f"ramp-{name}" / "metrics.jsonl")] for name in (*runs, "resumed")
+    )
     assert [row["n_tokens_seen"] for row in one] == [32 * n for n in (2, 4, 8, 14, 22, 30)]
     for rows in others:
-        for ours, theirs in zip(rows, one, strict=True):
-            assert [ours[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")] == [
-                theirs[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")
+        for row, expected in zip(rows, one, strict=True):
+            assert [row[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")] == [
+                expected[key] for key in ("n_tokens_seen", "lr", "data_digest_chain")
             ]
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def stream_arguments(folder, run, local_batch, **overrides):
-    """One source of the mixture is a stream."""
-    streamed = {"data.sources.plays.streaming": "true", "data.packing": "best_fit", "validation.enable": "false"}
+    """Return arguments for a mixture with one streaming source."""
+    streamed = {
+        "data.sources.plays.streaming": "true",
+        "data.packing": "best_fit",
+        "validation.enable": "false",
+    }
     return arguments(folder, run, local_batch, **streamed, **overrides)
 
 
@@ -191,47 +230,60 @@ def test_a_stream_continues_on_any_layout(folder):
     run_ranks(train_in_small_windows, 1, stream_arguments(folder, "stream", 8))
     for (ranks, local_batch), steps in zip([(2, 2), (4, 2)], (4, STEPS), strict=True):
         later = {"training.steps": steps, "lr_scheduler.total_steps": STEPS}
-        run_ranks(train_in_small_windows, ranks, stream_arguments(folder, "stream-again", local_batch, **later))
+        run_ranks(
+            train_in_small_windows,
+            ranks,
+            stream_arguments(folder, "stream-again", local_batch, **later),
+        )
     assert digests(folder, "stream-again") == digests(folder, "stream")
     manifest = json.loads((folder / "stream-again/checkpoint/step-6/manifest.json").read_text())
     assert manifest["data"]["cursors"]["plays"][0] > 1 and manifest["data"]["counts"]["prose"] > 4
 
 
-def test_another_mixture_is_refused_before_a_model_is_built(folder, reference):
+def test_changed_mixture_is_rejected_before_the_model_is_built(folder, reference):
     argv = arguments(folder, "one", 8, **{"data.sources.verse.weight": 4, "training.steps": 9})
-    (message,) = run_ranks(refusal, 1, argv)
+    (message,) = run_ranks(build_error, 1, argv)
     assert "sources.verse.weight: saved 3.0, now 4.0" in message and "data.allow_change" in message
 
 
-def refusal(argv):
+def build_error(argv):
     from torchtitan_like import train as module
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "build_model", None)  # would fail otherwise
+        patched.setattr(module, "build_model", None)  # a call would raise TypeError
         with pytest.raises(DataError) as refused:
             build(argv)
     return str(refused.value)
 
 
-def refusal_of_a_copy(argv, key, other):
-    """Rank 1 is on a node that has another copy of a text."""
-    return refusal([*argv, f"--{key}", str(other)] if dist.get_rank() else argv)
+def build_error_with_another_copy(argv, key, other):
+    """Return the error if rank 1 reads another copy of a dataset."""
+    return build_error([*argv, f"--{key}", str(other)] if dist.get_rank() else argv)
 
 
 @pytest.mark.parametrize(
     ("key", "name"),
-    [("data.sources.plays.path", "sources.plays.num_tokens"), ("validation.sources.plays.path", "validation plays")],
+    [
+        ("data.sources.plays.path", "sources.plays.num_tokens"),
+        ("validation.sources.plays.path", "validation plays"),
+    ],
 )
-def test_ranks_with_different_texts_end_before_a_model_is_built(folder, key, name):
+def test_ranks_with_different_datasets_exit_before_the_model_is_built(folder, key, name):
     other = folder / "stale" / "plays.jsonl"
     other.parent.mkdir(exist_ok=True)
-    other.write_text((folder / "plays.jsonl").read_text().replace("hamlet 7 ", "hamlet and macbeth "))
-    first, second = run_ranks(refusal_of_a_copy, 2, arguments(folder, "copies", 4), key, other)
+    other.write_text(
+        (folder / "plays.jsonl").read_text().replace("hamlet 7 ", "hamlet and macbeth ")
+    )
+    first, second = run_ranks(
+        build_error_with_another_copy, 2, arguments(folder, "copies", 4), key, other
+    )
     assert first == second and f"ranks read different texts: {name} is " in first
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
-def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, capsys, monkeypatch):
+def test_data_show_prints_any_step_from_one_checkpoint(
+    folder, reference, step, capsys, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     saved = folder / "one/checkpoint/step-4"
     assert titan(["data", "show", str(saved), "--step", str(step), "--whole"]) == 0
@@ -243,7 +295,7 @@ def test_a_step_is_shown_from_the_checkpoint_alone(folder, reference, step, caps
         assert tokenizer.decode(row) in output
 
 
-def test_a_step_is_shown_as_json(folder, reference, capsys, monkeypatch):
+def test_data_show_prints_json(folder, reference, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     saved = folder / "one/checkpoint/step-4"
     assert titan(["data", "show", str(saved), "--step", "5", "--json"]) == 0
@@ -257,8 +309,8 @@ def test_a_step_is_shown_as_json(folder, reference, capsys, monkeypatch):
     assert {sample["source"] for sample in content["samples"]} <= SIZES.keys()
 
 
-def test_a_step_of_a_stream_is_shown_while_a_run_reads_it(folder, capsys, monkeypatch):
-    """The run's windows stay, and none is added."""
+def test_data_show_leaves_the_windows_of_a_stream_unchanged(folder, capsys, monkeypatch):
+    """`data show` may run while a training run reads the same windows."""
     run_ranks(train_in_small_windows, 1, stream_arguments(folder, "shown", 8))
     monkeypatch.chdir(ROOT)
 
@@ -272,10 +324,12 @@ def test_a_step_of_a_stream_is_shown_while_a_run_reads_it(folder, capsys, monkey
     assert before and windows() == before
 
 
-def test_another_text_shows_another_digest(folder, reference, capsys, monkeypatch):
+def test_data_show_reports_a_changed_dataset(folder, reference, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     other = folder / "other.jsonl"
     other.write_text((folder / "plays.jsonl").read_text().replace("hamlet", "macbeth"))
     saved = str(folder / "one/checkpoint/step-4")
-    assert titan(["data", "show", saved, "--step", "5", "--data.sources.plays.path", str(other)]) == 2
+    assert (
+        titan(["data", "show", saved, "--step", "5", "--data.sources.plays.path", str(other)]) == 2
+    )
     assert "sources.plays.text: saved" in capsys.readouterr().err

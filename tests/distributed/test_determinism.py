@@ -1,4 +1,4 @@
-"""Two runs are equal bit for bit, and randomness is a function of the seed and of the sample, not of the layout."""
+"""Runs are reproducible bit for bit; random numbers depend on seed and sample, not on layout."""
 
 from dataclasses import asdict
 
@@ -11,10 +11,12 @@ from tests.distributed.parity import build, options, release, run_cell
 from tests.harness.rank_pool import run_ranks
 
 
-def run_twice(folder, argv):
-    """Whether loss, norms, gradients and weights of two runs on these ranks are equal to the last bit."""
+def equal_runs(folder, argv):
+    """Return whether two runs have bit-equal losses, norms, gradients and weights."""
     try:
-        first, second = (run_cell(["--job.dump_folder", f"{folder}/{number}", *argv]) for number in (1, 2))
+        first, second = (
+            run_cell(["--job.dump_folder", f"{folder}/{number}", *argv]) for number in (1, 2)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     if first is None:
@@ -34,18 +36,23 @@ def run_twice(folder, argv):
     ],
     ids=["one", "fsdp", "fsdp-bf16-accumulate", "hsdp", "deterministic"],
 )
-def test_two_runs_are_equal(tmp_path, world_size, overrides):
+def test_repeated_run_is_bit_equal(tmp_path, world_size, overrides):
     argv = options(str(tmp_path / "run"), "float32", **overrides)
-    at = argv.index("--job.dump_folder")
-    assert all(run_ranks(run_twice, world_size, str(tmp_path), argv[:at] + argv[at + 2 :]))
+    index = argv.index("--job.dump_folder")
+    assert all(run_ranks(equal_runs, world_size, str(tmp_path), argv[:index] + argv[index + 2 :]))
 
 
-def draws_of_two_steps(argv):
-    """(first sample, a random number) of each micro-batch; others draw from the same generator in between."""
+def random_draws(argv):
+    """Return (first sample, random number) of each micro-batch.
+
+    Between steps the ranks draw other numbers from the same generator.
+    """
     trainer = build(argv)
     drawn, derive = [], train_module.derive_seed
     train_module.derive_seed = lambda seed, sample: drawn.append(sample) or derive(seed, sample)
-    trainer.parts[0].register_forward_pre_hook(lambda module, args: drawn.append(torch.rand(()).item()))
+    trainer.parts[0].register_forward_pre_hook(
+        lambda module, args: drawn.append(torch.rand(()).item())
+    )
     try:
         for step in (1, 2):
             torch.rand(step + trainer.world.rank)
@@ -57,11 +64,15 @@ def draws_of_two_steps(argv):
     return list(zip(drawn[::2], drawn[1::2], strict=True))
 
 
-def test_a_micro_batch_draws_the_same_on_any_layout(tmp_path):
+def test_random_numbers_of_a_micro_batch_do_not_depend_on_layout(tmp_path):
     drawn = []
     for world_size in (1, 2, 4):
-        argv = options(str(tmp_path / str(world_size)), "float32", **{"training.local_batch_size": 2})
-        drawn.append(sorted(pair for pairs in run_ranks(draws_of_two_steps, world_size, argv) for pair in pairs))
+        argv = options(
+            str(tmp_path / str(world_size)), "float32", **{"training.local_batch_size": 2}
+        )
+        drawn.append(
+            sorted(pair for pairs in run_ranks(random_draws, world_size, argv) for pair in pairs)
+        )
     assert [sample for sample, _ in drawn[0]] == [0, 2, 4, 6, 8, 10, 12, 14]
     assert len({number for _, number in drawn[0]}) == 8
     assert drawn[0] == drawn[1] == drawn[2]

@@ -1,4 +1,4 @@
-"""float8 over ranks: what is computed, what is gathered in how many bytes, and what each setting changes."""
+"""float8 training on several ranks: results, communication, and the effect of each setting."""
 
 import functools
 from dataclasses import dataclass, field
@@ -35,20 +35,20 @@ GATHER = {"enable_fsdp_float8_all_gather": True}
 PRECOMPUTE = {**GATHER, "precompute_float8_dynamic_scale_for_fsdp": True}
 NUM_STEPS = 5
 NUM_LINEARS = 14
-# Weights that are converted, and all others but those of the head and the embedding, in elements.
+# Elements of one block: converted weights, and norms.
 BLOCK_LINEARS = 2 * (64 * 64 + 32 * 64) + 3 * 64 * 176
 BLOCK_NORMS = 2 * 64
 
 
 class Wire(TorchDispatchMode):
-    """Notes what each collective sends: (kind, dtype, bytes of this rank's part)."""
+    """Records each collective: (kind, dtype, bytes of this rank's input)."""
 
     def __init__(self):
         super().__init__()
         self.sent = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:  # first it takes itself apart, and then this is asked again
+        if DTensor in types:  # DTensor first calls the local operation
             return NotImplemented
         if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
             tensor = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)][-1]
@@ -59,7 +59,11 @@ class Wire(TorchDispatchMode):
 
 @dataclass
 class Outcome:
-    """Of some steps: losses over all ranks, what the last one has sent; first weights' hash, and their whole gradients."""
+    """Results of several steps.
+
+    `losses` are summed over all ranks. `sent` has the collectives of the last step. `weight_hash`
+    belongs to the initial weights. `gradients` has the full gradients of the first step.
+    """
 
     losses: list[float] = field(default_factory=list)
     sent: list[tuple[str, torch.dtype, int]] = field(default_factory=list)
@@ -68,32 +72,40 @@ class Outcome:
 
 
 def train(section, dims, param_dtype):
-    """section None: without float8."""
-    spec, after, outcome = get_spec("llama3"), None, Outcome()
+    """Train for some steps; `section=None` disables float8."""
+    spec, rescale, outcome = get_spec("llama3"), None, Outcome()
     args = resolve_args(spec, "debugmodel", SIZES)
     with torch.device("meta"):
         model = spec.build(args)
     if section is not None:
         settings = Float8Linear(**{"emulate": True, **section})
         convert_to_float8(model, settings, num_shards=dims.dp_shard, tp=1, compiled=False)
-        after = after_optimizer_step([model], settings)
+        rescale = after_optimizer_step([model], settings)
     blocks, mesh = find_blocks(model, spec).values(), dims.build_mesh("cpu")
     types = {"param_dtype": param_dtype, "reduce_dtype": "float32"}
-    apply_data_parallel(model, spec, blocks, mesh, dims, **types, reshard="never", cpu_offload=False)
+    apply_data_parallel(
+        model, spec, blocks, mesh, dims, **types, reshard="never", cpu_offload=False
+    )
     materialize(model, torch.device("cpu"))
     initialize(model, spec.init_table(args), seed=0)
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, weight_hash(model))
     outcome.weight_hash = sum(shares) % 2**64
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, fused=True)
-    tokens = torch.arange(8 * 33).reshape(8, 33).mul(37).remainder(101).chunk(dist.get_world_size())[dist.get_rank()]
+    tokens = (
+        torch.arange(8 * 33)
+        .reshape(8, 33)
+        .mul(37)
+        .remainder(101)
+        .chunk(dist.get_world_size())[dist.get_rank()]
+    )
     for step in range(NUM_STEPS):
         with Wire() as wire:
             loss = model(tokens[:, :-1], tokens[:, 1:]) / (8 * 32)
             loss.backward()
             optimizer.step()
-            if after is not None:
-                after()
+            if rescale is not None:
+                rescale()
         if step == 0:
             outcome.gradients = {name: full(p.grad) for name, p in model.named_parameters()}
         optimizer.zero_grad()
@@ -134,63 +146,73 @@ def num_all_reduces(outcome):
     [{}, GATHER, PRECOMPUTE, {"recipe_name": "rowwise"}, {"recipe_name": "rowwise_with_gw_hp"}],
     ids=["tensorwise", "gather", "precompute", "rowwise", "rowwise_with_gw_hp"],
 )
-def test_results_equal_wide_products_within_rounding(layout, section):
-    """A product is off by about 4 % (see the unit tests) with errors of either sign. A gradient has passed through a dozen of
-    them; the loss of a model that has hardly begun to learn depends on them little. That they differ shows that they are used.
+def test_results_differ_from_float32_only_by_rounding(layout, section):
+    """A float8 product has a relative error of about 4% (see the unit tests).
+
+    A gradient is the result of a dozen products. The loss hardly changes early in training. A lower
+    limit on the errors shows that the products are float8.
     """
-    ours, theirs = result(layout, **section), result(layout, converted=False)
-    assert ours.weight_hash == theirs.weight_hash
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-3) and ours.losses != theirs.losses
-    assert ours.losses[-1] < ours.losses[0] - 0.1
-    for name, gradient in theirs.gradients.items():
-        error = np.linalg.norm(ours.gradients[name] - gradient) / np.linalg.norm(gradient)
+    actual, expected = result(layout, **section), result(layout, converted=False)
+    assert actual.weight_hash == expected.weight_hash
+    assert (
+        actual.losses == pytest.approx(expected.losses, rel=1e-3)
+        and actual.losses != expected.losses
+    )
+    assert actual.losses[-1] < actual.losses[0] - 0.1
+    for name, gradient in expected.gradients.items():
+        error = np.linalg.norm(actual.gradients[name] - gradient) / np.linalg.norm(gradient)
         is_converted = "attention.w" in name or "feed_forward" in name
         assert error <= 0.15 and (error >= 0.01 or not is_converted), (name, error)
 
 
-def test_each_recipe_rounds_in_its_own_way():
-    recipes = [result("fsdp", recipe_name=name).losses for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]
+def test_each_recipe_rounds_differently():
+    recipes = [
+        result("fsdp", recipe_name=name).losses
+        for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    ]
     assert len({tuple(losses) for losses in recipes}) == 3
     assert recipes[0] == result("fsdp").losses
 
 
-# ---- the wire
+# ---- communication
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
-def test_float8_weights_are_gathered_as_bytes(layout):
-    """One byte for each element of a converted weight, two for the bfloat16 norms: they share one message of uint8.
+def test_float8_weights_are_gathered_in_one_byte_each(layout):
+    """One uint8 message has a byte for each converted weight and two for each bfloat16 norm weight.
 
     Each rank sends its half of a block.
     """
-    narrow = (torch.bfloat16, (BLOCK_LINEARS + BLOCK_NORMS) * 2 // 2)
+    bfloat16 = (torch.bfloat16, (BLOCK_LINEARS + BLOCK_NORMS) * 2 // 2)
     float8 = (torch.uint8, (BLOCK_LINEARS + BLOCK_NORMS * 2) // 2)
-    ours, theirs = (gathered(result(layout, "bfloat16", **section)) for section in (GATHER, {}))
-    assert theirs.count(narrow) == 2 and float8 not in theirs
-    assert ours.count(float8) == 2 and narrow not in ours
-    assert [entry for entry in ours if entry != float8] == [entry for entry in theirs if entry != narrow]
+    actual, expected = (gathered(result(layout, "bfloat16", **section)) for section in (GATHER, {}))
+    assert expected.count(bfloat16) == 2 and float8 not in expected
+    assert actual.count(float8) == 2 and bfloat16 not in actual
+    assert [entry for entry in actual if entry != float8] == [
+        entry for entry in expected if entry != bfloat16
+    ]
 
 
-def test_gradients_are_reduced_as_without_float8():
+def test_float8_does_not_change_gradient_reduction():
     def reduced(outcome):
         return [entry for entry in outcome.sent if entry[0] == "reduce_scatter_base"]
 
     assert reduced(result("fsdp", **PRECOMPUTE)) == reduced(result("fsdp", converted=False)) != []
 
 
-def test_replicas_gather_nothing():
-    ours = result("ddp", **GATHER)
-    assert not gathered(ours)
-    assert ours.losses == result("ddp").losses
+def test_replicas_gather_no_weights():
+    outcome = result("ddp", **GATHER)
+    assert not gathered(outcome)
+    assert outcome.losses == result("ddp").losses
 
 
-def test_precomputed_scales_are_equal_and_sent_in_one_message():
-    """Else there is one for each weight in each forward."""
-    ours, theirs = result("fsdp", **PRECOMPUTE), result("fsdp", **GATHER)
-    assert ours.losses == theirs.losses
+def test_precomputed_scales_are_equal_and_need_one_all_reduce():
+    """Without precomputation each weight needs one all-reduce per forward."""
+    precomputed, separate = result("fsdp", **PRECOMPUTE), result("fsdp", **GATHER)
+    assert precomputed.losses == separate.losses
     plain = num_all_reduces(result("fsdp"))
-    assert num_all_reduces(theirs) == plain + NUM_LINEARS
-    assert num_all_reduces(ours) == plain + 1
+    assert num_all_reduces(separate) == plain + NUM_LINEARS
+    assert num_all_reduces(precomputed) == plain + 1
 
 
 # ---- through the trainer
@@ -198,23 +220,29 @@ def test_precomputed_scales_are_equal_and_sent_in_one_message():
 TP, PP = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 FLOAT8 = {"model.converters": "quantize.linear.float8", "quantize.linear.float8.emulate": "true"}
 TRAINED = {
-    # name: (ranks, overrides); the global batch is 8 samples in all
+    # name: (ranks, overrides); the global batch always has 8 samples
     "one-rank": (1, {}),
-    "simple-fsdp": (2, {"training.local_batch_size": 4, "parallelism.data_parallel_impl": "simple_fsdp"}),
+    "simple-fsdp": (2, {"training.local_batch_size": 4,
+                        "parallelism.data_parallel_impl": "simple_fsdp"}),
     "fsdp-tp": (4, {TP: 2, "training.local_batch_size": 4}),
-    "pp": (2, {PP: 2, **{f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}}),
+    "pp": (2, {PP: 2, **{f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0
+                         for end in ("first", "last")}}),
     "gather-precompute": (2, {"training.local_batch_size": 4,
                               **{f"quantize.linear.float8.{key}": "true" for key in PRECOMPUTE}}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", TRAINED)
-def test_a_run_in_float8(tmp_path, layout):
-    """As near to one rank's run in float32 as a single rounded step and the updates that follow allow."""
+def test_trainer_in_float8_stays_near_float32(tmp_path, layout):
+    """Compare with one rank in float32, within the rounding errors of one step and its updates."""
     world_size, others = TRAINED[layout]
     sizes = {"model.args.dim": 64, "model.args.multiple_of": 32}
     (plain,) = run_ranks(run_cell, 1, options(str(tmp_path / "plain"), "float32", **sizes))
-    cell = run_ranks(run_cell, world_size, options(str(tmp_path / "cell"), "float32", **sizes, **FLOAT8, **others))[0]
+    cell = run_ranks(
+        run_cell,
+        world_size,
+        options(str(tmp_path / "cell"), "float32", **sizes, **FLOAT8, **others),
+    )[0]
     assert (cell.weight_hash, cell.digest) == (plain.weight_hash, plain.digest)
     assert cell.loss == pytest.approx(plain.loss, rel=1e-3) and cell.loss != plain.loss
     for name, gradient in plain.gradients[0].items():

@@ -1,4 +1,4 @@
-"""`titan ckpt export` and `titan ckpt consolidate`, alone and on several ranks."""
+"""`titan ckpt export` and `titan ckpt consolidate` on one and on several ranks."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.distributed.parity import build, options, release
-from tests.distributed.test_hf_export import ROWS, bytes_of, load, whole, write_torch_shards
+from tests.distributed.test_hf_export import ROWS, full_state, hash_files, load, write_torch_shards
 from tests.harness.extents import verify_file
 from tests.harness.rank_pool import run_ranks
 from tests.unit.checkpoint.steps import write_step
@@ -28,7 +28,7 @@ from torchtitan_like.stored_config import identify_step
 
 
 def train(argv):
-    """One step; the trained weights by Hugging Face's names, whole."""
+    """Train for one step and return the full weights."""
     trainer = build(argv)
     trainer.train()
     state = {
@@ -41,7 +41,7 @@ def train(argv):
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory):
-    """A published step of weights alone, and the weights."""
+    """Return a published model-only step, and its weights."""
     folder = tmp_path_factory.mktemp("run") / "run"
     changes = {"training.steps": 1, "checkpoint.enable": "true", "training.local_batch_size": 4}
     state = run_ranks(train, 2, options(str(folder), "float32", **changes))[0]
@@ -49,7 +49,7 @@ def step(tmp_path_factory):
 
 
 @lru_cache
-def my_group():
+def world_group():
     return HostGroup(list(range(dist.get_world_size())), timedelta(seconds=20))
 
 
@@ -57,13 +57,13 @@ def export_together(step, out):
     export_step(
         Path(step),
         Path(out),
-        Votes(my_group()),
+        Votes(world_group()),
         identify=lambda path: identify_step(path, ""),
         shard_gb=0.0001,
     )
 
 
-def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, capsys):
+def test_transformers_loads_an_exported_step(tmp_path, step, capsys):
     transformers = pytest.importorskip("transformers")
     path, state = step
     assert titan(["ckpt", "export", str(path), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
@@ -73,55 +73,73 @@ def test_a_step_becomes_a_directory_that_transformers_reads(tmp_path, step, caps
     )
     assert not any(report.values()), report
     assert torch.equal(model.lm_head.weight, state["output.weight"].bfloat16())
-    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, state["layers.1.feed_forward.w2.weight"].bfloat16())
+    assert torch.equal(
+        model.model.layers[1].mlp.down_proj.weight,
+        state["layers.1.feed_forward.w2.weight"].bfloat16(),
+    )
     manifest = read_manifest(tmp_path / "hf")
     assert (manifest["kind"], manifest["step"]) == ("hf", 1)
     files = file_records(manifest)
-    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"} <= files.keys()
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    } <= files.keys()
     assert "original/tokenizer.model" in files and "tokenizer.model" not in files
     present = {path for path in (tmp_path / "hf").rglob("*") if path.is_file()}
     names = {path.relative_to(tmp_path / "hf").as_posix() for path in present}
     assert files.keys() | {"manifest.json"} == names
     for name, record in files.items():
         verify_file(tmp_path / "hf" / name, record)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing staged is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "expected no staging folder"
 
 
-def test_any_number_of_ranks_exports_the_same_directory(tmp_path, step):
+def test_export_does_not_depend_on_the_number_of_ranks(tmp_path, step):
     path, state = step
     assert titan(["ckpt", "export", str(path), str(tmp_path / "one"), "--shard-gb", "0.0001"]) == 0
     for ranks in (2, 4):
         out = tmp_path / f"ranks-{ranks}"
         run_ranks(export_together, ranks, str(path), str(out))
-        assert bytes_of(out) == bytes_of(tmp_path / "one")
+        assert hash_files(out) == hash_files(tmp_path / "one")
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > 1
-    assert load(tmp_path / "one").keys() >= {"lm_head.weight"} and len(load(tmp_path / "one")) == len(state)
+    assert load(tmp_path / "one").keys() >= {"lm_head.weight"} and len(
+        load(tmp_path / "one")
+    ) == len(state)
 
 
-def test_without_a_dtype_every_tensor_keeps_its_own(tmp_path, step):
+def test_export_without_dtype_keeps_the_dtype_of_each_tensor(tmp_path, step):
     path, state = step
     mixed = {f"model.{name}": t if "norm" in name else t.bfloat16() for name, t in state.items()}
     (tmp_path / "step-7").mkdir()
     write_step(tmp_path / "step-7", mixed, (path / "config.toml").read_text())
     assert titan(["ckpt", "export", str(tmp_path / "step-7"), str(tmp_path / "hf")]) == 0
-    found = load(tmp_path / "hf")
-    assert {t.dtype for name, t in found.items() if "norm" in name} == {torch.float32}
-    assert {t.dtype for name, t in found.items() if "norm" not in name} == {torch.bfloat16}
+    exported = load(tmp_path / "hf")
+    assert {t.dtype for name, t in exported.items() if "norm" in name} == {torch.float32}
+    assert {t.dtype for name, t in exported.items() if "norm" not in name} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_values_beyond_float16_are_reported(tmp_path, caplog):
-    """float32 to bfloat16 is not checked: it has the same range."""
-    state = {"layers.0.w": torch.tensor([65504.0, -1.0]), "one": torch.tensor([[-7e4]]), "none": torch.zeros(0, 4)}
+    """bfloat16 has the range of float32 and needs no check."""
+    state = {
+        "layers.0.w": torch.tensor([65504.0, -1.0]),
+        "one": torch.tensor([[-7e4]]),
+        "none": torch.zeros(0, 4),
+    }
     for dtype in (torch.bfloat16, torch.float16):
-        write_export(tmp_path / str(dtype), state, rows=ROWS, tied=(), dtype=dtype, group=HostGroup.alone())
+        write_export(
+            tmp_path / str(dtype), state, rows=ROWS, tied=(), dtype=dtype, group=HostGroup.alone()
+        )
         warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == (dtype == torch.float16)
-    assert warnings[0].startswith("1 tensors overflow to infinity in float16: one. Expected numbers up to 65504")
+    assert warnings[0].startswith(
+        "1 tensors overflow to infinity in float16: one. Expected numbers up to 65504"
+    )
 
 
 @pytest.mark.parametrize("case", ["no step", "an export", "exists"])
-def test_what_cannot_be_exported(tmp_path, step, capsys, case):
+def test_invalid_exports_are_rejected(tmp_path, step, capsys, case):
     path, _ = step
     source, words = {
         "no step": (tmp_path, "is not a published step"),
@@ -136,32 +154,46 @@ def test_what_cannot_be_exported(tmp_path, step, capsys, case):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_shards_are_merged_and_removed(tmp_path, capsys):
+def test_consolidate_merges_and_removes_shards(tmp_path, capsys):
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
-    index = {theirs: f"file-{i % 2}" for i, (_, theirs) in enumerate(ROWS)}
+    index = {hf_name: f"file-{i % 2}" for i, (_, hf_name) in enumerate(ROWS)}
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index | {"tied": "file-1"}}))
-    arguments = [str(tmp_path / "shards"), str(tmp_path / "out"), "--mapping", str(tmp_path / "index.json")]
+    arguments = [
+        str(tmp_path / "shards"),
+        str(tmp_path / "out"),
+        "--mapping",
+        str(tmp_path / "index.json"),
+    ]
     assert titan(["ckpt", "consolidate", *arguments, "--remove-shards"]) == 2
     assert "the folder lacks 1 tensors (tied)" in capsys.readouterr().err
-    assert len(list((tmp_path / "shards").iterdir())) == 2, "nothing is removed that is not merged"
-    onto_itself = [str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]
-    assert titan(["ckpt", "consolidate", *onto_itself]) == 2
+    assert len(list((tmp_path / "shards").iterdir())) == 2, (
+        "expected all shards after a failed merge"
+    )
+    same_folder = [str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]
+    assert titan(["ckpt", "consolidate", *same_folder]) == 2
     assert "--remove-shards would delete the output" in capsys.readouterr().err
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index}))
     assert titan(["ckpt", "consolidate", *arguments, "--remove-shards", "--num-threads", "2"]) == 0
     assert "out: 3 files" in capsys.readouterr().out
     assert not list((tmp_path / "shards").glob("*.safetensors"))
-    found = load(tmp_path / "out")
-    assert all(torch.equal(found[theirs], whole()[ours]) for ours, theirs in ROWS)
+    merged = load(tmp_path / "out")
+    assert all(torch.equal(merged[hf_name], full_state()[name]) for name, hf_name in ROWS)
 
 
 def test_export_and_consolidate_under_torchrun(tmp_path, step, repo_root):
-    """As a person starts them, from anywhere; the bytes are those of one process."""
+    """Run the commands in another folder; they write the bytes of a single process."""
     path, _ = step
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
     sources = {"export": str(path), "consolidate": str(tmp_path / "shards")}
     env = {**os.environ, "PYTHONPATH": str(repo_root)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     started = {
         name: subprocess.Popen(
             [*launch, "-m", "torchtitan_like", "ckpt", name, source, f"{name}-2"],
@@ -173,11 +205,18 @@ def test_export_and_consolidate_under_torchrun(tmp_path, step, repo_root):
         output, _ = started[name].communicate(timeout=120)
         assert started[name].returncode == 0, output
         assert titan(["ckpt", name, sources[name], str(tmp_path / f"{name}-1")]) == 0
-        assert bytes_of(tmp_path / f"{name}-2") == bytes_of(tmp_path / f"{name}-1")
+        assert hash_files(tmp_path / f"{name}-2") == hash_files(tmp_path / f"{name}-1")
 
 
-def test_an_export_works_without_posix_fadvise(tmp_path, monkeypatch):
-    """As macOS, where native saves work too."""
+def test_export_works_without_posix_fadvise(tmp_path, monkeypatch):
+    """macOS has no posix_fadvise."""
     monkeypatch.delattr("os.posix_fadvise")
-    write_export(tmp_path, {"w": torch.ones(3)}, rows=(("w", "w"),), tied=(), dtype=None, group=HostGroup.alone())
+    write_export(
+        tmp_path,
+        {"w": torch.ones(3)},
+        rows=(("w", "w"),),
+        tied=(),
+        dtype=None,
+        group=HostGroup.alone(),
+    )
     assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [1, 1, 1]

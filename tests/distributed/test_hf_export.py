@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.harness.extents import verify_file
-from tests.harness.hf_weights import to_theirs
+from tests.harness.hf_weights import to_external
 from tests.harness.rank_pool import GROUP_TIMEOUT, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT
@@ -36,38 +36,51 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import links
 
-# Four extents, each cut by the edge of a tensor; one dimension that no number of ranks divides; all that is no matrix.
+# Four extents with tensor borders inside, odd dimensions, and tensors with 0 to 2 dimensions.
 SHAPES_OF = {
-    "layers.0.w": (1025, 1537), "layers.2.w": (700, 1000), "layers.10.w": (999, 1001), "layers.10.b": (3,), "one": (1, 1),
+    "layers.0.w": (1025, 1537), "layers.2.w": (700, 1000), "layers.10.w": (999, 1001),
+    "layers.10.b": (3,), "one": (1, 1),
 }  # fmt: skip
 
 
 @lru_cache
-def whole():
+def full_state():
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES_OF.items()}
-    others = {"scalar": torch.tensor(3.0), "count": torch.arange(11), "mask": torch.arange(77) % 3 == 0}
-    return state | others | {"none": torch.zeros(0, 4), "half": torch.randn(300, 7, generator=generator).half()}
+    others = {
+        "scalar": torch.tensor(3.0),
+        "count": torch.arange(11),
+        "mask": torch.arange(77) % 3 == 0,
+    }
+    return (
+        state
+        | others
+        | {"none": torch.zeros(0, 4), "half": torch.randn(300, 7, generator=generator).half()}
+    )
 
 
-ROWS = tuple((name, f"model.{name}") for name in (*SHAPES_OF, "scalar", "count", "mask", "none", "half"))
+ROWS = tuple(
+    (name, f"model.{name}") for name in (*SHAPES_OF, "scalar", "count", "mask", "none", "half")
+)
 
 
 @lru_cache
-def my_group():
+def world_group():
     return HostGroup(list(range(dist.get_world_size())), timedelta(seconds=20))
 
 
-def laid_out(layout):
-    """`whole()` as this rank has it."""
+def distribute(layout):
+    """Return this rank's shards of `full_state()`."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     rank, size = dist.get_rank(), dist.get_world_size()
     if layout == "replicated":
-        return whole()
-    if layout == "stages":  # each tensor on one rank alone, the first rank idle where it can be
-        return {name: t for i, (name, t) in enumerate(whole().items()) if (i + 1) % size == rank}
+        return full_state()
+    if layout == "stages":  # each tensor on one rank; rank 0 gets the fewest
+        return {
+            name: t for i, (name, t) in enumerate(full_state().items()) if (i + 1) % size == rank
+        }
     if layout == "grid":
         mesh = init_device_mesh("cpu", (size // 2 or 1, min(size, 2)))
         placements = [Shard(0), Shard(1)]
@@ -84,18 +97,18 @@ def laid_out(layout):
         name: distribute_tensor(t, mesh, placements, src_data_rank=None)
         if t.ndim >= max(p.dim + 1 for p in placements if isinstance(p, Shard))
         else t
-        for name, t in whole().items()
+        for name, t in full_state().items()
     }
 
 
 def export(folder, layout="rows", dtype=None, index=None, **options):
     return write_export(
         Path(folder),
-        laid_out(layout),
+        distribute(layout),
         rows=ROWS,
         tied=(),
         dtype=DTYPES.get(dtype),
-        group=my_group(),
+        group=world_group(),
         index=index,
         **options,
     )
@@ -128,23 +141,30 @@ def export_with(folder, layout, options):
     return export(folder, layout, **options)
 
 
-def failing(function, *args, **options):
+def catch_error(function, *args, **options):
     """Return the error of this rank, and the seconds until it was raised."""
-    begin = time.monotonic()
+    start = time.monotonic()
     try:
         function(*args, **options)
     except CheckpointError as error:
-        return str(error), time.monotonic() - begin
-    return "no error", time.monotonic() - begin
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
 
 
-def bytes_of(folder):
+def hash_files(folder):
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def load(folder):
-    return {name: t for path in Path(folder).glob("*.safetensors") for name, t in load_file(path).items()}
+    return {
+        name: t
+        for path in Path(folder).glob("*.safetensors")
+        for name, t in load_file(path).items()
+    }
 
 
 OPTIONS = {"one-file": {}, "files-bf16": {"dtype": "bfloat16", "shard_bytes": 3_200_000}}
@@ -152,7 +172,7 @@ OPTIONS = {"one-file": {}, "files-bf16": {"dtype": "bfloat16", "shard_bytes": 3_
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Bytes of the export from one rank."""
+    """Return a folder with the exports of one rank."""
     folder = tmp_path_factory.mktemp("reference")
     for name, options in OPTIONS.items():
         run_ranks(export_with, 1, str(folder / name), "replicated", options)
@@ -160,13 +180,13 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_export_contains_the_tensors(reference, dtype):
-    found = load(reference / ("files-bf16" if dtype else "one-file"))
-    for name, tensor in whole().items():
+def test_export_contains_all_tensors(reference, dtype):
+    exported = load(reference / ("files-bf16" if dtype else "one-file"))
+    for name, tensor in full_state().items():
         expected = tensor.to(DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor
-        stored = found.pop(f"model.{name}")
+        stored = exported.pop(f"model.{name}")
         assert stored.dtype == expected.dtype and torch.equal(stored, expected), name
-    assert not found
+    assert not exported
 
 
 def test_files_are_split_by_bytes_and_indexed(reference):
@@ -182,48 +202,54 @@ def test_files_are_split_by_bytes_and_indexed(reference):
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(1, "rows"), (2, "rows"), (4, "rows"), (2, "columns"), (4, "grid"), (4, "hybrid"), (4, "replicated"), (4, "subset"),
-     (2, "stages"), (4, "stages")],
+    [(1, "rows"), (2, "rows"), (4, "rows"), (2, "columns"), (4, "grid"), (4, "hybrid"),
+     (4, "replicated"), (4, "subset"), (2, "stages"), (4, "stages")],
 )  # fmt: skip
 def test_every_layout_writes_the_same_bytes(tmp_path, reference, world_size, layout):
     for name, options in OPTIONS.items():
         folder = tmp_path / name
         results = run_ranks(export_with, world_size, str(folder), layout, options)
-        assert bytes_of(folder) == bytes_of(reference / name), name
+        assert hash_files(folder) == hash_files(reference / name), name
         assert set(results[0]) == {path.name for path in folder.iterdir()}
         for file, record in results[0].items():
             verify_file(folder / file, record)
         assert all(result == results[0] for result in results)
 
 
-def test_all_ranks_share_the_consolidation_and_log_it(tmp_path):
+def test_all_ranks_share_the_consolidation_and_log_its_speed(tmp_path):
     run_ranks(write_torch_shards, 4, str(tmp_path / "shards"), "rows", None)
     results = run_ranks(consolidate_counted, 4, str(tmp_path / "shards"), str(tmp_path / "out"))
     written = [extent for extents, _ in results for extent in extents]
-    assert all(extents for extents, _ in results), "every rank writes"
-    assert len(written) == len(set(written)), "no extent twice"
+    assert all(extents for extents, _ in results), "expected writes from every rank"
+    assert len(written) == len(set(written)), "expected each extent once"
     for _, lines in results:
         (line,) = (line for line in lines if re.search(r"in \d+\.\d\d seconds$", line))
         assert re.match(r"Consolidated \d+ shard files into 1 files .* on 4 ranks with", line)
 
 
-def test_the_index_of_the_source_decides_which_tensors_share_a_file(tmp_path):
-    names = [theirs for _, theirs in ROWS]
+def test_export_keeps_the_file_assignment_of_a_given_index(tmp_path):
+    names = [hf_name for _, hf_name in ROWS]
     index = {name: f"part-{i % 2}.bin" for i, name in enumerate(names)}
-    run_ranks(export, 2, str(tmp_path / "known"), "rows", None, index | {"model.tied": "part-2.bin"})
+    run_ranks(
+        export, 2, str(tmp_path / "complete"), "rows", None, index | {"model.tied": "part-2.bin"}
+    )
     for i in range(2):
-        entries, _ = read_header(tmp_path / "known" / f"model-0000{i + 1}-of-00002.safetensors")
-        assert {entry.name for entry in entries} == {name for name in names if index[name] == f"part-{i}.bin"}
+        entries, _ = read_header(tmp_path / "complete" / f"model-0000{i + 1}-of-00002.safetensors")
+        assert {entry.name for entry in entries} == {
+            name for name in names if index[name] == f"part-{i}.bin"
+        }
     del index[names[3]]
-    run_ranks(export, 2, str(tmp_path / "unknown"), "rows", None, index)
-    assert [path.name for path in (tmp_path / "unknown").glob("*.safetensors")] == ["model.safetensors"]
+    run_ranks(export, 2, str(tmp_path / "incomplete"), "rows", None, index)
+    assert [path.name for path in (tmp_path / "incomplete").glob("*.safetensors")] == [
+        "model.safetensors"
+    ]
 
 
-# ---- parallel layouts as torch makes them
+# ---- tensor parallelism and FSDP2
 
 
 def export_parallel(folder):
-    """A model under tensor parallelism and FSDP2, whose nested shards are in mesh order."""
+    """Export a model under tensor parallelism and FSDP2, and return its full weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
@@ -233,22 +259,26 @@ def export_parallel(folder):
     )
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(24, 22), torch.nn.Linear(22, 10), torch.nn.LayerNorm(10))
-    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = torch.nn.Sequential(
+        torch.nn.Linear(24, 22), torch.nn.Linear(22, 10), torch.nn.LayerNorm(10)
+    )
+    full_state = {name: p.detach().clone() for name, p in model.named_parameters()}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     tensors = {name: p.detach() for name, p in model.state_dict().items()}
     assert any("_Strided" in repr(t.placements) for t in tensors.values())
     rows = tuple((name, name) for name in tensors)
-    write_export(Path(folder), tensors, rows=rows, tied=(), dtype=None, group=my_group())
-    return whole
+    write_export(Path(folder), tensors, rows=rows, tied=(), dtype=None, group=world_group())
+    return full_state
 
 
-def test_shards_of_tensor_parallelism_under_fsdp(tmp_path):
+def test_export_under_tensor_parallelism_and_fsdp(tmp_path):
     expected = run_ranks(export_parallel, 4, str(tmp_path))[0]
-    found = load(tmp_path)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    exported = load(tmp_path)
+    assert exported.keys() == expected.keys() and all(
+        torch.equal(exported[name], expected[name]) for name in exported
+    )
 
 
 # ---- transformers
@@ -285,45 +315,71 @@ def export_llama(folder, overrides, dtype, assets):
     fully_shard(model)
     tensors = {name: p.detach() for name, p in model.state_dict().items()}
     write_export(
-        Path(folder), tensors, rows=LLAMA.hf_names(args), tied=LLAMA.tied(args), dtype=DTYPES[dtype], group=my_group()
+        Path(folder),
+        tensors,
+        rows=LLAMA.hf_names(args),
+        tied=LLAMA.tied(args),
+        dtype=DTYPES[dtype],
+        group=world_group(),
     )
     if dist.get_rank() == 0:
-        tokens = {"bos": SpecialToken("<|begin_of_text|>", 2046), "eos": SpecialToken("<|end_of_text|>", 2047)}
-        write_folder(Path(folder), config=LLAMA.hf_config(args), dtype=DTYPES[dtype], assets=Path(assets), **tokens)
+        tokens = {
+            "bos": SpecialToken("<|begin_of_text|>", 2046),
+            "eos": SpecialToken("<|end_of_text|>", 2047),
+        }
+        write_folder(
+            Path(folder),
+            config=LLAMA.hf_config(args),
+            dtype=DTYPES[dtype],
+            assets=Path(assets),
+            **tokens,
+        )
 
 
 @pytest.mark.parametrize(
     ("overrides", "dtype"),
-    [({}, "float32"), ({"enable_weight_tying": True}, "float32"), ({"rope_scaling_factor": 1.0}, "bfloat16")],
+    [
+        ({}, "float32"),
+        ({"enable_weight_tying": True}, "float32"),
+        ({"rope_scaling_factor": 1.0}, "bfloat16"),
+    ],
     ids=["plain", "tied", "bf16"],
 )
-def test_transformers_reads_it(tmp_path, repo_root, overrides, dtype):
-    """Nothing missing, unexpected or of another shape; the same weights bit for bit; the same logits; the tokenizer."""
+def test_transformers_loads_the_export(tmp_path, repo_root, overrides, dtype):
+    """The report has no missing or unexpected key; weights, logits and tokenizer are equal."""
     transformers = pytest.importorskip("transformers")
     assets = repo_root / "tests/assets/tokenizer"
     run_ranks(export_llama, 2, str(tmp_path / "hf"), overrides, dtype, str(assets))
     args, model = build(overrides)
     model = model.to(DTYPES[dtype])
-    theirs, report = transformers.LlamaForCausalLM.from_pretrained(
+    hf_model, report = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True, dtype="auto"
     )
     assert not any(report.values()), report
-    assert theirs.dtype == DTYPES[dtype] and theirs.config.bos_token_id == 2046 and theirs.config.eos_token_id == 2047
-    ours = dict(model.named_parameters())
-    found = links(LLAMA.hf_names(args), {name: tuple(p.shape) for name, p in ours.items()}, LLAMA.tied(args))
-    for name, tensor in to_theirs(found, ours).items():
-        assert torch.equal(theirs.state_dict()[name], tensor), name
-    if dtype == "float32":  # in bf16 the two round at different places
+    assert (
+        hf_model.dtype == DTYPES[dtype]
+        and hf_model.config.bos_token_id == 2046
+        and hf_model.config.eos_token_id == 2047
+    )
+    parameters = dict(model.named_parameters())
+    name_links = links(
+        LLAMA.hf_names(args),
+        {name: tuple(p.shape) for name, p in parameters.items()},
+        LLAMA.tied(args),
+    )
+    for name, tensor in to_external(name_links, parameters).items():
+        assert torch.equal(hf_model.state_dict()[name], tensor), name
+    if dtype == "float32":  # the two round differently in bf16
         tokens = torch.randint(0, 2048, (2, 48), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
-            assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+            assert (hf_model(tokens).logits - model(tokens)).abs().max() <= 1e-5
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (2046, 2047)
     text = "To be, or not to be:\n  that is 12345"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_a_tokenizer_without_its_config_gets_one(tmp_path, repo_root):
+def test_export_adds_a_missing_tokenizer_config(tmp_path, repo_root):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "assets").mkdir()
     (tmp_path / "hf").mkdir()
@@ -331,7 +387,11 @@ def test_a_tokenizer_without_its_config_gets_one(tmp_path, repo_root):
     (tmp_path / "assets/tokenizer.json").write_bytes(content)
     eos = SpecialToken("<|end_of_text|>", 2047)
     args = resolve_args(LLAMA, "debugmodel", SMALL)
-    options = {"config": LLAMA.hf_config(args), "dtype": torch.float32, "assets": tmp_path / "assets"}
+    options = {
+        "config": LLAMA.hf_config(args),
+        "dtype": torch.float32,
+        "assets": tmp_path / "assets",
+    }
     records = write_folder(tmp_path / "hf", bos=None, eos=eos, **options)
     for name, record in records.items():
         verify_file(tmp_path / "hf" / name, record)
@@ -346,16 +406,19 @@ def test_a_tokenizer_without_its_config_gets_one(tmp_path, repo_root):
     )
 
 
-@pytest.mark.parametrize("given", ["folder", "file", "original", "original file"])
-def test_metas_tokenizer_is_exported_where_only_its_readers_look(tmp_path, repo_root, given):
-    """llama.cpp takes `tokenizer.model` beside the weights for SentencePiece; the export is a tokenizer for us too."""
+@pytest.mark.parametrize("source", ["folder", "file", "original", "original file"])
+def test_tiktoken_model_is_exported_to_the_original_folder(tmp_path, repo_root, source):
+    """llama.cpp reads a `tokenizer.model` next to the weights as SentencePiece.
+
+    `load_tokenizer` reads the exported folder.
+    """
     assets = tmp_path / "assets"
-    file = assets / ("original" if "original" in given else ".") / "tokenizer.model"
+    file = assets / ("original" if "original" in source else ".") / "tokenizer.model"
     file.parent.mkdir(parents=True)
     content = (repo_root / "tests/assets/tokenizer/tokenizer.model").read_bytes()
     file.write_bytes(content)
     (tmp_path / "hf").mkdir()
-    path = file if "file" in given else assets
+    path = file if "file" in source else assets
     before = load_tokenizer(path)
     tokens = [SpecialToken(before.decode([i]), i) for i in (before.bos_id, before.eos_id)]
     records = write_folder(
@@ -376,14 +439,19 @@ def test_metas_tokenizer_is_exported_where_only_its_readers_look(tmp_path, repo_
     assert after.encode("To be, or not") == before.encode("To be, or not")
 
 
-def test_a_sentencepiece_model_stays_next_to_the_weights(tmp_path):
-    """llama.cpp needs it there for Llama 2."""
+def test_sentencepiece_model_is_exported_next_to_the_weights(tmp_path):
+    """llama.cpp expects it there for Llama 2."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "hf").mkdir()
     content = b"\n\x0e\n\x05<unk>\x15\x00"
     (tmp_path / "assets/tokenizer.model").write_bytes(content)
     write_folder(
-        tmp_path / "hf", config={}, dtype=torch.float32, assets=tmp_path / "assets", bos=None, eos=None
+        tmp_path / "hf",
+        config={},
+        dtype=torch.float32,
+        assets=tmp_path / "assets",
+        bos=None,
+        eos=None,
     )
     assert (tmp_path / "hf/tokenizer.model").read_bytes() == content
 
@@ -394,13 +462,18 @@ def test_a_sentencepiece_model_stays_next_to_the_weights(tmp_path):
 def write_torch_shards(folder, layout, numbers):
     import torch.distributed.checkpoint as dcp
 
-    tensors = {theirs: tensor for (_, theirs), tensor in zip(ROWS, laid_out(layout).values(), strict=True)}
-    writer = dcp.HuggingFaceStorageWriter(folder, fqn_to_index_mapping=numbers, save_distributed=True)
+    tensors = {
+        hf_name: tensor
+        for (_, hf_name), tensor in zip(ROWS, distribute(layout).values(), strict=True)
+    }
+    writer = dcp.HuggingFaceStorageWriter(
+        folder, fqn_to_index_mapping=numbers, save_distributed=True
+    )
     dcp.save(tensors, storage_writer=writer)
 
 
 def consolidate_on(ranks, source, folder, mapping, num_threads):
-    """On a subgroup; the other ranks of the world take no part."""
+    """Consolidate on a subgroup; other ranks return None."""
     group = dist.new_group(ranks)
     if dist.get_rank() in ranks:
         return consolidate(source, folder, mapping, num_threads, group)
@@ -408,40 +481,55 @@ def consolidate_on(ranks, source, folder, mapping, num_threads):
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "grid", "hybrid", "replicated"])
-def test_shards_written_by_torch(tmp_path, reference, layout):
-    """Also by two ranks of four, and alone; with scalars, integers and bools, which torch's own merger gets wrong."""
+def test_consolidation_of_torch_shards_equals_the_export(tmp_path, reference, layout):
+    """Consolidate on two of four ranks, on four, and on one.
+
+    The tensors include scalars, integers and bools, which torch's consolidation handles
+    incorrectly.
+    """
     run_ranks(write_torch_shards, 4, str(tmp_path / "shards"), layout, None)
     for name, ranks, num_threads in (("some", [1, 3], 2), ("all", [0, 1, 2, 3], 5)):
         args = (ranks, str(tmp_path / "shards"), str(tmp_path / name), None, num_threads)
         results = run_ranks(consolidate_on, 4, *args)
         assert [result is not None for result in results] == [rank in ranks for rank in range(4)]
-        assert bytes_of(tmp_path / name) == bytes_of(reference / "one-file")
+        assert hash_files(tmp_path / name) == hash_files(reference / "one-file")
     records = consolidate(tmp_path / "shards", tmp_path / "alone")
-    assert bytes_of(tmp_path / "alone") == bytes_of(reference / "one-file")
+    assert hash_files(tmp_path / "alone") == hash_files(reference / "one-file")
     assert all(records == result for result in results)
 
 
-def test_the_mapping_decides_which_tensors_share_a_file(tmp_path):
-    numbers = {theirs: 1 + i % 3 for i, (_, theirs) in enumerate(ROWS)}
+def test_mapping_assigns_tensors_to_files(tmp_path):
+    numbers = {hf_name: 1 + i % 3 for i, (_, hf_name) in enumerate(ROWS)}
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", numbers)
     consolidate(tmp_path / "shards", tmp_path / "out", numbers)
     for number in (1, 2, 3):
         entries, _ = read_header(tmp_path / "out" / f"model-0000{number}-of-00003.safetensors")
-        assert {entry.name for entry in entries} == {name for name, n in numbers.items() if n == number}
-    assert all(torch.equal(load(tmp_path / "out")[f"model.{name}"], tensor) for name, tensor in whole().items())
+        assert {entry.name for entry in entries} == {
+            name for name, n in numbers.items() if n == number
+        }
+    assert all(
+        torch.equal(load(tmp_path / "out")[f"model.{name}"], tensor)
+        for name, tensor in full_state().items()
+    )
 
 
 def shard(folder, number, name, start, values, full=None, metadata=None):
-    """A file of shards with one tensor of one dimension."""
+    """Write a shard file with one 1-D tensor."""
     metadata = metadata or {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [start]}})}
     if full is not None:
         metadata[FULL_SHAPES] = json.dumps({name: [full]})
-    layout = lay_out(f"shard-{number:05d}-model-00001-of-00001.safetensors", [(name, "F32", (len(values),))], metadata)
-    (folder / layout.name).write_bytes(layout.header + torch.tensor(values, dtype=torch.float32).numpy().tobytes())
+    layout = lay_out(
+        f"shard-{number:05d}-model-00001-of-00001.safetensors",
+        [(name, "F32", (len(values),))],
+        metadata,
+    )
+    (folder / layout.name).write_bytes(
+        layout.header + torch.tensor(values, dtype=torch.float32).numpy().tobytes()
+    )
 
 
-def test_shards_that_do_not_fit_together(tmp_path):
-    """Found before anything is written."""
+def test_inconsistent_shards_are_rejected_before_any_write(tmp_path):
+    """The output folder does not exist after the error."""
     cases = {
         "hole": ([(1, 0, 2, None), (2, 3, 2, None)], None, r"w\[2:3\] is missing"),
         "overlap": ([(1, 0, 3, None), (2, 2, 2, None)], None, r"w\[2:3\] is stored more than once"),
@@ -463,14 +551,14 @@ def test_shards_that_do_not_fit_together(tmp_path):
 
 
 def test_shards_with_full_shapes_are_merged(tmp_path):
-    """The full shapes that exports of earlier versions wrote into their shards are accepted."""
+    """Exports of earlier versions wrote full shapes into their shards."""
     for number, start in ((1, 0), (2, 2)):
         shard(tmp_path, number, "w", start, [1.0 + start, 2.0 + start], full=4)
     consolidate(tmp_path, tmp_path / "out")
     assert load(tmp_path / "out")["w"].tolist() == [1, 2, 3, 4]
 
 
-def test_a_truncated_shard(tmp_path):
+def test_truncated_shard_is_rejected(tmp_path):
     shard(tmp_path, 1, "w", 0, [1.0, 2.0])
     path = next(tmp_path.iterdir())
     path.write_bytes(path.read_bytes()[:-1])
@@ -478,11 +566,13 @@ def test_a_truncated_shard(tmp_path):
         consolidate(tmp_path, tmp_path / "out")
 
 
-def test_files_that_are_not_shards(tmp_path):
+def test_shards_with_wrong_metadata_are_rejected(tmp_path):
     shard(tmp_path, 1, "w", 0, [1.0], metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="lacks DCP_SHARDING_INFO"):
         consolidate(tmp_path, tmp_path / "out")
-    shard(tmp_path, 1, "w", 0, [1.0], metadata={"DCP_SHARDING_INFO": '{"v": {"saved_offsets": [0]}}'})
+    shard(
+        tmp_path, 1, "w", 0, [1.0], metadata={"DCP_SHARDING_INFO": '{"v": {"saved_offsets": [0]}}'}
+    )
     with pytest.raises(CheckpointError, match="does not match its tensors"):
         consolidate(tmp_path, tmp_path / "out")
 
@@ -490,17 +580,17 @@ def test_files_that_are_not_shards(tmp_path):
 # ---- failures
 
 
-def on_a_full_disk(function, *args):
-    """Rank 1 may write no file beyond two extents; the other ranks may."""
+def with_full_disk(function, *args):
+    """Call the function with a file size limit on rank 1, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     modules = (export_module, consolidate_module)
     rounds = [module.EXTENTS_PER_ROUND for module in modules]
     for module in modules:
-        module.EXTENTS_PER_ROUND = 1  # many rounds: the other ranks must not finish theirs
+        module.EXTENTS_PER_ROUND = 1  # many rounds, so that no rank finishes before the error
     try:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITS[function], hard))
-        return failing(function, *args)
+        return catch_error(function, *args)
     finally:
         for module, number in zip(modules, rounds, strict=True):
             module.EXTENTS_PER_ROUND = number
@@ -511,22 +601,29 @@ LIMITS = {export: EXTENT, consolidate: 8 * 2**20}
 
 
 @pytest.mark.parametrize("function", LIMITS, ids=["export", "consolidate"])
-def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, function):
+def test_error_on_one_rank_is_raised_on_all_ranks(tmp_path, function):
     args = [str(tmp_path / "out")]
     if function is consolidate:
         run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
         args = [str(tmp_path / "shards"), *args]
-    for error, seconds in run_ranks(on_a_full_disk, 2, function, *args):
-        assert "rank 1" in error and "rank 0" not in error and "File too large" in error and "out" in error, error
+    for error, seconds in run_ranks(with_full_disk, 2, function, *args):
+        assert (
+            "rank 1" in error
+            and "rank 0" not in error
+            and "File too large" in error
+            and "out" in error
+        ), error
         assert seconds < GROUP_TIMEOUT.total_seconds()
-    left = list((tmp_path / "out").glob("*.safetensors"))
-    assert len(left) == (0 if function is consolidate else 1)
-    for path in left:
-        assert path.read_bytes()[:8] == bytes(8), "without a header no program takes it for a model"
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == (0 if function is consolidate else 1)
+    for path in files:
+        assert path.read_bytes()[:8] == bytes(8), (
+            "expected no header, so that no program loads the file"
+        )
 
 
-def rounds_until_it_fails(failing_rank):
-    """Return how many of 50 rounds this rank worked and exchanged in, and its error."""
+def run_failing_rounds(failing_rank):
+    """Run 50 rounds; return this rank's numbers of calls, and its error."""
     calls = {"work": 0, "exchange": 0}
 
     def work(turn):
@@ -536,48 +633,58 @@ def rounds_until_it_fails(failing_rank):
 
     def exchange(turn):
         calls["exchange"] += 1
-        my_group().barrier()  # fails the test by its timeout if a rank stays away
+        world_group().barrier()  # times out if a rank does not call it
 
-    error, _ = failing(run_in_rounds, Votes(my_group()), 50, work, exchange)
+    error, _ = catch_error(run_in_rounds, Votes(world_group()), 50, work, exchange)
     return calls, error
 
 
 def test_all_ranks_stop_in_the_round_after_a_failure():
-    (first, error), (second, other) = run_ranks(rounds_until_it_fails, 2, 1)
+    (first, error), (second, other) = run_ranks(run_failing_rounds, 2, 1)
     assert first == {"work": 5, "exchange": 5} and second == {"work": 4, "exchange": 5}
-    assert error == other and "rank 1" in error and "No space left" in error and "rank 0" not in error
+    assert (
+        error == other and "rank 1" in error and "No space left" in error and "rank 0" not in error
+    )
 
 
 def consolidate_with_a_blind_rank(source, folder):
-    """Rank 1 cannot open more files, as if it did not see the folder."""
+    """Consolidate while rank 1 cannot open any file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        return failing(consolidate, source, folder)
+        return catch_error(consolidate, source, folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_shards_that_one_rank_cannot_read(tmp_path):
+def test_unreadable_shards_on_one_rank_are_an_error_on_all_ranks(tmp_path):
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
-    for error, seconds in run_ranks(consolidate_with_a_blind_rank, 2, str(tmp_path / "shards"), str(tmp_path / "out")):
-        assert "rank 1: OSError" in error and "shard-0000" in error and seconds < GROUP_TIMEOUT.total_seconds()
+    for error, seconds in run_ranks(
+        consolidate_with_a_blind_rank, 2, str(tmp_path / "shards"), str(tmp_path / "out")
+    ):
+        assert (
+            "rank 1: OSError" in error
+            and "shard-0000" in error
+            and seconds < GROUP_TIMEOUT.total_seconds()
+        )
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten(tmp_path):
+def test_export_overwrites_no_file(tmp_path):
     (tmp_path / "model.safetensors").write_text("precious")
-    for error, _ in run_ranks(failing, 2, export, str(tmp_path)):
+    for error, _ in run_ranks(catch_error, 2, export, str(tmp_path)):
         assert "model.safetensors exists already" in error
     assert (tmp_path / "model.safetensors").read_text() == "precious"
 
 
 def export_different_tensors(folder):
     tensors = {"w": torch.zeros(2 + dist.get_rank())}
-    write_export(Path(folder), tensors, rows=(("w", "w"),), tied=(), dtype=None, group=my_group())
+    write_export(
+        Path(folder), tensors, rows=(("w", "w"),), tied=(), dtype=None, group=world_group()
+    )
 
 
-def test_ranks_that_export_different_tensors(tmp_path):
-    for error, _ in run_ranks(failing, 2, export_different_tensors, str(tmp_path)):
+def test_export_of_different_tensors_by_rank_is_rejected(tmp_path):
+    for error, _ in run_ranks(catch_error, 2, export_different_tensors, str(tmp_path)):
         assert "Expected the shards of one model" in error

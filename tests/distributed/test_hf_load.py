@@ -1,4 +1,7 @@
-"""Weights of other formats on sharded models: the same bits on every topology, read once, and errors on every rank."""
+"""Load weights of other formats into sharded models.
+
+Every topology gets the same bits, each element is read once, and all ranks raise the same errors.
+"""
 
 import json
 import pickle
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.harness.hf_weights import unpermuted
+from tests.harness.hf_weights import unpermute_rows
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf import safetensors_source
@@ -26,9 +29,10 @@ from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import slices
 
 LLAMA = get_spec("llama3")
-# Rows that no number of ranks divides, so that shards are uneven and begin within a head.
+# No number of ranks divides these rows, so shards are uneven and start within a head.
 SIZES = {
-    "dim": 30, "n_layers": 2, "n_heads": 3, "n_kv_heads": 1, "vocab_size": 65, "multiple_of": 7, "max_seq_len": 64,
+    "dim": 30, "n_layers": 2, "n_heads": 3, "n_kv_heads": 1, "vocab_size": 65, "multiple_of": 7,
+    "max_seq_len": 64,
     "rope_scaling_factor": 1.0,
 }  # fmt: skip
 TIMEOUT = timedelta(seconds=25)
@@ -40,7 +44,10 @@ def sizes(tied):
 
 @pytest.fixture(scope="module")
 def original(request, tmp_path_factory):
-    """A Llama of transformers (tied, if asked for), in many files, and as TorchTitan and Meta would store it."""
+    """Save a transformers Llama in the formats of Hugging Face, TorchTitan and Meta.
+
+    The parameter of the fixture ties the embeddings. The Hugging Face format has several files.
+    """
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("original")
     args = sizes(request.param)
@@ -51,15 +58,18 @@ def original(request, tmp_path_factory):
             weight.copy_(torch.randn(weight.shape) / 4 + ("norm" in name))
     model.save_pretrained(folder / "hf", max_shard_size="12KB")
     assert len(list((folder / "hf").glob("*.safetensors"))) > 3
-    theirs = dict(LLAMA.hf_names(args))
+    hf_names = dict(LLAMA.hf_names(args))
     weights = {}
     for name in parameters(args):
         pattern = ".".join("{}" if part.isdigit() else part for part in name.split("."))
         numbers = [part for part in name.split(".") if part.isdigit()]
-        weights[name] = model.state_dict()[theirs[pattern].format(*numbers)].clone()
+        weights[name] = model.state_dict()[hf_names[pattern].format(*numbers)].clone()
     torch.save(weights, folder / "ours.pt")
     heads = {"wq": args.n_heads, "wk": args.num_kv_heads}
-    meta = {n: unpermuted(w, heads[k]) if (k := n.split(".")[-2]) in heads else w for n, w in weights.items()}
+    meta = {
+        n: unpermute_rows(w, heads[k]) if (k := n.split(".")[-2]) in heads else w
+        for n, w in weights.items()
+    }
     (folder / "meta").mkdir()
     torch.save(meta, folder / "meta" / "consolidated.00.pth")
     run_ranks(save_as_torchtitan, 2, str(folder / "torchtitan"), meta)
@@ -74,16 +84,18 @@ def parameters(args):
 
 
 def save_as_torchtitan(folder, weights):
-    """Write the model's names at the top level, with another sharding than they are loaded with, and other state."""
+    """Save weights sharded by rows under top-level names, with an optimizer state."""
     import torch.distributed.checkpoint as dcp
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights.items()}
-    dcp.save(state | {"optimizer": {"state.norm.weight.step": torch.zeros(())}}, checkpoint_id=folder)
+    dcp.save(
+        state | {"optimizer": {"state.norm.weight.step": torch.zeros(())}}, checkpoint_id=folder
+    )
 
 
 def build(args, mesh):
-    """As the framework does: on meta, sharded, then given memory."""
+    """Build a model like the trainer: on the meta device, sharded, then materialized."""
     with torch.device("meta"):
         model = LLAMA.build(args)
     if mesh is not None:
@@ -104,13 +116,19 @@ def load_into(model, args, folder, kind, votes):
     rows = LLAMA.hf_names(args) if kind == "hf" else LLAMA.meta_names(args)
     options = {"quantized": False} if kind == "hf" else {}
     state = dict(model.named_parameters(remove_duplicate=False))
-    return LOADERS[kind](folder / kind, state, rows=rows, tied=LLAMA.tied(args), votes=votes, **options)
+    return LOADERS[kind](
+        folder / kind, state, rows=rows, tied=LLAMA.tied(args), votes=votes, **options
+    )
 
 
 def load_and_compare(folder, tied, kind, shape, tokens):
-    """(names of the weights that differ, logits, elements read here, report)."""
+    """Return (names of differing weights, logits, elements read by this rank, report)."""
     args, world = sizes(tied), dist.get_world_size()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]) if world > 1 else None
+    mesh = (
+        init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        if world > 1
+        else None
+    )
     group = HostGroup(list(range(world)), TIMEOUT)
     model = build(args, mesh)
     read, read_box = [0], safetensors_source.read_box
@@ -127,9 +145,11 @@ def load_and_compare(folder, tied, kind, shape, tokens):
         safetensors_source.read_box = read_box
         group.destroy()
     expected = torch.load(folder / "ours.pt")
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    assert whole.keys() == expected.keys()
-    differing = [name for name in expected if not torch.equal(whole[name], expected[name])]
+    full_tensors = {
+        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()
+    }
+    assert full_tensors.keys() == expected.keys()
+    differing = [name for name in expected if not torch.equal(full_tensors[name], expected[name])]
     with torch.no_grad():
         return differing, model(tokens), read[0], report
 
@@ -144,36 +164,44 @@ untied = pytest.mark.parametrize("original", [False], ids=["untied"], indirect=T
     indirect=["original"],
 )
 @pytest.mark.parametrize("kind", ["hf", "torchtitan", "meta"])
-def test_every_format_gives_the_same_weights_on_every_topology(original, kind, shape):
+def test_every_format_loads_the_same_weights_on_every_topology(original, kind, shape):
     folder, tied, tokens, logits = original
     world = torch.Size(shape).numel()
     results = run_ranks(load_and_compare, world, folder, tied, kind, shape, tokens)
-    for differing, found, _, report in results:
+    for differing, actual_logits, _, report in results:
         assert differing == []
-        # fp32: sums of at most 65 products of order 1, in another order.
-        assert (found - logits).abs().max() <= 1e-5
+        # fp32: sums of at most 65 products of order 1, added in a different order.
+        assert (actual_logits - logits).abs().max() <= 1e-5
         assert report == results[0][3] and report.missing == () and report.unused == ()
     if kind == "hf":
         read, total = sum(n for _, _, n, _ in results), LLAMA.num_params(sizes(tied))
-        assert read == total * (2 if shape == (2, 2) else 1), "each rank reads its own part and no more"
+        assert read == total * (2 if shape == (2, 2) else 1), (
+            "each rank must read only its own shards"
+        )
 
 
 @untied
-def test_sizes_that_shapes_do_not_show_are_compared_with_the_config(original):
+def test_config_differences_include_sizes_that_shapes_do_not_determine(original):
     folder, args = original[0] / "hf", sizes(False)
     assert config_differences(folder, LLAMA.hf_config(args)) == []
     other = resolve_args(
-        LLAMA, "debugmodel", SIZES | {"n_heads": 15, "n_kv_heads": 5, "rope_scaling_factor": 8.0, "max_seq_len": 8}
+        LLAMA,
+        "debugmodel",
+        SIZES | {"n_heads": 15, "n_kv_heads": 5, "rope_scaling_factor": 8.0, "max_seq_len": 8},
     )
-    found = " ".join(config_differences(folder, LLAMA.hf_config(other)))
-    for words in ("num_attention_heads = 3, this model has 15", "num_key_value_heads = 1", "rope_scaling = None"):
-        assert words in found
-    assert "says max_position_embeddings" not in found
+    message = " ".join(config_differences(folder, LLAMA.hf_config(other)))
+    for words in (
+        "num_attention_heads = 3, this model has 15",
+        "num_key_value_heads = 1",
+        "rope_scaling = None",
+    ):
+        assert words in message
+    assert "says max_position_embeddings" not in message
     assert config_differences(original[0], LLAMA.hf_config(other)) == []
 
 
 def load_columns_and_strides(folder):
-    """All placements that FSDP over tensor parallelism gives a model, and the weights that differ under them."""
+    """Load under FSDP over tensor parallelism; return the placements and the differing weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     args = sizes(False)
     with torch.device("meta"):
@@ -185,12 +213,16 @@ def load_columns_and_strides(folder):
         module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
     fully_shard(module, mesh=mesh["fsdp"])
     model = {name: getattr(module, name.replace(".", "_")) for name in shapes}
-    # Two runs of rows that do not touch, of uneven lengths: what a strided shard is without its other half.
-    runs = {0: [(0, 17), (33, 16)], 1: [(17, 16), (49, 16)]}[mesh["tp"].get_local_rank()]
-    rows = torch.full((sum(n for _, n in runs), args.dim), torch.nan)
+    # Two separate row ranges of uneven lengths: a strided shard without its FSDP half.
+    row_ranges = {0: [(0, 17), (33, 16)], 1: [(17, 16), (49, 16)]}[mesh["tp"].get_local_rank()]
+    rows = torch.full((sum(n for _, n in row_ranges), args.dim), torch.nan)
     name = "tok_embeddings.weight"
     model[name] = DTensor.from_local(
-        rows, mesh["tp"], [_StridedShard(0, split_factor=2)], shape=shapes[name], stride=(args.dim, 1)
+        rows,
+        mesh["tp"],
+        [_StridedShard(0, split_factor=2)],
+        shape=shapes[name],
+        stride=(args.dim, 1),
     )
     group = HostGroup(list(range(4)), TIMEOUT)
     load_hf(
@@ -199,20 +231,24 @@ def load_columns_and_strides(folder):
     )  # fmt: skip
     group.destroy()
     expected = torch.load(folder / "ours.pt")
-    placements = {(type(p).__name__, p.dim) for parameter in model.values() for p in parameter.placements}
+    placements = {
+        (type(p).__name__, p.dim) for parameter in model.values() for p in parameter.placements
+    }
     differing = [
         name
         for name, parameter in model.items()
         for box, view in local_boxes(parameter)
         if not torch.equal(view, expected[name][slices(box)])
     ]
-    if not torch.equal(rows, torch.cat([expected[name][first : first + n] for first, n in runs])):
+    if not torch.equal(
+        rows, torch.cat([expected[name][first : first + n] for first, n in row_ranges])
+    ):
         differing.append(name)
     return placements, differing
 
 
 @untied
-def test_columns_and_strided_shards(original):
+def test_column_and_strided_shards_load_correctly(original):
     folder = original[0]
     for placements, differing in run_ranks(load_columns_and_strides, 4, folder):
         assert differing == []
@@ -220,38 +256,41 @@ def test_columns_and_strided_shards(original):
 
 
 def load_stage(folder, change):
-    """Rank 0 has the first layer, rank 1 the rest; what goes wrong, or the report and the weights."""
+    """Load the first layer on rank 0 and the rest on rank 1; return the error or the report."""
     args, rank = sizes(False), dist.get_rank()
     model = build(args, None)
     group = HostGroup([0, 1], TIMEOUT)
     first = ("tok_embeddings", "layers.0")
-    mine = {n: p for n, p in model.named_parameters() if n.startswith(first) is (rank == 0)}
-    if change == "lacking":
-        mine.pop("norm.weight", None)
+    stage_parameters = {
+        n: p for n, p in model.named_parameters() if n.startswith(first) is (rank == 0)
+    }
+    if change == "missing":
+        stage_parameters.pop("norm.weight", None)
     source = safetensors_source.SafetensorsSource
     fill = source.fill
 
-    def blind(self, wanted):
+    def raise_os_error(self, boxes):
         raise OSError(5, "Input/output error")
 
-    if change == "blind" and rank == 1:
-        source.fill = blind
+    if change == "unreadable" and rank == 1:
+        source.fill = raise_os_error
     try:
         report = load_hf(
-            folder / "hf", mine, rows=LLAMA.hf_names(args), tied=(), quantized=False, votes=Votes(group)
-        )  # fmt: skip
+            folder / "hf", stage_parameters, rows=LLAMA.hf_names(args), tied=(), quantized=False,
+                votes=Votes(group),
+            )  # fmt: skip
     except CheckpointError as error:
         return str(error)
     finally:
         source.fill = fill
         group.destroy()
     expected = torch.load(folder / "ours.pt")
-    assert all(torch.equal(p, expected[name]) for name, p in mine.items())
+    assert all(torch.equal(p, expected[name]) for name, p in stage_parameters.items())
     return report
 
 
 @untied
-def test_ranks_with_different_tensors_need_a_model_together(original):
+def test_pipeline_stages_use_all_stored_tensors_together(original):
     folder = original[0]
     first, second = run_ranks(load_stage, 2, folder, "")
     index = json.loads((folder / "hf/model.safetensors.index.json").read_text())
@@ -261,39 +300,51 @@ def test_ranks_with_different_tensors_need_a_model_together(original):
 @untied
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("lacking", "1 not in this model: model.norm.weight"), ("blind", "rank 1: OSError")],
+    [("missing", "1 not in this model: model.norm.weight"), ("unreadable", "rank 1: OSError")],
 )
-def test_an_error_of_one_rank_is_raised_on_all(original, change, words):
+def test_error_on_one_rank_is_raised_on_all_ranks(original, change, words):
     folder = original[0]
     errors = run_ranks(load_stage, 2, folder, change)
     assert errors[0] == errors[1] and words in errors[0]
 
 
-def owned_of_three_rows():
-    """Which rows of (3, 2) this rank has."""
+def local_rows_of_three():
+    """Return this rank's rows of a (3, 2) tensor sharded over 4 ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    rows = distribute_tensor(torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (4,)), [Shard(0)])
-    return [(box, held.flatten().tolist()) for box, held in local_boxes(rows)]
+    rows = distribute_tensor(
+        torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (4,)), [Shard(0)]
+    )
+    return [(box, local_rows.flatten().tolist()) for box, local_rows in local_boxes(rows)]
 
 
-def test_a_rank_without_a_share_of_a_tensor_owns_nothing_of_it():
-    shares = run_ranks(owned_of_three_rows, 4)
-    assert shares[:3] == [[(((row, 1, 1), (0, 2, 1)), [2.0 * row, 2.0 * row + 1])] for row in range(3)]
+def test_rank_without_rows_has_no_local_boxes():
+    shares = run_ranks(local_rows_of_three, 4)
+    assert shares[:3] == [
+        [(((row, 1, 1), (0, 2, 1)), [2.0 * row, 2.0 * row + 1])] for row in range(3)
+    ]
     assert shares[3] == []
 
 
-def test_keys_missing_in_config_json_have_transformers_defaults(tmp_path):
-    ours = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"}, "rms_norm_eps": 1e-5, "hidden_size": 8}
+def test_missing_config_keys_have_transformers_defaults(tmp_path):
+    model_config = {
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3"},
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 8,
+    }
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
-    keys = [line.split(" has ")[1].split(" = ")[0] for line in config_differences(tmp_path, ours)]
+    keys = [
+        line.split(" has ")[1].split(" = ")[0]
+        for line in config_differences(tmp_path, model_config)
+    ]
     assert keys == ["rope_theta", "rope_scaling", "rms_norm_eps"]
-    ours = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
-    assert config_differences(tmp_path, ours) == []
+    model_config = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
+    assert config_differences(tmp_path, model_config) == []
 
 
-def test_a_dcp_index_that_leaves_a_hole_is_damage(tmp_path):
+def test_dcp_index_with_a_missing_chunk_is_damage(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"w": torch.ones(4, 2)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
@@ -302,18 +353,22 @@ def test_a_dcp_index_that_leaves_a_hole_is_damage(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     votes = Votes(HostGroup.alone())
     with pytest.raises(DamagedError, match=r"lacks chunks of w \[8, 2\]"):
-        load_torchtitan(tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), votes=votes)
+        load_torchtitan(
+            tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), votes=votes
+        )
 
 
-def test_metas_files_agree_on_what_each_holds_as_a_whole(tmp_path):
+def test_replicated_tensors_of_meta_files_must_be_equal(tmp_path):
     for i in range(2):
-        torch.save({"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth")
+        torch.save(
+            {"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth"
+        )
     votes, rows = Votes(HostGroup.alone()), (("norm.weight", "norm.weight"),)
     with pytest.raises(DamagedError, match="the values of norm.weight differ between files"):
         load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
 
 
-def test_a_config_that_is_not_json_is_damage(tmp_path):
+def test_config_that_is_not_json_is_damage(tmp_path):
     (tmp_path / "config.json").write_text("{")
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(DamagedError, match="config.json is not valid"):

@@ -32,11 +32,11 @@ def test_one_rank_needs_no_group():
     assert HostGroup.alone().leader_does(lambda: 7) == 7
 
 
-def run_by_all(failing):
+def run_by_all(failing_ranks):
     group = HostGroup([0, 1], dist.default_pg_timeout)
 
     def action():
-        if dist.get_rank() in failing:
+        if dist.get_rank() in failing_ranks:
             raise DataError(f"no data on rank {dist.get_rank()}")
         return dist.get_rank()
 
@@ -47,8 +47,8 @@ def run_by_all(failing):
 
 
 @pytest.mark.parametrize(
-    ("failing", "results"),
+    ("failing_ranks", "results"),
     [([], [0, 1]), ([1], ["no data on rank 1"] * 2), ([0, 1], ["no data on rank 0"] * 2)],
 )
-def test_all_ranks_raise_the_first_error(failing, results):
-    assert run_ranks(run_by_all, 2, failing) == results
+def test_all_ranks_raise_the_first_error(failing_ranks, results):
+    assert run_ranks(run_by_all, 2, failing_ranks) == results

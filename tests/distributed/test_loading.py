@@ -1,4 +1,4 @@
-"""What a run is when it starts from a checkpoint, whole or in part, and what a start that fails leaves behind."""
+"""Runs that start from a full or partial checkpoint, and starts that fail."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.parity import build, options, release
-from tests.harness.rank_pool import run_in_process_of_its_own, run_ranks
+from tests.harness.rank_pool import run_in_new_processes, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
@@ -20,11 +20,15 @@ from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.util.exit_codes import ExitCode
 
-SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
+SAVING = {
+    "checkpoint.enable": "true",
+    "checkpoint.last_save_model_only": "false",
+    "training.local_batch_size": 4,
+}
 
 
 def train(argv):
-    """Run to the end; the code."""
+    """Train to the end and return the exit code."""
     trainer = build(argv)
     code = trainer.train()
     release(trainer)
@@ -32,7 +36,10 @@ def train(argv):
 
 
 def state_at_start(argv):
-    """(step, tokens seen, position, next sample, hash of the weights, Adam's step) of a run about to start."""
+    """Return the state of a run before its first step.
+
+    The values are: step, tokens seen, position, hash of the weights, Adam's step.
+    """
     trainer = build(argv)
     shares = trainer.world.step_group.gather_objects(weight_hash(trainer.parts[0]))
     saved = json.loads(trainer.states["dataloader"].state_dict()["json"])
@@ -42,7 +49,9 @@ def state_at_start(argv):
     fetched.agreement.wait()
     progress = trainer.progress
     release(trainer)
-    assert saved["position"] == progress.position == first, "a save before the first step tells where the data is"
+    assert saved["position"] == progress.position == first, (
+        "the data position differs before the first step"
+    )
     return progress.step, progress.n_tokens_seen, progress.position, sum(shares) % 2**64, adam_step
 
 
@@ -56,7 +65,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hashes(folder):
-    """Of new weights and of the trained ones."""
+    """Return the hashes of the initial and of the trained weights."""
     new = run_ranks(state_at_start, 2, options(str(folder.parent / "new"), "float32", **SAVING))[0]
     trained = run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING))[0]
     assert new[3] != trained[3]
@@ -64,7 +73,7 @@ def hashes(folder):
 
 
 @pytest.mark.parametrize(
-    ("left_out", "tokens", "position", "weights", "adam_step"),
+    ("excluded", "tokens", "position", "weights", "adam_step"),
     [
         ("", 768, 24, "trained", 3),
         ("dataloader", 768, 0, "trained", 3),
@@ -76,30 +85,36 @@ def hashes(folder):
         ("model,optimizer,lr_scheduler,dataloader,train_state", 0, 0, "new", 0),
     ],
 )
-def test_excluded_states_start_fresh_and_the_others_resume(folder, hashes, left_out, tokens, position, weights, adam_step):
-    changes = {"checkpoint.exclude_from_loading": left_out} if left_out else {}
+def test_excluded_states_start_fresh_and_the_others_resume(
+    folder, hashes, excluded, tokens, position, weights, adam_step
+):
+    changes = {"checkpoint.exclude_from_loading": excluded} if excluded else {}
     for state in run_ranks(state_at_start, 2, options(str(folder), "float32", **SAVING, **changes)):
         assert state == (3, tokens, position, hashes[weights], adam_step)
 
 
 @pytest.mark.parametrize("tied", ["false", "true"])
-def test_a_warm_start_loads_all_weights_and_nothing_else(tmp_path, tied):
+def test_warm_start_loads_only_the_weights(tmp_path, tied):
     changes = {"training.steps": 2, "model.args.enable_weight_tying": tied}
     first = options(str(tmp_path / "first"), "float32", **SAVING, **changes)
     run_ranks(train, 2, first)
     changes |= {"training.steps": 3}
-    trained = run_ranks(state_at_start, 2, options(str(tmp_path / "first"), "float32", **SAVING, **changes))[0]
+    trained = run_ranks(
+        state_at_start, 2, options(str(tmp_path / "first"), "float32", **SAVING, **changes)
+    )[0]
     changes["checkpoint.initial_load_path"] = tmp_path / "first/checkpoint/step-2"
-    state = run_ranks(state_at_start, 2, options(str(tmp_path / "second"), "float32", **SAVING, **changes))[0]
+    state = run_ranks(
+        state_at_start, 2, options(str(tmp_path / "second"), "float32", **SAVING, **changes)
+    )[0]
     assert state == (0, 0, 0, trained[3], 0)
 
 
-def start_that_fails(argv):
+def start_error(argv):
     try:
         build(argv)
     except CheckpointError as error:
         return str(error)
-    return "it started"
+    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +122,8 @@ def start_that_fails(argv):
     [
         (
             {"optimizer.lr": 1e-3, "model.args.dim": 64},
-            "model.args.dim 32 -> 64; optimizer.lr 0.0008 -> 0.001. Expected the stored values. Restore them",
+            "model.args.dim 32 -> 64; optimizer.lr 0.0008 -> 0.001. "
+            "Expected the stored values. Restore them",
         ),
         (
             {"model.args.n_layers": 3, "checkpoint.allow_change": "model.args.n_layers"},
@@ -124,56 +140,75 @@ def start_that_fails(argv):
         ),
     ],
 )
-def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path, changes, words):
-    """The error is raised on every rank, and later steps keep their names."""
+def test_failed_start_leaves_the_checkpoint_folder_unchanged(tmp_path, changes, words):
+    """Every rank raises the error, and later steps keep their names."""
     run = {**SAVING, "checkpoint.interval": 2}
     run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
-    asked = {**run, "checkpoint.load_step": 2, **changes}
-    for error in run_ranks(start_that_fails, 2, options(str(tmp_path / "run"), "float32", **asked)):
+    load_options = {**run, "checkpoint.load_step": 2, **changes}
+    for error in run_ranks(
+        start_error, 2, options(str(tmp_path / "run"), "float32", **load_options)
+    ):
         assert words in error
-    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == ["step-2", "step-4"]
-    kept = run_ranks(state_at_start, 2, options(str(tmp_path / "run"), "float32", **run, **{"checkpoint.load_step": 2}))
-    assert kept[0][0] == 2
-    names = sorted(path.name.split(".superseded")[0] for path in (tmp_path / "run/checkpoint").iterdir())
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == [
+        "step-2",
+        "step-4",
+    ]
+    states = run_ranks(
+        state_at_start,
+        2,
+        options(str(tmp_path / "run"), "float32", **run, **{"checkpoint.load_step": 2}),
+    )
+    assert states[0][0] == 2
+    names = sorted(
+        path.name.split(".superseded")[0] for path in (tmp_path / "run/checkpoint").iterdir()
+    )
     assert names == ["step-2", "step-4"]
-    assert not (tmp_path / "run/checkpoint/step-4").exists(), "this start takes the folder"
+    assert not (tmp_path / "run/checkpoint/step-4").exists(), (
+        "a successful start renames later steps"
+    )
 
 
-def start_of_a_rank_that_sees_late(argv, late):
-    """The step that a run starts from; to rank 1 the files of the folder `late` are not there when it first looks."""
-    stat, looks = Path.stat, []
+def start_step_with_late_files(argv, late_folder):
+    """Return the step that a run starts from, while rank 1 first misses the files of a folder."""
+    stat, missed = Path.stat, []
 
-    def look(path, **options):
-        if os.environ["RANK"] == "1" and path.parent == late and len(looks) < 5:
-            looks.append(path)
+    def delayed_stat(path, **options):
+        if os.environ["RANK"] == "1" and path.parent == late_folder and len(missed) < 5:
+            missed.append(path)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return stat(path, **options)
 
-    Path.stat = look
+    Path.stat = delayed_stat
     try:
         return state_at_start(argv)[0]
     finally:
         Path.stat = stat
 
 
-def test_a_step_that_a_node_sees_late_is_waited_for(tmp_path):
-    """Rank 0 has seen all of it: an older one must not replace it, and it must not be renamed."""
+def test_start_waits_for_a_step_that_one_node_sees_late(tmp_path):
+    """Rank 0 sees the whole step, so the run must use it and must not rename it."""
     run = {**SAVING, "checkpoint.interval": 2}
     run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
     argv = options(str(tmp_path / "run"), "float32", **run)
-    assert run_ranks(start_of_a_rank_that_sees_late, 2, argv, tmp_path / "run/checkpoint/step-4") == [4, 4]
-    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == ["step-2", "step-4"]
+    assert run_ranks(start_step_with_late_files, 2, argv, tmp_path / "run/checkpoint/step-4") == [
+        4,
+        4,
+    ]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == [
+        "step-2",
+        "step-4",
+    ]
 
 
-def gathered_at_a_start(argv):
-    """Return what this rank sends to all others, from its start to its first step."""
+def gathered_during_start(argv):
+    """Return the pickled objects that this rank gathers before its first step."""
     sent, gather = [], HostGroup.gather_objects
 
-    def heard(group, value):
+    def recording_gather(group, value):
         sent.append(pickle.dumps(value))
         return gather(group, value)
 
-    HostGroup.gather_objects = heard
+    HostGroup.gather_objects = recording_gather
     try:
         release(build(argv))
     finally:
@@ -181,32 +216,32 @@ def gathered_at_a_start(argv):
     return sent
 
 
-def test_no_rank_sends_the_names_of_its_parameters_to_all_others(folder):
-    """Of 405 billion weights and their optimizer that is 0.3 MB, and on 16,384 ranks as many times as much on each."""
-    for sent in run_ranks(gathered_at_a_start, 2, options(str(folder), "float32", **SAVING)):
+def test_ranks_do_not_gather_parameter_names(folder):
+    """The names of a 405B model take 0.3 MB, so 16,384 ranks would gather 5 GB."""
+    for sent in run_ranks(gathered_during_start, 2, options(str(folder), "float32", **SAVING)):
         assert sent and not any(b"attention.wq" in value for value in sent)
 
 
-def test_one_rank_that_cannot_read_is_an_error_on_all(folder):
-    """No rank waits for it in a collective."""
-    errors = run_ranks(start_with_a_blind_rank, 2, options(str(folder), "float32", **SAVING))
+def test_read_error_on_one_rank_is_raised_on_all_ranks(folder):
+    """The other ranks do not wait in a collective."""
+    errors = run_ranks(start_with_read_error, 2, options(str(folder), "float32", **SAVING))
     assert all("rank 1: FileNotFoundError" in error and "rank 0" not in error for error in errors)
 
 
-def start_with_a_blind_rank(argv):
+def start_with_read_error(argv):
     import torch.distributed as dist
 
     from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 
     read = ExtentReader.read_metadata
 
-    def blind(reader):
-        raise FileNotFoundError("not here yet")
+    def fail_on_read(reader):
+        raise FileNotFoundError("not visible yet")
 
     if dist.get_rank() == 1:
-        ExtentReader.read_metadata = blind
+        ExtentReader.read_metadata = fail_on_read
     try:
-        return start_that_fails(argv)
+        return start_error(argv)
     finally:
         ExtentReader.read_metadata = read
 
@@ -215,41 +250,49 @@ def run_one_rank(argv):
     return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests(), RankPosition())
 
 
-def run_and_look_for_exit_file(argv):
-    """(code, was exit.json there before the checkpointer closed?)"""
+def run_and_check_exit_file(argv):
+    """Return the exit code, and whether exit.json existed before the checkpointer closed."""
     from torchtitan_like.checkpoint.retention import Retention
 
-    close, found = Retention.close, []
+    close, has_exit_file = Retention.close, []
 
-    def look(retention):
-        found.append((retention.folder.parent / "exit.json").exists())
+    def check_exit_file(retention):
+        has_exit_file.append((retention.folder.parent / "exit.json").exists())
         close(retention)
 
-    Retention.close = look
+    Retention.close = check_exit_file
     try:
-        return run_one_rank(argv), found
+        return run_one_rank(argv), has_exit_file
     finally:
         Retention.close = close
 
 
 def test_exit_json_is_written_before_waiting_for_deletions(tmp_path):
-    argv = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 1})
-    assert run_ranks(run_and_look_for_exit_file, 1, argv) == [(ExitCode.DONE, [True])]
+    argv = options(
+        str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 1}
+    )
+    assert run_ranks(run_and_check_exit_file, 1, argv) == [(ExitCode.DONE, [True])]
 
 
-def test_a_finished_run_whose_last_save_is_weights_only_is_finished(tmp_path):
-    argv = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 2})
+def test_finished_run_with_a_model_only_checkpoint_exits_with_done(tmp_path):
+    argv = options(
+        str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 2}
+    )
     assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
     assert run_ranks(run_one_rank, 1, argv) == [ExitCode.DONE]
     assert sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir()) == ["step-2"]
-    assert len(list((tmp_path / "run/attempts").iterdir())) == 1, "the second had nothing to do"
-    longer = options(str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 4})
+    assert len(list((tmp_path / "run/attempts").iterdir())) == 1, (
+        "the second start must not create an attempt"
+    )
+    longer = options(
+        str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 4}
+    )
     assert run_ranks(run_one_rank, 1, longer) == [ExitCode.STORAGE]
     assert (tmp_path / "run/checkpoint/step-2").exists()
 
 
 def train_with_signals(argv):
-    """A signal after step 2, and two more while the checkpoint that it asks for is written."""
+    """Send a signal after step 2, and two more during the resulting checkpoint."""
     trainer = build(argv)
     writer = trainer.checkpointer._writer
     record, write = trainer.metrics.record, writer._write_native
@@ -272,9 +315,9 @@ def train_with_signals(argv):
     return code, step
 
 
-def test_more_signals_do_not_interrupt_the_last_save(tmp_path):
+def test_repeated_signals_do_not_interrupt_the_last_checkpoint(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 50})
-    endings = run_in_process_of_its_own(train_with_signals, 2, argv)
+    endings = run_in_new_processes(train_with_signals, 2, argv)
     code, step = endings[0]
     assert endings == [(ExitCode.REQUEUE, step)] * 2 and step <= 4
     assert Path(tmp_path / "run" / "checkpoint" / f"step-{step}" / "manifest.json").exists()

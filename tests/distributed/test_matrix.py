@@ -1,7 +1,8 @@
-"""Every layout with every option equals one rank; what is not offered is refused by a rule that has a name.
+"""Every layout with every option equals one rank.
 
-A cell runs train.py's own build and steps from settings and is compared in float64, or else in float32 (`parity.compare`).
-It is left out only where the check that users meet refuses it, and then for the reason that EXCLUDED gives.
+A cell runs the trainer's own build and steps, and is compared in float64 or float32
+(`parity.compare`). `EXCLUDED` lists the cells that the configuration check rejects, with their
+rule.
 """
 
 import functools
@@ -14,14 +15,23 @@ from torchtitan_like.config import ConfigError
 from torchtitan_like.preflight import load_checked
 
 LAYERS = "model.args.n_layers"
-SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+SHARD, REPLICATE = (
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.data_parallel_replicate_degree",
+)
 TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
 IMPL, METHOD = "parallelism.data_parallel_impl", "parallelism.context_parallel_rotate_method"
 LESS = {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
 
 
 def pipeline(schedule, layers=2, **others):
-    return {PP: 2, "parallelism.pipeline_parallel_schedule": schedule, LAYERS: layers, **LESS, **others}
+    return {
+        PP: 2,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        LAYERS: layers,
+        **LESS,
+        **others,
+    }
 
 
 LAYOUTS = {
@@ -58,14 +68,20 @@ LAYOUTS = {
     "pp-cp": (4, pipeline("1F1B", **{CP: 2})),
     "pp-fsdp-tp": (8, pipeline("1F1B", **{TP: 2})),
 }  # fmt: skip
-VALIDATE = {"validation.enable": "true", "validation.dataset": "shakespeare_validation", "validation.freq": 2,
-            "validation.steps": 2, "validation.seq_len": 32, "validation.local_batch_size": 2}  # fmt: skip
+VALIDATE = {
+    "validation.enable": "true",
+    "validation.dataset": "shakespeare_validation",
+    "validation.freq": 2,
+    "validation.steps": 2,
+    "validation.seq_len": 32,
+    "validation.local_batch_size": 2,
+}
 OPTIONS = {
-    "together": {"activation_checkpoint.mode": "full", **VALIDATE},  # and accumulation
+    "together": {"activation_checkpoint.mode": "full", **VALIDATE},  # also accumulates gradients
     "compile": {"compile.enable": "true", "compile.backend": "aot_eager"},
     "validate": VALIDATE,
 }
-# (layout, option) -> the rule of preflight/rules/ that refuses them.
+# (layout, option) -> the rule of preflight/rules/ that rejects it.
 EXCLUDED = {
     ("pp-izb", "compile"): "compiled-zero-bubble",
     ("pp-zbv", "compile"): "compiled-zero-bubble",
@@ -73,9 +89,9 @@ EXCLUDED = {
     ("pp-fsdp-zbv", "compile"): "compiled-zero-bubble",
     ("cp-ring", "compile"): "compiled-ring",
 }
-# Float64 shows faults that rounding hides in float32, which is what users see: with nothing but validation switched on, on
-# the smallest layout of each kind and on HSDP, which needs four ranks (FSDP and DDP of four: test_parity.py). What larger
-# layouts compute with none of it, their compiled cells compute too.
+# Float64 shows faults that rounding hides in float32. Users run float32, so "validate" tests it on
+# the smallest layout of each kind and on HSDP, which needs four ranks. test_parity.py tests FSDP
+# and DDP on four ranks. Larger layouts in their default mode are covered by their compiled cells.
 DTYPES = {"together": "float64", "compile": "float64", "validate": "float32"}
 OPTIONS_ON = {2: ("together", "compile", "validate"), 4: ("together", "compile"), 8: ("together",)}
 CELLS = [
@@ -87,10 +103,12 @@ CELLS = [
 
 
 def overrides(layout, option):
-    """Settings of a cell: the global batch is 8 samples on any number of ranks."""
+    """Return the settings of a cell. The global batch always has 8 samples."""
     ranks, cell = LAYOUTS[layout]
     data_ranks = ranks // (cell.get(TP, 1) * cell.get(PP, 1) * cell.get(CP, 1))
-    local = 8 // data_ranks if option != "together" else min(2, 4 // data_ranks)  # in two passes or more
+    local = (
+        8 // data_ranks if option != "together" else min(2, 4 // data_ranks)
+    )  # at least two micro-batches
     return {**cell, "training.local_batch_size": local, **OPTIONS[option]}
 
 
@@ -112,24 +130,24 @@ def run(folder, layout, option, dtype, mutation="", timeout=60):
     return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation, timeout=timeout)[0]
 
 
-# Compiled on four ranks: these in every run, the others nightly.
+# Of the compiled cells on four ranks, these run always and the others nightly.
 COMPILED_IN_EVERY_RUN = ("fsdp-tp", "simple-fsdp-tp", "pp-fsdp", "tp-cp")
 
 
 def cell_parameter(layout, option, dtype):
-    is_long = option == "compile" and LAYOUTS[layout][0] == 4 and layout not in COMPILED_IN_EVERY_RUN
+    is_long = (
+        option == "compile" and LAYOUTS[layout][0] == 4 and layout not in COMPILED_IN_EVERY_RUN
+    )
     return pytest.param(layout, option, dtype, marks=[pytest.mark.nightly] if is_long else [])
 
 
-@pytest.mark.parametrize(
-    ("layout", "option", "dtype"), [cell_parameter(*cell) for cell in CELLS]
-)
+@pytest.mark.parametrize(("layout", "option", "dtype"), [cell_parameter(*cell) for cell in CELLS])
 def test_equals_one_rank(folder, layout, option, dtype):
     expected, cell = run(folder, layout, option, dtype)
     compare(expected, cell, dtype)
 
 
-# Cells that take minutes: all four kinds of parallelism at once, and Inductor's kernels.
+# Slow cells: all four kinds of parallelism together, and Inductor's kernels.
 LAYOUTS_OF_MANY = {"pp-fsdp-tp-cp": (16, pipeline("1F1B", **{TP: 2, CP: 2}))}
 INDUCTOR = {"compile.enable": "true", "compile.backend": "inductor"}
 LONG_CELLS = [
@@ -152,10 +170,12 @@ def test_long_cells_equal_one_rank(folder, layout, option, dtype, monkeypatch):
     compare(expected, cell, dtype)
 
 
-def test_joined_collectives_change_no_number(folder):
+def test_bucketed_collectives_give_the_same_results(folder):
     expected = reference(str(folder / "one-rank-2"), "float64", 2, False)
     bucketed = {**overrides("simple-fsdp", "compile"), "parallelism.simple_fsdp_bucketing": "true"}
-    cell = run_ranks(run_cell, 2, options(str(folder / "bucketed"), "float64", **bucketed), timeout=240)[0]
+    cell = run_ranks(
+        run_cell, 2, options(str(folder / "bucketed"), "float64", **bucketed), timeout=240
+    )[0]
     compare(expected, cell, "float64")
 
 
@@ -164,21 +184,24 @@ def test_there_are_enough_cells():
 
 
 @pytest.mark.parametrize(("layout", "option"), EXCLUDED)
-def test_excluded_cells_are_refused_for_their_reason(folder, layout, option):
+def test_excluded_cells_are_rejected_by_their_rule(folder, layout, option):
     argv = options(str(folder / layout), "float32", **overrides(layout, option))
     with pytest.raises(ConfigError) as refused:
         load_checked(argv, LAYOUTS[layout][0], training=True, device_type="cpu")
     assert [problem.rule for problem in refused.value.problems] == [EXCLUDED[layout, option]]
 
 
-FAULTS = [name for name in MUTATIONS if name != "one micro-batch dropped"]  # these cells have one
-RED = ("simple-fsdp", "tp", "pp-1f1b", "cp-allgather")  # two of them with each fault
+FAULTS = [
+    name for name in MUTATIONS if name != "one micro-batch dropped"
+]  # these cells have one micro-batch
+RED = ("simple-fsdp", "tp", "pp-1f1b", "cp-allgather")  # each fault runs on two of them
 
 
 @pytest.mark.parametrize(
-    ("layout", "mutation"), [(RED[(i + j) % 4], name) for i, name in enumerate(FAULTS) for j in (0, 2)]
+    ("layout", "mutation"),
+    [(RED[(i + j) % 4], name) for i, name in enumerate(FAULTS) for j in (0, 2)],
 )
-def test_a_fault_turns_a_cell_red(folder, layout, mutation):
+def test_injected_fault_fails_the_comparison(folder, layout, mutation):
     expected, cell = run(folder, layout, "validate", "float32", mutation)
     with pytest.raises(AssertionError):
         compare(expected, cell, "float32")

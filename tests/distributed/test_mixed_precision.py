@@ -1,4 +1,7 @@
-"""bfloat16 computes; float32 holds the weights, reduces the gradients (see test_collectives) and adds them up."""
+"""Mixed precision: dtypes of weights, optimizer states, computation and gradient accumulation.
+
+test_collectives.py tests the dtypes of communication.
+"""
 
 import numpy as np
 import pytest
@@ -16,23 +19,30 @@ LAYOUTS = {
 }
 
 
-def types_in_a_step(argv):
-    """dtypes: of stored weights, of optimizer states, and of the weights and inputs that blocks compute with."""
+def dtypes_of_a_step(argv):
+    """Return the dtypes of weights, optimizer states and block computation.
+
+    The last value is whether any weight has more precision than bfloat16.
+    """
     trainer = build(argv)
     computed = set()
 
-    def note(block, args):
+    def record_dtypes(block, args):
         computed.update({block.attention.wq.weight.dtype, args[0].dtype})
 
     for block in trainer.parts[0].layers.values():
-        block.attention_norm.register_forward_pre_hook(lambda norm, args, block=block: note(block, args))
+        block.attention_norm.register_forward_pre_hook(
+            lambda norm, args, block=block: record_dtypes(block, args)
+        )
     fetched = trainer.fetch(1)
     trainer.train_step(1, fetched, fetched.agreement.wait())
     stored = {p.dtype for p in trainer.optimizer.parameters}
     states = {value.dtype for value in trainer.optimizer.state_dict().values()}
-    moved = any((p - p.bfloat16().float()).abs().max() > 0 for p in map(local, trainer.optimizer.parameters))
+    has_fp32_digits = any(
+        (p - p.bfloat16().float()).abs().max() > 0 for p in map(local, trainer.optimizer.parameters)
+    )
     release(trainer)
-    return stored, states, computed, moved
+    return stored, states, computed, has_fp32_digits
 
 
 def local(tensor):
@@ -41,10 +51,13 @@ def local(tensor):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
-    ("stored", "computed"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+    ("stored", "computed"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
 )
-def test_types(tmp_path, name, stored, computed):
-    """On every layout, the unusual pairs too: what is stored in bfloat16 can be computed with in float32."""
+def test_weights_states_and_computation_have_the_configured_dtypes(
+    tmp_path, name, stored, computed
+):
+    """Unusual combinations work too, such as bfloat16 weights with float32 computation."""
     world_size, overrides = LAYOUTS[name]
     argv = options(
         str(tmp_path / "run"),
@@ -52,15 +65,17 @@ def test_types(tmp_path, name, stored, computed):
         **{"training.dtype": stored, "training.mixed_precision_param": computed, **overrides},
         **{"training.local_batch_size": 8 // world_size},
     )
-    for weights, states, used, has_fp32_digits in run_ranks(types_in_a_step, world_size, argv):
+    for weights, states, block_dtypes, has_fp32_digits in run_ranks(
+        dtypes_of_a_step, world_size, argv
+    ):
         assert weights == {getattr(torch, stored)}
         assert states == {torch.float32, getattr(torch, stored)}
-        assert used == {getattr(torch, computed)}
+        assert block_dtypes == {getattr(torch, computed)}
         assert has_fp32_digits == (stored == "float32")
 
 
-def accumulated_and_apart(argv):
-    """Gradients of all micro-batches as a step accumulates them, and the sum of those of each alone."""
+def accumulated_and_summed_gradients(argv):
+    """Return the accumulated gradients of a step, and the sum of separate micro-batch gradients."""
     trainer = build(argv)
     batch = next(trainer.batches)
 
@@ -71,24 +86,33 @@ def accumulated_and_apart(argv):
             (trainer.parts[0](batch.tokens[micro], batch.labels[micro]) / 100).backward()
         return {name: full(p.grad) for name, p in trainer.optimizer.named}
 
-    everything = list(range(trainer.geometry.num_micro_batches))
-    together = gradients(everything)
-    alone = [gradients([micro]) for micro in everything]
+    micro_batches_of_step = list(range(trainer.geometry.num_micro_batches))
+    accumulated = gradients(micro_batches_of_step)
+    separate = [gradients([micro]) for micro in micro_batches_of_step]
     release(trainer)
-    return together, {name: sum(each[name] for each in alone) for name in together}
+    return accumulated, {
+        name: sum(gradient_set[name] for gradient_set in separate) for name in accumulated
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_accumulate_in_float32(tmp_path, name):
-    """The same products in bfloat16, so that only the adding up differs: a bfloat16 accumulator is off by 1e-3."""
+    """Both sides compute in bfloat16, so only the accumulation differs.
+
+    A bfloat16 accumulator would have an error of 1e-3.
+    """
     world_size, overrides = LAYOUTS[name]
     argv = options(
         str(tmp_path / "run"),
         "float32",
-        **{"training.mixed_precision_param": "bfloat16", "training.local_batch_size": 1, **overrides},
+        **{
+            "training.mixed_precision_param": "bfloat16",
+            "training.local_batch_size": 1,
+            **overrides,
+        },
         **{"training.global_batch_size": 8 * world_size},
     )
-    together, apart = run_ranks(accumulated_and_apart, world_size, argv)[0]
-    for parameter, expected in apart.items():
-        error = np.linalg.norm(together[parameter] - expected) / np.linalg.norm(expected)
+    accumulated, summed = run_ranks(accumulated_and_summed_gradients, world_size, argv)[0]
+    for parameter, expected in summed.items():
+        error = np.linalg.norm(accumulated[parameter] - expected) / np.linalg.norm(expected)
         assert error <= 1e-6, f"{parameter}: {error:.1e}"

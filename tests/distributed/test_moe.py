@@ -17,6 +17,8 @@ from tests.distributed.test_matrix import (
 )
 from tests.harness.rank_pool import run_ranks
 
+EP = "parallelism.expert_parallel_degree"
+ETP = "parallelism.expert_tensor_parallel_degree"
 LAYOUTS = {
     # name: (ranks, overrides)
     "ddp": (2, {REPLICATE: 2, IMPL: "ddp"}),
@@ -43,6 +45,22 @@ MODEL = {
     "model.args.top_k": 2,
     "model.args.moe_inter_dim": 12,
 }
+# Experts over 2 or 4 ranks of dp_shard x cp x tp; "etp": each expert's hidden units over tp too.
+LAYOUTS |= {
+    "ep": (2, {EP: 2}),
+    "ep-fsdp": (4, {EP: 2}),
+    "ep-4": (4, {EP: 4, "model.args.num_experts": 8}),
+    "ep-one-expert": (4, {EP: 2, "model.args.num_experts": 2}),  # on a rank; FSDP shards matrices
+    "ep-hsdp": (4, {EP: 2, REPLICATE: 2}),
+    "ep-tp": (2, {EP: 2, TP: 2}),
+    "ep-fsdp-tp": (4, {EP: 4, TP: 2, "model.args.num_experts": 8}),
+    "ep-etp": (4, {EP: 2, TP: 2, ETP: 2}),
+    "ep-cp": (2, {EP: 2, CP: 2}),
+    "ep-cp-ulysses": (4, {EP: 2, CP: 2, METHOD: "ulysses"}),
+    "ep-pp-1f1b": (4, pipeline("1F1B", **{EP: 2})),
+    "ep-pp-interleaved": (4, pipeline("Interleaved1F1B", layers=4, **{EP: 2})),
+    "ep-pp-zbv": (4, pipeline("ZBVZeroBubble", layers=4, **{EP: 2})),
+}
 EVERY_RUN = [
     ("fsdp", "together"),
     ("fsdp", "compile"),
@@ -50,24 +68,29 @@ EVERY_RUN = [
     ("cp-allgather", "together"),
     ("pp-1f1b", "together"),
     ("pp-zbv", "together"),
+    ("ep", "compile"),
+    ("ep-fsdp-tp", "together"),
+    ("ep-etp", "together"),
+    ("ep-pp-zbv", "together"),
 ]
 NIGHTLY = [
     (layout, option)
     for layout in LAYOUTS
     for option in ("together", "compile")
-    if (layout, option) not in (*EVERY_RUN, ("pp-zbv", "compile"))
+    if (layout, option) not in EVERY_RUN and not ("zbv" in layout and option == "compile")
 ]
 
 
 def settings(folder, layers, **overrides):
-    argv = options(folder, "float64", **MODEL, **{"model.args.n_layers": layers, **overrides})
+    argv = options(folder, "float64", **{**MODEL, "model.args.n_layers": layers, **overrides})
     multiple_of = argv.index("--model.args.multiple_of")  # of Llama 3
     return argv[:multiple_of] + argv[multiple_of + 2 :]
 
 
 @functools.cache
-def reference(folder, layers, validates):
-    argv = settings(folder, layers, **(VALIDATE if validates else {}))
+def reference(folder, layers, experts, validates):
+    sizes = {"model.args.num_experts": experts}
+    argv = settings(folder, layers, **sizes, **(VALIDATE if validates else {}))
     return run_ranks(run_cell, 1, argv)[0]
 
 
@@ -79,8 +102,12 @@ def folder(tmp_path_factory):
 def run(folder, layout, option, mutation=""):
     ranks, cell = LAYOUTS[layout]
     layers = cell.get("model.args.n_layers", 2)
-    expected = reference(str(folder / f"one-rank-{layers}"), layers, option == "together")
-    data_ranks = ranks // (cell.get(TP, 1) * cell.get("parallelism.pipeline_parallel_degree", 1) * cell.get(CP, 1))
+    experts = cell.get("model.args.num_experts", MODEL["model.args.num_experts"])
+    one_rank = str(folder / f"one-rank-{layers}-{experts}")
+    expected = reference(one_rank, layers, experts, option == "together")
+    data_ranks = ranks // (
+        cell.get(TP, 1) * cell.get("parallelism.pipeline_parallel_degree", 1) * cell.get(CP, 1)
+    )
     local = 8 // data_ranks if option == "compile" else min(2, 4 // data_ranks)
     overrides = {**cell, "training.local_batch_size": local, **OPTIONS[option]}
     argv = settings(str(folder / layout), overrides.pop("model.args.n_layers", 2), **overrides)
@@ -98,6 +125,6 @@ def test_equals_one_rank(folder, layout, option):
 
 @pytest.mark.parametrize("mutation", EXPERT_MUTATIONS)
 def test_a_fault_turns_a_cell_red(folder, mutation):
-    expected, cell = run(folder, "fsdp", "together", mutation)
+    expected, cell = run(folder, "ep", "together", mutation)
     with pytest.raises(AssertionError):
         compare(expected, cell, "float64")

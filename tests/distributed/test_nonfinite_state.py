@@ -1,4 +1,4 @@
-"""A state with an inf or nan is kept for study, and no run starts from it."""
+"""A checkpoint with an inf or nan is kept for analysis, and no run starts from it."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def run_with_a_bad_state(argv, name, step):
-    """The last rank puts a NaN into one tensor of the state after `step`: exit code and start."""
+def run_with_nan_state(argv, name, step):
+    """Write a NaN into a state tensor of the last rank after `step`; return exit code and start."""
     launched, plain, starts = launched_as(), Trainer.train_step, set()
 
     def train_step(trainer, number, *args):
@@ -46,14 +46,16 @@ MOMENT = "optimizer.state.output.weight.exp_avg"
 @pytest.mark.parametrize(
     ("interval", "step", "name", "published", "settings"),
     [
-        (4, 5, WEIGHT, [4], {}),  # the gradients of step 6 show it, and the run saves step 5
-        (2, 4, WEIGHT, [2], {}),  # found by the save of step 4
+        (4, 5, WEIGHT, [4], {}),  # step 6 has NaN gradients, and the run saves step 5
+        (2, 4, WEIGHT, [2], {}),  # the checkpoint of step 4 detects it
         (2, 4, MOMENT, [2], {"checkpoint.async_mode": "async", "checkpoint.hf_interval": 4}),
         (100, 1, WEIGHT, [], {"checkpoint.enable_first_step_checkpoint": "true"}),
     ],
     ids=["halted", "interval", "optimizer", "first step"],
 )
-def test_it_is_never_the_newest_step(tmp_path, interval, step, name, published, settings):
+def test_nonfinite_checkpoint_is_never_published(
+    tmp_path, interval, step, name, published, settings
+):
     folder = tmp_path / "run"
     changes = {
         "training.local_batch_size": 4,
@@ -64,10 +66,10 @@ def test_it_is_never_the_newest_step(tmp_path, interval, step, name, published, 
         **settings,
     }
     argv = options(str(folder), "float32", **changes)
-    endings = run_ranks(run_with_a_bad_state, 2, argv, name, step)
+    endings = run_ranks(run_with_nan_state, 2, argv, name, step)
     assert [code for code, _ in endings] == [ExitCode.BAD_NUMBERS] * 2
     checkpoints = folder / "checkpoint"
-    assert [found.step for found in published_steps(checkpoints)] == published
+    assert [published_step.step for published_step in published_steps(checkpoints)] == published
     names = {path.name for path in checkpoints.glob("*step-*")}
     assert names == {f"step-{step}.nonfinite", *(f"step-{number}" for number in published)}
     assert not (checkpoints / "hf").exists()
@@ -76,7 +78,7 @@ def test_it_is_never_the_newest_step(tmp_path, interval, step, name, published, 
     saves = [row for row in read_rows(folder / "events.jsonl") if row["event"] == "save"]
     assert saves[-1]["form"] == "nonfinite"
 
-    endings = run_ranks(run_with_a_bad_state, 2, argv, name, None)
+    endings = run_ranks(run_with_nan_state, 2, argv, name, None)
     assert [code for code, _ in endings] == [ExitCode.DONE] * 2
     assert published_steps(checkpoints)[-1].step == 8
     start = endings[0][1]

@@ -1,4 +1,4 @@
-"""One rank has a non-finite loss or gradient: no rank changes a weight, and all stop at the same step."""
+"""If one rank has a non-finite loss or gradient, no rank updates and all stop at the same step."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ from torchtitan_like.util.jsonl import read_rows
 NONFINITE_STEP = 3
 
 
-def spoil_loss(hidden, loss):
-    """Spoil only the loss: its gradients would be finite."""
+def corrupt_loss(hidden, loss):
+    """Corrupt only the loss; its gradients stay finite."""
     return loss + torch.inf
 
 
-def spoil_gradient(hidden, loss):
-    """Spoil only the gradient of the head's input: the loss and the head's own gradient are finite."""
+def corrupt_gradient(hidden, loss):
+    """Corrupt only the gradient of the head's input; loss and head's gradient stay finite."""
     hidden.register_hook(lambda grad: grad * torch.nan)
     return loss
 
 
-def train_with_a_fault(argv, spoil, spoiled_steps=(NONFINITE_STEP,)):
-    """Spoil the micro-batches of some steps on the last rank, and train.
+def train_with_a_fault(argv, corrupt, corrupted_steps=(NONFINITE_STEP,)):
+    """Train while the last rank corrupts the micro-batches of some steps.
 
-    Returns exit code, last step, skipped steps, and whether the weights are those before step 3.
+    Return exit code, last step, skipped steps, and whether the weights equal those before step 3.
     """
     trainer = build(argv)
     head, weights = trainer.parts[0].output, {}
@@ -35,8 +35,11 @@ def train_with_a_fault(argv, spoil, spoiled_steps=(NONFINITE_STEP,)):
 
     def loss(hidden, weight, labels):
         value = plain_loss(hidden, weight, labels)
-        is_hit = trainer.progress.step + 1 in spoiled_steps and trainer.world.rank == trainer.world.size - 1
-        return spoil(hidden, value) if is_hit and torch.is_grad_enabled() else value
+        is_hit = (
+            trainer.progress.step + 1 in corrupted_steps
+            and trainer.world.rank == trainer.world.size - 1
+        )
+        return corrupt(hidden, value) if is_hit and torch.is_grad_enabled() else value
 
     def train_step(step, *args):
         if step == NONFINITE_STEP:
@@ -50,7 +53,12 @@ def train_with_a_fault(argv, spoil, spoiled_steps=(NONFINITE_STEP,)):
     after = all_weights(trainer)
     skipped = [row["step"] for row in rows if row["skipped"]]
     release(trainer)
-    return code, trainer.progress.step, skipped, all((after[name] == value).all() for name, value in weights.items())
+    return (
+        code,
+        trainer.progress.step,
+        skipped,
+        all((after[name] == value).all() for name, value in weights.items()),
+    )
 
 
 def all_weights(trainer: Trainer):
@@ -64,79 +72,117 @@ LAYOUTS = {
 }
 
 
-def run(tmp_path, spoil, layout, implementation, **overrides):
-    """Train until the run stops. Returns whether the weights are those before NONFINITE_STEP, and the checkpoints."""
-    overrides |= {"training.steps": 10, "checkpoint.enable": "true", "optimizer.implementation": implementation,
-                  "checkpoint.interval": NONFINITE_STEP}  # fmt: skip
+def run(tmp_path, corrupt, layout, implementation, **overrides):
+    """Train until the run stops.
+
+    Return whether the weights equal those before NONFINITE_STEP, and the checkpoints.
+    """
+    overrides |= {
+        "training.steps": 10,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": NONFINITE_STEP,
+        "optimizer.implementation": implementation,
+    }
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **overrides)
-    endings = run_ranks(train_with_a_fault, 2, argv, spoil)
+    endings = run_ranks(train_with_a_fault, 2, argv, corrupt)
     assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, NONFINITE_STEP - 1)] * 2
-    # The host notices two steps later. All updates until then are skipped.
+    # The host detects it two steps later. All updates until then are skipped.
     assert endings[0][2] == endings[1][2] == [3, 4, 5]
-    return all(is_unchanged for *_, is_unchanged in endings), published_steps(tmp_path / "run" / "checkpoint")
+    return all(is_unchanged for *_, is_unchanged in endings), published_steps(
+        tmp_path / "run" / "checkpoint"
+    )
 
 
-@pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
+@pytest.mark.parametrize("corrupt", [corrupt_loss, corrupt_gradient])
 @pytest.mark.parametrize(
     ("layout", "implementation"),
-    [("fsdp", "fused"), ("ddp", "fused"), ("accumulation", "fused"), ("fsdp", "foreach"), ("ddp", "for-loop")],
+    [
+        ("fsdp", "fused"),
+        ("ddp", "fused"),
+        ("accumulation", "fused"),
+        ("fsdp", "foreach"),
+        ("ddp", "for-loop"),
+    ],
 )
-def test_no_weight_changes_and_the_last_good_step_is_saved(tmp_path, spoil, layout, implementation):
-    is_unchanged, saved = run(tmp_path, spoil, layout, implementation)
+def test_weights_are_unchanged_and_the_last_finite_step_is_saved(
+    tmp_path, corrupt, layout, implementation
+):
+    is_unchanged, saved = run(tmp_path, corrupt, layout, implementation)
     assert is_unchanged
     assert [(s.step, s.is_full) for s in saved] == [(NONFINITE_STEP - 1, True)]
 
 
-@pytest.mark.parametrize(("layout", "implementation"), [("fsdp", "fused"), ("ddp", "foreach"), ("fsdp", "for-loop")])
-@pytest.mark.parametrize(("spoil", "is_whole"), [(spoil_loss, True), (spoil_gradient, False)])
-def test_a_half_updated_state_is_never_saved(tmp_path, spoil, is_whole, layout, implementation):
+@pytest.mark.parametrize(
+    ("layout", "implementation"), [("fsdp", "fused"), ("ddp", "foreach"), ("fsdp", "for-loop")]
+)
+@pytest.mark.parametrize(("corrupt", "is_whole"), [(corrupt_loss, True), (corrupt_gradient, False)])
+def test_partially_updated_state_is_never_saved(
+    tmp_path, corrupt, is_whole, layout, implementation
+):
     """With a non-finite gradient, the head is updated before the gradients of the blocks exist.
 
-    A half-updated state must not be saved as step 2. A non-finite loss changes no weight.
+    A partially updated state must not be saved as step 2. A non-finite loss changes no weight.
     """
     in_backward = {"optimizer.early_step_in_backward": "true"}
-    is_unchanged, saved = run(tmp_path, spoil, layout, implementation, **in_backward)
+    is_unchanged, saved = run(tmp_path, corrupt, layout, implementation, **in_backward)
     assert is_unchanged == is_whole
     assert saved == []
 
 
-SKIP = {"resilience.on_nonfinite": "skip", "resilience.max_nonfinite_in_a_row": 2, "training.steps": 8,
-        "checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"}  # fmt: skip
+SKIP = {
+    "resilience.on_nonfinite": "skip",
+    "resilience.max_nonfinite_in_a_row": 2,
+    "training.steps": 8,
+    "checkpoint.enable": "true",
+    "checkpoint.last_save_model_only": "false",
+}
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_nonfinite_steps_are_skipped_and_training_continues(tmp_path, layout):
-    """Twice the allowed number in a row. A skipped step changes no weight, the others do."""
+    """The run skips the allowed number of steps in a row twice. Only finite steps update."""
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS[layout], **SKIP)
-    endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (3, 4, 6, 7))
+    endings = run_ranks(train_with_a_fault, 2, argv, corrupt_gradient, (3, 4, 6, 7))
     assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 8, [3, 4, 6, 7])] * 2
-    assert not endings[0][3], "step 5 has changed the weights"
+    assert not endings[0][3], "step 5 must change the weights"
 
 
-def test_more_nonfinite_steps_in_a_row_than_allowed_stop_the_run(tmp_path):
+def test_too_many_nonfinite_steps_in_a_row_stop_the_run(tmp_path):
     """Skipped steps before the checkpoint count after a restart."""
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS["fsdp"], **SKIP)
-    endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (3, 4, 5, 6, 7))
+    endings = run_ranks(train_with_a_fault, 2, argv, corrupt_gradient, (3, 4, 5, 6, 7))
     assert endings == [(ExitCode.BAD_NUMBERS, 4, [3, 4, 5, 6, 7], True)] * 2
     assert [s.step for s in published_steps(tmp_path / "run/checkpoint")] == [4]
-    endings = run_ranks(train_with_a_fault, 2, argv, spoil_gradient, (5,))
+    endings = run_ranks(train_with_a_fault, 2, argv, corrupt_gradient, (5,))
     assert [ending[:3] for ending in endings] == [(ExitCode.BAD_NUMBERS, 4, [5, 6, 7])] * 2
 
 
-def spoil_size(hidden, loss):
-    """Spoil the size of the loss: it is finite but far above all earlier ones."""
+def inflate_loss(hidden, loss):
+    """Multiply the loss: it is finite but far above all earlier losses."""
     return loss * 1000
 
 
-@pytest.mark.parametrize(("on_spike", "step", "pinned"), [("log", 13, ["step-12"]), ("skip", 11, [])])
-def test_a_spike_is_an_event_and_pins_the_checkpoint_before_it(tmp_path, on_spike, step, pinned):
-    """A skipped spike is over at the next step, which removes the pin."""
-    spikes = {"resilience.on_spike": on_spike, "resilience.spike_window": 8, "training.steps": 13,
-              "checkpoint.enable": "true", "checkpoint.interval": 4, "checkpoint.last_save_model_only": "false"}  # fmt: skip
+@pytest.mark.parametrize(
+    ("on_spike", "step", "pinned"), [("log", 13, ["step-12"]), ("skip", 11, [])]
+)
+def test_spike_writes_an_event_and_pins_the_previous_checkpoint(tmp_path, on_spike, step, pinned):
+    """A skipped spike ends at the next step, which removes the pin."""
+    spikes = {
+        "resilience.on_spike": on_spike,
+        "resilience.spike_window": 8,
+        "training.steps": 13,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 4,
+        "checkpoint.last_save_model_only": "false",
+    }
     argv = options(str(tmp_path / "run"), "float32", **LAYOUTS["fsdp"], **spikes)
-    endings = run_ranks(train_with_a_fault, 2, argv, spoil_size, (step,))
-    assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 13, [step] * (on_spike == "skip"))] * 2
-    events = [row for row in read_rows(tmp_path / "run/events.jsonl") if row["event"].startswith("spike")]
+    endings = run_ranks(train_with_a_fault, 2, argv, inflate_loss, (step,))
+    assert [ending[:3] for ending in endings] == [
+        (ExitCode.DONE, 13, [step] * (on_spike == "skip"))
+    ] * 2
+    events = [
+        row for row in read_rows(tmp_path / "run/events.jsonl") if row["event"].startswith("spike")
+    ]
     started = {row["quantity"]: row["step"] for row in events if row["event"] == "spike"}
     ended = {row["quantity"]: row["how"] for row in events if row["event"] == "spike_end"}
     assert started == {"loss": step, "grad_norm": step}

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: runs of the tiny model, offloading, memory figures and snapshots, NCCL's time-outs."""
+"""Tests on CUDA devices: training, offloading, memory metrics and snapshots, NCCL timeouts."""
 
 import os
 import pickle
@@ -18,16 +18,24 @@ from torchtitan_like.optim.loss import chunked_cross_entropy
 
 pytestmark = pytest.mark.gpu
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "grad_norm", "data_digest_chain", "skipped")
+EXACT = (
+    "step",
+    "n_tokens_seen",
+    "num_valid_tokens",
+    "loss",
+    "grad_norm",
+    "data_digest_chain",
+    "skipped",
+)
 
 
-def needs(num_gpus):
+def skip_without_gpus(num_gpus):
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs; torch sees {torch.cuda.device_count()}")
 
 
-def trained(folder, ranks=1, env=None, **overrides):
-    """The run of a process of its own."""
+def train(folder, ranks=1, env=None, **overrides):
+    """Run a trainer process."""
     argv = options(str(folder), "float32", **{"training.local_batch_size": 8 // ranks, **overrides})
     run = run_trainer(argv, ranks, folder, env=env)
     assert run.returncode == 0, run.tail
@@ -35,36 +43,40 @@ def trained(folder, ranks=1, env=None, **overrides):
     return run
 
 
-def exact(run):
+def exact_metrics(run):
     return [[row[key] for key in EXACT] for row in run.metrics]
 
 
 def assert_close(run, other, limit):
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in run.metrics] == pytest.approx([row[key] for row in other.metrics], rel=limit), key
-    assert [row["data_digest"] for row in run.metrics] == [row["data_digest"] for row in other.metrics]
+        assert [row[key] for row in run.metrics] == pytest.approx(
+            [row[key] for row in other.metrics], rel=limit
+        ), key
+    assert [row["data_digest"] for row in run.metrics] == [
+        row["data_digest"] for row in other.metrics
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_equals_cpu_and_repeats_exactly(tmp_path, ranks):
-    """On two ranks with FSDP."""
-    needs(ranks)
+    """Runs on two ranks use FSDP."""
+    skip_without_gpus(ranks)
     fixed = {"debug.deterministic": "true"}
-    first, second = (trained(tmp_path / name, ranks, **fixed) for name in ("first", "second"))
+    first, second = (train(tmp_path / name, ranks, **fixed) for name in ("first", "second"))
     assert "CUDA capacity: " in first.stdout and ("Applied FSDP" in first.stdout) == (ranks == 2)
-    assert exact(first) == exact(second)
-    assert_close(first, trained(tmp_path / "cpu", ranks, NO_GPU), limit=1e-3)
+    assert exact_metrics(first) == exact_metrics(second)
+    assert_close(first, train(tmp_path / "cpu", ranks, NO_GPU), limit=1e-3)
 
 
-def test_offloaded_parameters_train_the_same(tmp_path):
-    offloaded = trained(tmp_path / "offloaded", **{"training.enable_cpu_offload": "true"})
+def test_cpu_offload_gives_close_results(tmp_path):
+    offloaded = train(tmp_path / "offloaded", **{"training.enable_cpu_offload": "true"})
     assert "Applied CPU offloading to the model" in offloaded.stdout
-    assert_close(offloaded, trained(tmp_path / "plain"), limit=1e-4)
+    assert_close(offloaded, train(tmp_path / "plain"), limit=1e-4)
 
 
-def test_memory_is_measured_and_its_history_written(tmp_path):
+def test_metrics_contain_memory_and_snapshots_are_written(tmp_path):
     snapshots = {"profiling.enable_memory_snapshot": "true", "profiling.profile_freq": 3}
-    run = trained(tmp_path / "run", **snapshots)
+    run = train(tmp_path / "run", **snapshots)
     assert all(row["memory_gib"] > 0 for row in run.metrics)
     (path,) = (tmp_path / "run").glob("*/iteration_*/rank0_memory_snapshot.pickle")
     assert path.parent.name == "iteration_3"
@@ -74,20 +86,23 @@ def test_memory_is_measured_and_its_history_written(tmp_path):
 def test_peaks_are_reset_at_each_log_line():
     monitor = build_memory_monitor(torch.device("cuda", torch.cuda.current_device()))
     before = monitor.read().scalars["memory/max_active(GiB)"]
-    kept = torch.empty(GIB // 8, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(GIB // 8, dtype=torch.uint8, device="cuda")
     reading = monitor.read()
     assert reading.scalars["memory/max_active(GiB)"] - before == pytest.approx(1 / 8, rel=0.01)
     assert reading.gib >= reading.scalars["memory/max_active(GiB)"] and 0 < reading.percent < 100
-    del kept
-    assert monitor.read().scalars["memory/max_active(GiB)"] - before == pytest.approx(1 / 8, rel=0.01)
+    del tensor
+    assert monitor.read().scalars["memory/max_active(GiB)"] - before == pytest.approx(
+        1 / 8, rel=0.01
+    )
     monitor.reset()
     assert monitor.read().scalars["memory/max_active(GiB)"] == pytest.approx(before, abs=1e-3)
 
 
 def peak_mib(loss, tokens):
-    """Of forward and backward, above what was there."""
+    """Return the peak of forward and backward, without the memory allocated before, in MiB."""
     hidden, weight = (
-        torch.zeros(n, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (tokens, 32000)
+        torch.zeros(n, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for n in (tokens, 32000)
     )
     labels = torch.zeros(tokens, dtype=torch.long, device="cuda")
     torch.cuda.reset_peak_memory_stats()
@@ -96,24 +111,37 @@ def peak_mib(loss, tokens):
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def test_a_chunked_loss_needs_a_part_of_the_memory():
-    """2,048 x 32,000 logits are 125 MiB as bf16, 250 as fp32. cuBLAS's workspaces come with the first product."""
+def test_chunked_loss_reduces_peak_memory():
+    """2,048 x 32,000 logits take 125 MiB in bf16 and 250 MiB in fp32.
+
+    The first product allocates cuBLAS's workspaces.
+    """
     plain, chunked = (
-        [peak_mib(loss, tokens) for tokens in (16, 2048)][1] for loss in (cross_entropy_sum, chunked_cross_entropy(32))
+        [peak_mib(loss, tokens) for tokens in (16, 2048)][1]
+        for loss in (cross_entropy_sum, chunked_cross_entropy(32))
     )
     assert plain > 250 and chunked < plain / 2
 
 
-def timeouts(rank, port):
-    """In one of two processes: every group of training, on both kinds of device, and that of checkpoints."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+def check_timeouts(rank, port):
+    """Check the timeouts of all training groups and of the checkpoint group in one process."""
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
     os.environ["WORLD_SIZE"] = "2"
     long, short = timedelta(seconds=300), timedelta(seconds=17)
-    # Two groups: `tp` is the default one, `dp_shard`, of one rank, is the mesh's own.
-    world = join_world(launched_as(), ParallelDims(2, tp=2), long, long, needs_mesh=True, agree=lambda gather: None)
+    # Two groups: `tp` is the default group; the mesh creates `dp_shard` with one rank.
+    world = join_world(
+        launched_as(), ParallelDims(2, tp=2), long, long, needs_mesh=True, agree=lambda gather: None
+    )
 
     def read(groups):
-        backends = [group._get_backend(device) for group in groups for device in group._device_types]
+        backends = [
+            group._get_backend(device) for group in groups for device in group._device_types
+        ]
         return {(backend.name(), backend.options._timeout) for backend in backends}
 
     torch.distributed.all_reduce(torch.ones(1, device=world.device), group=world.group("tp"))
@@ -124,7 +152,7 @@ def timeouts(rank, port):
     world.leave()
 
 
-def test_time_outs_of_nccl_are_tightened():
-    needs(2)
+def test_nccl_timeouts_are_shortened_after_the_first_step():
+    skip_without_gpus(2)
     [port] = free_ports(1)
-    torch.multiprocessing.spawn(timeouts, (port,), nprocs=2)
+    torch.multiprocessing.spawn(check_timeouts, (port,), nprocs=2)

@@ -1,7 +1,7 @@
-"""Models other than Llama on every topology: nothing of the framework knows a model by its names.
+"""Other models than Llama on every topology: the framework depends on no module names.
 
-One is registered from outside the package (tests/distributed/outside_model.py) and has no line about ranks; the other is
-Qwen3, whose heads are normed.
+One model is registered from outside the package (tests/distributed/outside_model.py) and has no
+distributed code. The other is Qwen3, which normalizes its queries and keys.
 """
 
 import dataclasses
@@ -33,13 +33,16 @@ MODELS = {
         "model.args.enable_weight_tying": "false",
     },
 }
-OF_LLAMA_ALONE = ("model.args.n_kv_heads", "model.args.multiple_of")
+LLAMA_ONLY = ("model.args.n_kv_heads", "model.args.multiple_of")
 TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
 LESS = {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
 LAYOUTS = {
-    # name: (ranks, overrides); the global batch is 8 samples in all
+    # name: (ranks, overrides); the global batch always has 8 samples
     "fsdp-2": (2, {"training.local_batch_size": 4}),
-    "hsdp-2x2": (4, {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2}),
+    "hsdp-2x2": (
+        4,
+        {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2},
+    ),
     "tp-2": (2, {TP: 2}),
     "tp-2-compile": (2, {TP: 2, "compile.enable": "true", "compile.backend": "aot_eager"}),
     "tp-2-no-sp": (2, {TP: 2, "parallelism.enable_sequence_parallel": "false"}),
@@ -50,11 +53,17 @@ LAYOUTS = {
 
 
 def options_of(model, folder, dtype, **overrides):
-    """`parity.options` for a model that does not have all of a Llama's arguments."""
-    ours = options(folder, dtype)
-    values = {key[2:]: value for key, value in zip(ours[::2], ours[1::2], strict=True)}
-    kept = {key: value for key, value in values.items() if key not in OF_LLAMA_ALONE}
-    return [part for key, value in {**kept, **MODELS[model], **overrides}.items() for part in (f"--{key}", str(value))]
+    """Return `parity.options` without the arguments that only Llama has."""
+    llama_options = options(folder, dtype)
+    values = {
+        key[2:]: value for key, value in zip(llama_options[::2], llama_options[1::2], strict=True)
+    }
+    shared = {key: value for key, value in values.items() if key not in LLAMA_ONLY}
+    return [
+        part
+        for key, value in {**shared, **MODELS[model], **overrides}.items()
+        for part in (f"--{key}", str(value))
+    ]
 
 
 @functools.cache
@@ -77,11 +86,13 @@ def test_equals_one_rank(folder, model, layout):
     compare(expected, run_ranks(run_cell, world_size, argv)[0], "float64")
 
 
-def run_with_word(argv, model, wrong):
-    """A cell of a model whose sharding table is wrong in one row."""
-    right = get_spec(model)
-    assert wrong[0] in dict(right.sharding)
-    mutated = dataclasses.replace(right, sharding=tuple({**dict(right.sharding), wrong[0]: wrong[1]}.items()))
+def run_with_wrong_role(argv, model, wrong):
+    """Run a cell of a model with one wrong row in its sharding table."""
+    spec = get_spec(model)
+    assert wrong[0] in dict(spec.sharding)
+    mutated = dataclasses.replace(
+        spec, sharding=tuple({**dict(spec.sharding), wrong[0]: wrong[1]}.items())
+    )
     with patch.dict(spec_module._registered, {model: mutated}):
         return run_cell(argv)
 
@@ -93,24 +104,24 @@ def run_with_word(argv, model, wrong):
         ("outside", ("h.*.ln.*", "head_norm")),
     ],
 )
-def test_a_wrong_sharding_role_turns_a_cell_red(folder, model, wrong):
-    """Whether a whole weight's gradient is partial shows where its input is whole, without sequence parallelism."""
+def test_wrong_sharding_role_fails_the_comparison(folder, model, wrong):
+    """Without sequence parallelism inputs are replicated, so a wrong partial gradient shows."""
     world_size, overrides = LAYOUTS["tp-2-no-sp"]
     expected = reference(model, folder, "float32")
     argv = options_of(model, str(folder / f"{model}-wrong"), "float32", **overrides)
-    cell = run_ranks(run_with_word, world_size, argv, model, wrong)[0]
+    cell = run_ranks(run_with_wrong_role, world_size, argv, model, wrong)[0]
     with pytest.raises(AssertionError, match="gradient of|grad_norm"):
         compare(expected, cell, "float32")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_learns(folder, model):
-    """Otherwise equal gradients would show little."""
+def test_every_parameter_has_a_gradient(folder, model):
+    """Zero gradients would make the parity tests meaningless."""
     for name, gradient in reference(model, folder, "float32").gradients[0].items():
         assert abs(gradient).max() > 0, name
 
 
-def test_the_outside_model_matches_its_description():
+def test_outside_model_matches_its_spec():
     spec = get_spec("outside")
     assert spec is outside_model.SPEC
     args = resolve_args(spec, "small", {"n_layers": 2})
@@ -123,5 +134,6 @@ def test_the_outside_model_matches_its_description():
         assert sum(fnmatchcase(name, pattern) for pattern, _ in spec.sharding) == 1, name
     names = " ".join(shapes)
     assert not any(
-        word in names for word in ("layers", "tok_embeddings", "attention", "feed_forward", "output", "norm")
+        word in names
+        for word in ("layers", "tok_embeddings", "attention", "feed_forward", "output", "norm")
     )

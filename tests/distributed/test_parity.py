@@ -1,6 +1,6 @@
-"""The same numbers on every topology, in what test_matrix.py does not vary: data-parallel ranks, recomputation, compilation.
+"""Further layouts and options equal one rank, in addition to test_matrix.py.
 
-Each cell of the table equals one rank, and a fault turns a cell red.
+They vary data-parallel sizes, activation checkpointing and compilation.
 """
 
 import functools
@@ -12,36 +12,54 @@ from tests.harness.rank_pool import run_ranks
 
 COMPILED = {"compile.enable": "true", "compile.backend": "aot_eager"}
 LAYOUTS = {
-    # name: (ranks, overrides); the global batch is 8 samples in all
+    # name: (ranks, overrides); the global batch always has 8 samples
     "fsdp-4": (4, {"training.local_batch_size": 2}),
     "ddp-4": (4, {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 4}),
     "accumulate-2x4": (1, {"training.local_batch_size": 4}),
     "accumulate-8x1": (1, {"training.local_batch_size": 1}),
     "fsdp-2-accumulate": (2, {"training.local_batch_size": 2}),
-    "fsdp-2-never-reshard": (2, {"training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "never"}),
-    "fsdp-2-always-reshard": (2, {"training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "always"}),
-    "fsdp-2-tied": (2, {"training.local_batch_size": 4, "model.args.enable_weight_tying": "true"}),
-    "ac-every-2nd": (2, {"training.local_batch_size": 4, "activation_checkpoint.mode": "selective"}),
+    "fsdp-2-never-reshard": (2, {
+        "training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "never",
+    }),
+    "fsdp-2-always-reshard": (2, {
+        "training.local_batch_size": 4, "parallelism.fsdp_reshard_after_forward": "always",
+    }),
+    "fsdp-2-tied": (2, {
+        "training.local_batch_size": 4, "model.args.enable_weight_tying": "true",
+    }),
+    "ac-every-2nd": (2, {
+        "training.local_batch_size": 4, "activation_checkpoint.mode": "selective",
+    }),
     "ac-per-op": (2, {
         "training.local_batch_size": 4, "activation_checkpoint.mode": "selective",
         "activation_checkpoint.selective_ac_option": "op",
     }),
-    "chunked-loss": (2, {"training.local_batch_size": 4, "loss.chunk_mib": 1, "training.seq_len": 128}),
+    "chunked-loss": (2, {
+        "training.local_batch_size": 4, "loss.chunk_mib": 1, "training.seq_len": 128,
+    }),
     "compile-ac-per-op": (2, {
         "training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "selective",
         "activation_checkpoint.selective_ac_option": "op",
     }),
-    "compile-ac-full": (2, {"training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "full"}),
+    "compile-ac-full": (2, {
+        "training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "full",
+    }),
     "compile-memory-budget": (2, {
         "training.local_batch_size": 4, **COMPILED, "activation_checkpoint.mode": "memory_budget",
     }),
     "compile-loss": (2, {"training.local_batch_size": 4, **COMPILED, "compile.components": "loss"}),
     "foreach": (2, {"training.local_batch_size": 4, "optimizer.implementation": "foreach"}),
 }  # fmt: skip
-# In float64 alone: what other cells compute in float32 too, with other ranks or in another order.
-WIDE_ONLY = {"fsdp-2-never-reshard", "fsdp-2-always-reshard", "ac-every-2nd", "compile-ac-per-op", "compile-ac-full",
-             "compile-memory-budget"}  # fmt: skip
-# Settings that the reference run needs too: another model or other samples.
+# Only in float64: other cells test these operations in float32.
+FLOAT64_ONLY = {
+    "fsdp-2-never-reshard",
+    "fsdp-2-always-reshard",
+    "ac-every-2nd",
+    "compile-ac-per-op",
+    "compile-ac-full",
+    "compile-memory-budget",
+}
+# Settings that change the model or the samples, so the reference run needs them too.
 SHARED = ("model.args.enable_weight_tying", "training.seq_len")
 
 
@@ -60,28 +78,35 @@ def run(folder, name, dtype, mutation=""):
     world_size, overrides = LAYOUTS[name]
     shared = {key: value for key, value in overrides.items() if key in SHARED}
     expected = reference(str(folder / "one-rank"), dtype, **shared)
-    cell = run_ranks(run_cell, world_size, options(str(folder / name), dtype, **overrides), mutation)[0]
+    cell = run_ranks(
+        run_cell, world_size, options(str(folder / name), dtype, **overrides), mutation
+    )[0]
     return expected, cell
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in LAYOUTS for dtype in PRECISIONS if dtype == "float64" or name not in WIDE_ONLY],
+    [
+        (name, dtype)
+        for name in LAYOUTS
+        for dtype in PRECISIONS
+        if dtype == "float64" or name not in FLOAT64_ONLY
+    ],
 )
 def test_equals_one_rank(folder, name, dtype):
     expected, cell = run(folder, name, dtype)
     compare(expected, cell, dtype)
 
 
-def test_the_masks_are_ragged(folder):
-    """Else a mean of means would pass for the mean over tokens."""
+def test_numbers_of_valid_tokens_differ_between_steps(folder):
+    """With equal numbers a mean of means would equal the mean over tokens."""
     trace = reference(str(folder / "one-rank"), "float32")
     assert len(set(trace.num_valid_tokens)) > 1
     assert all(count < 8 * 32 for count in trace.num_valid_tokens)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_fault_turns_a_cell_red(folder, mutation):
+def test_injected_fault_fails_the_comparison(folder, mutation):
     expected, cell = run(folder, "fsdp-2-accumulate", "float32", mutation)
     with pytest.raises(AssertionError):
         compare(expected, cell, "float32")

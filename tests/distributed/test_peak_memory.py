@@ -1,4 +1,4 @@
-"""Host memory that checkpoints and exports need in addition to the shards does not grow with the model."""
+"""Checkpoints and exports need bounded host memory in addition to the shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from tests.harness.rank_pool import run_in_process_of_its_own
+from tests.harness.rank_pool import run_in_new_processes
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, load_planned
 from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import export as export_module
@@ -33,15 +33,15 @@ LARGE = (2048, 1024)  # rows of one rank and columns
 LOCAL = LARGE[0] * LARGE[1] * 4  # bytes of one tensor on one rank, as float32
 SHARD = NUM_TENSORS * LOCAL
 OTHER_SHARDS = (RANKS - 1) * SHARD
-# Python objects, gloo's sockets and free pages of the C heap: up to 4.1 MiB was seen. Tensors are not
-# part of it, see `map_large_blocks`. One shard held twice would add 32 MiB.
+# Python objects, gloo's sockets and free pages of the C heap: at most 4.1 MiB in measurements.
+# Freed tensors do not count, see `return_freed_blocks`. A second copy of a shard would add 32 MiB.
 SLACK = 8 * MIB
 BOUNDS = {
-    "save": EXTENT + SLACK,  # host tensors are written from where they are
-    "load": EXTENT + SLACK,  # and read to where they are
-    # The extent being written; messages of two rounds of one extent a rank, sent and received.
+    "save": EXTENT + SLACK,  # host tensors are written without a copy
+    "load": EXTENT + SLACK,  # and read in place
+    # The extent being written, and the sent and received messages of two rounds of one extent.
     "export": EXTENT + 4 * EXTENT + SLACK,
-    # The shard; the piece being read and the one before it.
+    # The shard, the chunk being read and the previous chunk.
     "build and load the export": SHARD + 2 * min(4 * MAX_ELEMENTS, LOCAL) + SLACK,
 }
 
@@ -52,18 +52,18 @@ def status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-def map_large_blocks() -> None:
-    """Let the C library return every freed block of 128 KiB and more to the system at once.
+def return_freed_blocks() -> None:
+    """Make the C library return every freed block of at least 128 KiB to the system immediately.
 
-    By default glibc raises that limit to the size of each freed block, up to 32 MiB. Freed tensors then
-    stay resident, and how many of them depends on the timing of the threads.
+    By default glibc raises that limit to the size of each freed block, up to 32 MiB. Freed tensors
+    then stay resident, and their number depends on thread timing.
     """
-    M_MMAP_THRESHOLD = -3  # from malloc.h; setting it also turns the adaptation off
+    M_MMAP_THRESHOLD = -3  # from malloc.h; setting it also disables the adaptation
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024) == 1
 
 
 def growth(action: Callable[[], object]) -> int:
-    """Peak of resident memory during `action`, less what was resident before, in bytes."""
+    """Return the growth of resident memory during `action`: peak minus start, in bytes."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # reset the peak
     before = status("VmRSS")
@@ -72,10 +72,12 @@ def growth(action: Callable[[], object]) -> int:
 
 
 def sharded(shape: tuple[int, int]) -> dict[str, DTensor]:
-    """Tensors whose local rows have that shape; every page of them is resident."""
+    """Return sharded tensors whose local shards have this shape; all their pages are resident."""
     mesh = init_device_mesh("cpu", (RANKS,))
     return {
-        f"layers.{i}.w": DTensor.from_local(torch.full(shape, float(dist.get_rank())), mesh, [Shard(0)])
+        f"layers.{i}.w": DTensor.from_local(
+            torch.full(shape, float(dist.get_rank())), mesh, [Shard(0)]
+        )
         for i in range(NUM_TENSORS)
     }
 
@@ -88,7 +90,7 @@ class Layers(nn.Sequential):
 
 
 def build_and_load(export: Path, shape: tuple[int, int], votes: Votes) -> None:
-    """As a run does: on meta, sharded, then given memory, then filled."""
+    """Build on the meta device, shard, materialize and load, in the order of a run."""
     with torch.device("meta"):
         layers = [nn.Linear(shape[1], RANKS * shape[0], bias=False) for _ in range(NUM_TENSORS)]
         model = Layers(*layers)
@@ -101,38 +103,47 @@ def build_and_load(export: Path, shape: tuple[int, int], votes: Votes) -> None:
 
 
 def measure(folder: Path, shape: tuple[int, int], group: HostGroup) -> dict[str, int]:
-    """Extra memory of each action on this rank, in bytes."""
-    state, found = sharded(shape), {}
+    """Return the extra memory of each action on this rank, in bytes."""
+    state, growth_by_action = sharded(shape), {}
     native, export = folder / "native", folder / "hf"
     writer = ExtentWriter(native, dist.get_rank())
     if dist.get_rank() == 0:
         native.mkdir(parents=True)
     dist.barrier()
-    found["save"] = growth(lambda: dcp.save(dict(state), storage_writer=writer))
+    growth_by_action["save"] = growth(lambda: dcp.save(dict(state), storage_writer=writer))
     records = {k: v for part in group.gather_objects(writer.records) for k, v in part.items()}
     reader, planner = ExtentReader(native, records), dcp.DefaultLoadPlanner()
-    found["load"] = growth(lambda: load_planned(dict(state), reader, planner))
+    growth_by_action["load"] = growth(lambda: load_planned(dict(state), reader, planner))
     rows = tuple((name, name) for name in state)
-    found["export"] = growth(lambda: write_export(export, state, rows=rows, tied=(), dtype=None, group=group))
+    growth_by_action["export"] = growth(
+        lambda: write_export(export, state, rows=rows, tied=(), dtype=None, group=group)
+    )
     state.clear()
     votes = Votes(group)
-    found["build and load the export"] = growth(lambda: build_and_load(export, shape, votes))
-    return found
+    growth_by_action["build and load the export"] = growth(
+        lambda: build_and_load(export, shape, votes)
+    )
+    return growth_by_action
 
 
-def growths(folder: str) -> dict[str, int]:
-    """What `measure` finds for large tensors; tiny ones come first, so that imports do not count."""
-    map_large_blocks()
-    export_module.EXTENTS_PER_ROUND = 1  # in a process of its own
+def measure_large(folder: str) -> dict[str, int]:
+    """Measure with large tensors, after a run with tiny ones that excludes imports."""
+    return_freed_blocks()
+    export_module.EXTENTS_PER_ROUND = 1  # this process runs no other test
     group = HostGroup(list(range(RANKS)), timedelta(seconds=25))
     measure(Path(folder) / "tiny", (1, 2), group)
     return measure(Path(folder) / "large", LARGE, group)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_no_rank_needs_memory_for_the_shards_of_others(tmp_path: Path) -> None:
+def test_ranks_need_no_memory_for_shards_of_other_ranks(tmp_path: Path) -> None:
     assert max(BOUNDS.values()) < OTHER_SHARDS
-    ranks = run_in_process_of_its_own(growths, RANKS, str(tmp_path))
-    print([{name: round(size / MIB, 1) for name, size in found.items()} for found in ranks])
-    for found in ranks:
-        assert {name: size for name, size in found.items() if size > BOUNDS[name]} == {}
+    ranks = run_in_new_processes(measure_large, RANKS, str(tmp_path))
+    print(
+        [
+            {name: round(size / MIB, 1) for name, size in growth_by_action.items()}
+            for growth_by_action in ranks
+        ]
+    )
+    for growth_by_action in ranks:
+        assert {name: size for name, size in growth_by_action.items() if size > BOUNDS[name]} == {}

@@ -1,4 +1,7 @@
-"""The same numbers on any pipeline: every schedule against one rank, alone and with data parallelism, with bad numbers."""
+"""Every pipeline schedule equals one rank, with and without data parallelism.
+
+Further tests cover non-finite losses, memory for messages, and the executed order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.harness.rank_pool import RankError, run_in_process_of_its_own, run_ranks
+from tests.harness.rank_pool import RankError, run_in_new_processes, run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint, Parallelism
 from torchtitan_like.distributed.activation import apply_activation_checkpointing
 from torchtitan_like.distributed.data_parallel import apply_data_parallel
@@ -35,12 +38,19 @@ MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble
 
 def spec_and_args():
     spec = get_spec("llama3")
-    sizes = {"dim": 16, "n_layers": 6, "n_heads": 2, "n_kv_heads": 1, "vocab_size": VOCAB, "max_seq_len": 32}
+    sizes = {
+        "dim": 16,
+        "n_layers": 6,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "vocab_size": VOCAB,
+        "max_seq_len": 32,
+    }
     return spec, dataclasses.replace(spec.flavors["debugmodel"], multiple_of=8, **sizes)
 
 
 def batch(rows=8, seq=12):
-    """Tokens, ragged labels, positions in documents of different lengths."""
+    """Return tokens, partly masked labels, and positions in documents of different lengths."""
     generator = torch.Generator().manual_seed(rows)
     tokens, labels = (torch.randint(VOCAB, (rows, seq), generator=generator) for _ in range(2))
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
@@ -56,7 +66,7 @@ def count(labels):
 
 @functools.cache
 def one_rank():
-    """Loss, gradients, norm and weight hash of a plain model on the whole batch, and its loss on another."""
+    """Return the results of the unsharded model: a step, and an evaluation of another batch."""
     spec, args = spec_and_args()
     with torch.device("meta"):
         model = spec.build(args).double()
@@ -70,7 +80,11 @@ def one_rank():
     with torch.no_grad():
         evaluated = model(*batch(3, 20)).item()
     return SimpleNamespace(
-        loss=loss.item(), gradients=gradients, norm=norm, hash=weight_hash(model), evaluated=evaluated
+        loss=loss.item(),
+        gradients=gradients,
+        norm=norm,
+        hash=weight_hash(model),
+        evaluated=evaluated,
     )
 
 
@@ -82,32 +96,37 @@ def assemble(
     *,
     mesh=None,
     blocks="plain",
-    stored="float64",
-    computed="float64",
+    dtype="float64",
+    compute_dtype="float64",
     microbatch_size=1,
     reshard="default",
     **section,
 ):
-    """This rank's pipeline: over the dimension "pp" of `mesh`, or over all ranks."""
+    """Build this rank's pipeline over the dimension "pp" of `mesh`, or over all ranks."""
     spec, args = spec_and_args()
     group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
     pp = dist.get_world_size(group)
     plan = plan_stages(
-        spec, args, Parallelism(pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **section)
+        spec,
+        args,
+        Parallelism(pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **section),
     )
-    own = [plan.fqns[stage] for stage in plan.ranks[dist.get_rank(group)]]
+    stage_fqns = [plan.fqns[stage] for stage in plan.ranks[dist.get_rank(group)]]
     with torch.device("meta"):
-        parts = [prune(spec.build(args).to(getattr(torch, stored)), spec, fqns) for fqns in own]
+        parts = [
+            prune(spec.build(args).to(getattr(torch, dtype)), spec, fqns) for fqns in stage_fqns
+        ]
     for part in parts:
         modules = find_blocks(part, spec)
         BLOCKS[blocks](modules)
         if mesh is not None:
             sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
             dims = SimpleNamespace(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, **sizes})
-            reduced = "float64" if computed == "float64" else "float32"
+            reduce_dtype = "float64" if compute_dtype == "float64" else "float32"
             apply_data_parallel(
                 part, spec, modules.values(), mesh, dims,
-                param_dtype=computed, reduce_dtype=reduced, reshard=reshard, cpu_offload=False,
+                param_dtype=compute_dtype, reduce_dtype=reduce_dtype, reshard=reshard,
+                cpu_offload=False,
             )  # fmt: skip
         materialize(part, CPU)
         initialize(part, spec.init_table(args), 7)
@@ -119,23 +138,27 @@ def assemble(
         device=CPU,
         microbatch_size=microbatch_size,
         width=args.dim,
-        dtype=getattr(torch, computed),
+        dtype=getattr(torch, compute_dtype),
     )
 
 
 BLOCKS = {
     "plain": lambda modules: None,
-    "recomputed": lambda modules: apply_activation_checkpointing(modules, ActivationCheckpoint(mode="full")),
+    "recomputed": lambda modules: apply_activation_checkpointing(
+        modules, ActivationCheckpoint(mode="full")
+    ),
     "recomputed per op": lambda modules: apply_activation_checkpointing(
         modules, ActivationCheckpoint(mode="selective", selective_ac_option="op")
     ),
     "compiled": lambda modules: compile_blocks(modules, "aot_eager"),
-    "with other strides": lambda modules: [_with_other_strides(block) for block in modules.values()],
+    "with other strides": lambda modules: [
+        _with_other_strides(block) for block in modules.values()
+    ],
 }
 
 
 def _with_other_strides(block):
-    """The same numbers, but what leaves a block and the gradient of what enters it are not contiguous."""
+    """Make the output and the input gradient of a block non-contiguous."""
     forward = block.forward
 
     def change(x):
@@ -144,41 +167,43 @@ def _with_other_strides(block):
     block.forward = lambda x, *others: change(forward(change(x), *others))
 
 
-def parameters(pipeline):
-    return [named for part in pipeline.parts for named in part.named_parameters()]
+def named_parameters(pipeline):
+    return [pair for part in pipeline.parts for pair in part.named_parameters()]
 
 
 def step(pipeline, data, num_valid):
-    for _, parameter in parameters(pipeline):
+    for _, parameter in named_parameters(pipeline):
         parameter.grad = None
     loss, token_losses = pipeline.step(*data, num_valid)
-    assert token_losses is None  # the head returns the sum alone
+    assert token_losses is None  # the head returns only the sum
     return loss.item()
 
 
 def trace(pipeline, dp_rank=0, dp=1):
-    """What a step gives on this rank: the second one, after an evaluation with another shape."""
+    """Return this rank's results of a second step, after an evaluation with another shape."""
     data = tuple(part.tensor_split(dp)[dp_rank] for part in batch())
     num_valid = count(batch()[1])
-    hashed = sum(weight_hash(part) for part in pipeline.parts)
+    weights_hash = sum(weight_hash(part) for part in pipeline.parts)
     step(pipeline, data, num_valid)
     evaluated = pipeline.evaluate(*batch(3, 20)).item()
     loss = step(pipeline, data, num_valid)
     gradients = {
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).double().numpy()
-        for name, p in parameters(pipeline)
+        for name, p in named_parameters(pipeline)
     }
-    named = parameters(pipeline)
-    norm = clip_gradients([p for _, p in named], 1e9, dist.group.WORLD).item()
-    return SimpleNamespace(loss=loss, gradients=gradients, norm=norm, hash=hashed, evaluated=evaluated / dp)
+    pairs = named_parameters(pipeline)
+    norm = clip_gradients([p for _, p in pairs], 1e9, dist.group.WORLD).item()
+    return SimpleNamespace(
+        loss=loss, gradients=gradients, norm=norm, hash=weights_hash, evaluated=evaluated / dp
+    )
 
 
-def alone(schedule, options):
+def trace_pipeline(schedule, options):
     return trace(assemble(schedule, **options))
 
 
 def check(traces, limit=1e-10):
-    """Losses of all ranks add up to that of one rank; each gradient is on one stage, and the norm on all."""
+    """Compare with one rank: summed losses, the gradients of all stages, the norm of each rank."""
     expected = one_rank()
     np.testing.assert_allclose(sum(t.loss for t in traces), expected.loss, rtol=limit)
     np.testing.assert_allclose(sum(t.evaluated for t in traces), expected.evaluated, rtol=limit)
@@ -187,14 +212,16 @@ def check(traces, limit=1e-10):
     for t in traces:
         np.testing.assert_allclose(t.norm, expected.norm, rtol=limit)
         for name, gradient in t.gradients.items():
-            error = np.linalg.norm(gradient - expected.gradients[name]) / np.linalg.norm(expected.gradients[name])
+            error = np.linalg.norm(gradient - expected.gradients[name]) / np.linalg.norm(
+                expected.gradients[name]
+            )
             assert error <= limit, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("schedule", SINGLE + MULTI)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_equals_one_rank(world_size, schedule):
-    traces = run_ranks(alone, world_size, schedule, {})
+    traces = run_ranks(trace_pipeline, world_size, schedule, {})
     check(traces)
     assert sum(len(t.gradients) for t in traces) == len(one_rank().gradients)
 
@@ -202,10 +229,13 @@ def test_equals_one_rank(world_size, schedule):
 LAYERS = [f"layers.{i}" for i in range(6)]
 SPLITS = {
     "explicit names": (4, "1F1B", {
-        "module_fqns_per_model_part": [["tok_embeddings"], LAYERS[:4], [*LAYERS[4:], "norm"], ["output"]]
+        "module_fqns_per_model_part": [
+            ["tok_embeddings"], LAYERS[:4], [*LAYERS[4:], "norm"], ["output"]
+        ]
     }),
-    "an end without layers": (4, "GPipe", {
-        "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 2
+    "last stage without layers": (4, "GPipe", {
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 2,
     }),
     "five stages per rank": (2, "Interleaved1F1B", {"pipeline_parallel_layers_per_stage": 1}),
     "micro-batches of two": (2, "1F1B", {"microbatch_size": 2}),
@@ -220,38 +250,49 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_equals_one_rank_for_any_split(name):
+def test_splits_and_block_options_equal_one_rank(name):
     world_size, schedule, options = SPLITS[name]
-    check(run_ranks(alone, world_size, schedule, options))
+    check(run_ranks(trace_pipeline, world_size, schedule, options))
 
 
 # ---- schedules from a file
 
 
-def dumped(path):
-    """Torch's own file of a schedule, with its messages."""
+def dump_schedule(path):
+    """Write torch's file of a schedule, which includes messages."""
     pipeline = assemble("Interleaved1F1B")
     step(pipeline, batch(), 1)
     if dist.get_rank() == 0:
         next(iter(pipeline._schedules.values())).schedule._dump_csv(path)
 
 
-@pytest.mark.parametrize(("schedule", "like"), [("Single", "1F1B"), ("Multi", "LoopedBFS"), ("Multi", "messages")])
-def test_a_schedule_file_equals_one_rank(tmp_path, schedule, like):
+@pytest.mark.parametrize(
+    ("schedule", "content"), [("Single", "1F1B"), ("Multi", "LoopedBFS"), ("Multi", "messages")]
+)
+def test_schedule_from_a_file_equals_one_rank(tmp_path, schedule, content):
     path = str(tmp_path / "schedule.csv")
-    if like == "messages":
-        run_ranks(dumped, 2, path)
+    if content == "messages":
+        run_ranks(dump_schedule, 2, path)
     else:
-        rows = order_of(like, 2, 1 if schedule == "Single" else 2, 8)
-        (tmp_path / "schedule.csv").write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
-    check(run_ranks(alone, 2, f"PipelineSchedule{schedule}", {"pipeline_parallel_schedule_csv": path}))
+        rows = order_of(content, 2, 1 if schedule == "Single" else 2, 8)
+        (tmp_path / "schedule.csv").write_text(
+            "".join(",".join(map(str, row)) + "\n" for row in rows)
+        )
+    check(
+        run_ranks(
+            trace_pipeline,
+            2,
+            f"PipelineSchedule{schedule}",
+            {"pipeline_parallel_schedule_csv": path},
+        )
+    )
 
 
 # ---- with data parallelism
 
 
 class Wire(TorchDispatchMode):
-    """Counts collectives and messages by kind, and notes the types of what is sent."""
+    """Counts collectives and messages by kind, and records the dtypes of messages."""
 
     def __init__(self):
         super().__init__()
@@ -262,18 +303,20 @@ class Wire(TorchDispatchMode):
             kind = str(function).split(".")[1].strip("_").removeprefix("_")
             self.counts[kind] += 1
             if kind == "send":
-                self.sent |= {str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+                self.sent |= {
+                    str(leaf.dtype) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+                }
         return function(*args, **(kwargs or {}))
 
 
-def with_data_parallel(schedule, kind, options):
-    """The trace, what a step has put on the wire, and the number of parameter groups of this rank."""
+def trace_with_data_parallel(schedule, kind, options):
+    """Return the trace, collective counts, message dtypes, and this rank's parameter groups."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", kind))
     pipeline, dp_rank = assemble(schedule, mesh=mesh, **options), mesh[kind].get_local_rank()
     traced = trace(pipeline, dp_rank, 2)
     with Wire() as wire:
         step(pipeline, tuple(part.tensor_split(2)[dp_rank] for part in batch()), 1)
-    names = {name for name, _ in parameters(pipeline)}
+    names = {name for name, _ in named_parameters(pipeline)}
     groups = len({name.split(".")[1] for name in names if name.startswith("layers.")})
     groups += "tok_embeddings.weight" in names
     groups += "norm.weight" in names
@@ -282,62 +325,77 @@ def with_data_parallel(schedule, kind, options):
 
 @pytest.mark.parametrize(
     ("schedule", "kind"),
-    [*((schedule, "dp_shard") for schedule in SINGLE + MULTI), ("1F1B", "dp_replicate"), ("DualPipeV", "dp_replicate")],
+    [
+        *((schedule, "dp_shard") for schedule in SINGLE + MULTI),
+        ("1F1B", "dp_replicate"),
+        ("DualPipeV", "dp_replicate"),
+    ],
 )
-def test_with_data_parallelism_equals_one_rank_and_reduces_once(schedule, kind):
-    results = run_ranks(with_data_parallel, 4, schedule, kind, {})
+def test_data_parallel_pipeline_equals_one_rank_and_reduces_once(schedule, kind):
+    results = run_ranks(trace_with_data_parallel, 4, schedule, kind, {})
     check([traced for traced, *_ in results])
     for _, counts, _, groups in results:
-        reductions = [number for name, number in counts.items() if "reduce_scatter" in name or "allreduce" in name]
+        reductions = [
+            number
+            for name, number in counts.items()
+            if "reduce_scatter" in name or "allreduce" in name
+        ]
         gathers = [number for name, number in counts.items() if "allgather" in name]
         assert reductions == [groups]
         assert gathers == ([groups] if kind == "dp_shard" else [])
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
-def test_weights_that_are_gathered_again_get_all_their_gradients(schedule):
-    results = run_ranks(with_data_parallel, 4, schedule, "dp_shard", {"reshard": "always"})
+def test_resharded_weights_get_all_their_gradients(schedule):
+    results = run_ranks(trace_with_data_parallel, 4, schedule, "dp_shard", {"reshard": "always"})
     check([traced for traced, *_ in results])
-    assert all(sum(n for name, n in counts.items() if "allgather" in name) > groups for _, counts, _, groups in results)
+    assert all(
+        sum(n for name, n in counts.items() if "allgather" in name) > groups
+        for _, counts, _, groups in results
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_messages_have_the_compute_dtype(schedule):
-    options = {"stored": "float32", "computed": "bfloat16"}
-    results = run_ranks(with_data_parallel, 4, schedule, "dp_shard", options)
-    check([traced for traced, *_ in results], limit=0.03)  # 3 digits of bfloat16 through 6 layers
+    options = {"dtype": "float32", "compute_dtype": "bfloat16"}
+    results = run_ranks(trace_with_data_parallel, 4, schedule, "dp_shard", options)
+    check([traced for traced, *_ in results], limit=0.03)  # rounding of bfloat16 through 6 layers
     assert all(sent == {"torch.bfloat16"} for _, _, sent, _ in results)
 
 
-# ---- what goes wrong, and memory
+# ---- errors and memory
 
 
-def with_a_bad_micro_batch(schedule):
-    """Gradients that are not finite, and the loss, when the loss of one micro-batch is infinite but its gradient is not."""
+def step_with_infinite_loss(schedule):
+    """Return the loss and which gradients are NaN, if one micro-batch has an infinite loss.
+
+    The gradient of that loss would be finite.
+    """
     pipeline = assemble(schedule)
     for part in pipeline.parts:
         if part.output is not None:
             part.output.loss = lambda hidden, weight, labels: (
-                cross_entropy_sum(hidden, weight, labels) + torch.where((labels == 17).any(), torch.inf, 0.0)
+                cross_entropy_sum(hidden, weight, labels)
+                + torch.where((labels == 17).any(), torch.inf, 0.0)
             )
     tokens, labels, positions = batch()
     labels[labels == 17], labels[3, 4] = 18, 17
     loss = step(pipeline, (tokens, labels, positions), 1)
-    return loss, {name: bool(p.grad.isnan().any()) for name, p in parameters(pipeline)}
+    return loss, {name: bool(p.grad.isnan().any()) for name, p in named_parameters(pipeline)}
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
-def test_a_non_finite_micro_batch_reaches_every_gradient_of_every_stage(schedule):
-    results = run_ranks(with_a_bad_micro_batch, 2, schedule)
+def test_nonfinite_micro_batch_makes_every_gradient_nonfinite(schedule):
+    results = run_ranks(step_with_infinite_loss, 2, schedule)
     assert sorted(loss for loss, _ in results) == [0.0, float("inf")]
-    assert all(is_bad for _, bad in results for is_bad in bad.values())
+    assert all(is_nan for _, gradients in results for is_nan in gradients.values())
 
 
-def held(schedule, trains):
-    """Tensors for messages that this rank holds: the most when a stage has computed something, and at the end."""
+def message_buffers(schedule, trains):
+    """Return the number of message buffers on this rank: the peak, and after the step."""
     pipeline, counts = assemble(schedule), []
 
-    def note(*_):
+    def count_buffers(*_):
         (runner,) = pipeline._schedules.values()
         infos = [
             info
@@ -350,58 +408,68 @@ def held(schedule, trains):
         counts.append(sum(buffer is not None and not buffer.is_meta for buffer in buffers))
 
     for part in pipeline.parts:
-        part.register_forward_hook(note)
+        part.register_forward_hook(count_buffers)
     pipeline.step(*batch(), 1) if trains else pipeline.evaluate(*batch())
-    most = max(counts)
-    note()
-    return most, counts[-1]
+    peak = max(counts)
+    count_buffers()
+    return peak, counts[-1]
 
 
 def test_memory_for_messages_does_not_grow_with_accumulation():
-    """8 micro-batches on 4 ranks: as many are under way as there are stages from here on. In evaluation it is one."""
-    assert run_ranks(held, 4, "1F1B", True) == [(0, 0), (3, 0), (2, 0), (1, 0)]
-    assert run_ranks(held, 4, "1F1B", False) == [(0, 0), (1, 0), (1, 0), (1, 0)]
-    assert {after for _, after in run_ranks(held, 2, "ZBVZeroBubble", True)} == {0}
+    """A rank needs one buffer for each later stage, or a single one in evaluation.
+
+    The step has 8 micro-batches on 4 ranks.
+    """
+    assert run_ranks(message_buffers, 4, "1F1B", True) == [(0, 0), (3, 0), (2, 0), (1, 0)]
+    assert run_ranks(message_buffers, 4, "1F1B", False) == [(0, 0), (1, 0), (1, 0), (1, 0)]
+    assert {after for _, after in run_ranks(message_buffers, 2, "ZBVZeroBubble", True)} == {0}
 
 
-def with_a_wrong_shape():
+def step_with_wrong_shape():
     pipeline = assemble("1F1B")
     pipeline.sequence_shards = 2
     step(pipeline, batch(), 1)
 
 
-def test_a_stage_that_returns_another_shape_is_reported():
+def test_wrong_output_shape_of_a_stage_is_reported():
     with pytest.raises(
         RankError,
-        match=r"stage 0 returned hidden states as \(1, 12, 16\), torch.float64. The next stage expects \(1, 6, 16\)",
+        match=r"stage 0 returned hidden states as \(1, 12, 16\), torch.float64. "
+        r"The next stage expects \(1, 6, 16\)",
     ):
-        run_in_process_of_its_own(with_a_wrong_shape, 2)
+        run_in_new_processes(step_with_wrong_shape, 2)
 
 
 # ---- the timeline
 
 
-def planned_and_run(schedule):
-    """Return the planned actions of this rank, the executed ones, and the first line of the log."""
-    pipeline, ran = assemble(schedule), []
-    pipeline.step(*batch(), 1)  # makes the schedule
+def planned_and_executed(schedule):
+    """Return this rank's planned actions, its executed actions, and the first log line."""
+    pipeline, executed = assemble(schedule), []
+    pipeline.step(*batch(), 1)  # builds the schedule
     (runner,) = pipeline._schedules.values()
     for stage in runner.stages:
         for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            setattr(stage, name, functools.partial(_noted, ran, stage.stage_index, name, getattr(stage, name)))
+            setattr(
+                stage,
+                name,
+                functools.partial(
+                    _record_action, executed, stage.stage_index, name, getattr(stage, name)
+                ),
+            )
     pipeline.step(*batch(), 1)
-    return pipeline.plan.order(8)[dist.get_rank()], ran, pipeline.lines(8)[0]
+    return pipeline.plan.order(8)[dist.get_rank()], executed, pipeline.lines(8)[0]
 
 
-def _noted(ran, stage, name, function, micro_batch, *args, **kwargs):
+def _record_action(executed, stage, name, function, micro_batch, *args, **kwargs):
     backward = "B" if kwargs.get("full_backward", True) else "I"
     kind = {"forward_one_chunk": "F", "backward_one_chunk": backward}.get(name, "W")
-    ran.append((stage, kind, micro_batch))
+    executed.append((stage, kind, micro_batch))
     return function(micro_batch, *args, **kwargs)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble", "DualPipeV"])
-def test_the_timeline_shows_the_executed_schedule(schedule):
-    for planned, ran, first_line in run_ranks(planned_and_run, 2, schedule):
-        assert ran == planned
+def test_planned_order_equals_the_executed_order(schedule):
+    for planned, executed, first_line in run_ranks(planned_and_executed, 2, schedule):
+        assert executed == planned
         assert first_line.startswith(f"Pipeline {schedule}: ")

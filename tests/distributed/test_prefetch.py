@@ -1,4 +1,4 @@
-"""`parallelism.fsdp_prefetch_depth`: which weights are gathered ahead; no number changes."""
+"""`parallelism.fsdp_prefetch_depth` sets the number of prefetched blocks and changes no result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SIZES = {"dim": 32, "n_layers": NUM_BLOCKS, "n_heads": 4, "multiple_of": 16, "vo
 
 
 def gathers_and_gradients(depth: int) -> tuple[list[str], list[str], list[torch.Tensor]]:
-    """Blocks by number as they are gathered (g) and computed (c), in forward and backward."""
+    """Return the events of forward and backward, and the gradients.
+
+    An event is the number of a block after `g` (gathered) or `c` (computed).
+    """
     spec = get_spec("llama3")
     args = resolve_args(spec, "debugmodel", SIZES)
     with torch.device("meta"):
@@ -45,7 +48,7 @@ def gathers_and_gradients(depth: int) -> tuple[list[str], list[str], list[torch.
     for number, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
         group = block._get_fsdp_state()._fsdp_param_group
-        group.unshard = functools.partial(noting, events, f"g{number}", group.unshard, group)
+        group.unshard = functools.partial(record_gather, events, f"g{number}", group.unshard, group)
         block.attention.register_forward_pre_hook(lambda *_, n=number: events.append(f"c{n}"))
         block.attention.register_full_backward_pre_hook(lambda *_, n=number: events.append(f"c{n}"))
     tokens = torch.arange(32).view(2, 16)
@@ -57,14 +60,14 @@ def gathers_and_gradients(depth: int) -> tuple[list[str], list[str], list[torch.
     return forward, list(events), gradients
 
 
-def noting(events, name, function, group, *args, **kwargs):
-    if not group.is_unsharded and group._all_gather_result is None:  # else it is gathered already
+def record_gather(events, name, function, group, *args, **kwargs):
+    if not group.is_unsharded and group._all_gather_result is None:  # not gathered yet
         events.append(name)
     return function(*args, **kwargs)
 
 
 @functools.cache
-def on_two_ranks(depth: int):
+def events_on_two_ranks(depth: int):
     return run_ranks(gathers_and_gradients, 2, depth)[0]
 
 
@@ -73,16 +76,18 @@ def gathered_before(events: list[str], number: int) -> set[int]:
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_blocks_are_gathered_that_far_ahead(depth: int) -> None:
-    forward, backward, _ = on_two_ranks(depth)
+def test_prefetch_depth_is_the_number_of_blocks_gathered_ahead(depth: int) -> None:
+    forward, backward, _ = events_on_two_ranks(depth)
     for number in range(NUM_BLOCKS):
         assert gathered_before(forward, number) == set(range(min(number + depth + 1, NUM_BLOCKS)))
         ahead = gathered_before(backward, number)
         assert ahead == set(range(max(number - depth, 0), NUM_BLOCKS)), backward
 
 
-def test_the_default_is_one_of_fsdp2_and_numbers_do_not_depend_on_it() -> None:
-    expected = on_two_ranks(1)[2]
+def test_gradients_do_not_depend_on_prefetch_depth() -> None:
+    expected = events_on_two_ranks(1)[2]
     for depth in (2, 3):
-        for found, one in zip(on_two_ranks(depth)[2], expected, strict=True):
-            assert torch.equal(found, one)
+        for gradient, expected_gradient in zip(
+            events_on_two_ranks(depth)[2], expected, strict=True
+        ):
+            assert torch.equal(gradient, expected_gradient)

@@ -1,4 +1,4 @@
-"""A gradient goes bad on one rank after the reduction: all ranks take the same decision."""
+"""All ranks make the same decision if one rank corrupts a gradient after the reduction."""
 
 import pytest
 import torch
@@ -34,9 +34,10 @@ LAYOUTS = {
     "ddp x pp": (4, 2, DDP | PP),
     "ddp x cp": (4, 2, DDP | CP),
 }
-EVERY_TIME = ("ddp", "tp", "hsdp", "ddp x tp", "simple_fsdp ddp")
+REGULAR_LAYOUTS = ("ddp", "tp", "hsdp", "ddp x tp", "simple_fsdp ddp")
 ALL_LAYOUTS = [
-    pytest.param(name, marks=[] if name in EVERY_TIME else pytest.mark.nightly) for name in LAYOUTS
+    pytest.param(name, marks=[] if name in REGULAR_LAYOUTS else pytest.mark.nightly)
+    for name in LAYOUTS
 ]
 BAD_STEP = 3
 
@@ -46,7 +47,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_hashes(trainer) -> dict[tuple, int]:
-    """Hash of each local shard, by parameter and position among the shards."""
+    """Return the hash of each local shard by parameter and shard index."""
     hashes = {}
     for name, parameter in trainer.optimizer.named:
         shard = ()
@@ -58,39 +59,39 @@ def shard_hashes(trainer) -> dict[tuple, int]:
     return hashes
 
 
-def spoil_after_the_reduction(trainer, value: float, bad_step: int) -> None:
-    """On the last rank, multiply one element of an otherwise right gradient, as a flipped bit does.
+def corrupt_reduced_gradient(trainer, value: float, bad_step: int) -> None:
+    """Multiply one element of a correct gradient on the last rank, to simulate a flipped bit.
 
-    Multiplied is an element of a norm's weight, which tensor parallelism replicates as well.
+    The element belongs to a norm weight, which tensor parallelism replicates too.
     """
     if trainer.world.rank != trainer.world.size - 1:
         return
     parameter = next(p for name, p in trainer.optimizer.named if "norm" in name)
 
-    def spoil(p: torch.Tensor) -> None:
+    def corrupt(p: torch.Tensor) -> None:
         if trainer.progress.step + 1 == bad_step:
             local(p.grad).view(-1)[0] *= value
 
     if not trainer.optimizer.is_atomic:
-        parameter.register_post_accumulate_grad_hook(spoil)
+        parameter.register_post_accumulate_grad_hook(corrupt)
         hooks = parameter._post_accumulate_grad_hooks
-        update, spoiling = hooks.items()
+        update, corruption = hooks.items()
         hooks.clear()
-        hooks.update([spoiling, update])  # autograd calls them in the order of insertion
+        hooks.update([corruption, update])  # autograd calls them in the order of insertion
         return
     clip = trainer.optimizer.clip_gradients
 
-    def spoil_and_clip(max_norm: float) -> torch.Tensor:
-        spoil(parameter)
+    def corrupt_and_clip(max_norm: float) -> torch.Tensor:
+        corrupt(parameter)
         return clip(max_norm)
 
-    trainer.optimizer.clip_gradients = spoil_and_clip
+    trainer.optimizer.clip_gradients = corrupt_and_clip
 
 
-def train_with_a_bad_rank(argv, value=float("nan"), bad_step=BAD_STEP):
-    """Exit code, last step, skipped steps, hashes before the bad step, hashes at the end."""
+def train_with_corrupt_gradient(argv, value=float("nan"), bad_step=BAD_STEP):
+    """Return exit code, last step, skipped steps, and hashes before the bad step and at the end."""
     trainer = build(argv)
-    spoil_after_the_reduction(trainer, value, bad_step)
+    corrupt_reduced_gradient(trainer, value, bad_step)
     before, rows, step = {}, [], trainer.train_step
 
     def train_step(number, *args):
@@ -107,7 +108,7 @@ def train_with_a_bad_rank(argv, value=float("nan"), bad_step=BAD_STEP):
     return code, trainer.progress.step, skipped, before, after
 
 
-def hashes_at_the_start(argv):
+def hashes_at_start(argv):
     trainer = build(argv)
     step, hashes = trainer.progress.step, shard_hashes(trainer)
     release(trainer)
@@ -126,55 +127,55 @@ def arguments(tmp_path, layout, **changes):
     return num_ranks, options(str(tmp_path / "run"), "float32", **settings, **changes)
 
 
-def joined(of_ranks: list[dict[tuple, int]]) -> dict[tuple, int]:
-    """One hash per shard; fails where copies of a shard differ."""
-    whole: dict[tuple, int] = {}
-    for hashes in of_ranks:
+def merge_hashes(hashes_by_rank: list[dict[tuple, int]]) -> dict[tuple, int]:
+    """Return one hash per shard; fail if the replicas of a shard differ."""
+    merged: dict[tuple, int] = {}
+    for hashes in hashes_by_rank:
         for key, value in hashes.items():
-            assert whole.setdefault(key, value) == value, f"copies of {key} differ"
-    return whole
+            assert merged.setdefault(key, value) == value, f"copies of {key} differ"
+    return merged
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_all_ranks_stop_and_save_the_weights_from_before(tmp_path, layout):
+def test_all_ranks_stop_and_save_the_last_finite_weights(tmp_path, layout):
     num_ranks, argv = arguments(tmp_path, layout, **{"training.steps": 8})
-    endings = run_ranks(train_with_a_bad_rank, num_ranks, argv)
+    endings = run_ranks(train_with_corrupt_gradient, num_ranks, argv)
     assert {ending[:2] for ending in endings} == {(ExitCode.BAD_NUMBERS, BAD_STEP - 1)}
     assert [skipped for _, _, skipped, _, _ in endings] == [[3, 4, 5]] * num_ranks
-    before = joined([ending[3] for ending in endings])
-    after = joined([ending[4] for ending in endings])
+    before = merge_hashes([ending[3] for ending in endings])
+    after = merge_hashes([ending[4] for ending in endings])
     assert before == after
     assert [step.step for step in published_steps(tmp_path / "run/checkpoint")] == [BAD_STEP - 1]
-    starts = run_ranks(hashes_at_the_start, num_ranks, argv)
+    starts = run_ranks(hashes_at_start, num_ranks, argv)
     assert {step for step, _ in starts} == {BAD_STEP - 1}
-    assert joined([hashes for _, hashes in starts]) == before
+    assert merge_hashes([hashes for _, hashes in starts]) == before
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_all_ranks_skip_the_same_step_and_replicas_stay_equal(tmp_path, layout):
     num_ranks, argv = arguments(tmp_path, layout, **{"resilience.on_nonfinite": "skip"})
-    endings = run_ranks(train_with_a_bad_rank, num_ranks, argv)
+    endings = run_ranks(train_with_corrupt_gradient, num_ranks, argv)
     assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 5, [BAD_STEP])] * num_ranks
-    before = joined([ending[3] for ending in endings])
-    after = joined([ending[4] for ending in endings])
+    before = merge_hashes([ending[3] for ending in endings])
+    after = merge_hashes([ending[4] for ending in endings])
     assert before.keys() == after.keys() and before != after
 
 
 @pytest.mark.parametrize("layout", ["ddp", "ddp x tp"])
-def test_a_finite_flip_on_one_replica_is_the_same_spike_on_all(tmp_path, layout):
+def test_finite_corruption_on_one_replica_is_a_spike_on_all_ranks(tmp_path, layout):
     spikes = {"resilience.on_spike": "skip", "resilience.spike_window": 8, "training.steps": 11}
     num_ranks, argv = arguments(tmp_path, layout, **spikes)
-    endings = run_ranks(train_with_a_bad_rank, num_ranks, argv, 1e7, 10)
+    endings = run_ranks(train_with_corrupt_gradient, num_ranks, argv, 1e7, 10)
     assert [ending[:3] for ending in endings] == [(ExitCode.DONE, 11, [10])] * num_ranks
-    joined([ending[4] for ending in endings])
+    merge_hashes([ending[4] for ending in endings])
 
 
 @pytest.mark.parametrize("layout", ["ddp", "tp"])
-def test_in_backward_all_ranks_stop_and_save_nothing(tmp_path, layout):
-    """Some weights are updated before the norm is known, so replicas may differ."""
+def test_optimizer_in_backward_stops_all_ranks_without_checkpoint(tmp_path, layout):
+    """Some weights are updated before the gradient norm exists, so replicas may differ."""
     early = {"optimizer.early_step_in_backward": "true", "training.steps": 8}
     num_ranks, argv = arguments(tmp_path, layout, **early)
-    endings = run_ranks(train_with_a_bad_rank, num_ranks, argv)
+    endings = run_ranks(train_with_corrupt_gradient, num_ranks, argv)
     expected = (ExitCode.BAD_NUMBERS, BAD_STEP - 1, [3, 4, 5])
     assert [ending[:3] for ending in endings] == [expected] * num_ranks
     assert published_steps(tmp_path / "run/checkpoint") == []

@@ -1,4 +1,4 @@
-"""One bit flips in the memory of one replica: the next check names it, and nothing wrong is saved."""
+"""The replica check names a parameter with a flipped bit, and no wrong state is saved."""
 
 import json
 import re
@@ -17,21 +17,24 @@ from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 
-FLIPPED_AT, PARAMETER = 3, "layers.0.attention.wk.weight"
+FLIP_STEP, PARAMETER = 3, "layers.0.attention.wk.weight"
 
 
-def run_with_a_flipped_bit(argv, flips, stops=False):
-    """One rank's run; the last of them flips the lowest bit of one element after its third step, and may ask for a stop."""
+def run_with_flipped_bit(argv, flips, stops=False):
+    """Run on this rank. The last rank flips the lowest bit of one element after step 3.
+
+    `stops`: that rank also requests a stop.
+    """
     launched, plain, requests = launched_as(), Trainer.train_step, Requests()
 
     def train_step(trainer, step, *args):
         record = plain(trainer, step, *args)
-        if flips and step == FLIPPED_AT and launched.rank == launched.world_size - 1:
+        if flips and step == FLIP_STEP and launched.rank == launched.world_size - 1:
             weight = dict(trainer.optimizer.named)[PARAMETER]
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.detach().view(torch.int32).view(-1)[5] ^= 1
             if stops:
-                requests.note(Request.TERMINATE)
+                requests.add(Request.TERMINATE)
         return record
 
     Trainer.train_step = train_step
@@ -42,11 +45,18 @@ def run_with_a_flipped_bit(argv, flips, stops=False):
 
 
 LAYOUTS = {
-    "two copies": (2, {"parallelism.data_parallel_replicate_degree": 2}, r"on ranks 0, 1 \(no majority: one of them\)"),
+    "two copies": (
+        2,
+        {"parallelism.data_parallel_replicate_degree": 2},
+        r"on ranks 0, 1 \(no majority: one of them\)",
+    ),
     "four copies": (4, {"parallelism.data_parallel_replicate_degree": 4}, r"on rank 3\."),
     "two copies of two shards": (
         4,
-        {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2},
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 2,
+        },
         r"on ranks 1, 3 \(no majority",
     ),
     "two copies of two tensor-parallel halves": (
@@ -59,31 +69,50 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("flips", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_flipped_bit_is_named_and_not_saved(tmp_path, name, flips):
-    ranks, layout, who = LAYOUTS[name]
+def test_flipped_bit_is_reported_and_not_saved(tmp_path, name, flips):
+    ranks, layout, suspects = LAYOUTS[name]
     folder = tmp_path / "run"
-    changes = {"training.local_batch_size": 2, "training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 2,
-               "checkpoint.last_save_model_only": "false", "resilience.replica_check_freq": 3}  # fmt: skip
+    changes = {
+        "training.local_batch_size": 2,
+        "training.steps": 6,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 2,
+        "checkpoint.last_save_model_only": "false",
+        "resilience.replica_check_freq": 3,
+    }
     argv = options(str(folder), "float32", **layout, **changes)
-    codes = run_ranks(run_with_a_flipped_bit, ranks, argv, flips)
-    steps = [found.step for found in published_steps(folder / "checkpoint")]
+    codes = run_ranks(run_with_flipped_bit, ranks, argv, flips)
+    steps = [published_step.step for published_step in published_steps(folder / "checkpoint")]
     if not flips:
         assert (codes, steps) == ([ExitCode.DONE] * ranks, [2, 4, 6])
         return
     assert (codes, steps) == ([ExitCode.BAD_NUMBERS] * ranks, [2])
     log = (folder / "attempts/1/logs/rank0.log").read_text()
-    assert re.search(rf"Replicas of the weights differ at step {FLIPPED_AT}: {re.escape(PARAMETER)} {who}", log), log
+    assert re.search(
+        rf"Replicas of the weights differ at step {FLIP_STEP}: {re.escape(PARAMETER)} {suspects}",
+        log,
+    ), log
     assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((folder / "exit.json").read_text())["code"] == 70
 
 
-def test_a_flipped_bit_is_not_saved_at_a_stop_either(tmp_path):
-    """A run most often resumes from the checkpoint of its stop."""
+def test_flipped_bit_is_not_saved_by_a_stop_request(tmp_path):
+    """Runs usually resume from the checkpoint of a stop request."""
     folder = tmp_path / "run"
-    changes = {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 2, "training.steps": 9,
-               "checkpoint.enable": "true", "checkpoint.interval": 100, "resilience.replica_check_freq": 100}  # fmt: skip
-    codes = run_ranks(run_with_a_flipped_bit, 2, options(str(folder), "float32", **changes), True, True)
+    changes = {
+        "parallelism.data_parallel_replicate_degree": 2,
+        "training.local_batch_size": 2,
+        "training.steps": 9,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 100,
+        "resilience.replica_check_freq": 100,
+    }
+    codes = run_ranks(
+        run_with_flipped_bit, 2, options(str(folder), "float32", **changes), True, True
+    )
     assert codes == [ExitCode.BAD_NUMBERS] * 2
     assert published_steps(folder / "checkpoint") == []
     log = (folder / "attempts/1/logs/rank0.log").read_text()
-    assert re.search(rf"Replicas of the weights differ at step \d+: {re.escape(PARAMETER)} on ranks 0, 1", log), log
+    assert re.search(
+        rf"Replicas of the weights differ at step \d+: {re.escape(PARAMETER)} on ranks 0, 1", log
+    ), log

@@ -1,4 +1,4 @@
-"""Ranks that wait together for `run.lock` of a run that may be dead."""
+"""Ranks wait for the `run.lock` of another run, which may have crashed."""
 
 import json
 from contextlib import closing
@@ -41,8 +41,8 @@ def start_kind(folder):
     return kind
 
 
-def test_waiting_for_a_dead_run_may_take_longer_than_the_time_out(tmp_path):
-    """Of another machine: it is waited for, for more seconds than `comm.checkpoint_timeout_seconds`."""
+def test_wait_for_a_crashed_run_may_exceed_the_group_timeout(tmp_path):
+    """The lock belongs to another machine, so ranks wait longer than the checkpoint timeout."""
     assert PATIENCE_SECONDS > TIMEOUT_SECONDS
     lock = tmp_path / "checkpoint" / LOCK
     lock.parent.mkdir()

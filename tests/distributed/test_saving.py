@@ -1,4 +1,4 @@
-"""When a run saves, in what form, and what a save in the background has in common with one in the foreground."""
+"""Checkpoints of a run: when they are written, their format, and background writes."""
 
 import json
 import os
@@ -19,12 +19,16 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 
-SAVING = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false", "training.local_batch_size": 4}
+SAVING = {
+    "checkpoint.enable": "true",
+    "checkpoint.last_save_model_only": "false",
+    "training.local_batch_size": 4,
+}
 EXACT = ("step", "n_tokens_seen", "loss", "grad_norm", "lr", "data_digest", "data_digest_chain")
 
 
 def train(argv):
-    """Run to the end; the code."""
+    """Train to the end and return the exit code."""
     trainer = build(argv)
     try:
         code = trainer.train()
@@ -34,41 +38,48 @@ def train(argv):
 
 
 def run(folder, *, ranks=2, **overrides):
-    assert run_ranks(train, ranks, options(str(folder), "float32", **SAVING | overrides)) == [ExitCode.DONE] * ranks
+    assert (
+        run_ranks(train, ranks, options(str(folder), "float32", **SAVING | overrides))
+        == [ExitCode.DONE] * ranks
+    )
 
 
-def steps_of(folder, place="checkpoint"):
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / place).glob("step-*"))
+def saved_steps(folder, subfolder="checkpoint"):
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (folder / subfolder).glob("step-*")
+    )
 
 
-def rows_of(folder, keys=EXACT):
+def metric_rows(folder, keys=EXACT):
     rows = read_rows(Path(folder) / "metrics.jsonl")
     return [[v.hex() if isinstance(v := row[key], float) else v for key in keys] for row in rows]
 
 
-def manifest_of(folder, step, place="checkpoint"):
-    return json.loads((folder / place / f"step-{step}" / "manifest.json").read_text())
+def read_step_manifest(folder, step, subfolder="checkpoint"):
+    return json.loads((folder / subfolder / f"step-{step}" / "manifest.json").read_text())
 
 
-def test_asynchronous_and_synchronous_saves_have_the_same_bytes(tmp_path):
-    """Although the weights change while it is written: it is written from a copy, and awaited before the next."""
+def test_async_and_sync_checkpoints_have_the_same_bytes(tmp_path):
+    """Training changes the weights during a background write, which therefore uses a copy."""
     changes = {"training.steps": 5, "checkpoint.interval": 1}
     for mode in ("disabled", "async", "async_with_pinned_mem"):
         run(tmp_path / mode, **changes, **{"checkpoint.async_mode": mode})
-        assert steps_of(tmp_path / mode) == [1, 2, 3, 4, 5]
+        assert saved_steps(tmp_path / mode) == [1, 2, 3, 4, 5]
     for step in range(1, 6):
-        files = manifest_of(tmp_path / "disabled", step)["files"]
+        files = read_step_manifest(tmp_path / "disabled", step)["files"]
         assert {"shard-00000.bin", "shard-00001.bin", ".metadata", "config.toml"} == set(files)
         for mode in ("async", "async_with_pinned_mem"):
-            found = manifest_of(tmp_path / mode, step)["files"]
+            async_files = read_step_manifest(tmp_path / mode, step)["files"]
             for name in ("shard-00000.bin", "shard-00001.bin", ".metadata"):
-                place = f"checkpoint/step-{step}/{name}"
-                assert (tmp_path / mode / place).read_bytes() == (tmp_path / "disabled" / place).read_bytes(), place
-                assert found[name] == files[name]
+                path = f"checkpoint/step-{step}/{name}"
+                assert (tmp_path / mode / path).read_bytes() == (
+                    tmp_path / "disabled" / path
+                ).read_bytes(), path
+                assert async_files[name] == files[name]
 
 
-def test_asynchronous_and_synchronous_exports_have_the_same_bytes(tmp_path):
-    """In every mode. The last checkpoint is an export too, and the run waits for it."""
+def test_async_and_sync_exports_have_the_same_bytes(tmp_path):
+    """The last checkpoint is an export too, and the run waits for it in every mode."""
     changes = {"training.steps": 2, "lr_scheduler.total_steps": 4}
     changes |= {"checkpoint.hf_interval": 1, "checkpoint.hf_shard_gb": 3e-4}
     changes |= {"checkpoint.last_save_model_only": "true", "checkpoint.last_save_in_hf": "true"}
@@ -86,7 +97,7 @@ def test_asynchronous_and_synchronous_exports_have_the_same_bytes(tmp_path):
     first, last = "checkpoint/hf/step-1", "checkpoint/step-2"
     assert {os.path.dirname(name) for name in expected} == {first, last}
     files = sorted(os.path.basename(name) for name in expected if name.startswith(last))
-    assert len(files) == 4, "three files and their index"
+    assert len(files) == 4, "expected three files and their index"
     assert all(expected[f"{first}/{name}"] != expected[f"{last}/{name}"] for name in files[:3])
     for case, files in exports.items():
         assert files.keys() == expected.keys(), case
@@ -94,9 +105,12 @@ def test_asynchronous_and_synchronous_exports_have_the_same_bytes(tmp_path):
 
 
 def train_with_two_folders(argv):
-    """Rank 1 looks for checkpoints in a folder of its own, as on a machine without the shared one."""
+    """Train while rank 1 uses another checkpoint folder, as on a node without the shared one."""
     trainer = build(argv)
-    see, saving.wait_for_marker = saving.wait_for_marker, partial(saving.wait_for_marker, patience=0.3)
+    wait_for_marker, saving.wait_for_marker = (
+        saving.wait_for_marker,
+        partial(saving.wait_for_marker, patience=0.3),
+    )
     if dist.get_rank() == 1:
         trainer.checkpointer.folder = trainer.checkpointer.folder.parent / "local"
     try:
@@ -104,49 +118,58 @@ def train_with_two_folders(argv):
     except CheckpointError as error:
         return str(error)
     finally:
-        saving.wait_for_marker = see
+        saving.wait_for_marker = wait_for_marker
         release(trainer)
     return "no error"
 
 
-def test_a_rank_without_the_shared_folder_stops_all_before_the_first_save(tmp_path):
+def test_rank_without_the_shared_folder_stops_all_before_any_write(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 1})
     for error in run_ranks(train_with_two_folders, 2, argv):
         assert "/local/" in error and "is not the folder that rank 0 sees" in error, error
         assert "Expected a file system that all nodes share" in error
-    assert steps_of(tmp_path / "run") == [] and not list(tmp_path.rglob("shard-*"))
+    assert saved_steps(tmp_path / "run") == [] and not list(tmp_path.rglob("shard-*"))
 
 
-def test_the_log_reports_kind_and_garbage_collection_of_saves_and_loads(tmp_path):
+def test_log_names_the_checkpoint_format_and_garbage_collections(tmp_path):
     changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": "bfloat16"}
-    changes |= {"checkpoint.hf_interval": 2, "checkpoint.interval": 1, "lr_scheduler.total_steps": 3}
+    changes |= {
+        "checkpoint.hf_interval": 2,
+        "checkpoint.interval": 1,
+        "lr_scheduler.total_steps": 3,
+    }
 
-    def lines_of(steps):
+    def run_and_log(steps):
         settings = SAVING | changes | {"training.steps": steps}
         return run_ranks(log_lines, 2, options(str(tmp_path / "run"), "float32", **settings))
 
     def collections(lines):
-        found = (re.fullmatch(r"\[GC\] GC collection (.* checkpoint \w+) \d+\.\d\d seconds", line) for line in lines)
-        return [match[1] for match in found if match]
+        matches = (
+            re.fullmatch(r"\[GC\] GC collection (.* checkpoint \w+) \d+\.\d\d seconds", line)
+            for line in lines
+        )
+        return [match[1] for match in matches if match]
 
-    around_a_save = ["before checkpoint saving", "after checkpoint saving"]
-    for lines in lines_of(2):
-        forms = [match[1] for line in lines if (match := re.match(r"Saved .*step-\d \((.*)\) in", line))]
+    expected_collections = ["before checkpoint saving", "after checkpoint saving"]
+    for lines in run_and_log(2):
+        forms = [
+            match[1] for line in lines if (match := re.match(r"Saved .*step-\d \((.*)\) in", line))
+        ]
         assert forms == ["full", "weights, bfloat16", "hf, bfloat16"]
-        assert collections(lines) == around_a_save * 2
-    for lines in lines_of(3):
-        assert collections(lines) == ["after checkpoint loading", *around_a_save * 2]
+        assert collections(lines) == expected_collections * 2
+    for lines in run_and_log(3):
+        assert collections(lines) == ["after checkpoint loading", *expected_collections * 2]
 
 
-def train_and_ask(argv, asks):
-    """`asks`: step -> switch file that is touched after it."""
+def train_and_request(argv, requests):
+    """Train and create switch files after steps. `requests` maps steps to switch files."""
     trainer = build(argv)
     record = trainer.metrics.record
 
     def traced(step):
         record(step)
-        if trainer.is_leader and step.step in asks:
-            (trainer.attempt.run / asks[step.step]).touch()
+        if trainer.is_leader and step.step in requests:
+            (trainer.attempt.run / requests[step.step]).touch()
 
     trainer.metrics.record = traced
     code = trainer.train()
@@ -154,17 +177,20 @@ def train_and_ask(argv, asks):
     return code
 
 
-def test_a_switch_file_requests_a_save_or_an_export_within_two_steps(tmp_path):
+def test_switch_file_triggers_a_checkpoint_or_export_within_two_steps(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 10})
-    assert run_ranks(train_and_ask, 2, argv, {2: "SAVE", 5: "EXPORT"}) == [ExitCode.DONE] * 2
-    (asked,) = [step for step in steps_of(tmp_path / "run") if step != 10]
-    assert asked in (3, 4) and manifest_of(tmp_path / "run", asked)["kind"] == "full"
-    (exported,) = steps_of(tmp_path / "run", "checkpoint/hf")
-    assert exported in (6, 7) and manifest_of(tmp_path / "run", exported, "checkpoint/hf")["kind"] == "hf"
+    assert run_ranks(train_and_request, 2, argv, {2: "SAVE", 5: "EXPORT"}) == [ExitCode.DONE] * 2
+    (saved,) = [step for step in saved_steps(tmp_path / "run") if step != 10]
+    assert saved in (3, 4) and read_step_manifest(tmp_path / "run", saved)["kind"] == "full"
+    (exported,) = saved_steps(tmp_path / "run", "checkpoint/hf")
+    assert (
+        exported in (6, 7)
+        and read_step_manifest(tmp_path / "run", exported, "checkpoint/hf")["kind"] == "hf"
+    )
 
 
-def train_until_asked(argv, after):
-    """After step `after` the scheduler ends the run, and a user requests an export."""
+def train_until_stop_request(argv, after):
+    """Train until a SIGTERM after step `after`, together with an export request."""
     trainer = build(argv)
     record = trainer.metrics.record
 
@@ -181,89 +207,115 @@ def train_until_asked(argv, after):
     return code, step
 
 
-def test_a_run_stops_cleanly_at_a_step_that_is_being_saved(tmp_path):
-    """That step is saved once; an export asked for with the stop is written before the run ends."""
+def test_stop_during_a_background_checkpoint_saves_the_step_once(tmp_path):
+    """An export that was requested with the stop is written before the run ends."""
     changes = {"training.steps": 50, "checkpoint.interval": 1, "checkpoint.async_mode": "async"}
     argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
-    (code, step), other = run_ranks(train_until_asked, 2, argv, 2)
+    (code, step), other = run_ranks(train_until_stop_request, 2, argv, 2)
     assert (code, step) == other and code == ExitCode.REQUEUE
-    assert steps_of(tmp_path / "run")[-1] == step and manifest_of(tmp_path / "run", step)["kind"] == "full"
-    assert steps_of(tmp_path / "run", "checkpoint/hf") == [step]
+    assert (
+        saved_steps(tmp_path / "run")[-1] == step
+        and read_step_manifest(tmp_path / "run", step)["kind"] == "full"
+    )
+    assert saved_steps(tmp_path / "run", "checkpoint/hf") == [step]
 
 
-def test_an_export_requested_at_the_end_is_written(tmp_path):
+def test_export_requested_before_the_last_step_is_written(tmp_path):
     argv = options(str(tmp_path / "run"), "float32", **SAVING | {"training.steps": 3})
-    assert run_ranks(train_and_ask, 2, argv, {2: "EXPORT"}) == [ExitCode.DONE] * 2
-    assert steps_of(tmp_path / "run", "checkpoint/hf") == [3]
+    assert run_ranks(train_and_request, 2, argv, {2: "EXPORT"}) == [ExitCode.DONE] * 2
+    assert saved_steps(tmp_path / "run", "checkpoint/hf") == [3]
 
 
-def train_and_ask_in_the_last_validation(argv):
+def train_and_request_in_last_validation(argv):
     trainer = build(argv)
     validate = trainer.validate
 
-    def asking(step):
+    def request_and_validate(step):
         if trainer.is_leader and step == trainer.config.training.steps:
             (trainer.attempt.run / "EXPORT").touch()
         validate(step)
 
-    trainer.validate = asking
+    trainer.validate = request_and_validate
     code = trainer.train()
     release(trainer)
     return code
 
 
-def test_an_export_requested_during_the_last_validation_is_written(tmp_path):
-    changes = {"training.steps": 3, "validation.enable": "true", "validation.steps": 2, "validation.seq_len": 32,
-               "validation.local_batch_size": 2, "validation.dataset": "shakespeare_validation"}  # fmt: skip
+def test_export_requested_during_the_last_validation_is_written(tmp_path):
+    changes = {
+        "training.steps": 3,
+        "validation.enable": "true",
+        "validation.steps": 2,
+        "validation.seq_len": 32,
+        "validation.local_batch_size": 2,
+        "validation.dataset": "shakespeare_validation",
+    }
     argv = options(str(tmp_path / "run"), "float32", **SAVING | changes)
-    assert run_ranks(train_and_ask_in_the_last_validation, 2, argv) == [ExitCode.DONE] * 2
-    assert steps_of(tmp_path / "run", "checkpoint/hf") == [3] and not (tmp_path / "run/EXPORT").exists()
+    assert run_ranks(train_and_request_in_last_validation, 2, argv) == [ExitCode.DONE] * 2
+    assert (
+        saved_steps(tmp_path / "run", "checkpoint/hf") == [3]
+        and not (tmp_path / "run/EXPORT").exists()
+    )
 
 
-def train_and_look(argv):
-    """(step, how many rows are on disk when it is published) of each save."""
+def train_and_record_publications(argv):
+    """Return (step, rows on disk, data position) at the publication of each checkpoint."""
     trainer = build(argv)
-    folder, seen, publish = trainer.attempt.run, [], trainer.checkpointer._writer._publish
+    folder, publications, publish = trainer.attempt.run, [], trainer.checkpointer._writer._publish
 
-    def look(staged, final, records, content):
-        seen.append((content["step"], len(read_rows(folder / "metrics.jsonl")), content["position"]))
+    def record_and_publish(staged, final, records, content):
+        publications.append(
+            (content["step"], len(read_rows(folder / "metrics.jsonl")), content["position"])
+        )
         assert (content["data"]["position"], content["metrics_bytes"]) == (
             content["position"], (folder / "metrics.jsonl").stat().st_size,
         )  # fmt: skip
         publish(staged, final, records, content)
 
-    trainer.checkpointer._writer._publish = look
+    trainer.checkpointer._writer._publish = record_and_publish
     trainer.train()
     release(trainer)
-    return seen
+    return publications
 
 
-def test_the_rows_of_a_step_are_on_disk_before_it_is_published(tmp_path):
-    """Otherwise a run that is killed now would resume after rows that are not on disk."""
+def test_metrics_are_on_disk_before_a_step_is_published(tmp_path):
+    """Otherwise a run killed at this point would resume with missing rows."""
     changes = {"training.steps": 5, "checkpoint.interval": 2, "metrics.log_freq": 100}
-    seen, _ = run_ranks(train_and_look, 2, options(str(tmp_path / "run"), "float32", **SAVING | changes))
-    assert seen == [(step, step, 8 * step) for step in (2, 4, 5)]
+    publications, _ = run_ranks(
+        train_and_record_publications,
+        2,
+        options(str(tmp_path / "run"), "float32", **SAVING | changes),
+    )
+    assert publications == [(step, step, 8 * step) for step in (2, 4, 5)]
 
 
-def test_an_interval_in_minutes_triggers_a_save(tmp_path):
-    """With next to no time between two saves every step is saved, from the third on at the latest."""
-    run(tmp_path / "run", **{"training.steps": 6, "checkpoint.interval_minutes": 1e-9, "checkpoint.keep_latest_k": 0})
-    assert {3, 4, 5, 6} <= set(steps_of(tmp_path / "run"))
+def test_interval_in_minutes_triggers_checkpoints(tmp_path):
+    """An interval near zero saves every step, at the latest from step 3."""
+    run(
+        tmp_path / "run",
+        **{"training.steps": 6, "checkpoint.interval_minutes": 1e-9, "checkpoint.keep_latest_k": 0},
+    )
+    assert {3, 4, 5, 6} <= set(saved_steps(tmp_path / "run"))
 
 
-def test_a_run_starts_from_a_seed_checkpoint(tmp_path):
+def test_run_starts_from_a_seed_checkpoint(tmp_path):
     run(tmp_path / "run", ranks=1, **{"checkpoint.create_seed_checkpoint": "true"})
-    assert steps_of(tmp_path / "run") == [0] and manifest_of(tmp_path / "run", 0)["kind"] == "full"
+    assert (
+        saved_steps(tmp_path / "run") == [0]
+        and read_step_manifest(tmp_path / "run", 0)["kind"] == "full"
+    )
     run(tmp_path / "run", **{"training.steps": 2})
     run(tmp_path / "straight", **{"training.steps": 2})
-    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
+    assert metric_rows(tmp_path / "run") == metric_rows(tmp_path / "straight")
 
 
-def test_load_only_leaves_the_folder_as_it_is(tmp_path):
+def test_load_only_leaves_the_checkpoint_folder_unchanged(tmp_path):
     run(tmp_path / "run", **{"training.steps": 2})
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/checkpoint").rglob("*")}
     run(tmp_path / "run", **{"training.steps": 4, "checkpoint.load_only": "true"})
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run/checkpoint").rglob("*")} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run/checkpoint").rglob("*")
+    } == before
 
 
 def damage(path):
@@ -272,51 +324,66 @@ def damage(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_step_is_skipped_and_the_run_resumes_from_the_previous_one(tmp_path):
+def test_run_resumes_from_the_step_before_a_damaged_one(tmp_path):
     changes = {"checkpoint.interval": 2, "lr_scheduler.total_steps": 6}
     run(tmp_path / "straight", **changes, **{"training.steps": 6})
     run(tmp_path / "run", **changes, **{"training.steps": 4})
     damage(tmp_path / "run/checkpoint/step-4/shard-00001.bin")
     run(tmp_path / "run", **changes, **{"training.steps": 6})
-    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
-    assert steps_of(tmp_path / "straight") == [2, 4, 6]
-    names = sorted(path.name.split("-", 2)[:2] for path in (tmp_path / "run/checkpoint").glob("step-*"))
-    assert len(names) == 4, "the damaged step is kept beside the others, under another name"
+    assert metric_rows(tmp_path / "run") == metric_rows(tmp_path / "straight")
+    assert saved_steps(tmp_path / "straight") == [2, 4, 6]
+    names = sorted(
+        path.name.split("-", 2)[:2] for path in (tmp_path / "run/checkpoint").glob("step-*")
+    )
+    assert len(names) == 4, "the damaged step must be kept under another name"
 
 
-def test_only_damaged_checkpoints_are_an_error_not_a_new_run(tmp_path):
+def test_run_with_only_damaged_checkpoints_does_not_start_anew(tmp_path):
     run(tmp_path / "run", **{"training.steps": 2})
     damage(tmp_path / "run/checkpoint/step-2/shard-00000.bin")
     argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 4})
-    for error in run_ranks(start_that_fails, 2, argv):
+    for error in run_ranks(start_error, 2, argv):
         assert "shard-00000.bin" in error and "DamagedError" in error
-    assert len(rows_of(tmp_path / "run")) == 2, "nothing was lost"
+    assert len(metric_rows(tmp_path / "run")) == 2, "the metrics must be unchanged"
 
 
-def start_that_fails(argv):
+def start_error(argv):
     try:
         release(build(argv))
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
-    return "it started"
+    return "no error"
 
 
-def test_a_finished_run_continues_after_a_last_save_of_weights_only(tmp_path):
-    changes = {"checkpoint.interval": 3, "checkpoint.last_save_model_only": "true", "lr_scheduler.total_steps": 6}
+def test_finished_run_continues_after_a_model_only_checkpoint(tmp_path):
+    changes = {
+        "checkpoint.interval": 3,
+        "checkpoint.last_save_model_only": "true",
+        "lr_scheduler.total_steps": 6,
+    }
     run(tmp_path / "straight", **changes, **{"training.steps": 6})
     run(tmp_path / "run", **changes, **{"training.steps": 4})
-    assert manifest_of(tmp_path / "run", 4)["kind"] == "weights"
+    assert read_step_manifest(tmp_path / "run", 4)["kind"] == "weights"
     run(tmp_path / "run", **changes, **{"training.steps": 6})
-    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
+    assert metric_rows(tmp_path / "run") == metric_rows(tmp_path / "straight")
 
 
 TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
-STAGES = {PP: 2, **{f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}}
+STAGES = {
+    PP: 2,
+    **{f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")},
+}
 SIMPLE = {"parallelism.data_parallel_impl": "simple_fsdp"}
 CHAINS = {
     "data": [
         (4, {"parallelism.data_parallel_shard_degree": 4}),
-        (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
+        (
+            4,
+            {
+                "parallelism.data_parallel_replicate_degree": 2,
+                "parallelism.data_parallel_shard_degree": 2,
+            },
+        ),
         (2, {}),
         (1, {}),
     ],
@@ -324,58 +391,90 @@ CHAINS = {
     "simple_fsdp": [
         (2, SIMPLE),
         (2, {}),
-        (4, {**SIMPLE, "parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 2}),
-        (2, {**SIMPLE, "compile.enable": "true", "compile.components": "model", "compile.backend": "aot_eager"}),
+        (
+            4,
+            {
+                **SIMPLE,
+                "parallelism.data_parallel_replicate_degree": 2,
+                "parallelism.data_parallel_shard_degree": 2,
+            },
+        ),
+        (
+            2,
+            {
+                **SIMPLE,
+                "compile.enable": "true",
+                "compile.components": "model",
+                "compile.backend": "aot_eager",
+            },
+        ),
         (1, {}),
     ],
 }
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_moves_from_layout_to_layout(tmp_path, chain):
-    """Two steps on each, at one global batch: every token in its place, the loss within 1e-5 of that on one rank."""
+def test_run_continues_on_a_chain_of_layouts(tmp_path, chain):
+    """Each layout trains two steps with the same global batch.
+
+    The data are equal to one rank's, and losses differ by at most 1e-5.
+    """
     total = 2 * len(CHAINS[chain])
-    changes = {"lr_scheduler.total_steps": total, "training.local_batch_size": 2, "checkpoint.async_mode": "async"}
+    changes = {
+        "lr_scheduler.total_steps": total,
+        "training.local_batch_size": 2,
+        "checkpoint.async_mode": "async",
+    }
     run(tmp_path / "straight", ranks=1, **changes, **{"training.steps": total})
     for number, (ranks, layout) in enumerate(CHAINS[chain], start=1):
         run(tmp_path / "run", ranks=ranks, **changes, **layout, **{"training.steps": 2 * number})
-    moved, straight = rows_of(tmp_path / "run"), rows_of(tmp_path / "straight")
-    exact = [EXACT.index(key) for key in ("step", "n_tokens_seen", "lr", "data_digest", "data_digest_chain")]
-    assert [[row[i] for i in exact] for row in moved] == [[row[i] for i in exact] for row in straight]
+    actual_rows, expected_rows = metric_rows(tmp_path / "run"), metric_rows(tmp_path / "straight")
+    exact = [
+        EXACT.index(key)
+        for key in ("step", "n_tokens_seen", "lr", "data_digest", "data_digest_chain")
+    ]
+    assert [[row[i] for i in exact] for row in actual_rows] == [
+        [row[i] for i in exact] for row in expected_rows
+    ]
     for key in ("loss", "grad_norm"):
         i = EXACT.index(key)
-        for mine, theirs in zip(moved, straight, strict=True):
-            assert float.fromhex(mine[i]) == pytest.approx(float.fromhex(theirs[i]), rel=1e-5)
+        for actual, expected in zip(actual_rows, expected_rows, strict=True):
+            assert float.fromhex(actual[i]) == pytest.approx(float.fromhex(expected[i]), rel=1e-5)
 
 
-def test_a_checkpoint_of_simple_fsdp_is_one_of_fsdp2(tmp_path):
-    """The same tensors under the same names, cut at the same places, in the same files."""
+def test_simple_fsdp_and_fsdp2_write_the_same_checkpoint_layout(tmp_path):
+    """Names, shards and files are equal."""
     for name, impl in (("fsdp2", {}), ("simple", SIMPLE)):
         run(tmp_path / name, **impl, **{"training.steps": 1})
     one, other = (tmp_path / name / "checkpoint/step-1" for name in ("fsdp2", "simple"))
     assert (one / ".metadata").read_bytes() == (other / ".metadata").read_bytes()
-    sizes = [{path.name: path.stat().st_size for path in folder.glob("shard-*")} for folder in (one, other)]
+    sizes = [
+        {path.name: path.stat().st_size for path in folder.glob("shard-*")}
+        for folder in (one, other)
+    ]
     assert sizes[0] == sizes[1] and len(sizes[0]) == 2
 
 
-def test_another_run_starts_from_a_last_save_as_safetensors(tmp_path):
-    """Interval saves stay native; the last one is Hugging Face's, and is loaded by its path."""
+def test_run_starts_from_another_runs_safetensors_checkpoint(tmp_path):
+    """The last checkpoint has Hugging Face's format; interval checkpoints stay native."""
     hf = {"checkpoint.last_save_model_only": "true", "checkpoint.last_save_in_hf": "true"}
     run(tmp_path / "run", **hf, **{"training.steps": 4, "checkpoint.interval": 2})
-    assert [manifest_of(tmp_path / "run", step)["kind"] for step in (2, 4)] == ["full", "hf"]
+    assert [read_step_manifest(tmp_path / "run", step)["kind"] for step in (2, 4)] == ["full", "hf"]
     source = {
         "checkpoint.initial_load_path": tmp_path / "run/checkpoint/step-4",
         "checkpoint.initial_load_in_hf": "true",
     }
-    first = run_ranks(first_losses, 2, options(str(tmp_path / "hf"), "float32", **SAVING, **source))
+    first = run_ranks(first_loss, 2, options(str(tmp_path / "hf"), "float32", **SAVING, **source))
     native = {"training.steps": 4, "checkpoint.interval": 2}
     run(tmp_path / "native", **native)
     source = {"checkpoint.initial_load_path": tmp_path / "native/checkpoint/step-4"}
-    assert first == run_ranks(first_losses, 2, options(str(tmp_path / "warm"), "float32", **SAVING, **source))
+    assert first == run_ranks(
+        first_loss, 2, options(str(tmp_path / "warm"), "float32", **SAVING, **source)
+    )
 
 
-def first_losses(argv):
-    """Sum of all weights' bits and the loss of one step: what the run starts with."""
+def first_loss(argv):
+    """Return the loss of the first step as a hex string."""
     trainer = build(argv)
     assert trainer.progress.step == 0
     fetched = trainer.fetch(1)
@@ -387,13 +486,15 @@ def first_losses(argv):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_last_weights_are_saved_in_the_requested_dtype(tmp_path, dtype):
+def test_model_only_checkpoint_has_the_export_dtype(tmp_path, dtype):
     changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": dtype}
     run(tmp_path / "run", **changes, **{"training.steps": 2})
     metadata = (tmp_path / "run/checkpoint/step-2/.metadata").read_bytes()
     import pickle
 
-    found = {entry.properties.dtype for entry in pickle.loads(metadata).state_dict_metadata.values()}
-    assert found == {getattr(torch, dtype)}
+    dtypes = {
+        entry.properties.dtype for entry in pickle.loads(metadata).state_dict_metadata.values()
+    }
+    assert dtypes == {getattr(torch, dtype)}
     source = {"checkpoint.initial_load_path": tmp_path / "run/checkpoint/step-2"}
-    assert run_ranks(first_losses, 2, options(str(tmp_path / "warm"), "float32", **SAVING, **source))
+    assert run_ranks(first_loss, 2, options(str(tmp_path / "warm"), "float32", **SAVING, **source))

@@ -1,4 +1,4 @@
-"""SimpleFSDP: the gradients, placements and collectives of FSDP2, eagerly and as one compiled graph."""
+"""SimpleFSDP has the gradients, placements and collectives of FSDP2, eager and compiled."""
 
 import functools
 import time
@@ -32,7 +32,7 @@ from torchtitan_like.distributed.tensor import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 
-# A vocabulary and a width that ranks cannot share equally: 131 rows on 4 are 33, 33, 33, 32; 6 of a norm's on 4 are 2, 2, 2, 0.
+# Ranks cannot divide this vocabulary equally: 4 ranks get 33, 33, 33 and 32 of 131 rows.
 SIZES = {
     "dim": 32,
     "n_heads": 4,
@@ -56,7 +56,7 @@ LAYOUTS = {
 
 @dataclass
 class Options:
-    """How a model is built. impl: none, simple_fsdp, casts (simple_fsdp without a mesh) or fsdp2."""
+    """Options of a model. `impl`: none, simple_fsdp, fsdp2, casts (simple_fsdp without a mesh)."""
 
     impl: str = "simple_fsdp"
     backend: str | None = None
@@ -82,17 +82,24 @@ class Outcome:
 
 
 def counting_backend(counts):
-    """As aot_eager; appends the operators of each graph that it is given: forward's, then backward's."""
+    """Return a backend like aot_eager that appends the operator counts of each graph to `counts`.
+
+    The forward graph comes first, then the backward graph.
+    """
 
     def count(graph, inputs):
-        counts.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        counts.append(
+            Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        )
         return make_boxed_func(graph.forward)
 
-    return aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    return aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
 
 
 class Count(TorchDispatchMode):
-    """Notes the collectives of functions that are not compiled."""
+    """Counts the collectives of eager functions."""
 
     def __init__(self):
         super().__init__()
@@ -105,11 +112,16 @@ class Count(TorchDispatchMode):
 
 
 def build(dims, options, graphs):
-    """(model with values, name of the parallelism). graphs: gets the operators of each compiled graph."""
+    """Return (initialized model, name of the parallelism).
+
+    The operator counts of each compiled graph are appended to `graphs`.
+    """
     torch._dynamo.reset()
     spec = get_spec("llama3")
     args = resolve_args(
-        spec, "debugmodel", {**SIZES, "n_layers": options.n_layers, "enable_weight_tying": options.tied}
+        spec,
+        "debugmodel",
+        {**SIZES, "n_layers": options.n_layers, "enable_weight_tying": options.tied},
     )
     with torch.device("meta"):
         model = spec.build(args).to(DTYPES[options.dtype])
@@ -123,7 +135,11 @@ def build(dims, options, graphs):
     if options.recompute == "op":
         section = {"mode": "selective", "selective_ac_option": "op"}
     apply_activation_checkpointing(blocks, ActivationCheckpoint(**section))
-    shared = {"param_dtype": options.param_dtype, "reduce_dtype": options.reduce_dtype, "reshard": options.reshard}
+    shared = {
+        "param_dtype": options.param_dtype,
+        "reduce_dtype": options.reduce_dtype,
+        "reshard": options.reshard,
+    }
     name = ""
     if options.impl in ("simple_fsdp", "casts"):
         compiled = options.backend is not None
@@ -131,26 +147,30 @@ def build(dims, options, graphs):
             backend = counting_backend(graphs) if options.backend == "counted" else options.backend
             compile_model(model, backend, mesh, options.buckets)
         shared["mesh"] = None if options.impl == "casts" else mesh
-        name = apply_simple_fsdp(model, spec, blocks.values(), dims=dims, **shared, compiled=compiled)
+        name = apply_simple_fsdp(
+            model, spec, blocks.values(), dims=dims, **shared, compiled=compiled
+        )
     elif options.impl == "fsdp2":
-        name = apply_data_parallel(model, spec, blocks.values(), mesh, dims, **shared, cpu_offload=False)
+        name = apply_data_parallel(
+            model, spec, blocks.values(), mesh, dims, **shared, cpu_offload=False
+        )
     materialize(model, torch.device("cpu"))
     initialize(model, spec.init_table(args), seed=0)
     return model, name
 
 
 def run(dims, options):
-    """One step without an update, on this rank's samples."""
+    """Run forward and backward on this rank's samples."""
     graphs = []
     model, name = build(dims, options, graphs)
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, weight_hash(model))
     samples = torch.arange(8 * 33).reshape(8, 33).mul(37).remainder(131)
-    mine = samples.chunk(dims.dp)[dims.dp_coordinate(dist.get_rank())]
+    local_samples = samples.chunk(dims.dp)[dims.dp_coordinate(dist.get_rank())]
     total = torch.zeros((), dtype=torch.float64)
     with Count() if options.backend is None else nullcontext() as count:
-        for some in mine.chunk(options.num_micro):
-            loss = model(some[:, :-1], some[:, 1:]) / (8 * 32)
+        for micro_batch in local_samples.chunk(options.num_micro):
+            loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / (8 * 32)
             loss.backward()
             total += loss.detach()
     dist.all_reduce(total)
@@ -160,7 +180,8 @@ def run(dims, options):
         weight_hash=sum(shares) % 2**64,
         gradients={name: full(p.grad) for name, p in model.named_parameters()},
         placements={
-            name: (p.placements, p.device_mesh.mesh_dim_names, p.to_local().shape, p.grad.placements)
+            name: (p.placements, p.device_mesh.mesh_dim_names, p.to_local().shape,
+                   p.grad.placements)
             for name, p in model.named_parameters() if hasattr(p, "placements")
         },
         operators=[count.operators] if count is not None else graphs,
@@ -170,23 +191,23 @@ def run(dims, options):
 
 @functools.cache
 def outcomes(layout, **options):
-    """Of every rank. A compiled first step may take long."""
+    """Return the outcome of every rank. The timeout covers compilation."""
     dims = LAYOUTS[layout]
     return run_ranks(run, dims.world_size, dims, Options(**options), timeout=240)
 
 
-def worst_error(ours, theirs):
-    assert ours.gradients.keys() == theirs.gradients.keys()
+def worst_error(actual, expected):
+    assert actual.gradients.keys() == expected.gradients.keys()
     return max(
-        np.linalg.norm(ours.gradients[name] - gradient) / np.linalg.norm(gradient)
-        for name, gradient in theirs.gradients.items()
+        np.linalg.norm(actual.gradients[name] - gradient) / np.linalg.norm(gradient)
+        for name, gradient in expected.gradients.items()
     )
 
 
-def assert_same(ours, theirs, limit=1e-10):
-    assert ours.weight_hash == theirs.weight_hash
-    assert ours.loss == pytest.approx(theirs.loss, rel=limit)
-    assert worst_error(ours, theirs) <= limit
+def assert_equal(actual, expected, limit=1e-10):
+    assert actual.weight_hash == expected.weight_hash
+    assert actual.loss == pytest.approx(expected.loss, rel=limit)
+    assert worst_error(actual, expected) <= limit
 
 
 def one_rank(**options):
@@ -197,57 +218,67 @@ def one_rank(**options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_equal_one_rank_with_the_placement_of_fsdp2(layout):
-    ours, theirs = outcomes(layout), outcomes(layout, impl="fsdp2")
-    assert_same(ours[0], one_rank())
-    assert_same(ours[0], theirs[0])
-    assert [rank.placements for rank in ours] == [rank.placements for rank in theirs]
+def test_gradients_equal_one_rank_and_placements_equal_fsdp2(layout):
+    actual, expected = outcomes(layout), outcomes(layout, impl="fsdp2")
+    assert_equal(actual[0], one_rank())
+    assert_equal(actual[0], expected[0])
+    assert [rank.placements for rank in actual] == [rank.placements for rank in expected]
 
 
 @pytest.mark.parametrize("layout", ["fsdp-4", "hsdp-2x2", "fsdp-2-tp-2"])
-def test_a_tied_weight_stays_tied(layout):
-    ours, theirs = outcomes(layout, tied=True)[0], one_rank(tied=True)
-    assert_same(ours, theirs)
-    assert "output.weight" not in ours.gradients
+def test_tied_weight_stays_tied(layout):
+    actual, expected = outcomes(layout, tied=True)[0], one_rank(tied=True)
+    assert_equal(actual, expected)
+    assert "output.weight" not in actual.gradients
 
 
-def test_gradients_of_micro_batches_add_up():
-    assert_same(outcomes("hsdp-2x2", num_micro=2)[0], one_rank())
+def test_gradients_accumulate_over_micro_batches():
+    assert_equal(outcomes("hsdp-2x2", num_micro=2)[0], one_rank())
 
 
 @pytest.mark.parametrize(("layout", "recompute"), [("ddp-2", "none"), ("fsdp-2-tp-2", "full")])
-def test_one_compiled_graph_computes_the_same(layout, recompute):
-    """And so do those whose collectives are counted below, and the cells of test_matrix.py."""
-    ours = outcomes(layout, backend="aot_eager", recompute=recompute, n_layers=1)[0]
-    assert_same(ours, one_rank(n_layers=1))
+def test_compiled_graph_gives_the_results_of_one_rank(layout, recompute):
+    """Later tests and test_matrix.py compare further compiled graphs."""
+    actual = outcomes(layout, backend="aot_eager", recompute=recompute, n_layers=1)[0]
+    assert_equal(actual, one_rank(n_layers=1))
 
 
 @pytest.mark.slow
-def test_inductor_computes_the_same():
-    """With joined collectives; in the type it is for: attention of float64 does not go through it before torch 2.13."""
+def test_inductor_gives_the_results_of_one_rank():
+    """The graph has bucketed collectives. Before torch 2.13 Inductor has no float64 attention."""
     types = dict.fromkeys(("dtype", "param_dtype", "reduce_dtype"), "float32")
-    ours = outcomes("fsdp-2", backend="inductor", n_layers=1, buckets=BLOCKS[:1], **types)[0]
-    assert_same(ours, one_rank(n_layers=1, **types), limit=1e-5)
+    actual = outcomes("fsdp-2", backend="inductor", n_layers=1, buckets=BLOCKS[:1], **types)[0]
+    assert_equal(actual, one_rank(n_layers=1, **types), limit=1e-5)
 
 
 MIXED = {"dtype": "float32", "param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
 @pytest.mark.parametrize("reshard", ["default", "always", "never"])
-def test_casts_of_one_rank_equal_fsdp2(reshard):
-    """To the last bit, in bfloat16, over micro-batches and with what is computed again."""
-    options = {**MIXED, "reshard": reshard, "num_micro": 2, "recompute": "full" if reshard == "always" else "none"}
-    (ours,), (theirs,) = outcomes("one", impl="casts", **options), outcomes("one", impl="fsdp2", **options)
-    assert (ours.loss, ours.weight_hash) == (theirs.loss, theirs.weight_hash)
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    assert all((ours.gradients[name] == gradient).all() for name, gradient in theirs.gradients.items())
-    assert not ours.placements and theirs.placements
+def test_casts_on_one_rank_equal_fsdp2(reshard):
+    """Bit-equal in bfloat16, with micro-batches and with recomputation."""
+    options = {
+        **MIXED,
+        "reshard": reshard,
+        "num_micro": 2,
+        "recompute": "full" if reshard == "always" else "none",
+    }
+    (actual,), (expected,) = (
+        outcomes("one", impl="casts", **options),
+        outcomes("one", impl="fsdp2", **options),
+    )
+    assert (actual.loss, actual.weight_hash) == (expected.loss, expected.weight_hash)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    assert all(
+        (actual.gradients[name] == gradient).all() for name, gradient in expected.gradients.items()
+    )
+    assert not actual.placements and expected.placements
 
 
 # ---- collectives
 
-# Backward wants the weights of all linear layers and norms; of the embedding it wants none, and the loss has used the head's
-# in forward already. What is of the head is freed only under "always".
+# Backward reads the weights of all linear layers and norms, but not the embedding. The loss reads
+# the head's weight only in forward. Weights next to the head are freed only with "always".
 GATHERED_AGAIN = {
     "default": lambda layers: 9 * layers,
     "always": lambda layers: 9 * layers + 1,
@@ -256,7 +287,7 @@ GATHERED_AGAIN = {
 
 
 @pytest.mark.parametrize("reshard", GATHERED_AGAIN)
-def test_gathers_for_backward(reshard):
+def test_number_of_gathers_for_backward(reshard):
     (counts,) = outcomes("fsdp-2", reshard=reshard)[0].operators
     assert counts == {
         ("all_gather_into_tensor", torch.float64): NUM_WEIGHTS + GATHERED_AGAIN[reshard](2),
@@ -264,59 +295,73 @@ def test_gathers_for_backward(reshard):
     }
 
 
-@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
-def test_gradients_are_reduced_in_the_requested_dtype(reduced):
-    (counts,) = outcomes("fsdp-2", **{**MIXED, "reduce_dtype": reduced}, n_layers=1)[0].operators
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_gradients_are_reduced_in_the_requested_dtype(reduce_dtype):
+    (counts,) = outcomes("fsdp-2", **{**MIXED, "reduce_dtype": reduce_dtype}, n_layers=1)[
+        0
+    ].operators
     assert dict(counts.keys()) == {
         "all_gather_into_tensor": torch.bfloat16,
-        "reduce_scatter_tensor": getattr(torch, reduced),
+        "reduce_scatter_tensor": getattr(torch, reduce_dtype),
     }
 
 
 @pytest.mark.parametrize(("reshard", "recompute", "n_layers"), [
-    ("default", "full", 2), ("default", "none", 1), ("default", "op", 1), ("always", "full", 1), ("never", "full", 1),
+    ("default", "full", 2), ("default", "none", 1), ("default", "op", 1), ("always", "full", 1),
+    ("never", "full", 1),
 ])  # fmt: skip
-def test_gathers_for_backward_in_a_compiled_graph(reshard, recompute, n_layers):
-    """As without compiling, whatever activation checkpointing computes again; the default frees, "never" keeps."""
-    ours = outcomes("fsdp-2", backend="counted", reshard=reshard, recompute=recompute, n_layers=n_layers)[0]
-    assert_same(ours, one_rank(n_layers=n_layers))
-    again = GATHERED_AGAIN[reshard](n_layers)
-    assert [collectives(graph) for graph in ours.operators] == [
+def test_number_of_gathers_for_backward_in_a_compiled_graph(reshard, recompute, n_layers):
+    """Activation checkpointing and compilation do not change the numbers of eager mode."""
+    actual = outcomes(
+        "fsdp-2", backend="counted", reshard=reshard, recompute=recompute, n_layers=n_layers
+    )[0]
+    assert_equal(actual, one_rank(n_layers=n_layers))
+    gathers_in_backward = GATHERED_AGAIN[reshard](n_layers)
+    assert [collectives(graph) for graph in actual.operators] == [
         {"all_gather_into_tensor": 9 * n_layers + 3},
-        {"reduce_scatter_tensor": 9 * n_layers + 3} | ({"all_gather_into_tensor": again} if again else {}),
+        {"reduce_scatter_tensor": 9 * n_layers + 3}
+        | ({"all_gather_into_tensor": gathers_in_backward} if gathers_in_backward else {}),
     ]
 
 
 def collectives(graph):
-    names = {name.split(".")[1]: count for name, count in graph.items() if name.startswith("_c10d_functional")}
+    names = {
+        name.split(".")[1]: count
+        for name, count in graph.items()
+        if name.startswith("_c10d_functional")
+    }
     names.pop("wait_tensor", None)
     return names
 
 
 class Merged(NamedTuple):
-    """Collectives over data-parallel ranks in a graph, before and after: the number of a kind, the elements it sends."""
+    """Data-parallel collectives of a graph before and after merging: counts, elements by kind."""
 
     before: Counter
     after: Counter
 
 
 def run_counting_merges(dims, options):
-    """`run`, and what each graph sent before and after."""
+    """Call `run`; also return the collectives of each graph before and after merging."""
     graphs = []
 
-    def sent(graph, groups):
+    def count_collectives(graph, groups):
         counts = Counter()
         for node in graph.nodes:
-            if node.op == "call_function" and node.target in (GATHER, SCATTER, REDUCE) and node.args[-1] in groups:
+            if (
+                node.op == "call_function"
+                and node.target in (GATHER, SCATTER, REDUCE)
+                and node.args[-1] in groups
+            ):
                 kind = str(node.target).split(".")[1]
                 counts[kind] += 1
                 counts[f"{kind} elements"] += node.args[0].meta["val"].numel()
         return counts
 
     def merge(graph, blocks, groups):
-        before = sent(graph, groups)
+        before = count_collectives(graph, groups)
         saved = merge_collectives(graph, blocks, groups)
-        graphs.append(Merged(before, sent(graph, groups)))
+        graphs.append(Merged(before, count_collectives(graph, groups)))
         assert saved == sum(before[kind] - graphs[-1].after[kind] for kind in KINDS)
         return saved
 
@@ -329,43 +374,55 @@ IN_BACKWARD = {"fsdp-2": KINDS[:2], "hsdp-2x2": KINDS}
 
 
 @pytest.mark.parametrize("layout", IN_BACKWARD)
-def test_the_weights_of_a_block_share_their_collectives(layout):
-    """Each of two blocks has one of a kind, the three weights around them their own; the same elements travel."""
+def test_weights_of_a_block_share_collectives(layout):
+    """Each block has one collective of a kind. The three other weights have their own.
+
+    The total number of elements does not change.
+    """
     options = Options(backend="aot_eager", buckets=BLOCKS, recompute="full")
-    ours, graphs = run_ranks(run_counting_merges, LAYOUTS[layout].world_size, LAYOUTS[layout], options, timeout=240)[0]
-    assert_same(ours, one_rank())
+    actual, graphs = run_ranks(
+        run_counting_merges, LAYOUTS[layout].world_size, LAYOUTS[layout], options, timeout=240
+    )[0]
+    assert_equal(actual, one_rank())
     for graph, kinds in zip(graphs, (KINDS[:1], IN_BACKWARD[layout]), strict=True):
         assert {kind for kind in KINDS if graph.before[kind]} == set(kinds)
         for kind in kinds:
-            around = graph.before[kind] - 2 * 9
-            assert around in (0, 3) and graph.after[kind] == around + 2, kind
+            num_other = graph.before[kind] - 2 * 9
+            assert num_other in (0, 3) and graph.after[kind] == num_other + 2, kind
             assert graph.after[f"{kind} elements"] == graph.before[f"{kind} elements"]
 
 
-def test_weights_of_different_dtypes_do_not_share_collectives():
-    """Gathered in bfloat16, reduced in float32: as FSDP2 computes."""
+def test_merged_collectives_work_with_mixed_precision():
+    """Weights are gathered in bfloat16 and reduced in float32, as in FSDP2."""
     options = Options(backend="aot_eager", buckets=BLOCKS[:1], n_layers=1, **MIXED)
-    ours, graphs = run_ranks(run_counting_merges, 2, LAYOUTS["fsdp-2"], options, timeout=240)[0]
-    assert graphs[0].after["all_gather_into_tensor"] == graphs[1].after["reduce_scatter_tensor"] == 3 + 1
-    assert_same(ours, outcomes("fsdp-2", impl="fsdp2", n_layers=1, **MIXED)[0], limit=1e-6)
+    actual, graphs = run_ranks(run_counting_merges, 2, LAYOUTS["fsdp-2"], options, timeout=240)[0]
+    assert (
+        graphs[0].after["all_gather_into_tensor"]
+        == graphs[1].after["reduce_scatter_tensor"]
+        == 3 + 1
+    )
+    assert_equal(actual, outcomes("fsdp-2", impl="fsdp2", n_layers=1, **MIXED)[0], limit=1e-6)
 
 
-def merging_nothing():
+def error_of_wrong_bucket():
     try:
         run(LAYOUTS["fsdp-2"], Options(backend="aot_eager", buckets=("blocks.0",), n_layers=1))
-    except Exception as error:  # the compiler's, around ours
+    except Exception as error:  # the compiler wraps the original error
         return str(error)
 
 
-def test_a_plan_that_joins_nothing_is_an_error():
-    assert "none of 12 collectives in a compiled graph could be merged" in run_ranks(merging_nothing, 2, timeout=240)[0]
+def test_bucket_without_any_merge_is_an_error():
+    assert (
+        "none of 12 collectives in a compiled graph could be merged"
+        in run_ranks(error_of_wrong_bucket, 2, timeout=240)[0]
+    )
 
 
 # ---- memory
 
 
 class Arrivals(TorchDispatchMode):
-    """Notes the memory of weights that have been gathered, or narrowed to bfloat16, without keeping it."""
+    """Records weak references to the memory of gathered or cast weights."""
 
     def __init__(self):
         super().__init__()
@@ -373,56 +430,73 @@ class Arrivals(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        is_cast = function is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16 and result.ndim <= 2
+        is_cast = (
+            function is torch.ops.aten._to_copy.default
+            and result.dtype is torch.bfloat16
+            and result.ndim <= 2
+        )
         is_cast = is_cast and args[0].is_floating_point()  # the loss casts a mask
         if is_cast or function is torch.ops._c10d_functional.wait_tensor.default:
             self.storages.append(StorageWeakRef(result.untyped_storage()))
         return result
 
 
-def gathered_and_kept(layout, options, expected):
-    """(weights gathered or cast in a forward, those of them that are still there after it; `expected` is waited for)."""
+def num_gathered_and_allocated(layout, options, expected):
+    """Return (weights gathered or cast in forward, weights still allocated afterwards).
+
+    Wait until at most `expected` weights are allocated.
+    """
     model, _ = build(LAYOUTS[layout], options, [])
     samples = torch.arange(2 * 33).reshape(2, 33).remainder(131)
     with Arrivals() as arrivals:
         loss = model(samples[:, :-1], samples[:, 1:])
-    give_up, kept = time.monotonic() + 20, len(arrivals.storages) + 1
-    while kept > expected and time.monotonic() < give_up:
-        time.sleep(0.3)  # gloo's threads let go of the last gather's tensors a moment after it is done
-        kept = sum(not storage.expired() for storage in arrivals.storages)
+    deadline, num_allocated = time.monotonic() + 20, len(arrivals.storages) + 1
+    while num_allocated > expected and time.monotonic() < deadline:
+        # gloo's threads release the tensors of the last gather with a delay
+        time.sleep(0.3)
+        num_allocated = sum(not storage.expired() for storage in arrivals.storages)
     loss.backward()
-    return len(arrivals.storages), kept
+    return len(arrivals.storages), num_allocated
 
 
-@pytest.mark.parametrize(("reshard", "kept"), [("default", 1), ("always", 0), ("never", 2 * 9 + 1)])
-def test_gathered_weights_kept_by_forward(reshard, kept):
-    """Eagerly: of the head the norm's; the loss is done with the other one."""
-    assert run_ranks(gathered_and_kept, 2, "fsdp-2", Options(reshard=reshard), kept) == [(NUM_WEIGHTS, kept)] * 2
+@pytest.mark.parametrize(
+    ("reshard", "num_allocated"), [("default", 1), ("always", 0), ("never", 2 * 9 + 1)]
+)
+def test_number_of_gathered_weights_allocated_after_forward(reshard, num_allocated):
+    """Of the head, eager mode keeps only the norm weight: the loss has already freed the other."""
+    assert (
+        run_ranks(num_gathered_and_allocated, 2, "fsdp-2", Options(reshard=reshard), num_allocated)
+        == [(NUM_WEIGHTS, num_allocated)] * 2
+    )
     casts = Options("casts", reshard=reshard, **MIXED)
-    assert run_ranks(gathered_and_kept, 1, "one", casts, kept) == [(NUM_WEIGHTS, kept)]
+    assert run_ranks(num_gathered_and_allocated, 1, "one", casts, num_allocated) == [
+        (NUM_WEIGHTS, num_allocated)
+    ]
 
 
-# ---- as a part of a run
+# ---- validation and log
 
 
-def losses_with_and_without_gradients(backend):
-    """Of the same model and samples: validation runs the compiled forward too."""
+def training_and_validation_loss(backend):
+    """Return both losses of the same model and samples. Both use the compiled forward."""
     model, _ = build(LAYOUTS["fsdp-2"], Options(backend=backend, n_layers=1), [])
     samples = torch.arange(2 * 33).reshape(2, 33).remainder(131)
-    trained = model(samples[:, :-1], samples[:, 1:]).item()
+    training_loss = model(samples[:, :-1], samples[:, 1:]).item()
     with torch.no_grad():
-        return trained, model.eval()(samples[:, :-1], samples[:, 1:]).item()
+        return training_loss, model.eval()(samples[:, :-1], samples[:, 1:]).item()
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_validation(backend):
-    trained, validated = run_ranks(losses_with_and_without_gradients, 2, backend, timeout=240)[0]
-    assert validated == pytest.approx(trained, rel=1e-12)
+def test_validation_loss_equals_training_loss(backend):
+    training_loss, validation_loss = run_ranks(
+        training_and_validation_loss, 2, backend, timeout=240
+    )[0]
+    assert validation_loss == pytest.approx(training_loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(("layout", "name"), [
     ("one", "SimpleFSDP"), ("fsdp-2", "SimpleFSDP"), ("ddp-2", "SimpleFSDP (replicated)"),
     ("hsdp-2x2", "SimpleFSDP (hybrid)"),
 ])  # fmt: skip
-def test_the_log_reports_what_was_applied(layout, name):
+def test_name_of_the_parallelism_in_the_log(layout, name):
     assert outcomes(layout)[0].name == name

@@ -1,4 +1,4 @@
-"""Tensor parallelism gives the loss and every gradient of one rank, on any layout; and it sends what it has to."""
+"""Tensor parallelism gives the loss and gradients of one rank, with the expected communication."""
 
 import re
 from dataclasses import dataclass, replace
@@ -26,13 +26,23 @@ from torchtitan_like.optim.clipping import clip_gradients
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 
 BATCH, SEQ = 4, 16
-SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 72, "max_seq_len": SEQ}
-FLAVORS = {"llama3": ("debugmodel", {"multiple_of": 16}), "qwen3": ("0.6B", {"head_dim": 8, "hidden_dim": 48})}
+SIZES = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "vocab_size": 72,
+    "max_seq_len": SEQ,
+}
+FLAVORS = {
+    "llama3": ("debugmodel", {"multiple_of": 16}),
+    "qwen3": ("0.6B", {"head_dim": 8, "hidden_dim": 48}),
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One cell: what is switched on, and what it is allowed to change."""
+    """One cell: a layout with its options, and the tolerance of the comparison."""
 
     tp: int = 2
     dp: int = 1
@@ -59,22 +69,24 @@ class Layout:
 
 def sizes(layout):
     flavor, others = FLAVORS[layout.model]
-    overrides = SIZES | others | {"vocab_size": layout.vocab_size, "enable_weight_tying": layout.tied}
+    overrides = (
+        SIZES | others | {"vocab_size": layout.vocab_size, "enable_weight_tying": layout.tied}
+    )
     return resolve_args(get_spec(layout.model), flavor, overrides)
 
 
-def spec_of(layout):
-    """The model's, with norms that start as other values than one, which would hide errors, and perhaps with biases."""
+def random_norm_spec(layout):
+    """Return the model's spec with random norm weights and biases; ones would hide errors."""
     spec = get_spec(layout.model)
     table = [("*norm.weight", InitRule("normal", std=1.0)), ("*.bias", InitRule("normal", std=1.0))]
     return replace(
         spec,
-        sharding=tuple((pattern.replace("weight", "*"), word) for pattern, word in spec.sharding),
+        sharding=tuple((pattern.replace("weight", "*"), role) for pattern, role in spec.sharding),
         init_table=lambda args: (*table, *spec.init_table(args)),
     )
 
 
-def on_meta(layout, dtype):
+def build_on_meta(layout, dtype):
     with torch.device("meta"):
         model = get_spec(layout.model).build(sizes(layout))
         for module in model.layers.modules():
@@ -83,25 +95,30 @@ def on_meta(layout, dtype):
         return model.to(dtype)
 
 
-def with_values(model, layout):
-    """Real memory with initial weights."""
+def with_initial_weights(model, layout):
+    """Allocate the model and initialize its weights."""
     materialize(model, torch.device("cpu"))
-    initialize(model, spec_of(layout).init_table(sizes(layout)), seed=7)
+    initialize(model, random_norm_spec(layout).init_table(sizes(layout)), seed=7)
     return model
 
 
 def batch(layout):
-    """Tokens, ragged labels and the positions of two documents per sample, the same on every rank."""
+    """Return tokens, partly masked labels, and positions of two documents per sample.
+
+    They are equal on every rank.
+    """
     generator = torch.Generator().manual_seed(3)
     tokens, labels = torch.randint(layout.vocab_size, (2, BATCH, SEQ), generator=generator)
-    labels[torch.rand(BATCH, SEQ, generator=generator) < torch.arange(1, BATCH + 1).unsqueeze(1) / 8] = -100
+    labels[
+        torch.rand(BATCH, SEQ, generator=generator) < torch.arange(1, BATCH + 1).unsqueeze(1) / 8
+    ] = -100
     positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)]).repeat(BATCH, 1)
     return tokens, labels, positions if layout.positions else None
 
 
-def of_one_rank(layout, dtype=torch.float64):
-    """Loss, gradients and logits of the plain model, and the hash of its weights."""
-    model = with_values(on_meta(layout, dtype), layout)
+def results_of_one_rank(layout, dtype=torch.float64):
+    """Return loss, gradients, logits and weight hash of the unsharded model."""
+    model = with_initial_weights(build_on_meta(layout, dtype), layout)
     tokens, labels, positions = batch(layout)
     loss = model(tokens, labels, positions) / (labels != -100).sum()
     loss.backward()
@@ -110,19 +127,21 @@ def of_one_rank(layout, dtype=torch.float64):
         return loss.item(), gradients, model(tokens, None, positions), weight_hash(model)
 
 
-def sharded(layout, mesh):
-    """The model, sharded as parallelize.py shards it."""
-    spec, dtype = spec_of(layout), getattr(torch, layout.dtype)
-    model = on_meta(layout, torch.float32 if dtype == torch.bfloat16 else dtype)
+def build_sharded(layout, mesh):
+    """Build the model and shard it, like parallelize.py."""
+    spec, dtype = random_norm_spec(layout), getattr(torch, layout.dtype)
+    model = build_on_meta(layout, torch.float32 if dtype == torch.bfloat16 else dtype)
     shards = VocabShards(mesh["tp"].get_group(), layout.vocab_size)
-    model.output.loss = chunked_cross_entropy(layout.chunk_mib, None, shards, gathers_logits=not layout.loss_parallel)
+    model.output.loss = chunked_cross_entropy(
+        layout.chunk_mib, None, shards, gathers_logits=not layout.loss_parallel
+    )
     apply_tensor_parallel(model, spec, mesh["tp"], sequence_parallel=layout.sequence_parallel)
     blocks = find_blocks(model, spec)
     section = ActivationCheckpoint(
-            mode=layout.checkpointing,
-            selective_ac_option=layout.ac_option,
-            per_op_sac_save_reduce_scatter=layout.saves_scatters,
-        )
+        mode=layout.checkpointing,
+        selective_ac_option=layout.ac_option,
+        per_op_sac_save_reduce_scatter=layout.saves_scatters,
+    )
     apply_activation_checkpointing(blocks, section)
     if layout.backend:
         for block in blocks.values():
@@ -130,13 +149,16 @@ def sharded(layout, mesh):
                 block, torch.compile(block.forward, backend=layout.backend, fullgraph=True)
             )
     if layout.dp * layout.replicate > 1 or dtype == torch.bfloat16:
-        wide = "float64" if dtype == torch.float64 else "float32"
-        dims = ParallelDims(layout.size, tp=layout.tp, dp_shard=layout.dp, dp_replicate=layout.replicate)
+        reduce_dtype = "float64" if dtype == torch.float64 else "float32"
+        dims = ParallelDims(
+            layout.size, tp=layout.tp, dp_shard=layout.dp, dp_replicate=layout.replicate
+        )
         apply_data_parallel(
             model, spec, blocks.values(), mesh, dims,
-            param_dtype=layout.dtype, reduce_dtype=wide, reshard="default", cpu_offload=False,
+            param_dtype=layout.dtype, reduce_dtype=reduce_dtype, reshard="default",
+            cpu_offload=False,
         )  # fmt: skip
-    return with_values(model, layout)
+    return with_initial_weights(model, layout)
 
 
 def build_mesh(layout):
@@ -146,67 +168,81 @@ def build_mesh(layout):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def my_samples(layout, part):
-    """Those of this data-parallel rank."""
+def local_samples(layout, part):
+    """Return the samples of this data-parallel rank."""
     num = layout.dp * layout.replicate
     return None if part is None else part.chunk(num)[dist.get_rank() // layout.tp % num]
 
 
 def backward(model, layout):
-    """One forward and backward; the summed loss of all samples."""
+    """Run forward and backward; return the summed loss of all samples."""
     tokens, labels, positions = batch(layout)
-    share = model(*(my_samples(layout, part) for part in (tokens, labels, positions))) / (labels != -100).sum()
+    share = (
+        model(*(local_samples(layout, part) for part in (tokens, labels, positions)))
+        / (labels != -100).sum()
+    )
     share.backward()
     total = share.detach().double()
-    dist.all_reduce(total)  # each of a tensor-parallel group has the loss of its samples
+    dist.all_reduce(total)  # all ranks of a tensor-parallel group have the same loss
     return total.item() / layout.tp
 
 
-def relative(a, b):
+def relative_error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def compare(layout):
-    """On each rank: the largest relative error of loss, logits and norm, and that of each gradient."""
+    """Return the relative errors of loss, logits, norm and each gradient."""
     mesh = build_mesh(layout)
-    model = sharded(layout, mesh)
+    model = build_sharded(layout, mesh)
     hashes = [None] * layout.size
     dist.all_gather_object(hashes, weight_hash(model))
-    expected_loss, expected, expected_logits, expected_hash = of_one_rank(layout)
+    expected_loss, expected, expected_logits, expected_hash = results_of_one_rank(layout)
     if layout.dtype == "float64":
         assert sum(hashes) % 2**64 == expected_hash
-    named = list(model.named_parameters())  # before the first forward, as an optimizer takes them
+    named = list(model.named_parameters())  # an optimizer also reads them before the first forward
     errors = {"loss": abs(backward(model, layout) / expected_loss - 1)}
     for name, p in named:
         assert p.is_leaf and p.grad is not None, name
         assert p.grad.placements == p.placements and p.grad.dtype == p.dtype, name
-        errors[name] = relative(p.grad.full_tensor(), expected[name])
+        errors[name] = relative_error(p.grad.full_tensor(), expected[name])
     assert expected.keys() == dict(named).keys()
     assert all(p is q for (_, p), q in zip(named, model.parameters(), strict=True))
     norm = clip_gradients([p for _, p in named], 1e9, dist.group.WORLD)
-    errors["norm"] = relative(norm, torch.stack([g.norm() for g in expected.values()]).norm())
+    errors["norm"] = relative_error(norm, torch.stack([g.norm() for g in expected.values()]).norm())
     tokens, _, positions = batch(layout)
     with torch.no_grad():
-        logits = model(my_samples(layout, tokens), None, my_samples(layout, positions))
-    errors["logits"] = relative(logits, my_samples(layout, expected_logits))
+        logits = model(local_samples(layout, tokens), None, local_samples(layout, positions))
+    errors["logits"] = relative_error(logits, local_samples(layout, expected_logits))
     return errors
 
 
-def norm_where_some_name_an_older_mesh():
-    """Of two equal meshes, the second pair of ranks has a parameter on each, the first pair both on one of them."""
-    older, newer = (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")) for _ in range(2))
+def norm_of_parameters_on_equal_meshes():
+    """Return the norm of two parameters.
+
+    On ranks 2 and 3 they are on two equal meshes, on ranks 0 and 1 on the same mesh.
+    """
+    older, newer = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")) for _ in range(2)
+    )
     parameters = []
     for mesh in (newer, older if dist.get_rank() >= 2 else newer):
-        local = torch.full((1, 1), 2.0)  # no operation on a DTensor makes the gradient: its result may name either mesh
-        made = [DTensor.from_local(local.clone(), mesh, (Shard(0), Shard(1)), run_check=False) for _ in range(2)]
-        parameters.append(nn.Parameter(made[0]))
-        parameters[-1].grad = made[1]
+        # The gradient is not the result of an operation, which could select either mesh.
+        local = torch.full((1, 1), 2.0)
+        tensors = [
+            DTensor.from_local(local.clone(), mesh, (Shard(0), Shard(1)), run_check=False)
+            for _ in range(2)
+        ]
+        parameters.append(nn.Parameter(tensors[0]))
+        parameters[-1].grad = tensors[1]
     return clip_gradients(parameters, 1e9, dist.group.WORLD).item()
 
 
-def test_the_norm_treats_equal_meshes_as_one():
-    """As after a pipeline, whose first and last stages leave other meshes in DTensor's caches than those between."""
-    assert run_ranks(norm_where_some_name_an_older_mesh, 4, timeout=20) == pytest.approx([32**0.5] * 4)
+def test_gradient_norm_treats_equal_meshes_as_one():
+    """In a pipeline, first and last stages have other meshes in DTensor's caches than others."""
+    assert run_ranks(norm_of_parameters_on_equal_meshes, 4, timeout=20) == pytest.approx(
+        [32**0.5] * 4
+    )
 
 
 LAYOUTS = {
@@ -236,7 +272,9 @@ LAYOUTS = {
     "tp-2-ac-per-op": Layout(checkpointing="selective", ac_option="op"),
     "fsdp-2-tp-2-ac-full": Layout(dp=2, checkpointing="full"),
     "tp-2-compile-ac-full": Layout(backend="aot_eager", checkpointing="full"),
-    "tp-2-compile-ac-per-op": Layout(backend="aot_eager", checkpointing="selective", ac_option="op"),
+    "tp-2-compile-ac-per-op": Layout(
+        backend="aot_eager", checkpointing="selective", ac_option="op"
+    ),
     "tp-2-fp32": Layout(dtype="float32", tolerance=1e-5),
 }
 
@@ -245,119 +283,147 @@ LAYOUTS = {
 def test_equals_one_rank(name):
     layout = LAYOUTS[name]
     for errors in run_ranks(compare, layout.size, layout, timeout=120):
-        wrong = {what: error for what, error in errors.items() if not error <= layout.tolerance}
+        wrong = {key: error for key, error in errors.items() if not error <= layout.tolerance}
         assert not wrong
 
 
 def bf16_errors(layout):
-    """Relative errors of loss and gradients in bf16: cut, and on one rank; both against float64."""
-    loss, gradients, _, _ = of_one_rank(layout)
-    plain_loss, plain, _, _ = of_one_rank(layout, torch.bfloat16)
-    model = sharded(layout, build_mesh(layout))
+    """Return bf16 errors of loss and gradients relative to float64: sharded, and on one rank."""
+    loss, gradients, _, _ = results_of_one_rank(layout)
+    plain_loss, plain, _, _ = results_of_one_rank(layout, torch.bfloat16)
+    model = build_sharded(layout, build_mesh(layout))
     errors = {"loss": (abs(backward(model, layout) / loss - 1), abs(plain_loss / loss - 1))}
     for name, p in model.named_parameters():
-        errors[name] = relative(p.grad.full_tensor(), gradients[name]), relative(plain[name], gradients[name])
+        errors[name] = (
+            relative_error(p.grad.full_tensor(), gradients[name]),
+            relative_error(plain[name], gradients[name]),
+        )
     return errors
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_bf16_is_as_close_as_on_one_rank(sequence_parallel):
-    """Computed in bf16, with fp32 weights and reductions over data-parallel ranks. One rank's gradients are off by 0.3 to
-    1.2 %; those of matrices by a quarter more at most, for a sum over two ranks rounds once more than one product does.
-    Those of norms, of 32 numbers only, scatter more.
+def test_bf16_errors_are_close_to_one_rank(sequence_parallel):
+    """Computation in bf16, with fp32 weights and fp32 data-parallel reductions.
+
+    Gradients of one rank have errors of 0.3% to 1.2%. Matrix gradients of two ranks may have a
+    quarter more, because the sum over ranks is rounded too. Norm gradients have only 32 elements,
+    so their errors vary more.
     """
     layout = Layout(dp=2, dtype="bfloat16", sequence_parallel=sequence_parallel)
     for errors in run_ranks(bf16_errors, layout.size, layout):
-        loss, loss_on_one = errors.pop("loss")
-        assert loss <= loss_on_one + 1e-3
-        for name, (error, error_on_one) in errors.items():
-            assert error <= (2.0 if "norm" in name else 1.25) * error_on_one, name
+        loss, one_rank_loss = errors.pop("loss")
+        assert loss <= one_rank_loss + 1e-3
+        for name, (error, one_rank_error) in errors.items():
+            assert error <= (2.0 if "norm" in name else 1.25) * one_rank_error, name
 
 
-# What each word's rule is for: without it the gradient of this parameter, at least, is wrong.
+# Each change of a role's rule makes at least the gradient of the named parameter wrong.
 MUTATIONS = {
-    "norms are partial": ("norm", {"partial_gradient": "never"}, Layout(), "layers.0.attention_norm.weight"),
-    "the last norm too": ("norm", {"partial_gradient": "never"}, Layout(), "norm.weight"),
-    "but only with sequence parallelism": (
+    "norms are partial": (
+        "norm", {"partial_gradient": "never"}, Layout(), "layers.0.attention_norm.weight",
+    ),
+    "the final norm is partial": ("norm", {"partial_gradient": "never"}, Layout(), "norm.weight"),
+    "norms are not partial without sequence parallelism": (
         "norm", {"partial_gradient": "always"}, Layout(sequence_parallel=False), "norm.weight",
     ),
     "norms in heads are partial": (
         "head_norm", {"partial_gradient": "never"}, Layout(model="qwen3", sequence_parallel=False),
         "layers.1.attention.q_norm.weight",
     ),
-    "with sequence parallelism too": ("head_norm", {"partial_gradient": "never"}, Layout(model="qwen3"),
-                                  "layers.1.attention.k_norm.weight"),
-    "input of columns": ("column", {"gather_input": None}, Layout(sequence_parallel=False),
-                            "layers.0.attention_norm.weight"),
-    "input of the head": ("output", {"gather_input": None}, Layout(sequence_parallel=False), "norm.weight"),
-    "output of rows": ("row", {"output": None}, Layout(sequence_parallel=False), "layers.0.feed_forward.w2.weight"),
+    "norms in heads are partial with sequence parallelism": (
+        "head_norm", {"partial_gradient": "never"}, Layout(model="qwen3"),
+        "layers.1.attention.k_norm.weight",
+    ),
+    "column inputs are gathered": (
+        "column", {"gather_input": None}, Layout(sequence_parallel=False),
+        "layers.0.attention_norm.weight",
+    ),
+    "the input of the head is gathered": (
+        "output", {"gather_input": None}, Layout(sequence_parallel=False), "norm.weight",
+    ),
+    "row outputs are reduced": (
+        "row", {"output": None}, Layout(sequence_parallel=False), "layers.0.feed_forward.w2.weight",
+    ),
 }  # fmt: skip
 
 
-def compare_mutated(layout, word, change):
-    original = tensor.RULES[word]
-    tensor.RULES[word] = original._replace(**change)
+def compare_mutated(layout, role, change):
+    original = tensor.RULES[role]
+    tensor.RULES[role] = original._replace(**change)
     try:
         return compare(layout)
     finally:
-        tensor.RULES[word] = original
+        tensor.RULES[role] = original
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_without_a_rule_a_gradient_is_wrong(name):
-    word, change, layout, parameter = MUTATIONS[name]
-    for errors in run_ranks(compare_mutated, layout.size, layout, word, change):
+def test_changed_sharding_rule_makes_a_gradient_wrong(name):
+    role, change, layout, parameter = MUTATIONS[name]
+    for errors in run_ranks(compare_mutated, layout.size, layout, role, change):
         assert errors[parameter] > 1e-3
 
 
 def traffic(layout):
-    model = sharded(layout, build_mesh(layout))
+    model = build_sharded(layout, build_mesh(layout))
     tokens, labels, _ = batch(layout)
     with Traffic() as forward:
         loss = model(tokens, labels)
-    with Traffic() as back:
+    with Traffic() as backward_sizes:
         loss.backward()
-    return forward.sizes(), back.sizes()
+    return forward.sizes(), backward_sizes.sizes()
 
 
-L, ACTIVATION, TOKENS, DIM = SIZES["n_layers"], BATCH * SEQ * SIZES["dim"], BATCH * SEQ, SIZES["dim"]
-LOSS = {("all_reduce", TOKENS): 1, ("all_reduce", 2 * TOKENS): 1}  # the highest logit; the sum and the label's logit
-GATHER, SCATTER, SUM = ("all_gather", ACTIVATION), ("reduce_scatter", ACTIVATION), ("all_reduce", ACTIVATION)
+L, ACTIVATION, TOKENS, DIM = (
+    SIZES["n_layers"],
+    BATCH * SEQ * SIZES["dim"],
+    BATCH * SEQ,
+    SIZES["dim"],
+)
+# The largest logit of each token; then the sum of exponentials and the label's logit.
+LOSS = {("all_reduce", TOKENS): 1, ("all_reduce", 2 * TOKENS): 1}
+GATHER, SCATTER, SUM = (
+    ("all_gather", ACTIVATION),
+    ("reduce_scatter", ACTIVATION),
+    ("all_reduce", ACTIVATION),
+)
 
 
 @pytest.mark.parametrize(
-    ("layout", "forward", "back"),
+    ("layout", "forward", "backward_sizes"),
     [
-        # Each block has two parents of columns, which gather, and two rows, which scatter; the head gathers and the
-        # embedding scatters. In backward each turns into the other. The gradients of 2 L + 1 norms are summed.
+        # Each block gathers before two groups of column layers and scatters after two row layers.
+        # The head gathers and the embedding scatters. Backward swaps gathers and scatters.
+        # The gradients of 2 L + 1 norms are reduced.
         (Layout(), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
          {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
-        # Rows and the embedding sum in forward; what enters columns and the head, in backward. A sum is on the wire what
-        # a scatter and a gather are together: the same traffic.
+        # Row layers and the embedding all-reduce in forward; the inputs of column layers and of
+        # the head in backward. An all-reduce sends as much as a scatter and a gather.
         (Layout(sequence_parallel=False), {SUM: 2 * L + 1, **LOSS}, {SUM: 2 * L + 1}),
-        # Recomputing a block repeats what it sends.
+        # Recomputation of a block repeats its communication.
         (Layout(checkpointing="full"), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
          {GATHER: 4 * L + 1, SCATTER: 4 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
-        # Per operation, gathers are repeated, and scatters only if their outputs are not kept.
-        (Layout(checkpointing="selective", ac_option="op"), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
+        # Per-op checkpointing repeats gathers, and scatters only if their outputs are not saved.
+        (Layout(checkpointing="selective", ac_option="op"),
+         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
          {GATHER: 4 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
         (Layout(checkpointing="selective", ac_option="op", saves_scatters=False),
          {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, **LOSS},
          {GATHER: 4 * L + 1, SCATTER: 4 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
-        (Layout(loss_parallel=False), {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_gather", TOKENS * 36): 1},
+        (Layout(loss_parallel=False),
+         {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_gather", TOKENS * 36): 1},
          {GATHER: 2 * L + 1, SCATTER: 2 * L + 1, ("all_reduce", DIM): 2 * L + 1}),
     ],
     ids=["sp", "no-sp", "sp-ac-full", "sp-ac-op", "sp-ac-op-scatters-repeated", "logits-gathered"],
 )  # fmt: skip
-def test_collectives_of_a_step(layout, forward, back):
-    assert run_ranks(traffic, 2, layout) == [(forward, back)] * 2
+def test_collectives_of_a_step(layout, forward, backward_sizes):
+    assert run_ranks(traffic, 2, layout) == [(forward, backward_sizes)] * 2
 
 
 def num_graphs():
     layout = Layout(backend="aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    backward(sharded(layout, build_mesh(layout)), layout)
+    backward(build_sharded(layout, build_mesh(layout)), layout)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -365,10 +431,10 @@ def test_blocks_share_one_compilation():
     assert run_ranks(num_graphs, 2, timeout=120) == [1, 1]
 
 
-def refusal(layout, sharding):
-    """The message for a table of words; the model stays as it was."""
+def sharding_error(layout, sharding):
+    """Return the error of a sharding table, and check that the model is unchanged."""
     spec = replace(get_spec(layout.model), sharding=sharding or get_spec(layout.model).sharding)
-    model = on_meta(layout, torch.float32)
+    model = build_on_meta(layout, torch.float32)
     before = list(model.parameters())
     try:
         apply_tensor_parallel(model, spec, build_mesh(layout)["tp"], sequence_parallel=True)
@@ -383,26 +449,35 @@ ROWS = get_spec("llama3").sharding
 @pytest.mark.parametrize(
     ("layout", "sharding", "expected"),
     [
-        (Layout(), ROWS[1:], r"^tok_embeddings.weight matches the rows \[\]: expected exactly one row"),
-        (Layout(), (*ROWS, ("norm.*", "norm")), r"^norm.weight matches the rows \['norm', 'norm'\]"),
-        (Layout(), (("norm.weight", "latent"), *ROWS[:-2], ROWS[-1]), r"^norm.weight has the role 'latent': expected"),
-        (Layout(tied=True), (*ROWS[:-1], ("output.weight", "row")), "^output.weight is tied to tok_embeddings.weight, but"),
+        (Layout(), ROWS[1:],
+         r"^tok_embeddings.weight matches the rows \[\]: expected exactly one row"),
+        (Layout(), (*ROWS, ("norm.*", "norm")),
+         r"^norm.weight matches the rows \['norm', 'norm'\]"),
+        (Layout(), (("norm.weight", "buffer_state"), *ROWS[:-2], ROWS[-1]),
+         "^norm.weight has the role 'buffer_state'"),
+        (Layout(tied=True), (*ROWS[:-1], ("output.weight", "row")),
+         "^output.weight is tied to tok_embeddings.weight, but"),
         (Layout(vocab_size=1), None, "^output.weight: 1 entries leave some of 2 ranks without any"),
-        (Layout(tp=3), None, "^layers.1.attention.wq.weight: 3 ranks do not divide its 32 features"),
+        (Layout(tp=3), None,
+         "^layers.1.attention.wq.weight: 3 ranks do not divide its 32 features"),
     ],
-    ids=["no row", "two rows", "unknown role", "tied apart", "too few entries", "features"],
+    ids=["no row", "two rows", "unknown role", "tied weights with two roles",
+         "too few entries", "features"],
 )  # fmt: skip
-def test_sizes_that_cannot_be_sharded_are_named(layout, sharding, expected):
-    for message in run_ranks(refusal, layout.size, layout, sharding):
+def test_invalid_sharding_names_the_parameter(layout, sharding, expected):
+    for message in run_ranks(sharding_error, layout.size, layout, sharding):
         assert re.search(expected, message or "", re.MULTILINE)
 
 
-def misuses():
+def errors_of_invalid_calls():
     layout = Layout()
-    model = sharded(layout, build_mesh(layout))
+    model = build_sharded(layout, build_mesh(layout))
     tokens, labels, _ = batch(layout)
     messages = []
-    for call in (lambda: model(tokens + 72, labels), lambda: model.output(hidden=torch.zeros(1, 2, 32))):
+    for call in (
+        lambda: model(tokens + 72, labels),
+        lambda: model.output(hidden=torch.zeros(1, 2, 32)),
+    ):
         try:
             call()
         except (IndexError, TypeError) as error:
@@ -411,7 +486,7 @@ def misuses():
 
 
 def test_every_rank_raises_the_errors_of_one_rank():
-    """A token beyond the vocabulary is not simply missed by all; hooks find hidden states by position only."""
-    for foreign_token, by_keyword in run_ranks(misuses, 2):
-        assert "out of range" in foreign_token
-        assert "OutputHead was called without positional arguments" in by_keyword
+    """Tokens outside the vocabulary and keyword arguments of the head are errors on all ranks."""
+    for token_error, keyword_error in run_ranks(errors_of_invalid_calls, 2):
+        assert "out of range" in token_error
+        assert "OutputHead was called without positional arguments" in keyword_error

@@ -1,4 +1,7 @@
-"""Groups wait long for the first step of a process, and short from then on; the checkpoint group always waits long."""
+"""Process groups have a long timeout until the first step and a short one afterwards.
+
+The checkpoint group keeps its long timeout.
+"""
 
 import json
 import time
@@ -15,35 +18,38 @@ from torchtitan_like.resilience import heartbeat
 LONG, SHORT = 300, 17
 
 
-def timeouts(argv):
-    """Seconds of every group this run made: before the first step, after it, and at the end; and the checkpoints'."""
-    known = set(dist.distributed_c10d._world.pg_map)
+def train_and_read_timeouts(argv):
+    """Return the timeouts in seconds of this run's groups, and of its checkpoint group.
+
+    They are read before the first step, after each step and at the end.
+    """
+    earlier_groups = set(dist.distributed_c10d._world.pg_map)
     trainer = build(argv)
     mesh = trainer.world.mesh
-    groups = {group for group in dist.distributed_c10d._world.pg_map if group not in known}
+    groups = {group for group in dist.distributed_c10d._world.pg_map if group not in earlier_groups}
     groups |= {mesh.get_group(name) for name in mesh.mesh_dim_names}
     checkpoint = trainer.world.checkpoint_group.group
     groups.remove(checkpoint)
-    own = {seconds(group) for group in groups - {dist.group.WORLD}}
-    assert own == {LONG}, "also those that a mesh makes, to which torch gives 1,800 seconds"
+    timeouts_of_groups = {seconds(group) for group in groups - {dist.group.WORLD}}
+    assert timeouts_of_groups == {LONG}, "groups of the mesh must not keep torch's 1,800 seconds"
 
     def read():
         return sorted({seconds(group) for group in groups})
 
-    seen, record = [read()], trainer.metrics.record
+    readings, record = [read()], trainer.metrics.record
 
     def traced(step):
-        seen.append(read())
+        readings.append(read())
         record(step)
 
     trainer.metrics.record = traced
     trainer.train()
-    seen.append(read())
+    readings.append(read())
     at_end = seconds(checkpoint)
-    for group in groups:  # those of the mesh serve later tests
+    for group in groups:  # later tests use the groups of the mesh
         set_timeout(GROUP_TIMEOUT, group)
     release(trainer)
-    return seen, at_end
+    return readings, at_end
 
 
 def seconds(group):
@@ -54,50 +60,66 @@ def seconds(group):
     (2, {}), (2, {"parallelism.data_parallel_replicate_degree": 2}),
     (4, {"parallelism.data_parallel_replicate_degree": 2}),
 ], ids=["fsdp", "ddp", "hsdp"])  # fmt: skip
-def test_all_groups_are_tightened_after_the_first_step_of_each_process(tmp_path, world_size, overrides):
+def test_group_timeouts_are_shortened_after_the_first_step_of_a_process(
+    tmp_path, world_size, overrides
+):
     for steps, num_steps in ((2, 2), (4, 2)):  # the second run resumes at step 3
         argv = options(
             str(tmp_path / "run"),
             "float32",
-            **{"comm.init_timeout_seconds": LONG, "comm.train_timeout_seconds": SHORT, "training.steps": steps},
+            **{
+                "comm.init_timeout_seconds": LONG,
+                "comm.train_timeout_seconds": SHORT,
+                "training.steps": steps,
+            },
             **{"checkpoint.enable": "true", "checkpoint.last_save_model_only": "false"},
             **{"training.local_batch_size": 8 // world_size, **overrides},
         )
-        for seen, checkpoint in run_ranks(timeouts, world_size, argv):
-            assert len(seen) == num_steps + 2
-            assert seen[-2:] == [[SHORT], [SHORT]], "every group, from the second step on"
-            assert LONG in seen[0] and seen[1] == seen[0], "none before the first step is over"
+        for readings, checkpoint in run_ranks(train_and_read_timeouts, world_size, argv):
+            assert len(readings) == num_steps + 2
+            assert readings[-2:] == [[SHORT], [SHORT]], "expected the short timeout from step 2 on"
+            assert LONG in readings[0] and readings[1] == readings[0], (
+                "expected no change before the end of step 1"
+            )
             assert checkpoint == 1800, "the default of comm.checkpoint_timeout_seconds"
 
 
-def stand_still(argv, folder):
-    """Rank 1 stays in its third step until both ranks have left their stacks; these, on rank 1."""
-    left = []
+def hang_in_step_3(argv, folder):
+    """Hang in step 3 on rank 1 until both ranks have written their stacks; rank 1 returns them."""
+    stacks = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(heartbeat, "INTERVAL", 0.05)
         trainer = build(argv)
-        trainer.world.tighten_timeouts = lambda timeout: None  # the groups outlive the test
-        step_of = trainer.train_step
+        trainer.world.tighten_timeouts = lambda timeout: None  # later tests use these groups
+        train_step = trainer.train_step
 
-        def a_step_that_hangs(step, *rest):
+        def hanging_step(step, *rest):
             if step == 3 and trainer.world.rank == 1:
-                give_up, wanted = time.monotonic() + 20, ("in train", "a_step_that_hangs")
-                while len(left) < 2 or not all(map(str.__contains__, left, wanted)):
-                    assert time.monotonic() < give_up, left
+                deadline, expected = time.monotonic() + 20, ("in train", "hanging_step")
+                while len(stacks) < 2 or not all(map(str.__contains__, stacks, expected)):
+                    assert time.monotonic() < deadline, stacks
                     time.sleep(0.1)
-                    left[:] = [path.read_text() for path in sorted(folder.glob("stacks-rank-*.txt"))]
-            return step_of(step, *rest)
+                    stacks[:] = [
+                        path.read_text() for path in sorted(folder.glob("stacks-rank-*.txt"))
+                    ]
+            return train_step(step, *rest)
 
-        trainer.train_step = a_step_that_hangs
+        trainer.train_step = hanging_step
         trainer.train()
         release(trainer)
-        return left
+        return stacks
 
 
-def test_a_hung_rank_leaves_the_stacks_of_all(tmp_path):
-    settings = {"comm.train_timeout_seconds": 1, "training.steps": 4, "training.local_batch_size": 4}
+def test_hung_rank_makes_all_ranks_write_their_stacks(tmp_path):
+    settings = {
+        "comm.train_timeout_seconds": 1,
+        "training.steps": 4,
+        "training.local_batch_size": 4,
+    }
     folder = tmp_path / "run/attempts/1/heartbeat"
-    stacks = run_ranks(stand_still, 2, options(str(tmp_path / "run"), "float32", **settings), folder)[1]
-    places = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert [(place["phase"], place["step"]) for place in places] == [("end", 4)] * 2
-    assert "a_step_that_hangs" in stacks[1] and "in train" in stacks[0]
+    stacks = run_ranks(
+        hang_in_step_3, 2, options(str(tmp_path / "run"), "float32", **settings), folder
+    )[1]
+    heartbeats = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [(beat["phase"], beat["step"]) for beat in heartbeats] == [("end", 4)] * 2
+    assert "hanging_step" in stacks[1] and "in train" in stacks[0]

@@ -1,5 +1,4 @@
-"""Ranks build a token cache together: one of them builds, and all of them end with the same
-error."""
+"""One rank builds a token cache for all ranks, and all ranks raise its errors."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 class Lines(logging.Handler):
-    """The lines that a rank logs."""
+    """Collects the log lines of a rank."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -63,7 +62,7 @@ class Lines(logging.Handler):
 
 
 def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
-    """The error of this rank, or the folder that it reads; and its log."""
+    """Return (error class or "", message or cache folder, log lines) of this rank."""
     handler, logger = Lines(), logging.getLogger()
     logger.addHandler(handler)
     level, piece_bytes = logger.level, documents.PIECE_BYTES
@@ -93,8 +92,8 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
         documents.PIECE_BYTES = piece_bytes
 
 
-def with_a_killed_worker(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
-    """As the kernel ends a process that takes too much memory."""
+def build_with_killed_worker(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
+    """Kill a worker process, like the kernel's OOM killer."""
     append, num_cores = Staging.append, token_cache.num_cores
 
     def append_and_kill(self: Staging, piece: object) -> None:
@@ -119,23 +118,23 @@ def test_one_rank_builds_and_all_read(corpus: Path, tmp_path: Path) -> None:
     assert sum(any("tokenizing" in line for line in lines) for _, _, lines in results) == 1
 
 
-def test_a_killed_worker_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
-    results = run_ranks(with_a_killed_worker, RANKS, corpus, tmp_path / "run")
+def test_killed_worker_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
+    results = run_ranks(build_with_killed_worker, RANKS, corpus, tmp_path / "run")
     assert {error for error, _, _ in results} == {"WorkerKilled"}
     assert len({message for _, message, _ in results}) == 1 and "memory ran low" in results[0][1]
     assert sum(any("tokenizing" in line for line in lines) for _, _, lines in results) == 1, (
-        "nobody takes over"
+        "no other rank may continue the build"
     )
     assert (
         next(code for kind, code in CODES.items() if issubclass(WorkerKilled, kind))
         is ExitCode.REQUEUE
     )
-    again = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
-    assert {error for error, _, _ in again} == {""}
-    assert any("continuing after" in line for _, _, lines in again for line in lines)
+    resumed = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
+    assert {error for error, _, _ in resumed} == {""}
+    assert any("continuing after" in line for _, _, lines in resumed for line in lines)
 
 
-def test_bad_data_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
+def test_malformed_data_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
     (corpus / "3.jsonl").write_text("{oops")
     results = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
     assert {(error, message) for error, message, _ in results} == {("DataError", results[0][1])}
@@ -145,10 +144,10 @@ def test_bad_data_ends_all_ranks_together(corpus: Path, tmp_path: Path) -> None:
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def with_a_fault(
+def build_with_fault(
     ranks: set[int], function: str, error: Exception, corpus: Path, run: Path
 ) -> tuple[str, str, list[str]]:
-    """`build_batches`, where a call of some ranks raises an error."""
+    """Call `build_batches` while `function` raises an error on some ranks."""
 
     def fail(*_: object) -> None:
         raise error
@@ -160,7 +159,7 @@ def with_a_fault(
 
 
 def remove_hashes(entry: Path) -> None:
-    """As an earlier version left a token cache."""
+    """Convert a token cache to the format of an earlier version."""
     for table in entry.glob("*.xxh3"):
         table.unlink()
     content = json.loads((entry / "meta.json").read_text())
@@ -169,82 +168,84 @@ def remove_hashes(entry: Path) -> None:
 
 
 FULL_DISKS = {
-    "a piece": "tokens.token_file.Staging.append",
-    "the publication": "tokens.token_file.Staging.publish",
-    "the first file": "tokens.token_file.Staging.__init__",
+    "append": "tokens.token_file.Staging.append",
+    "publish": "tokens.token_file.Staging.publish",
+    "create": "tokens.token_file.Staging.__init__",
 }
 
 
 @pytest.mark.parametrize("name", FULL_DISKS)
-def test_a_full_disk_ends_all_ranks_together(name: str, corpus: Path, tmp_path: Path) -> None:
-    results = run_ranks(with_a_fault, 2, {0}, FULL_DISKS[name], FULL, corpus, tmp_path / "run")
-    assert {(error, message) for error, message, _ in results} == {("CacheWriteError", results[0][1])}
+def test_full_disk_ends_all_ranks(name: str, corpus: Path, tmp_path: Path) -> None:
+    results = run_ranks(build_with_fault, 2, {0}, FULL_DISKS[name], FULL, corpus, tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {
+        ("CacheWriteError", results[0][1])
+    }
     assert "No space left on device. The finished part is kept: free space" in results[0][1]
     assert {error for error, _, _ in run_ranks(build_batches, 2, corpus, tmp_path / "run")} == {""}
 
 
 @pytest.mark.parametrize("name", ["_hash_file", "_write_content"])
-def test_a_full_disk_while_hashes_are_added_ends_all_ranks_together(
-    name: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_full_disk_during_hashing_ends_all_ranks(name: str, corpus: Path, tmp_path: Path) -> None:
     (_, folder, _), _ = run_ranks(build_batches, 2, corpus, tmp_path / "run")
     remove_hashes(Path(folder))
     function = f"tokens.token_file.{name}"
-    results = run_ranks(with_a_fault, 2, {0, 1}, function, FULL, corpus, tmp_path / "run")
-    assert {(error, message) for error, message, _ in results} == {("CacheWriteError", results[0][1])}
+    results = run_ranks(build_with_fault, 2, {0, 1}, function, FULL, corpus, tmp_path / "run")
+    assert {(error, message) for error, message, _ in results} == {
+        ("CacheWriteError", results[0][1])
+    }
     assert "cannot write the hashes of the token cache" in results[0][1]
 
 
-def test_a_full_disk_is_not_reported_as_bad_data() -> None:
+def test_full_disk_has_the_exit_code_of_storage() -> None:
     assert (
         next(code for kind, code in CODES.items() if issubclass(CacheWriteError, kind))
         is ExitCode.STORAGE
     )
 
 
-# What one rank does by itself, without a build: looking for the cache, opening it, planning samples.
-LOCAL = {"look for the cache": "tokens.token_cache.Entry.open", "plan the samples": "build.pack"}
+# Actions that each rank performs without a build.
+LOCAL = {"open the cache": "tokens.token_cache.Entry.open", "plan the samples": "build.pack"}
 
 
 @pytest.mark.parametrize("is_built", [False, True])
 @pytest.mark.parametrize("name", LOCAL)
-def test_an_error_of_one_rank_is_raised_on_all(
+def test_error_on_one_rank_is_raised_on_all_ranks(
     name: str, is_built: bool, corpus: Path, tmp_path: Path
 ) -> None:
     if is_built:
         run_ranks(build_batches, 2, corpus, tmp_path / "run")
     error = DataError("the copy of this node is damaged")
-    results = run_ranks(with_a_fault, 2, {1}, LOCAL[name], error, corpus, tmp_path / "run")
+    results = run_ranks(build_with_fault, 2, {1}, LOCAL[name], error, corpus, tmp_path / "run")
     assert {(error, message) for error, message, _ in results} == {("DataError", str(error))}
 
 
-def folder_of_a_copy(corpus: Path, run: Path) -> str:
+def build_from_copy(corpus: Path, run: Path) -> str:
     return build_batches(corpus.with_name(f"copy-{dist.get_rank()}"), run)[1]
 
 
-def test_each_copy_of_a_text_gets_its_own_cache(corpus: Path, tmp_path: Path) -> None:
-    """Neither rank waits for a cache that no rank builds."""
+def test_each_copy_of_a_dataset_gets_its_own_cache(corpus: Path, tmp_path: Path) -> None:
+    """No rank waits for a cache that no other rank builds."""
     for rank in range(2):
         shutil.copytree(corpus, tmp_path / f"copy-{rank}")
-    folders = run_ranks(folder_of_a_copy, 2, corpus, tmp_path / "run", timeout=40)
+    folders = run_ranks(build_from_copy, 2, corpus, tmp_path / "run", timeout=40)
     assert [Path(folder).parents[1].name for folder in folders] == ["copy-0", "copy-1"]
 
 
-def on_nodes_with_copies(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
+def build_from_node_copy(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
     return build_batches(corpus / str(dist.get_rank()), run)
 
 
-def test_a_node_without_a_copy_of_the_text_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
+def test_missing_dataset_on_one_node_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "copies/1").mkdir(parents=True)
     (tmp_path / "copies/0").symlink_to(corpus)
-    results = run_ranks(on_nodes_with_copies, 2, tmp_path / "copies", tmp_path / "run")
+    results = run_ranks(build_from_node_copy, 2, tmp_path / "copies", tmp_path / "run")
     assert {(error, message) for error, message, _ in results} == {("DataError", results[1][1])}
     assert str(tmp_path / "copies/1") in results[0][1]
 
 
-def on_disks_of_their_own(folder: Path) -> list[int]:
-    """Each of two hosts with two ranks has a disk of its own; returns the ranks that built, as
-    this rank sees them."""
+def build_on_local_disks(folder: Path) -> list[int]:
+    """Build on two hosts with two ranks and separate disks. Return this rank's own number if it
+    built the entry."""
     rank = dist.get_rank()
     host = rank // 2
     disk = folder / str(host)
@@ -256,7 +257,7 @@ def on_disks_of_their_own(folder: Path) -> list[int]:
 
     def build(stop: threading.Event) -> str:
         built.append(rank)
-        time.sleep(0.3 * host)  # one disk is slower
+        time.sleep(0.3 * host)  # one host is slower
         entry.touch()
         return str(entry)
 
@@ -264,9 +265,7 @@ def on_disks_of_their_own(folder: Path) -> list[int]:
         return str(entry) if entry.exists() else None
 
     try:
-        built_entry = build_once.build_once(
-            group, find, build, lambda: disk, "entry", "the entry"
-        )
+        built_entry = build_once.build_once(group, find, build, lambda: disk, "entry", "the entry")
         assert built_entry == str(entry)
     finally:
         group.destroy()
@@ -274,12 +273,12 @@ def on_disks_of_their_own(folder: Path) -> list[int]:
     return built
 
 
-def test_one_rank_of_each_disk_builds(tmp_path: Path) -> None:
-    assert run_ranks(on_disks_of_their_own, 4, tmp_path) == [[0], [], [2], []]
+def test_one_rank_per_disk_builds(tmp_path: Path) -> None:
+    assert run_ranks(build_on_local_disks, 4, tmp_path) == [[0], [], [2], []]
 
 
 def train(argv: list[str]) -> tuple[int, str]:
-    """The exit code of a run on this rank of a pool, and the last error that it logs."""
+    """Run on this rank of a pool; return the exit code and the logged errors."""
     handler = Lines()
     handler.setLevel(logging.ERROR)
     logging.getLogger().addHandler(handler)
@@ -305,40 +304,40 @@ def write_tokens(folder: Path) -> dict[str, str]:
 
 
 EVERY_TENTH = slice(5, None, 10)
-# Not among the bytes by which the source is identified: 16 KiB at the begin, at 75 KiB, ...
-ONE = slice(8500, 8501)
+# The source's fingerprint does not cover this byte: it reads 16 KiB at the start, at 75 KiB, ...
+ONE_TOKEN = slice(8500, 8501)
 
 
-def flip_low_bits(file: Path, tokens_at: slice) -> None:
-    """As a disk would: size and modification time stay."""
+def flip_low_bits(file: Path, token_slice: slice) -> None:
+    """Flip bits like a faulty disk: size and modification time stay the same."""
     status, tokens = file.stat(), np.fromfile(file, "<u2")
-    tokens[tokens_at] ^= 1
+    tokens[token_slice] ^= 1
     tokens.tofile(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 @pytest.mark.parametrize(
-    ("write", "damaged", "tokens_at"),
-    [(write_text, "tokens/*/tokens.bin", EVERY_TENTH), (write_tokens, "data/own.bin", ONE)],
+    ("write", "damaged", "token_slice"),
+    [(write_text, "tokens/*/tokens.bin", EVERY_TENTH), (write_tokens, "data/own.bin", ONE_TOKEN)],
 )
-def test_a_resume_over_tokens_that_have_changed_is_refused(
-    write: Callable[[Path], dict[str, str]], damaged: str, tokens_at: slice, tmp_path: Path
+def test_resume_with_changed_tokens_is_rejected(
+    write: Callable[[Path], dict[str, str]], damaged: str, token_slice: slice, tmp_path: Path
 ) -> None:
     source = {**write(tmp_path / "data"), "data.shuffle": "false", "checkpoint.enable": "true"}
     source["checkpoint.last_save_model_only"] = "false"
 
     def start(steps: int) -> tuple[int, str]:
         argv = options(str(tmp_path / "run"), "float32", **source, **{"training.steps": steps})
-        at = argv.index("--training.dataset_path")
-        return run_ranks(train, 1, argv[:at] + argv[at + 2 :])[0]
+        index = argv.index("--training.dataset_path")
+        return run_ranks(train, 1, argv[:index] + argv[index + 2 :])[0]
 
     assert start(2)[0] == ExitCode.DONE
     (file,) = tmp_path.glob(damaged)
-    flip_low_bits(file, tokens_at)
+    flip_low_bits(file, token_slice)
     code, error = start(4)
     assert (
         code == ExitCode.BAD_DATA == json.loads((tmp_path / "run/exit.json").read_text())["code"]
     ), error
     assert f"{file} is damaged: bytes 0 to" in error
-    flip_low_bits(file, tokens_at)
+    flip_low_bits(file, token_slice)
     assert start(4)[0] == ExitCode.DONE

@@ -1,4 +1,4 @@
-"""What the fault tests share: the library that injects faults, and a process that forks the trainer's ranks quickly."""
+"""Fixtures of the fault tests: the injection library, the fork server and a reference run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from tests.faults.kills import Chain, make_reference
 from tests.faults.shim import Faults, build_shim
-from tests.faults.trainer import Starter, Torchrun, Warm
+from tests.faults.trainer import ForkServer, Starter, Torchrun
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    fault_folder = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if fault_folder in item.path.parents:
             item.add_marker(pytest.mark.faults)
 
 
@@ -30,16 +30,18 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 
 @pytest.fixture(scope="session")
-def warm(faults: Faults) -> Iterator[Starter]:
-    starter = Warm(faults.env)
+def fork_server(faults: Faults) -> Iterator[Starter]:
+    starter = ForkServer(faults.env)
     yield starter
     starter.close()
 
 
 @pytest.fixture(scope="session")
-def reference(warm: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """The rows of an undisturbed run on 2 ranks."""
-    return make_reference(warm, faults, tmp_path_factory.mktemp("reference"))
+def reference(
+    fork_server: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory
+) -> Chain:
+    """Return a chain with the metrics of a run without faults on 2 ranks."""
+    return make_reference(fork_server, faults, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture
@@ -50,5 +52,7 @@ def chain(reference: Chain, tmp_path: Path) -> Chain:
 
 @pytest.fixture
 def torchrun_chain(reference: Chain, tmp_path: Path) -> Chain:
-    """The same under torchrun: its rows must be those of the forked ranks."""
-    return Chain(Torchrun(reference.faults.env), reference.faults, tmp_path / "outputs", reference.reference)
+    """The same with torchrun. Torchrun and forked ranks must give equal metrics."""
+    return Chain(
+        Torchrun(reference.faults.env), reference.faults, tmp_path / "outputs", reference.reference
+    )

@@ -1,4 +1,4 @@
-"""Damage to files as tables: what can happen to any file of a published step, and a loader that sees it."""
+"""Kinds of damage to the files of a published step, and a start that must detect them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import read_config
 
 
-def flip(path: Path, place: float, bit: int) -> None:
-    """Flip one bit of the byte at a share `place` in [0, 1) of the file."""
+def flip(path: Path, offset: float, bit: int) -> None:
+    """Flip one bit of the byte at `offset`, a fraction of the file size in [0, 1)."""
     content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= 1 << bit
+    content[int(offset * len(content))] ^= 1 << bit
     path.write_bytes(content)
 
 
@@ -41,7 +41,7 @@ def append(path: Path, byte: bytes) -> None:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "half of it": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "half of the file": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: os.truncate(path, 0),
     "removed": lambda path: path.unlink(),
     "one byte more": lambda path: append(path, b"\0"),
@@ -49,22 +49,24 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def all_damages(draw: random.Random, num_flips: int) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """(what it is, what does it to a file): every kind once, and flipped bits at random places."""
+def all_damages(
+    draw: random.Random, num_flips: int
+) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """Yield (description, damage function): every kind once, and bits flipped at random offsets."""
     yield from DAMAGES.items()
     for _ in range(num_flips):
-        place, bit = draw.random(), draw.randrange(8)
-        yield f"bit {bit} flipped at {place:.4%}", partial(flip, place=place, bit=bit)
+        offset, bit = draw.random(), draw.randrange(8)
+        yield f"bit {bit} flipped at {offset:.4%}", partial(flip, offset=offset, bit=bit)
 
 
-def files_of(step: Path) -> list[str]:
-    """Every file of a step, relative to it."""
+def list_files(step: Path) -> list[str]:
+    """Return the paths of all files of a step, relative to the step."""
     return sorted(str(path.relative_to(step)) for path in step.rglob("*") if path.is_file())
 
 
 @dataclass
-class Held:
-    """A part of the state: tensors to be filled in place, and strings."""
+class StatePart:
+    """One state of a checkpoint: tensors to load into, and strings."""
 
     content: dict[str, Any]
 
@@ -75,35 +77,41 @@ class Held:
         self.content = state_dict
 
 
-def states_like(step: Path) -> dict[str, Held]:
-    """The parts of the state that an intact native step (of any format version) holds, of its shapes, all NaN."""
+def states_like(step: Path) -> dict[str, StatePart]:
+    """Return the states of an intact native step of any format version, filled with NaN."""
     import pickle
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    states: dict[str, Held] = {}
+    states: dict[str, StatePart] = {}
     for name, entry in pickle.loads((step / ".metadata").read_bytes()).state_dict_metadata.items():
         part, _, rest = name.partition(".")
         value: Any = ""
         if isinstance(entry, TensorStorageMetadata):
             value = torch.full(tuple(entry.size), torch.nan).to(entry.properties.dtype)
-        states.setdefault(part, Held({})).content[rest] = value
+        states.setdefault(part, StatePart({})).content[rest] = value
     return states
 
 
-def content_hash(states: dict[str, Held]) -> str:
-    """Names and bytes of all that is held."""
+def content_hash(states: dict[str, StatePart]) -> str:
+    """Return the hash of all names and values."""
     digest = xxhash.xxh3_128()
     for part in sorted(states):
         for name, value in sorted(states[part].content.items()):
             digest.update(f"{part}.{name}".encode())
-            digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else value.encode())
+            digest.update(
+                value.numpy().tobytes() if isinstance(value, torch.Tensor) else value.encode()
+            )
     return digest.hexdigest()
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The outcome of a start. step: None if it was refused, -1 if it crashed. output: all log lines and errors."""
+class StartResult:
+    """The result of a start.
+
+    `step` is None if the start was rejected, -1 if it crashed. `output` has all log lines and
+    errors.
+    """
 
     step: int | None
     content: str
@@ -112,12 +120,15 @@ class Loaded:
 
 @functools.cache
 def identity() -> Identity:
-    """The model of the runs here, which other formats than the native one need to know."""
+    """Return the model of these runs, which formats other than the native one require."""
     return identify(read_config(arguments(Path("outputs")), 1).model)
 
 
-def start_here(folder: Path, like: Path, **section: Any) -> Loaded:
-    """Decide and load as a run of one rank does whose dump folder is `folder`; `like`: an intact step of that run."""
+def start_one_rank(folder: Path, like: Path, **section: Any) -> StartResult:
+    """Find and load a checkpoint, like a run of one rank with this dump folder.
+
+    `like` is an intact step of that run.
+    """
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -133,8 +144,8 @@ def start_here(folder: Path, like: Path, **section: Any) -> Loaded:
         lines.append(str(starts[0]))
         if starts[0].kind != "scratch":
             checkpointer.load(starts, states, consider=lambda start: lines.append(str(start)))
-        found = [re.search(r"at step (\d+)", line) for line in lines]
-        step = int([match[1] for match in found if match][-1])
+        matches = [re.search(r"at step (\d+)", line) for line in lines]
+        step = int([match[1] for match in matches if match][-1])
     except CheckpointError as error:
         lines.append(str(error))
     except Exception as error:
@@ -143,11 +154,11 @@ def start_here(folder: Path, like: Path, **section: Any) -> Loaded:
     finally:
         checkpointer.close()
         logging.getLogger().removeHandler(handler)
-    return Loaded(step, content_hash(states), "\n".join(lines))
+    return StartResult(step, content_hash(states), "\n".join(lines))
 
 
 def copy_steps(source: Path, target: Path, steps: list[int]) -> Path:
-    """A run folder with some of the steps of another one; its checkpoint folder."""
+    """Copy some steps of a run to a new run folder; return the new checkpoint folder."""
     shutil.rmtree(target, ignore_errors=True)
     for step in steps:
         shutil.copytree(source / f"step-{step}", target / "checkpoint" / f"step-{step}")

@@ -1,7 +1,7 @@
-"""Malicious checkpoints as tables: calls that a pickle can make, and where a checkpoint holds one.
+"""Tables of malicious checkpoints: calls in pickles, and locations of a pickle in a checkpoint.
 
-Every call leaves a marker file if it is made. `PAYLOADS` are the calls, `PLACES` write a whole
-checkpoint around one.
+Every executed call creates a marker file. `PAYLOADS` are the calls. The functions in `LOCATIONS`
+write a whole checkpoint around one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODULE = "malicious_module"  # writes its marker when it is imported
 
 
 class Call:
-    """A call of `function` that unpickling makes. May itself be what another one calls."""
+    """An object whose unpickling calls `function`. `function` may be another `Call`."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function = function
@@ -44,7 +44,7 @@ class Call:
         return self.function, self.arguments
 
     def __call__(self) -> None:
-        raise AssertionError("pickle wants something callable, and does not call it")
+        raise AssertionError("pickle requires a callable but must not call it")
 
 
 def _import_module(marker: Path) -> Any:
@@ -55,7 +55,7 @@ def _run_path(marker: Path) -> Any:
     return Call(runpy.run_path, str(marker.with_name(f"{MODULE}.py")))
 
 
-# Name of what is asked for first -> the object to be pickled.
+# Name of the first class or function that the pickle requests -> the object to be pickled.
 PAYLOADS: dict[str, Callable[[Path], Any]] = {
     "posix.system": lambda marker: Call(os.system, f"touch {marker}"),
     "builtins.eval": lambda marker: Call(eval, f"open({str(marker)!r}, 'w').close()"),
@@ -86,9 +86,9 @@ def write_module(marker: Path) -> None:
     sys.modules.pop(MODULE, None)
 
 
-# ---- places. Each writes one checkpoint into the new `folder` and returns the path for a command.
+# ---- locations: each writes a checkpoint into the new `folder` and returns the path for a command
 
-Place = Callable[[Path, Any], Path]
+WriteCheckpoint = Callable[[Path, Any], Path]
 
 
 def _native(folder: Path, version: int) -> tuple[Path, Metadata]:
@@ -97,18 +97,18 @@ def _native(folder: Path, version: int) -> tuple[Path, Metadata]:
 
 
 def _seal(step: Path, metadata: Any) -> Path:
-    """Write `.metadata`, and the manifest again with the hashes of what the files hold now."""
+    """Write `.metadata`, and a new manifest with the hashes of the changed files."""
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     manifest = read_manifest(step)
     if manifest is not None and "files" in manifest:
         files = {name: dataclasses.asdict(record_file(step / name)) for name in manifest["files"]}
         (step / "manifest.json").unlink()
-        kept = {key: value for key, value in manifest.items() if key not in ("self", "files")}
-        write_manifest(step, {**kept, "files": files})
+        unchanged = {key: value for key, value in manifest.items() if key not in ("self", "files")}
+        write_manifest(step, {**unchanged, "files": files})
     return step
 
 
-def _metadata(version: int, change: Callable[[Metadata, Any], Any]) -> Place:
+def _metadata(version: int, change: Callable[[Metadata, Any], Any]) -> WriteCheckpoint:
     def write(folder: Path, payload: Any) -> Path:
         step, metadata = _native(folder, version)
         return _seal(step, change(metadata, payload) or metadata)
@@ -128,19 +128,21 @@ def _as_dtype(metadata: Metadata, payload: Any) -> None:
     metadata.state_dict_metadata["model.norm.weight"].properties.dtype = payload
 
 
-def _item(version: int, name: str) -> Place:
-    """What `torch.save` has written of a payload, in the place of item `name`."""
+def _item(version: int, name: str) -> WriteCheckpoint:
+    """Replace item `name` with a payload written by `torch.save`."""
 
     def write(folder: Path, payload: Any) -> Path:
         step, metadata = _native(folder, version)
         index = next(index for index in metadata.storage_data if index.fqn == name)
-        where = metadata.storage_data[index]
+        storage_info = metadata.storage_data[index]
         saved = _torch_save(payload)
-        file = "shard-00000.bin" if version > 1 else where.relative_path
+        file = "shard-00000.bin" if version > 1 else storage_info.relative_path
         offset = _append(step / file, saved)
-        ours = (file, offset, len(saved))
+        new_info = (file, offset, len(saved))
         metadata.storage_data[index] = (
-            ours if version > 1 else dataclasses.replace(where, offset=offset, length=len(saved))
+            new_info
+            if version > 1
+            else dataclasses.replace(storage_info, offset=offset, length=len(saved))
         )
         return _seal(step, metadata)
 
@@ -160,8 +162,8 @@ def _torch_save(payload: Any, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def _foreign(change: Callable[[Path, Metadata, Any], None]) -> Place:
-    """A DCP folder as TorchTitan writes it."""
+def _foreign(change: Callable[[Path, Metadata, Any], None]) -> WriteCheckpoint:
+    """Write a DCP folder in TorchTitan's format."""
 
     def write(folder: Path, payload: Any) -> Path:
         state = {
@@ -178,22 +180,24 @@ def _foreign(change: Callable[[Path, Metadata, Any], None]) -> Place:
     return write
 
 
-def _foreign_item(name: str) -> Place:
+def _foreign_item(name: str) -> WriteCheckpoint:
     def change(folder: Path, metadata: Metadata, payload: Any) -> None:
         metadata.state_dict_metadata.setdefault(name, BytesStorageMetadata())
         index = next(
             (index for index in metadata.storage_data if index.fqn == name), MetadataIndex(name)
         )
-        where = next(iter(metadata.storage_data.values()))
+        storage_info = next(iter(metadata.storage_data.values()))
         saved = _torch_save(payload)
-        offset = _append(folder / where.relative_path, saved)
-        metadata.storage_data[index] = dataclasses.replace(where, offset=offset, length=len(saved))
+        offset = _append(folder / storage_info.relative_path, saved)
+        metadata.storage_data[index] = dataclasses.replace(
+            storage_info, offset=offset, length=len(saved)
+        )
         metadata.planner_data.setdefault(name, (name,))
 
     return _foreign(change)
 
 
-def _pt(name: str, content: Callable[[Any], bytes]) -> Place:
+def _pt(name: str, content: Callable[[Any], bytes]) -> WriteCheckpoint:
     def write(folder: Path, payload: Any) -> Path:
         folder.mkdir(parents=True)
         (folder / name).write_bytes(content(payload))
@@ -206,7 +210,7 @@ def _state(payload: Any) -> dict[str, Any]:
     return {"norm.weight": torch.ones(4), "extra": [payload]}
 
 
-PLACES: dict[str, Place] = {
+LOCATIONS: dict[str, WriteCheckpoint] = {
     "native: .metadata as a whole": _metadata(2, lambda metadata, payload: payload),
     "native: planner data": _metadata(2, _set("planner_data")),
     "native: storage meta": _metadata(2, _set("storage_meta")),
@@ -233,7 +237,7 @@ PLACES: dict[str, Place] = {
         "model.pt",
         lambda payload: _torch_save(_state(payload), _use_new_zipfile_serialization=False),
     ),
-    ".pt that is a bare pickle": _pt(
+    ".pt that is a plain pickle": _pt(
         "model.pt", lambda payload: pickle.dumps({"extra": payload}, 2)
     ),
     "consolidated.00.pth": _pt("consolidated.00.pth", lambda payload: _torch_save(_state(payload))),

@@ -1,18 +1,22 @@
-/* Faults on demand: an LD_PRELOAD library that makes chosen file calls of chosen ranks fail, stall or stop.
+/* Fault injection: an LD_PRELOAD library that makes selected file calls of selected ranks fail, stall or halt.
  *
- * FAULT_RULES names a file of rules, one a line, read at a process's first file call (a forked child reads it again):
+ * FAULT_RULES is the path of a rules file with one rule per line. A process reads it at its first file call, and a
+ * forked child reads it again:
  *
  *     rank call pattern first hits action [argument]
  *     1 write *.tmp-*.bin 3 1 EIO
  *
- * rank: RANK of the process (0 where it has none), or *. call: open (for writing), read, write, fsync, rename, unlink,
- * mkdir. pattern: fnmatch of the whole path; of a rename the old or the new one. first: which matching call of the
- * process is the first to be hit; hits: how many are (0: all). action: EIO, ENOSPC, EROFS, EDQUOT: fail with it. stall: wait
- * <argument> seconds, then go on. park: stop before the call. half: write half of the bytes, then stop. after: make the
- * call, then stop.
+ * rank:    RANK of the process (0 if it is unset), or *.
+ * call:    open (for writing), read, write, fsync, rename, unlink, mkdir.
+ * pattern: fnmatch pattern of the whole path; for a rename, of the old or the new path.
+ * first:   the number of the first matching call to hit.
+ * hits:    the number of calls to hit (0: all).
+ * action:  EIO, ENOSPC, EROFS, EDQUOT: fail with this error.
+ *          stall: wait <argument> seconds, then continue.
+ *          park: halt before the call. half: write half of the bytes, then halt. after: make the call, then halt.
  *
- * A rank that stops writes its pid to <rules>.parked.<rank> and goes on when <rules>.go exists. Every hit adds a line
- * "rank call path" to <rules>.hits, so that a test can tell a fault survived from one that never came.
+ * A halted rank writes its pid to <rules>.parked.<rank> and continues when <rules>.go exists. Every hit adds a line
+ * "rank call path" to <rules>.hits, so that tests can check that the fault occurred.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -49,7 +53,7 @@ static void forget(void) {
 
 __attribute__((constructor)) static void start(void) { pthread_atfork(NULL, NULL, forget); }
 
-/* Files of our own are touched by system calls alone: the wrappers below must not see them. */
+/* This library accesses its files only with system calls, which do not go through the wrappers below. */
 static int raw_open(const char *path, int flags) { return (int)syscall(SYS_openat, AT_FDCWD, path, flags, 0644); }
 
 static void read_rules(void) {
@@ -126,7 +130,7 @@ static struct rule *hit(const char *call, const char *path, const char *other) {
   return found;
 }
 
-/* What is done before the call: 0, or the errno with which it fails. */
+/* Act before the call. Return 0, or the errno with which the call fails. */
 static int before(struct rule *r) {
   if (!r) return 0;
   if (!strcmp(r->action, "EIO")) return EIO;
@@ -151,7 +155,7 @@ static void path_of(int fd, char *path, size_t size) {
   path[length > 0 ? length : 0] = 0;
 }
 
-/* The whole path of `name`, which may be relative to an open directory (shutil.rmtree works so). */
+/* The full path of `name`, which may be relative to an open directory (as in shutil.rmtree). */
 static const char *whole(int directory, const char *name, char *path, size_t size) {
   if (name[0] == '/') return name;
   if (directory == AT_FDCWD) {
@@ -165,7 +169,7 @@ static const char *whole(int directory, const char *name, char *path, size_t siz
 }
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-/* The body of every wrapper: a rule may fail the call, come before it or after it. */
+/* The body of every wrapper: a rule may fail the call, or act before or after it. */
 #define GUARDED(type, call_name, path, other, failed, real)   \
   do {                                                        \
     struct rule *r_ = hit(call_name, path, other);            \
@@ -218,7 +222,7 @@ OPENAT(openat64)
 CREAT(creat)
 CREAT(creat64)
 
-#define FOPEN(name) /* C++ streams open so, and then call write */                            \
+#define FOPEN(name) /* C++ streams open files with it, then call write */                     \
   FILE *name(const char *file, const char *mode) {                                            \
     char path[4096];                                                                          \
     if (!strpbrk(mode, "wa+")) return NEXT(name)(file, mode);                                 \
@@ -227,7 +231,7 @@ CREAT(creat64)
 FOPEN(fopen)
 FOPEN(fopen64)
 
-/* A write may also stop half-way: the file then holds a torn part of it. */
+/* A write may also halt after half of its bytes, which leaves an incomplete file. */
 #define WRITE(name, parameters, real, real_half)                                              \
   ssize_t name parameters {                                                                   \
     char path[4096];                                                                          \

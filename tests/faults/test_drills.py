@@ -1,4 +1,4 @@
-"""The drills of CI: every cause, every phase, one rank or all; ./run_tests.sh --faults holds all of the table."""
+"""The drills of every test run. `./run_tests.sh --faults` runs the whole table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.drills import BASE, CALLS, ROWS, SHORT, drill
+from tests.faults.drills import BASE, CALLS, DRILLS, SHORT, run_drill
+from tests.faults.injection import Injection
 from tests.faults.kills import Chain, make_reference
-from tests.faults.plants import Plant
 from tests.faults.shim import Faults
 from tests.faults.trainer import EXACT, Starter, exact_rows
 
-IN_CI = [
+REGULAR = [
     "raise of rank 1: step",
     "raise of rank 1: save",
     "raise of rank 1: start",
@@ -34,7 +34,7 @@ IN_CI = [
     "NaN in a gradient of rank 1: step",
     "full disk of rank 1: save",
     "full disk of rank 1: next batch",
-    "write of rank 1 that never returns: save",
+    "stalled write of rank 1: save",
     "raise, one process: step",
     "SIGKILL, one process: save",
     "SIGTERM, one process: validation",
@@ -42,43 +42,63 @@ IN_CI = [
 
 
 @pytest.fixture(scope="session")
-def alone(warm: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """The rows of an undisturbed run of one process."""
-    return make_reference(warm, faults, tmp_path_factory.mktemp("alone"), num_ranks=1)
+def reference_of_one_rank(
+    fork_server: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory
+) -> Chain:
+    """Return a chain with the metrics of a run without faults in one process."""
+    return make_reference(fork_server, faults, tmp_path_factory.mktemp("one-rank"), num_ranks=1)
 
 
-@pytest.mark.parametrize("name", IN_CI)
-def test_drill(name: str, reference: Chain, alone: Chain, tmp_path: Path) -> None:
-    (row,) = (row for row in ROWS if row.name == name)
-    like = reference if row.num_ranks == 2 else alone
-    drill(Chain(like.starter, like.faults, tmp_path / "outputs", like.reference, row.num_ranks), row)
+@pytest.mark.parametrize("name", REGULAR)
+def test_drill(name: str, reference: Chain, reference_of_one_rank: Chain, tmp_path: Path) -> None:
+    (row,) = (row for row in DRILLS if row.name == name)
+    row_reference = reference if row.num_ranks == 2 else reference_of_one_rank
+    run_drill(
+        Chain(
+            row_reference.starter,
+            row_reference.faults,
+            tmp_path / "outputs",
+            row_reference.reference,
+            row.num_ranks,
+        ),
+        row,
+    )
 
 
-def test_ci_leaves_out_no_cause_and_no_phase() -> None:
-    rows = [row for row in ROWS if row.name in IN_CI]
-    assert {plant.what for row in rows for plant in row.plants} == {p.what for row in ROWS for p in row.plants}
-    assert {plant.place for row in rows for plant in row.plants} == {*CALLS, "next batch"}
+def test_ci_covers_every_fault_and_location() -> None:
+    rows = [row for row in DRILLS if row.name in REGULAR]
+    assert {injection.fault for row in rows for injection in row.injections} == {
+        p.fault for row in DRILLS for p in row.injections
+    }
+    assert {injection.location for row in rows for injection in row.injections} == {
+        *CALLS,
+        "next batch",
+    }
 
 
-def test_a_weight_that_became_nan_is_never_resumed_from(chain: Chain) -> None:
+def test_step_with_nan_weight_is_never_resumed(chain: Chain) -> None:
     chain.overrides.update(BASE)
-    ended = chain.run(plants=[Plant("step", "NaN in a weight", 1, 4)], settings=SHORT)
-    assert ended.exit == {"reason": "bad_numbers", "code": 70, "step": 4}, ended.tail
-    assert ended.codes == [70, 70] and chain.newest == 2, ended.tail
-    assert (chain.folder / "checkpoint/step-4.nonfinite").is_dir(), "kept for study"
-    ended = chain.run(what="from the step before")
-    assert ended.exit == {"reason": "done", "code": 0, "step": 8}, ended.tail
-    assert ended.says("step-4.nonfinite"), ended.tail
+    run = chain.run(injections=[Injection("step", "NaN in a weight", 1, 4)], settings=SHORT)
+    assert run.exit == {"reason": "bad_numbers", "code": 70, "step": 4}, run.tail
+    assert run.codes == [70, 70] and chain.newest == 2, run.tail
+    assert (chain.folder / "checkpoint/step-4.nonfinite").is_dir(), (
+        "the step must be kept for analysis"
+    )
+    run = chain.run(description="from the step before")
+    assert run.exit == {"reason": "done", "code": 0, "step": 8}, run.tail
+    assert run.has_output("step-4.nonfinite"), run.tail
 
 
-def test_a_run_killed_on_two_ranks_resumes_on_one(chain: Chain) -> None:
-    """Sums are made in another order then; what is read in which step is the same."""
+def test_run_killed_on_two_ranks_resumes_on_one(chain: Chain) -> None:
+    """Sums have another order then, but each step reads the same data."""
     chain.overrides.update(BASE)
-    chain.run(plants=[Plant("validation", "SIGKILL", 1, 4)], settings=SHORT)
+    chain.run(injections=[Injection("validation", "SIGKILL", 1, 4)], settings=SHORT)
     assert chain.newest == 2
-    ended = chain.starter.start(chain.argv(), 1, chain.folder).wait()
-    assert ended.exit == {"reason": "done", "code": 0, "step": 8}, ended.tail
-    assert ended.says("Checkpoint start: resume") and ended.says("at step 2"), ended.tail
-    read = slice(EXACT.index("data_digest"), EXACT.index("data_digest_chain") + 1)
+    run = chain.starter.start(chain.argv(), 1, chain.folder).wait()
+    assert run.exit == {"reason": "done", "code": 0, "step": 8}, run.tail
+    assert run.has_output("Checkpoint start: resume") and run.has_output("at step 2"), run.tail
+    digests = slice(EXACT.index("data_digest"), EXACT.index("data_digest_chain") + 1)
     rows = exact_rows(chain.folder)
-    assert [(row[0], *row[read]) for row in rows] == [(row[0], *row[read]) for row in chain.reference[:8]]
+    assert [(row[0], *row[digests]) for row in rows] == [
+        (row[0], *row[digests]) for row in chain.reference[:8]
+    ]

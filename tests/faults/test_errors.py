@@ -1,4 +1,7 @@
-"""A full, failing, read-only or slow disk: all ranks end together, the log names file and reason, and nothing is lost."""
+"""Checkpoints on a full, failing, read-only or slow disk.
+
+All ranks end together, the log names file and reason, and no published step is lost.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,23 @@ import pytest
 
 from tests.faults.kills import STAGED, STEPS, Chain, published
 from tests.faults.shim import Rule
-from tests.faults.trainer import Ended, Run, Starter
+from tests.faults.trainer import FinishedRun, Run, Starter
 
-ERRNO = {"ENOSPC": "No space left on device", "EIO": "Input/output error", "EROFS": "Read-only file system"}
+ERRNO = {
+    "ENOSPC": "No space left on device",
+    "EIO": "Input/output error",
+    "EROFS": "Read-only file system",
+}
 
 
 class Case(NamedTuple):
-    """A call of one rank that fails, and what must be said of it."""
+    """A failing call of one rank, and the text that the log must contain."""
 
     call: str
     pattern: str
     error: str
     rank: int
-    says: str
+    text: str
     overrides: dict[str, str] = {}
 
 
@@ -38,18 +45,34 @@ LAST = {
 LAST_WEIGHTS = f"{STAGED}/model*.safetensors"
 SAFETENSORS = "*/hf/step-{step}.tmp-*/model*.safetensors"
 CASES = {
-    "full disk in a shard": Case("write", f"{STAGED}/shard-00001.bin", "ENOSPC", 1, r"shard-00001\.bin"),
-    "I/O error in a shard": Case("write", f"{STAGED}/shard-00000.bin", "EIO", 0, r"shard-00000\.bin"),
-    "I/O error at an fsync": Case("fsync", f"{STAGED}/shard-00001.bin", "EIO", 1, r"shard-00001\.bin"),
+    "full disk in a shard": Case(
+        "write", f"{STAGED}/shard-00001.bin", "ENOSPC", 1, r"shard-00001\.bin"
+    ),
+    "I/O error in a shard": Case(
+        "write", f"{STAGED}/shard-00000.bin", "EIO", 0, r"shard-00000\.bin"
+    ),
+    "I/O error at an fsync": Case(
+        "fsync", f"{STAGED}/shard-00001.bin", "EIO", 1, r"shard-00001\.bin"
+    ),
     "read-only shard": Case("open", f"{STAGED}/shard-00001.bin", "EROFS", 1, r"shard-00001\.bin"),
     "read-only folder": Case("mkdir", STAGED, "EROFS", 0, "step-{step}.tmp-"),
-    "full disk in config.toml": Case("write", f"{STAGED}/config.toml", "ENOSPC", 0, r"config\.toml"),
+    "full disk in config.toml": Case(
+        "write", f"{STAGED}/config.toml", "ENOSPC", 0, r"config\.toml"
+    ),
     "full disk in .metadata": Case("write", f"{STAGED}/.metadata.tmp", "ENOSPC", 0, r"\.metadata"),
-    "full disk in the manifest": Case("write", f"{STAGED}/manifest.json.tmp", "ENOSPC", 0, r"manifest\.json"),
+    "full disk in the manifest": Case(
+        "write", f"{STAGED}/manifest.json.tmp", "ENOSPC", 0, r"manifest\.json"
+    ),
     "I/O error at the rename": Case("rename", "*/checkpoint/step-{step}", "EIO", 0, "step-{step}"),
-    "async: full disk": Case("write", f"{STAGED}/shard-00001.bin", "ENOSPC", 1, r"shard-00001\.bin", ASYNC),
-    "async: I/O error": Case("fsync", f"{STAGED}/shard-00000.bin", "EIO", 0, r"shard-00000\.bin", ASYNC),
-    "async: manifest": Case("open", f"{STAGED}/manifest.json.tmp", "EROFS", 0, r"manifest\.json", ASYNC),
+    "async: full disk": Case(
+        "write", f"{STAGED}/shard-00001.bin", "ENOSPC", 1, r"shard-00001\.bin", ASYNC
+    ),
+    "async: I/O error": Case(
+        "fsync", f"{STAGED}/shard-00000.bin", "EIO", 0, r"shard-00000\.bin", ASYNC
+    ),
+    "async: manifest": Case(
+        "open", f"{STAGED}/manifest.json.tmp", "EROFS", 0, r"manifest\.json", ASYNC
+    ),
     "export: full disk": Case("write", SAFETENSORS, "ENOSPC", 1, r"\.safetensors", EXPORT),
     "export: I/O error": Case("fsync", SAFETENSORS, "EIO", 0, r"\.safetensors", EXPORT),
     "last save as an export": Case("write", LAST_WEIGHTS, "ENOSPC", 0, r"\.safetensors", LAST),
@@ -59,75 +82,98 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def shared_chain(reference: Chain, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """One run folder for all errors: each test is the start that follows the failure before it."""
+    """Return one run folder for all errors: each test resumes after the previous failure."""
     folder = tmp_path_factory.mktemp("errors") / "outputs"
     return Chain(reference.starter, reference.faults, folder, reference.reference)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_error_ends_the_run_and_loses_nothing(shared_chain: Chain, name: str) -> None:
+def test_write_error_ends_the_run_without_loss(shared_chain: Chain, name: str) -> None:
     case, chain = CASES[name], shared_chain
     if chain.newest > STEPS - 4:
-        chain.begin_anew()
-    begin = chain.newest
-    rule = Rule(case.call, case.pattern.format(step=begin + 2), case.error, rank=case.rank, hits=0)
-    ended = chain.run([rule], name, **{key: value.format(step=begin + 2) for key, value in case.overrides.items()})
-    assert chain.faults.hits, f"no call was hit: {ended.tail}"
-    assert_storage(ended)
-    assert begin + 1 <= chain.newest <= begin + 2
-    assert not list(chain.folder.glob("checkpoint/**/*.tmp-*")), "what could not be finished is removed"
-    assert_told(ended, case, begin + 2)
+        chain.reset()
+    start = chain.newest
+    rule = Rule(case.call, case.pattern.format(step=start + 2), case.error, rank=case.rank, hits=0)
+    run = chain.run(
+        [rule], name, **{key: value.format(step=start + 2) for key, value in case.overrides.items()}
+    )
+    assert chain.faults.hits, f"no call was hit: {run.tail}"
+    assert_storage(run)
+    assert start + 1 <= chain.newest <= start + 2
+    assert not list(chain.folder.glob("checkpoint/**/*.tmp-*")), "unfinished steps must be removed"
+    assert_error_logged(run, case, start + 2)
 
 
-def assert_storage(ended: Ended) -> None:
-    """All ranks have ended by agreement: under torchrun with 0, else with the reason's code."""
-    assert ended.exit is not None and (ended.exit["reason"], ended.exit["code"]) == ("storage", 74), ended.tail
-    assert ended.codes in ([0], [74, 74]), ended.codes
+def assert_storage(run: FinishedRun) -> None:
+    """Check that all ranks ended by agreement: code 0 from torchrun, else the reason's code."""
+    assert run.exit is not None and (run.exit["reason"], run.exit["code"]) == (
+        "storage",
+        74,
+    ), run.tail
+    assert run.codes in ([0], [74, 74]), run.codes
 
 
-def assert_told(ended: Ended, case: Case, step: int) -> None:
-    """The error's line names the rank, the file and what the system said."""
-    lines = [line for line in ended.output.splitlines() if "ERROR" in line and ERRNO[case.error] in line]
-    assert lines, ended.tail
-    for part in (f"rank {case.rank}: ", case.says.format(step=step)):
+def assert_error_logged(run: FinishedRun, case: Case, step: int) -> None:
+    """Check that the error line names the rank, the file and the system's message."""
+    lines = [
+        line for line in run.output.splitlines() if "ERROR" in line and ERRNO[case.error] in line
+    ]
+    assert lines, run.tail
+    for part in (f"rank {case.rank}: ", case.text.format(step=step)):
         assert re.search(part, lines[0]), f"{part!r} is not in {lines[0]!r}"
 
 
-def test_after_all_these_errors_the_run_finishes(shared_chain: Chain) -> None:
+def test_run_finishes_after_all_errors(shared_chain: Chain) -> None:
     shared_chain.finish()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_training_can_continue_after_a_failed_save(chain: Chain, mode: str) -> None:
+def test_training_can_continue_after_a_failed_checkpoint(chain: Chain, mode: str) -> None:
     rule = Rule("write", STAGED.format(step=4) + "/shard-00001.bin", "ENOSPC", rank=1, hits=1)
-    ended = chain.run([rule], "continue", checkpoint__on_save_error="continue", checkpoint__async_mode=mode,
-                      checkpoint__interval=4, checkpoint__keep_latest_k=0, training__steps=12)  # fmt: skip
-    assert ended.exit == {"reason": "done", "code": 0, "step": 12}, ended.tail
-    assert not (chain.folder / "checkpoint/step-4").exists() and (chain.folder / "checkpoint/step-8").exists()
-    loud = [line for line in ended.output.splitlines() if "ERROR" in line and "shard-00001.bin" in line]
-    assert loud and ERRNO["ENOSPC"] in loud[0], ended.tail
+    run = chain.run(
+        [rule],
+        "continue",
+        checkpoint__on_save_error="continue",
+        checkpoint__async_mode=mode,
+        checkpoint__interval=4,
+        checkpoint__keep_latest_k=0,
+        training__steps=12,
+    )
+    assert run.exit == {"reason": "done", "code": 0, "step": 12}, run.tail
+    assert (
+        not (chain.folder / "checkpoint/step-4").exists()
+        and (chain.folder / "checkpoint/step-8").exists()
+    )
+    errors = [
+        line for line in run.output.splitlines() if "ERROR" in line and "shard-00001.bin" in line
+    ]
+    assert errors and ERRNO["ENOSPC"] in errors[0], run.tail
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_slow_disk_only_delays_a_save(chain: Chain, mode: str) -> None:
+def test_slow_disk_only_delays_a_checkpoint(chain: Chain, mode: str) -> None:
     rule = Rule("write", STAGED.format(step=4) + "/shard-00001.bin", "stall", rank=1, seconds=1.5)
-    ended = chain.run([rule], "slow", checkpoint__async_mode=mode, checkpoint__interval=4, training__steps=8)
-    assert ended.exit == {"reason": "done", "code": 0, "step": 8}, ended.tail
+    run = chain.run(
+        [rule], "slow", checkpoint__async_mode=mode, checkpoint__interval=4, training__steps=8
+    )
+    assert run.exit == {"reason": "done", "code": 0, "step": 8}, run.tail
     assert chain.faults.hits
     assert chain.newest == 8
 
 
-def test_a_deletion_that_fails_stops_nothing(chain: Chain) -> None:
+def test_failed_deletion_does_not_stop_training(chain: Chain) -> None:
     rule = Rule("unlink", "*/checkpoint/.trash-1/*", "EIO", rank=0, hits=0)
-    ended = chain.run([rule], "no deletion", checkpoint__keep_latest_k=2, training__steps=5)
-    assert ended.exit == {"reason": "done", "code": 0, "step": 5}, ended.tail
+    run = chain.run([rule], "no deletion", checkpoint__keep_latest_k=2, training__steps=5)
+    assert run.exit == {"reason": "done", "code": 0, "step": 5}, run.tail
     assert chain.faults.hits
-    assert any("WARNING" in line and ".trash-1" in line for line in ended.output.splitlines()), ended.tail
+    assert any("WARNING" in line and ".trash-1" in line for line in run.output.splitlines()), (
+        run.tail
+    )
     assert published(chain.folder) == [4, 5]
 
 
-def test_a_disk_that_is_really_full(torchrun_chain: Chain, warm: Starter) -> None:
-    """A tmpfs in which another process takes the last bytes just before rank 1 writes its shard."""
+def test_run_on_a_full_file_system(torchrun_chain: Chain, fork_server: Starter) -> None:
+    """Another process fills a tmpfs just before rank 1 writes its shard."""
     chain = torchrun_chain
     folder = chain.folder / "checkpoint"
     folder.mkdir(parents=True)
@@ -137,26 +183,29 @@ def test_a_disk_that_is_really_full(torchrun_chain: Chain, warm: Starter) -> Non
         pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
 
     def fill(run: Run) -> None:
-        assert chain.faults.wait_for_parked(1, run.is_over), "rank 1 came to no shard"
-        with open(folder / "of-somebody-else", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        assert chain.faults.wait_for_parked(1, run.is_over), "rank 1 wrote no shard"
+        with (
+            open(folder / "other-file", "wb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):
             while file.write(bytes(2**20)):
                 pass
         chain.faults.release()
 
     try:
         rule = Rule("write", STAGED.format(step=4) + "/shard-00001.bin", "park", rank=1)
-        ended = chain.run([rule], "full", fill, checkpoint__interval=2)
-        assert_storage(ended)
-        assert ended.says(f"rank 1: OSError: [Errno 28] {ERRNO['ENOSPC']}"), ended.tail
+        run = chain.run([rule], "full", fill, checkpoint__interval=2)
+        assert_storage(run)
+        assert run.has_output(f"rank 1: OSError: [Errno 28] {ERRNO['ENOSPC']}"), run.tail
         assert chain.newest == 2
 
-        chain.starter = warm
-        again = chain.run([], "no room yet", checkpoint__interval=2)
-        assert_storage(again)
-        assert again.says("GiB free"), again.tail
+        chain.starter = fork_server
+        next_run = chain.run([], "still full", checkpoint__interval=2)
+        assert_storage(next_run)
+        assert next_run.has_output("GiB free"), next_run.tail
         assert chain.newest == 2
 
-        (folder / "of-somebody-else").unlink()
+        (folder / "other-file").unlink()
         chain.finish()
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)

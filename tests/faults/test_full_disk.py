@@ -1,4 +1,4 @@
-"""A full or failing disk outside the checkpoint folder: one agreed stop with code 74, and nothing is lost."""
+"""A full disk outside the checkpoint folder: all ranks stop with code 74 without loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.test_token_cache import remove_hashes
 from tests.faults.kills import STEPS as STREAMED_STEPS
 from tests.faults.kills import Chain, make_reference
 from tests.faults.shim import Faults, Rule
-from tests.faults.trainer import ASSETS, Ended, Starter
+from tests.faults.trainer import ASSETS, FinishedRun, Starter
 from tests.harness.runner import ROOT, trainer_environment
 from torchtitan_like.util.jsonl import read_rows
 
@@ -43,7 +43,7 @@ OFTEN = {"torchtitan_like.resilience.heartbeat:INTERVAL": 0.05}
 
 
 class Writer(NamedTuple):
-    """A file that one rank writes, and the call that fails from its `first` time on."""
+    """A file that one rank writes, and the call that fails from its `first` occurrence on."""
 
     call: str
     pattern: str
@@ -54,17 +54,19 @@ class Writer(NamedTuple):
 
 WRITERS = {
     "metrics.jsonl": Writer("write", "*/metrics.jsonl", first=3),
-    "metrics.jsonl at its fsync": Writer("fsync", "*/metrics.jsonl", first=2),
-    "metrics.jsonl at its first row": Writer("open", "*/metrics.jsonl"),
+    "metrics.jsonl, fsync": Writer("fsync", "*/metrics.jsonl", first=2),
+    "metrics.jsonl, first row": Writer("open", "*/metrics.jsonl"),
     "validation.jsonl": Writer("write", "*/validation.jsonl", overrides=VALIDATION),
     "events.jsonl": Writer("write", "*/events.jsonl", first=2),
     "log of rank 1": Writer("write", "*/logs/rank1.log", rank=1, first=20),
-    "log of rank 0, from its start": Writer("open", "*/logs/rank0.log"),
+    "log of rank 0, at the start": Writer("open", "*/logs/rank0.log"),
     "heartbeat of rank 1": Writer("open", "*/heartbeat/.rank-1", rank=1, first=2),
     "TensorBoard": Writer("write", "*/tb/*", overrides={"metrics__enable_tensorboard": "true"}),
-    "TensorBoard's folder": Writer("mkdir", "*/tb*", overrides={"metrics__enable_tensorboard": "true"}),
+    "TensorBoard's folder": Writer(
+        "mkdir", "*/tb*", overrides={"metrics__enable_tensorboard": "true"}
+    ),
     "environment": Writer("open", "*/environment/variables.txt"),
-    # On all ranks: a rank whose folder another one has made does not need its own call to succeed.
+    # On all ranks: if another rank creates the folder, a rank's own call may fail.
     "traces": Writer("mkdir", "*/profile_traces*", rank="*", overrides=PROFILE),
     "attempt's folder": Writer("mkdir", "*/attempts/[0-9]"),
     "config.toml": Writer("write", "*/attempts/*/config.toml*"),
@@ -73,42 +75,49 @@ WRITERS = {
 # ./run_tests.sh --nightly tries each writer with each error.
 IN_CI = {
     ("metrics.jsonl", "ENOSPC"),
-    ("metrics.jsonl at its fsync", "EIO"),
+    ("metrics.jsonl, fsync", "EIO"),
     ("log of rank 1", "EDQUOT"),
     ("heartbeat of rank 1", "EROFS"),
     ("attempt's folder", "EROFS"),
     ("exit.json", "ENOSPC"),
 }
-CASES = [pytest.param(*case, marks=() if case in IN_CI else pytest.mark.nightly) for case in product(WRITERS, ERRORS)]
+CASES = [
+    pytest.param(*case, marks=() if case in IN_CI else pytest.mark.nightly)
+    for case in product(WRITERS, ERRORS)
+]
 
 
 @pytest.mark.parametrize(("name", "error"), CASES)
-def test_a_write_that_fails_stops_all_ranks_and_loses_nothing(chain: Chain, name: str, error: str) -> None:
+def test_failed_write_stops_all_ranks_without_loss(chain: Chain, name: str, error: str) -> None:
     writer = WRITERS[name]
     chain.overrides.update({**BASE, **writer.overrides})
     rule = Rule(writer.call, writer.pattern, error, rank=writer.rank, first=writer.first, hits=0)
-    ended = chain.run([rule], name, settings=OFTEN)
-    assert chain.faults.hits, f"no call was hit: {ended.tail}"
-    check_stop(ended, writer)
-    ended = chain.run(what=f"after {name}")
-    assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
+    run = chain.run([rule], name, settings=OFTEN)
+    assert chain.faults.hits, f"no call was hit: {run.tail}"
+    check_stop(run, writer)
+    run = chain.run(description=f"after {name}")
+    assert run.exit == {"reason": "done", "code": 0, "step": STEPS}, run.tail
     assert len(chain.check_rows(name)) == STEPS
     if writer.overrides is VALIDATION:
         assert [row["step"] for row in read_rows(chain.folder / "validation.jsonl")] == [1, 2, 4, 6]
 
 
-def check_stop(ended: Ended, writer: Writer) -> None:
+def check_stop(run: FinishedRun, writer: Writer) -> None:
     """Check that all ranks ended with code 74, and that the log names the file and the reason."""
-    assert "Traceback" not in ended.output and "Logging error" not in ended.output, ended.tail
-    assert "annot write" in ended.output or "annot be written" in ended.output, ended.tail
-    if "exit.json" in writer.pattern:  # training is complete, and only the code of the process can report the error
-        assert ended.exit is None and ended.codes == [74, 0], ended.codes
+    assert "Traceback" not in run.output and "Logging error" not in run.output, run.tail
+    assert "annot write" in run.output or "annot be written" in run.output, run.tail
+    # Training is complete, and only the exit code of the process can report the error.
+    if "exit.json" in writer.pattern:
+        assert run.exit is None and run.codes == [74, 0], run.codes
         return
-    assert ended.exit is not None and (ended.exit["reason"], ended.exit["code"]) == ("storage", 74), ended.tail
-    assert ended.codes == [74, 74], ended.codes
+    assert run.exit is not None and (run.exit["reason"], run.exit["code"]) == (
+        "storage",
+        74,
+    ), run.tail
+    assert run.codes == [74, 74], run.codes
 
 
-ON_ITS_WAY = (
+WRITTEN_DURING_TRAINING = (
     "metrics.jsonl",
     "validation.jsonl",
     "events.jsonl",
@@ -118,16 +127,16 @@ ON_ITS_WAY = (
 )
 
 
-@pytest.mark.parametrize("name", ON_ITS_WAY)
-def test_training_continues_and_rows_are_written_later(chain: Chain, name: str) -> None:
+@pytest.mark.parametrize("name", WRITTEN_DURING_TRAINING)
+def test_training_continues_after_temporary_write_errors(chain: Chain, name: str) -> None:
     writer = WRITERS[name]
     chain.overrides.update({**BASE, **writer.overrides, "checkpoint__on_save_error": "continue"})
     rule = Rule(writer.call, writer.pattern, "ENOSPC", rank=writer.rank, first=writer.first, hits=2)
-    ended = chain.run([rule], name, settings=OFTEN)
-    assert chain.faults.hits, f"no call was hit: {ended.tail}"
-    assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
-    assert ended.output.count("Training continues without it") >= 1, ended.tail
-    assert "Failed writes of rank" in ended.output
+    run = chain.run([rule], name, settings=OFTEN)
+    assert chain.faults.hits, f"no call was hit: {run.tail}"
+    assert run.exit == {"reason": "done", "code": 0, "step": STEPS}, run.tail
+    assert run.output.count("Training continues without it") >= 1, run.tail
+    assert "Failed writes of rank" in run.output
     assert len(chain.check_rows(name)) == STEPS
     if writer.overrides is VALIDATION:
         assert [row["step"] for row in read_rows(chain.folder / "validation.jsonl")] == [1, 2, 4, 6]
@@ -148,22 +157,20 @@ CACHE_CASES = [
 
 
 @pytest.mark.parametrize(("name", "error"), CACHE_CASES)
-def test_a_token_cache_that_cannot_be_written_stops_all_ranks(
-    chain: Chain, name: str, error: str
-) -> None:
+def test_failed_write_of_a_token_cache_stops_all_ranks(chain: Chain, name: str, error: str) -> None:
     writer, cache = CACHE_WRITERS[name], chain.folder.parent / "own-cache"
     chain.overrides.update({**BASE, "data__cache_folder": cache})
     if "earlier" in name:
-        chain.run(what="cache", training__steps=1)
+        chain.run(description="cache", training__steps=1)
         shutil.rmtree(chain.folder)
         for entry in cache.glob("[!.]*"):
             remove_hashes(entry)
-    # On all ranks: which one builds, or hashes first, is chance.
-    ended = chain.run([Rule(writer.call, writer.pattern, error, hits=0)], name)
-    assert chain.faults.hits, f"no call was hit: {ended.tail}"
-    check_stop(ended, writer)
-    ended = chain.run(what=f"after {name}")
-    assert ended.exit == {"reason": "done", "code": 0, "step": STEPS}, ended.tail
+    # On all ranks: any rank may build or hash first.
+    run = chain.run([Rule(writer.call, writer.pattern, error, hits=0)], name)
+    assert chain.faults.hits, f"no call was hit: {run.tail}"
+    check_stop(run, writer)
+    run = chain.run(description=f"after {name}")
+    assert run.exit == {"reason": "done", "code": 0, "step": STEPS}, run.tail
     assert len(chain.check_rows(name)) == STEPS
 
 
@@ -180,9 +187,11 @@ WINDOW_WRITERS = {
 
 
 @pytest.fixture(scope="module")
-def streamed(warm: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """The rows of an undisturbed run that streams its text."""
-    return make_reference(warm, faults, tmp_path_factory.mktemp("streamed"), **STREAM)
+def streamed(
+    fork_server: Starter, faults: Faults, tmp_path_factory: pytest.TempPathFactory
+) -> Chain:
+    """Return a chain with the metrics of a streaming run without faults."""
+    return make_reference(fork_server, faults, tmp_path_factory.mktemp("streamed"), **STREAM)
 
 
 # ./run_tests.sh --nightly tries each.
@@ -193,28 +202,28 @@ WINDOW_CASES = [
 
 
 @pytest.mark.parametrize("name", WINDOW_CASES)
-def test_a_streamed_window_that_cannot_be_written_stops_all_ranks(
+def test_failed_write_of_a_stream_window_stops_all_ranks(
     streamed: Chain, tmp_path: Path, name: str
 ) -> None:
     writer = WINDOW_WRITERS[name]
     chain = Chain(streamed.starter, streamed.faults, tmp_path / "outputs", streamed.reference)
     chain.overrides.update({**STREAM, "data__cache_folder": tmp_path / "own-cache"})
-    # On all ranks: which one writes a window is chance. Each window is one pass over the corpus.
-    ended = chain.run([Rule(writer.call, writer.pattern, "ENOSPC", first=writer.first, hits=0)], name)
-    assert chain.faults.hits, f"no call was hit: {ended.tail}"
-    check_stop(ended, writer)
-    assert ended.exit is not None and 0 < ended.exit["step"] < STREAMED_STEPS, ended.exit
-    ended = chain.run(what=f"after {name}")
-    assert ended.exit == {"reason": "done", "code": 0, "step": STREAMED_STEPS}, ended.tail
+    # On all ranks: any rank may write a window. Each window is one pass over the corpus.
+    run = chain.run([Rule(writer.call, writer.pattern, "ENOSPC", first=writer.first, hits=0)], name)
+    assert chain.faults.hits, f"no call was hit: {run.tail}"
+    check_stop(run, writer)
+    assert run.exit is not None and 0 < run.exit["step"] < STREAMED_STEPS, run.exit
+    run = chain.run(description=f"after {name}")
+    assert run.exit == {"reason": "done", "code": 0, "step": STREAMED_STEPS}, run.tail
     assert len(chain.check_rows(name)) == STREAMED_STEPS
 
 
-# ---- a file system that is really full
+# ---- a full file system
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
-    """A file system of this size at `folder`."""
+    """Mount a file system of this size at `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
     mount = subprocess.run(command, capture_output=True, text=True)
@@ -226,40 +235,45 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(file: Path, left: int) -> None:
-    """Take all space of the disk but `left` bytes."""
+def fill(file: Path, free_bytes: int) -> None:
+    """Fill the disk except for `free_bytes`."""
     with open(file, "wb", buffering=0) as stream:
         with contextlib.suppress(OSError):
             while True:
                 stream.write(bytes(65536))
-        stream.truncate(max(0, stream.tell() - left))
+        stream.truncate(max(0, stream.tell() - free_bytes))
 
 
 DRILLS = [pytest.param(seed, marks=() if seed < 2 else pytest.mark.nightly) for seed in range(30)]
 
 
 @pytest.mark.parametrize("seed", DRILLS)
-def test_a_disk_that_fills_up_at_a_random_moment(chain: Chain, seed: int) -> None:
+def test_disk_that_fills_up_at_a_random_time(chain: Chain, seed: int) -> None:
     draw = random.Random(seed)
     chain.overrides.update({
         **BASE, "training__steps": 20, **VALIDATION, "metrics__enable_tensorboard": "true",
         "checkpoint__async_mode": draw.choice(["disabled", "async"]),
         "checkpoint__on_save_error": draw.choice(["stop", "continue"]),
     })  # fmt: skip
-    left, moment = draw.choice([0, draw.randrange(1 << 16), draw.randrange(1 << 26)]), draw.uniform(0.0, 2.0)
-    foreign = chain.folder / "of-somebody-else"
-    with small_disk(chain.folder, 96):  # a save wants 64 MiB to be left over
-        timer = threading.Timer(moment, fill, (foreign, left))
-        ended = chain.run(what=f"seed {seed}", settings=OFTEN, act=lambda run: timer.start())
+    free_bytes, delay = (
+        draw.choice([0, draw.randrange(1 << 16), draw.randrange(1 << 26)]),
+        draw.uniform(0.0, 2.0),
+    )
+    other_file = chain.folder / "other-file"
+    with small_disk(chain.folder, 96):  # a checkpoint requires 64 MiB of free space
+        timer = threading.Timer(delay, fill, (other_file, free_bytes))
+        run = chain.run(
+            description=f"seed {seed}", settings=OFTEN, callback=lambda run: timer.start()
+        )
         timer.cancel()
         timer.join()
-        assert "Traceback" not in ended.output, ended.tail
-        assert {74, 0} >= set(ended.codes), (ended.codes, ended.tail)
-        if ended.exit is None:  # not even that file had a place
-            assert ended.codes[0] == 74, (ended.codes, ended.tail)
-        foreign.unlink(missing_ok=True)
-        ended = chain.run(what=f"after seed {seed}")
-        assert ended.exit == {"reason": "done", "code": 0, "step": 20}, ended.tail
+        assert "Traceback" not in run.output, run.tail
+        assert {74, 0} >= set(run.codes), (run.codes, run.tail)
+        if run.exit is None:  # the disk had no space for exit.json
+            assert run.codes[0] == 74, (run.codes, run.tail)
+        other_file.unlink(missing_ok=True)
+        run = chain.run(description=f"after seed {seed}")
+        assert run.exit == {"reason": "done", "code": 0, "step": 20}, run.tail
         assert not list(chain.folder.glob("**/*.tmp-*"))
         if chain.overrides["checkpoint__on_save_error"] == "stop":
             assert len(chain.check_rows(f"seed {seed}")) == 20
@@ -267,7 +281,7 @@ def test_a_disk_that_fills_up_at_a_random_moment(chain: Chain, seed: int) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_run_train_returns_the_code_of_a_run_that_could_write_no_file(chain: Chain, num_ranks: int) -> None:
+def test_run_train_returns_the_storage_code_without_exit_json(chain: Chain, num_ranks: int) -> None:
     chain.faults.set(Rule("open", "*/outputs/exit.json*", "ENOSPC", rank=0, hits=0))
     env = trainer_environment({**chain.faults.env, "NGPU": str(num_ranks)})
     result = subprocess.run(

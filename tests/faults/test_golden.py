@@ -1,7 +1,8 @@
-"""Checkpoints of every format version that was ever written load for ever, and hold what they held then.
+"""Stored checkpoints of every format version load with their original content.
 
-`tests/assets/checkpoints/v<version>/step-3` was saved by the code of its time. `python -m tests.faults.test_golden FOLDER`
-runs the same command (2 ranks that hold the same weights) with the code of today and leaves the step in FOLDER.
+The code of that version wrote `tests/assets/checkpoints/v<version>/step-3`.
+`python -m tests.faults.test_golden FOLDER` writes a new step to FOLDER with the same command, on
+2 replicas.
 """
 
 from __future__ import annotations
@@ -14,26 +15,35 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.damage import start_here
+from tests.faults.damage import start_one_rank
 from tests.faults.trainer import ASSETS
 from tests.harness.runner import ROOT, run_trainer, trainer_command, trainer_environment
 from torchtitan_like.checkpoint.step_folders import FORMAT_VERSION
 
 VERSIONS = (1, 2)
-# Hash of the names and bytes of all that such a step holds: weights, optimizer, schedule, position, progress.
+# Hash of all names and values in the step: weights, optimizer, schedule, data position, progress.
 CONTENT = "6fa5b993402a7ce66d501e11f1592201"
-# What the steps after it read, and in what order: the same on any machine.
-DIGESTS = ["63e45a53091fa7fa", "21ca791dedbe9716", "a835e67325420df0", "8232de389ea3df5c", "de94fe9a87e90db1"]
+# Digests of the data of the following steps, equal on any machine.
+DIGESTS = [
+    "63e45a53091fa7fa",
+    "21ca791dedbe9716",
+    "a835e67325420df0",
+    "8232de389ea3df5c",
+    "de94fe9a87e90db1",
+]
 LAST_CHAIN = "b42b7748c37d57a5"
-# Paths are relative to the repository, so that the step contains nothing of the machine that made it.
+# Relative paths, so that the step does not depend on the machine.
 ARGUMENTS = """
-    --job.config_file train_configs/debug_model.toml --job.dump_folder outputs --job.description golden
-    --model.hf_assets_path tests/assets/checkpoints/tokenizer --model.args.dim 4 --model.args.n_layers 1
-    --model.args.n_heads 1 --model.args.multiple_of 4 --model.args.vocab_size 32 --model.args.max_seq_len 64
-    --model.args.enable_weight_tying true --training.dataset_path tests/assets/checkpoints/text.jsonl
-    --training.seq_len 16 --training.global_batch_size 4 --training.local_batch_size 2 --training.steps 3
-    --lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.enable false --metrics.log_freq 1
-    --metrics.enable_tensorboard false --checkpoint.enable true --debug.seed 7
+    --job.config_file train_configs/debug_model.toml --job.dump_folder outputs
+        --job.description golden --model.hf_assets_path tests/assets/checkpoints/tokenizer
+        --model.args.dim 4 --model.args.n_layers 1 --model.args.n_heads 1
+        --model.args.multiple_of 4 --model.args.vocab_size 32 --model.args.max_seq_len 64
+        --model.args.enable_weight_tying true
+        --training.dataset_path tests/assets/checkpoints/text.jsonl --training.seq_len 16
+        --training.global_batch_size 4 --training.local_batch_size 2 --training.steps 3
+        --lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.enable false
+        --metrics.log_freq 1 --metrics.enable_tensorboard false --checkpoint.enable true
+        --debug.seed 7
     --parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 1
 """.split()
 
@@ -45,26 +55,32 @@ def golden(version: int) -> Path:
 def test_every_checkpoint_version_has_an_example() -> None:
     assert VERSIONS == tuple(range(1, FORMAT_VERSION + 1))
     for version in VERSIONS:
-        assert json.loads((golden(version) / "manifest.json").read_text())["format_version"] == version
+        assert (
+            json.loads((golden(version) / "manifest.json").read_text())["format_version"] == version
+        )
         assert sum(path.stat().st_size for path in golden(version).iterdir()) < 100_000
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_stored_checkpoint_has_its_original_content(version: int, tmp_path: Path) -> None:
+def test_stored_checkpoint_has_its_original_content(version: int, tmp_path: Path) -> None:
     shutil.copytree(golden(version), tmp_path / "checkpoint" / "step-3")
-    loaded = start_here(tmp_path, golden(version))
+    loaded = start_one_rank(tmp_path, golden(version))
     assert loaded.step == 3, loaded.output
     assert loaded.content == CONTENT
     assert ("cannot be verified" in loaded.output) == (version == 1), loaded.output
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) -> None:
-    """On one rank, though two have written it."""
+def test_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) -> None:
+    """Two ranks wrote the checkpoint; one rank resumes."""
     outputs = tmp_path / "outputs"
     shutil.copytree(golden(version), outputs / "checkpoint" / "step-3")
-    changes = ["--job.dump_folder", str(outputs), "--training.steps", "8", "--training.local_batch_size", "4",
-               "--parallelism.data_parallel_replicate_degree", "1"]  # fmt: skip
+    changes = [
+        f"--job.dump_folder={outputs}",
+        "--training.steps=8",
+        "--training.local_batch_size=4",
+        "--parallelism.data_parallel_replicate_degree=1",
+    ]
     result = run_trainer([*ARGUMENTS, *changes], 1, outputs)
     assert result.exit == {"reason": "done", "code": 0, "step": 8}, result.tail
     assert [row["data_digest"] for row in result.metrics] == DIGESTS
@@ -74,11 +90,16 @@ def test_a_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) ->
 
 
 def make(folder: Path) -> None:
-    """Save a step with the code of today into `folder`."""
+    """Save a step with the current code into `folder`."""
     work = folder / "work"
     shutil.copytree(ROOT / "tests/assets/checkpoints", work / "tests/assets/checkpoints")
     shutil.copytree(ROOT / "train_configs", work / "train_configs")
-    subprocess.run(trainer_command(ARGUMENTS, 2, work / "outputs"), cwd=work, env=trainer_environment(), check=True)
+    subprocess.run(
+        trainer_command(ARGUMENTS, 2, work / "outputs"),
+        cwd=work,
+        env=trainer_environment(),
+        check=True,
+    )
     shutil.move(work / "outputs/checkpoint/step-3", folder / "step-3")
     shutil.rmtree(work)
 

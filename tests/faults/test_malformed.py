@@ -1,4 +1,4 @@
-"""Files that are nested without end, endless or malformed end with a message, in bounded time."""
+"""Deeply nested, endless or malformed files cause an error message in bounded time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distr
 GOLDEN = ASSETS / "v2/step-3"
 NESTED = "[" * 200_000
 NESTED_OBJECT = '{"a":' * 200_000
-SECONDS = 30.0  # of CPU, for what takes 3 here and would take minutes or for ever
+SECONDS = 30.0  # limit of CPU time; a test usually takes 3 s
 
 
 @pytest.fixture(autouse=True)
 def bounded() -> Any:
-    begin = time.process_time()
+    start = time.process_time()
     yield
-    assert time.process_time() - begin < SECONDS
+    assert time.process_time() - start < SECONDS
 
 
 TOML: dict[str, tuple[str, str]] = {
@@ -55,7 +55,7 @@ TOML: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", TOML)
-def test_a_config_that_is_malformed_or_endless(tmp_path: Path, case: str) -> None:
+def test_malformed_or_endless_config_is_rejected(tmp_path: Path, case: str) -> None:
     text, words = TOML[case]
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -71,8 +71,10 @@ def test_many_sources_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-@pytest.mark.parametrize("named", ["extends", "job.config_file"])
-def test_a_config_that_is_not_a_regular_file(tmp_path: Path, kind: str, named: str) -> None:
+@pytest.mark.parametrize("setting", ["extends", "job.config_file"])
+def test_config_that_is_no_regular_file_is_rejected(
+    tmp_path: Path, kind: str, setting: str
+) -> None:
     path = tmp_path / "base.toml"
     {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](
         path
@@ -81,7 +83,9 @@ def test_a_config_that_is_not_a_regular_file(tmp_path: Path, kind: str, named: s
     with pytest.raises(
         ConfigError, match="a readable file .(it is a device or a pipe|Is a directory)"
     ):
-        load_config(["--job.config_file", str(path if named != "extends" else tmp_path / "a.toml")])
+        load_config(
+            ["--job.config_file", str(path if setting != "extends" else tmp_path / "a.toml")]
+        )
 
 
 def header(content: Any, data: bytes = b"") -> bytes:
@@ -89,16 +93,16 @@ def header(content: Any, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def one(**changes: Any) -> dict[str, Any]:
+def tensor_header(**changes: Any) -> dict[str, Any]:
     return {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **changes}}
 
 
 HEADERS = {
     "nested": header(NESTED),
     "nested objects": header(NESTED_OBJECT),
-    "float offsets": header(one(data_offsets=[0.0, 4.0]), bytes(4)),
-    "10^6 dimensions": header(one(shape=[1] * 10**6), bytes(4)),
-    "metadata that is a list": header({"__metadata__": [], **one()}, bytes(4)),
+    "float offsets": header(tensor_header(data_offsets=[0.0, 4.0]), bytes(4)),
+    "10^6 dimensions": header(tensor_header(shape=[1] * 10**6), bytes(4)),
+    "metadata that is a list": header({"__metadata__": [], **tensor_header()}, bytes(4)),
     "a huge integer": header(
         '{"a":{"dtype":"F32","shape":[' + "9" * 10**5 + '],"data_offsets":[0,4]}}', bytes(4)
     ),
@@ -106,22 +110,22 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_safetensors_header(tmp_path: Path, case: str) -> None:
+def test_invalid_safetensors_header_is_rejected(tmp_path: Path, case: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(HEADERS[case])
     with pytest.raises(DamagedError, match="has an invalid header"):
         read_header(tmp_path / "model.safetensors")
     assert titan(["ckpt", "show", str(tmp_path)]) == 1
 
 
-def test_a_pipe_instead_of_weights(tmp_path: Path) -> None:
+def test_pipe_instead_of_weights_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(DamagedError, match="is not a regular file"):
         open_safetensors(tmp_path, quantized=False)
 
 
 @pytest.mark.parametrize("file", ["", ".", "..", "../model.safetensors", "/etc/hostname", "a\0b"])
-def test_an_index_leads_to_no_file_elsewhere(tmp_path: Path, file: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(header(one(), bytes(4)))
+def test_index_cannot_name_files_outside_its_folder(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header(tensor_header(), bytes(4)))
     index = tmp_path / "model.safetensors.index.json"
     for text in (json.dumps({"weight_map": {"a": file}}), NESTED, NESTED_OBJECT):
         index.write_text(text)
@@ -130,8 +134,8 @@ def test_an_index_leads_to_no_file_elsewhere(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("text", [NESTED, NESTED_OBJECT, "[]", "3", ""])
-def test_a_config_json(tmp_path: Path, text: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(header(one(), bytes(4)))
+def test_malformed_config_json_is_rejected(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header(tensor_header(), bytes(4)))
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(DamagedError, match="config.json is not valid"):
         config_differences(tmp_path, {})
@@ -139,35 +143,37 @@ def test_a_config_json(tmp_path: Path, text: str) -> None:
         open_safetensors(tmp_path, quantized=False)
 
 
-def test_a_tokenizer_json(tmp_path: Path) -> None:
+def test_malformed_tokenizer_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(NESTED)
     with pytest.raises(TokenizerError, match="cannot be read as JSON: it is nested too deeply"):
         load_tokenizer(tmp_path)
 
 
 BUNDLE = {
-    "step": 4, "samples": [[12, 15]], "seed": 7, "global_batch_size": 4, "loss": "nan", "grad_norm": 1.0,
-    "data_digest": "0", "rank_losses": {"0": "nan"}, "config": "attempts/1/config.toml",
-    "checkpoint": {"kind": "resume", "path": "checkpoint/step-3", "is_start": False, "is_pinned": True},
+    "step": 4, "samples": [[12, 15]], "seed": 7, "global_batch_size": 4, "loss": "nan",
+    "grad_norm": 1.0, "data_digest": "0", "rank_losses": {"0": "nan"},
+    "config": "attempts/1/config.toml",
+    "checkpoint": {"kind": "resume", "path": "checkpoint/step-3", "is_start": False,
+                   "is_pinned": True},
 }  # fmt: skip
 BUNDLES = {
     "nested": (NESTED, "nested too deeply"),
     "no checkpoint": (
         json.dumps({**BUNDLE, "checkpoint": None}),
-        "checkpoint is None, expected dict",
+        "checkpoint is None. Expected dict",
     ),
     "no path": (
         json.dumps({**BUNDLE, "checkpoint": {"kind": "warm"}}),
-        "checkpoint.is_start is None, expected bool",
+        "checkpoint.is_start is None. Expected bool",
     ),
-    "a number as config": (json.dumps({**BUNDLE, "config": 3}), "config is 3, expected str"),
-    "a text as step": (json.dumps({**BUNDLE, "step": "4"}), "step is '4', expected int"),
+    "a number as config": (json.dumps({**BUNDLE, "config": 3}), "config is 3. Expected str"),
+    "a text as step": (json.dumps({**BUNDLE, "step": "4"}), "step is '4'. Expected int"),
     "no loss": (json.dumps({k: v for k, v in BUNDLE.items() if k != "loss"}), "it has no loss"),
 }
 
 
 @pytest.mark.parametrize("case", BUNDLES)
-def test_a_bundle(
+def test_malformed_bundle_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     monkeypatch.setattr(log, "init_logger", lambda: None)
@@ -179,13 +185,16 @@ def test_a_bundle(
     assert words in capsys.readouterr().err
 
 
-def test_an_exit_json(
+def test_malformed_exit_json_counts_as_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "exit.json").write_text(NESTED)
     config: dict[str, Any] = {"job": {"dump_folder": str(tmp_path)}}
     assert report_end(config, 0, None, Start(0.0, 1, "command", ["titan"])) == CRASH
-    assert "does not state how the run has ended: it is nested too deeply" in capsys.readouterr().err
+    assert (
+        "cannot be read: it is nested too deeply. Expected the end of the run"
+        in capsys.readouterr().err
+    )
 
 
 CONFIGS: dict[str, Callable[[Path], Any]] = {
@@ -196,7 +205,9 @@ CONFIGS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_stored_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_invalid_stored_config_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     step = shutil.copytree(GOLDEN, tmp_path / "step-3")
     CONFIGS[case](step / "config.toml")
     assert titan(["ckpt", "export", str(step), str(tmp_path / "out")]) == 2

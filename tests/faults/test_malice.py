@@ -1,6 +1,6 @@
-"""No command runs code that a checkpoint names. Each reads every checkpoint of `malice.PLACES`.
+"""No command executes code from a checkpoint of `malice.LOCATIONS`.
 
-Python's audit hook reports each class that an unpickler looks up: only listed names may appear.
+Python's audit hook reports each class that an unpickler looks up. Only allowed names may appear.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.damage import start_here
-from tests.faults.malice import PAYLOADS, PLACES, write_module
+from tests.faults.damage import start_one_rank
+from tests.faults.malice import LOCATIONS, PAYLOADS, write_module
 from tests.faults.trainer import ASSETS
-from torchtitan_like.checkpoint.unpickle import METADATA_GLOBALS
+from torchtitan_like.checkpoint.unpickle import TORCH_TYPES
 from torchtitan_like.cli import main as titan
 
 pytestmark = [
@@ -28,37 +28,39 @@ pytestmark = [
     ),
 ]
 GOLDEN = ASSETS / "v2/step-3"
-_seen: list[str] | None = None  # what an audit hook has reported, while `watched` is in use
+_audit_events: list[str] | None = None  # audited events, while the fixture `audit_events` is active
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _seen is not None and event == "pickle.find_class" and arguments not in METADATA_GLOBALS:
-        _seen.append(f"{event} {arguments}")
+    is_allowed = event != "pickle.find_class" or arguments in TORCH_TYPES.globals
+    if _audit_events is not None and not is_allowed:
+        _audit_events.append(f"{event} {arguments}")
 
 
 @pytest.fixture(scope="module")
 def audit() -> None:
-    sys.addaudithook(_audit)  # cannot be removed again
+    sys.addaudithook(_audit)  # hooks cannot be removed
 
 
 @pytest.fixture
-def watched(audit: None) -> Iterator[list[str]]:
-    global _seen
-    _seen = []
-    yield _seen
-    _seen = None
+def audit_events(audit: None) -> Iterator[list[str]]:
+    global _audit_events
+    _audit_events = []
+    yield _audit_events
+    _audit_events = None
 
 
 def resume(path: Path, folder: Path) -> str:
-    """Load a step as a run does that is started again; what it said."""
+    """Resume from a step and return the output."""
     target = folder / "run/checkpoint/step-3"
     target.parent.mkdir(parents=True)
     target.symlink_to(path)
-    return start_here(folder / "run", GOLDEN).output
+    return start_one_rank(folder / "run", GOLDEN).output
 
 
-def warm(path: Path, folder: Path) -> str:
-    return start_here(folder / "warm", GOLDEN, start="warm", initial_load_path=str(path)).output
+def warm_start(path: Path, folder: Path) -> str:
+    """Start a new run from the weights of a checkpoint and return the output."""
+    return start_one_rank(folder / "warm", GOLDEN, start="warm", initial_load_path=str(path)).output
 
 
 def _command(*words: str) -> Callable[[Path, Path], str]:
@@ -71,7 +73,7 @@ def _command(*words: str) -> Callable[[Path, Path], str]:
 
 COMMANDS: dict[str, Callable[[Path, Path], str]] = {
     "resume": resume,
-    "warm": warm,
+    "warm": warm_start,
     "show": _command("ckpt", "show", "{path}"),
     "verify": _command("ckpt", "verify", "{path}"),
     "ls": _command("ckpt", "ls", "{path}"),
@@ -87,10 +89,10 @@ COMMANDS: dict[str, Callable[[Path, Path], str]] = {
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_the_calls_are_made_by_a_free_unpickler(
+def test_unrestricted_unpickler_executes_the_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Else the tests below could not fail."""
+    """Otherwise the next test could not fail."""
     monkeypatch.syspath_prepend(tmp_path)
     marker = tmp_path / "marker"
     write_module(marker)
@@ -101,28 +103,29 @@ def test_the_calls_are_made_by_a_free_unpickler(
 
 
 @pytest.mark.parametrize(
-    ("place", "payload"), list(zip(PLACES, itertools.cycle(PAYLOADS), strict=False))
+    ("location", "payload"), list(zip(LOCATIONS, itertools.cycle(PAYLOADS), strict=False))
 )
-def test_no_command_makes_the_calls(
+def test_no_command_executes_a_payload(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    watched: list[str],
-    place: str,
+    audit_events: list[str],
+    location: str,
     payload: str,
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     marker = tmp_path / "marker"
     write_module(marker)
-    path = PLACES[place](tmp_path / "evil", PAYLOADS[payload](marker))
-    asked = (
-        rf"it asks for (\S+\.)?{payload.rsplit('.', 1)[-1]}, which"  # torch leaves out "builtins."
-    )
-    refusals = []
+    path = LOCATIONS[location](tmp_path / "evil", PAYLOADS[payload](marker))
+    # torch omits "builtins."
+    request = rf"it asks for (\S+\.)?{payload.rsplit('.', 1)[-1]}, which"
+    errors = []
     for name, command in COMMANDS.items():
         output = command(path, tmp_path / name.replace(" ", "")) + "".join(capsys.readouterr())
-        assert not marker.exists() and not watched, f"{name} has run it: {watched}"
+        assert not marker.exists() and not audit_events, (
+            f"{name} executed the payload: {audit_events}"
+        )
         assert "Traceback" not in output and "crashed" not in output, f"{name}: {output}"
-        if re.search(asked, output) and "--trust-pickle" in output:
-            refusals.append(name)
-    assert refusals, "no command names the class"
+        if re.search(request, output) and "--trust-pickle" in output:
+            errors.append(name)
+    assert errors, "no command names the class"

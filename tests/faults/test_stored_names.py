@@ -1,4 +1,4 @@
-"""Modules and files that a stored config, bundle or manifest names: imported and followed only on request."""
+"""Modules and files named in a stored config, bundle or manifest are used only on request."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ FLAG = "--experimental.custom_import"
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """What a test has imported, no other test finds."""
+def remove_module() -> Iterator[None]:
+    """Remove the imported module after each test."""
     yield
     sys.modules.pop(MODULE, None)
 
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A step whose config names a module inside the step, which is also the working folder."""
+    """Return a step whose config names a module in the step, and make it the current folder."""
     step = write_step(tmp_path / "run/checkpoint/step-3", f'custom_import = "{MODULE}"')
-    (step / f"{MODULE}.py").write_text("from pathlib import Path\nPath(__file__ + '.imported').touch()\n")
+    (step / f"{MODULE}.py").write_text(
+        "from pathlib import Path\nPath(__file__ + '.imported').touch()\n"
+    )
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(step)
     return step
@@ -60,7 +62,7 @@ def write_step(step: Path, experimental: str, name: str = "llama3") -> Path:
 
 
 def seal(step: Path, config: str, **changes: Any) -> Path:
-    """Write the config, and a manifest with today's hashes."""
+    """Write the config, and a manifest with the current hashes."""
     (step / "config.toml").write_text(config)
     manifest = read_manifest(step)
     assert manifest is not None
@@ -80,10 +82,10 @@ TOOLS: dict[str, Callable[[Path, Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_module_of_a_stored_config_is_not_imported(
+def test_module_of_a_stored_config_is_not_imported(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
 ) -> None:
-    """Nor is the working folder put where modules are looked for."""
+    """The current folder is not added to sys.path either."""
     assert titan(TOOLS[tool](stored, tmp_path / "out")) == 0
     assert f"Not imported: {MODULE}" in capsys.readouterr().err
     assert MODULE not in sys.modules and str(stored) not in sys.path and "" not in sys.path
@@ -91,20 +93,20 @@ def test_the_module_of_a_stored_config_is_not_imported(
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_model_that_needs_the_module_is_refused_with_its_name_and_the_flag(
+def test_error_for_an_unknown_model_names_its_module_and_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tool: str
 ) -> None:
-    step = write_step(tmp_path / "step-3", f'custom_import = "{MODULE}"', name="mine")
+    step = write_step(tmp_path / "step-3", f'custom_import = "{MODULE}"', name="user_model")
     argv = TOOLS[tool](step, tmp_path / "out")
     assert titan(argv) == 2
     message = capsys.readouterr().err
     assert f"asks for the module '{MODULE}'" in message and f"{FLAG} {MODULE}" in message
-    assert titan([*argv, FLAG, MODULE]) == 2  # it cannot be found yet
+    assert titan([*argv, FLAG, MODULE]) == 2  # the module does not exist yet
     assert f"No module named '{MODULE}'" in capsys.readouterr().err
     (tmp_path / f"{MODULE}.py").write_text(
         "import dataclasses\nfrom torchtitan_like.models.spec import get_spec, register\n"
-        "try:\n    get_spec('mine')\nexcept KeyError:\n"
-        "    register(dataclasses.replace(get_spec('llama3'), name='mine'))\n"
+        "try:\n    get_spec('user_model')\nexcept KeyError:\n"
+        "    register(dataclasses.replace(get_spec('llama3'), name='user_model'))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(spec, "_registered", dict(spec._registered))
@@ -116,17 +118,25 @@ def write_bundle(run: Path, **changes: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not (run / "attempts/1/config.toml").exists():
         shutil.copy(run / "checkpoint/step-3/config.toml", run / "attempts/1/config.toml")
-    found = {"kind": "resume", "path": "checkpoint/step-3", "is_start": False, "is_pinned": True}
+    checkpoint = {
+        "kind": "resume",
+        "path": "checkpoint/step-3",
+        "is_start": False,
+        "is_pinned": True,
+    }
     bundle = {
-        "step": 4, "samples": [[12, 15]], "seed": 7, "global_batch_size": 4, "loss": "nan", "grad_norm": "nan",
-        "data_digest": "0", "rank_losses": {"0": "nan"}, "config": "attempts/1/config.toml", "checkpoint": found,
+        "step": 4, "samples": [[12, 15]], "seed": 7, "global_batch_size": 4, "loss": "nan",
+        "grad_norm": "nan", "data_digest": "0", "rank_losses": {"0": "nan"},
+        "config": "attempts/1/config.toml", "checkpoint": checkpoint,
     }  # fmt: skip
     path.write_text(json.dumps(bundle | changes))
     return path
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def replay_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     monkeypatch.setattr(log, "init_logger", lambda: None)
     monkeypatch.setattr(replay, "replay_step", lambda config, bundle: pytest.fail("replayed"))
 
@@ -137,29 +147,37 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-def test_a_replay_imports_no_module_of_the_run(stored: Path, refused: Callable[..., str]) -> None:
-    message = refused(write_bundle(stored.parents[1]))
+def test_replay_imports_no_module_of_the_run(
+    stored: Path, replay_error: Callable[..., str]
+) -> None:
+    message = replay_error(write_bundle(stored.parents[1]))
     assert f"The run imports the module {MODULE}" in message and f"{FLAG} {MODULE}" in message
     assert MODULE not in sys.modules and str(stored) not in sys.path
-    assert f"No module named '{MODULE}'" in refused(write_bundle(stored.parents[1]), FLAG, MODULE)
+    assert f"No module named '{MODULE}'" in replay_error(
+        write_bundle(stored.parents[1]), FLAG, MODULE
+    )
 
 
-@pytest.mark.parametrize("outside", ["../config.toml", "{tmp}/config.toml", "attempts/1/../../../config.toml"])
-def test_a_bundle_leads_to_no_file_outside_its_run(
-    tmp_path: Path, refused: Callable[..., str], outside: str
+@pytest.mark.parametrize(
+    "outside", ["../config.toml", "{tmp}/config.toml", "attempts/1/../../../config.toml"]
+)
+def test_bundle_cannot_name_files_outside_its_run(
+    tmp_path: Path, replay_error: Callable[..., str], outside: str
 ) -> None:
     run = tmp_path / "run"
     step = write_step(run / "checkpoint/step-3", 'custom_import = ""')
     shutil.copy(step / "config.toml", tmp_path / "config.toml")
     outside = outside.format(tmp=tmp_path)
-    message = refused(write_bundle(run, config=outside))
-    assert "as the run's settings: expected a file in" in message
-    checkpoint_elsewhere = {"kind": "warm", "path": outside, "is_start": True, "is_pinned": False}
-    message = refused(write_bundle(run, checkpoint=checkpoint_elsewhere))
+    message = replay_error(write_bundle(run, config=outside))
+    assert "as the run's settings. Expected a file in" in message
+    outside_checkpoint = {"kind": "warm", "path": outside, "is_start": True, "is_pinned": False}
+    message = replay_error(write_bundle(run, checkpoint=outside_checkpoint))
     assert "Expected a path in" in message and "--checkpoint.initial_load_path" in message
 
 
-def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_config_cannot_extend_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "other.toml").write_text("[debug]\nseed = 3\n")
     step = shutil.copytree(GOLDEN, tmp_path / "step-3")
     seal(step, f'extends = "{tmp_path}/other.toml"\n' + (step / "config.toml").read_text())
@@ -171,23 +189,27 @@ def test_a_stored_config_extends_no_other_file(tmp_path: Path, capsys: pytest.Ca
     assert titan(["data", "show", str(step), "--step", "1"]) == 2
 
 
-@pytest.mark.parametrize("name", ["../step-2/shard-00000.bin", "/etc/hostname", "", ".", "a/../../b", "a\0b"])
-def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../step-2/shard-00000.bin", "/etc/hostname", "", ".", "a/../../b", "a\0b"]
+)
+def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path, name: str) -> None:
     step = shutil.copytree(GOLDEN, tmp_path / "step-3")
     manifest = read_manifest(step)
     assert manifest is not None
     (step / "manifest.json").unlink()
-    write_manifest(step, {**manifest, "files": {**manifest["files"], name: {"size": 1, "extents": ["0"]}}})
+    write_manifest(
+        step, {**manifest, "files": {**manifest["files"], name: {"size": 1, "extents": ["0"]}}}
+    )
     with pytest.raises(DamagedError, match="names the file"):
         read_manifest(step)
     assert titan(["ckpt", "verify", str(step)]) == 1
     assert not is_inside(name)
 
 
-def test_a_conversion_copies_no_file_that_a_link_leads_to(
+def test_conversion_does_not_follow_links_out_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a downloaded directory; the Hub's own cache links to the blobs next to its snapshots."""
+    """In the Hub's cache, snapshots may contain links to the blobs folder next to them."""
     assert titan(["ckpt", "export", str(GOLDEN), str(tmp_path / "models/snapshots/1a2b")]) == 0
     model = tmp_path / "models/snapshots/1a2b"
     (model / "manifest.json").unlink()
@@ -198,7 +220,7 @@ def test_a_conversion_copies_no_file_that_a_link_leads_to(
         (model / file).symlink_to(f"../../blobs/{file}")
     argv = ["convert", str(model), "--to", "hf"]
     assert titan(["ckpt", *argv, str(tmp_path / "good")]) == 0
-    (tmp_path / "secret").write_text("of the user")
+    (tmp_path / "secret").write_text("private")
     (model / "notes.txt").symlink_to(tmp_path / "secret")
     assert titan(["ckpt", *argv, str(tmp_path / "bad")]) == 2
     assert "notes.txt is a link to" in capsys.readouterr().err and not (tmp_path / "bad").exists()

@@ -1,4 +1,4 @@
-"""Runs of the real trainer that can be killed, under torchrun or forked from a warm process; both look the same here."""
+"""Runs of the real trainer that tests can kill, with torchrun or with forked ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.faults.plants import Plant
-from tests.faults.warm import GRACE_SECONDS
+from tests.faults.fork_server import GRACE_SECONDS
+from tests.faults.injection import Injection
 from tests.harness.runner import ROOT, kill_session, trainer_command, trainer_environment
 
-EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss", "grad_norm", "lr", "data_digest",
-         "data_digest_chain", "skipped")  # fmt: skip
+EXACT = (
+    "step",
+    "n_tokens_seen",
+    "num_valid_tokens",
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "data_digest",
+    "data_digest_chain",
+    "skipped",
+)
 ASSETS = ROOT / "tests/assets/checkpoints"
 
 
 def arguments(folder: Path, **overrides: Any) -> list[str]:
-    """The command line of a tiny run: 13,000 parameters, a text of 25 samples that 4 a step pass several times."""
+    """Return the command line of a tiny run: 13,000 parameters, steps of 4 out of 25 samples."""
     values = {
         "job.config_file": ROOT / "train_configs/debug_model.toml",
         "job.dump_folder": folder,
@@ -59,16 +69,17 @@ def arguments(folder: Path, **overrides: Any) -> list[str]:
 
 
 def exact_rows(folder: Path) -> list[list[Any]]:
-    """The EXACT keys of every whole row of metrics.jsonl, floats as hex: equal means bit for bit."""
+    """Return the EXACT keys of each complete row of metrics.jsonl, with floats as hex strings."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # who is killed may leave the last one torn
+    # A killed process may leave an incomplete last line.
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [[v.hex() if isinstance(v := row[key], float) else v for key in EXACT] for row in rows]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A run that is over. codes: of every rank, or torchrun's alone; a negative one is a signal."""
+class FinishedRun:
+    """A finished run. `codes` has the exit code of each rank or of torchrun; negative: a signal."""
 
     codes: list[int]
     output: str = field(repr=False)
@@ -78,80 +89,91 @@ class Ended:
     def tail(self) -> str:
         """Return the errors in the output, and its last lines, for messages."""
         lines = [line[:400] for line in self.output.splitlines()]
-        error_lines = [line for line in lines[:-8] if re.search("ERROR|WARNING|Error|Traceback", line)]
+        error_lines = [
+            line for line in lines[:-8] if re.search("ERROR|WARNING|Error|Traceback", line)
+        ]
         return "\n".join([*error_lines[-20:], *lines[-8:]])
 
-    def says(self, words: str) -> bool:
-        """Return True if the output contains these words. (`in` would make pytest print all of it.)"""
+    def has_output(self, words: str) -> bool:
+        """Return True if the output contains `words`. `in` would make pytest print the output."""
         return words in self.output
 
 
 class Run(Protocol):
-    """A run that has been started."""
+    """A started run."""
 
     def is_over(self) -> bool:
-        """Have all ranks ended?"""
+        """Return True if all ranks have ended."""
 
     def pids(self) -> dict[int, int]:
-        """Rank -> pid."""
+        """Return the pids by rank."""
 
-    def wait(self, timeout: float = 90) -> Ended:
-        """Wait for the end; AssertionError with the output's end after `timeout` seconds, when all are killed."""
+    def wait(self, timeout: float = 90) -> FinishedRun:
+        """Wait for the end of the run.
+
+        After `timeout` seconds, kill all ranks and raise AssertionError with the end of the output.
+        """
 
 
 class Starter(Protocol):
-    """Where runs come from."""
+    """Starts runs of the trainer."""
 
     name: str
-    grace: float  # seconds after a rank's death in which the others may end by themselves
+    grace: float  # seconds in which the other ranks may end after a crash
 
     def start(
         self,
         argv: list[str],
         num_ranks: int,
         folder: Path,
-        plants: Sequence[Plant] = (),
+        injections: Sequence[Injection] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> Run: ...
 
 
 def kill(pids: list[int]) -> list[int]:
-    """SIGKILL to all of them at once, from outside; those that were there to be killed."""
+    """Send SIGKILL to all pids and return those that existed."""
     killed = []
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # ended by itself meanwhile
+        with contextlib.suppress(ProcessLookupError):  # already ended
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
     return killed
 
 
-def _exit_of(folder: Path) -> dict[str, Any] | None:
+def read_exit_file(folder: Path) -> dict[str, Any] | None:
     path = folder / "exit.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 class Torchrun:
-    """The command that run_train.sh uses, from an interpreter's start to its end."""
+    """Starts runs with the command of run_train.sh."""
 
     name = "torchrun"
     grace = 5.0
 
     def __init__(self, env: Mapping[str, str], *options: str) -> None:
-        self.env, self.options = env, options  # of torchrun
+        self.env = env
+        self.options = options  # of torchrun
 
     def start(
         self,
         argv: list[str],
         num_ranks: int,
         folder: Path,
-        plants: Sequence[Plant] = (),
+        injections: Sequence[Injection] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> Run:
         folder.mkdir(parents=True, exist_ok=True)
         command, env = trainer_command(argv, num_ranks, folder), dict(self.env)
-        if plants or settings:
-            command = [{"torchtitan_like.train": "tests.faults.plants"}.get(part, part) for part in command]
-            env["FAULT_PLANTS"] = json.dumps({"plants": plants, "settings": settings or {}})
+        if injections or settings:
+            command = [
+                {"torchtitan_like.train": "tests.faults.injection"}.get(part, part)
+                for part in command
+            ]
+            env["FAULT_INJECTIONS"] = json.dumps(
+                {"injections": injections, "settings": settings or {}}
+            )
         command[3:3] = self.options
         return _TorchrunRun(command, folder, env)
 
@@ -163,47 +185,55 @@ class _TorchrunRun:
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=trainer_environment(env), text=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
             )  # fmt: skip
 
     def is_over(self) -> bool:
         return self.process.poll() is not None
 
     def pids(self) -> dict[int, int]:
-        """The trainers among torchrun and its descendants, by the RANK in their environment; without their loader workers."""
+        """Return the trainer processes under torchrun, without data workers, by their RANK."""
         import psutil
 
-        found: dict[int, int] = {}
+        pids: dict[int, int] = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
-            for one in [top, *top.children(recursive=True)]:  # parents before their children
+            for process in [top, *top.children(recursive=True)]:  # parents before their children
                 with contextlib.suppress(psutil.Error):
-                    command = one.cmdline()
-                    is_trainer = {"torchtitan_like.train", "tests.faults.plants"} & {
+                    command = process.cmdline()
+                    is_trainer = {"torchtitan_like.train", "tests.faults.injection"} & {
                         *command
                     } and "torchtitan_like.torchrun" not in command
-                    if is_trainer and one.ppid() not in found.values():
-                        found[int(one.environ().get("RANK", 0))] = one.pid
-        return found
+                    if is_trainer and process.ppid() not in pids.values():
+                        pids[int(process.environ().get("RANK", 0))] = process.pid
+        return pids
 
-    def wait(self, timeout: float = 90) -> Ended:
+    def wait(self, timeout: float = 90) -> FinishedRun:
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             kill_session(self.process)
-            raise AssertionError(f"the run did not end within {timeout:g} s:\n{self.log.read_text()[-3000:]}") from None
-        return Ended([self.process.returncode], self.log.read_text(errors="replace"), _exit_of(self.folder))
+            raise AssertionError(
+                f"the run did not end within {timeout:g} s:\n{self.log.read_text()[-3000:]}"
+            ) from None
+        return FinishedRun(
+            [self.process.returncode],
+            self.log.read_text(errors="replace"),
+            read_exit_file(self.folder),
+        )
 
 
-class Warm:
-    """Ranks forked from one process that has all imported (warm.py); one run at a time."""
+class ForkServer:
+    """Starts runs with ranks forked from a process with all imports; one run at a time."""
 
     name = "forked"
     grace = GRACE_SECONDS
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.warm"], cwd=ROOT, env=trainer_environment(env), text=True, bufsize=1,
+            [sys.executable, "-m", "tests.faults.fork_server"],
+            cwd=ROOT, env=trainer_environment(env), text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.buffer = b""
@@ -214,19 +244,25 @@ class Warm:
         argv: list[str],
         num_ranks: int,
         folder: Path,
-        plants: Sequence[Plant] = (),
+        injections: Sequence[Injection] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> Run:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder.parent / "output.log"
         log.unlink(missing_ok=True)
         assert self.process.stdin is not None
-        request = {"argv": argv, "num_ranks": num_ranks, "log": str(log), "plants": plants, "settings": settings or {}}
+        request = {
+            "argv": argv,
+            "num_ranks": num_ranks,
+            "log": str(log),
+            "injections": injections,
+            "settings": settings or {},
+        }
         self.process.stdin.write(json.dumps(request) + "\n")
-        return _WarmRun(self, self.answer(30)["pids"], folder, log)
+        return _ForkedRun(self, self.answer(30)["pids"], folder, log)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line of the process; TimeoutError when it does not come."""
+        """Return the next answer of the process. Raise TimeoutError after `timeout` seconds."""
         assert self.process.stdout is not None
         end = time.monotonic() + timeout
         while b"\n" not in self.buffer:
@@ -234,18 +270,18 @@ class Warm:
                 raise TimeoutError
             piece = os.read(self.process.stdout.fileno(), 65536)
             if not piece:
-                raise AssertionError("the process that forks the ranks has died")
+                raise AssertionError("the fork server has died")
             self.buffer += piece
         line, self.buffer = self.buffer.split(b"\n", 1)
         return dict(json.loads(line))
 
     def close(self) -> None:
-        self.process.kill()  # the ranks die with it
+        self.process.kill()  # its ranks are killed too
         self.process.communicate()
 
 
-class _WarmRun:
-    def __init__(self, server: Warm, pids: list[int], folder: Path, log: Path) -> None:
+class _ForkedRun:
+    def __init__(self, server: ForkServer, pids: list[int], folder: Path, log: Path) -> None:
         self.server, self.folder, self.log = server, folder, log
         self._pids = pids
         self.codes: list[int] | None = None
@@ -259,16 +295,16 @@ class _WarmRun:
     def pids(self) -> dict[int, int]:
         return dict(enumerate(self._pids))
 
-    def wait(self, timeout: float = 90) -> Ended:
-        late = False
+    def wait(self, timeout: float = 90) -> FinishedRun:
+        is_late = False
         if self.codes is None:
             try:
                 self.codes = self.server.answer(timeout)["codes"]
             except TimeoutError:
-                late = True
+                is_late = True
                 kill(self._pids)
                 self.codes = self.server.answer(30)["codes"]
         output = self.log.read_text(errors="replace") if self.log.exists() else ""
-        if late:
+        if is_late:
             raise AssertionError(f"the run did not end within {timeout:g} s:\n{output[-3000:]}")
-        return Ended(self.codes, output, _exit_of(self.folder))
+        return FinishedRun(self.codes, output, read_exit_file(self.folder))

@@ -1,39 +1,39 @@
-"""The runs whose steps are counted: layouts, schedules and features that CPU ranks cannot show on
-CUDA."""
+"""The counted runs: layouts, schedules and features whose CUDA calls CPU ranks cannot show."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# bf16 and 8 x 2,048 tokens per rank, as on a GPU; no log line, validation or checkpoint between the
-# counted steps.
+# bf16 and 8 x 2,048 tokens per rank, as on a GPU. No log line, validation or checkpoint is between
+# the counted steps.
 BASE = """
     --job.config_file train_configs/debug_model.toml --training.mixed_precision_param bfloat16
-    --training.local_batch_size 8 --training.seq_len 2048 --metrics.log_freq 100 --metrics.no-enable_tensorboard
-    --validation.no-enable --checkpoint.no-enable
+    --training.local_batch_size 8 --training.seq_len 2048 --metrics.log_freq 100
+        --metrics.no-enable_tensorboard --validation.no-enable --checkpoint.no-enable
 """.split()
 
-# No cell covers what the stand-in for a GPU cannot model:
-#
-# - asynchronous tensor parallelism: it needs symmetric memory, in which ranks map each other's device memory
-# - CUDA graphs: there is no capture, and the trainer does not use them
-# - cuDNN attention: cuDNN's own library needs a device; the cells use the flash kernel
-# - varlen attention: the device finds the borders of documents, and all positions are zero there
-# - values: everything read from a device is zero, so losses, norms and restored weights mean nothing
-# - times, NCCL progress and errors, out-of-memory behavior of kernels, several nodes: nothing is executed
+# The null device cannot model the following, so no cell covers it:
+# - asynchronous tensor parallelism: needs symmetric memory, in which ranks map their peers' memory
+# - CUDA graphs: the device has no capture, and the trainer does not use them
+# - cuDNN attention: cuDNN needs a real device; the cells use the flash kernel
+# - varlen attention: it reads document borders from the device, where all values are zero
+# - values: all values read from the device are zero, including losses, norms and restored weights
+# - times, NCCL errors, out-of-memory errors of kernels, several nodes: the device executes nothing
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its arguments in addition to BASE, the number of ranks, and host syncs that are
-    accepted with a reason."""
+    """One run: arguments in addition to BASE, number of ranks, accepted host syncs with reasons.
+
+    most_syncs: the number of accepted host syncs in a step; None if any number is accepted.
+    """
 
     name: str
     num_ranks: int
     arguments: str = ""
-    syncs: dict[str, str] = field(
-        default_factory=dict
-    )  # part of the call's stack -> why the host may wait there
+    # A part of the call's stack -> the reason for which the host may wait.
+    syncs: dict[str, str] = field(default_factory=dict)
+    most_syncs: int | None = None
 
     @property
     def command(self) -> list[str]:
@@ -51,8 +51,13 @@ AC = "--activation_checkpoint.mode"
 FLOAT8 = "--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name"
 
 OP = "selective --activation_checkpoint.selective_ac_option op"
+EP = "--parallelism.expert_parallel_degree"
+EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe --model.args.load_balance global"
+ROW_COUNTS = {
+    "expert_parallel.py:_copy_to_host": "an uneven all-to-all needs the numbers of rows on the host"
+}
 OFFLOAD_WAITS = {
-    "_fully_shard/": "FSDP2 waits for each block's offloaded gradients at the end of the backward pass"
+    "_fully_shard/": "FSDP2 waits for each block's offloaded gradients at the end of backward"
 }
 SAVES = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode async_with_pinned_mem"
 SKIPS = "--resilience.on_nonfinite skip --resilience.on_spike skip --resilience.spike_threshold 6"
@@ -82,6 +87,9 @@ CELLS = [
     Cell("pipeline_zbv", 2, f"{PP} 2 {SCHEDULE} ZBVZeroBubble"),
     Cell("pipeline_dualpipev", 2, f"{PP} 2 {SCHEDULE} DualPipeV"),
     Cell("fsdp_pipeline_interleaved_zero_bubble", 4, f"{PP} 2 {SCHEDULE} InterleavedZeroBubble"),
+    # 8 layers of 64 experts. Each wait is two events: the copy, and the wait for its stream.
+    Cell("expert_parallel", 2, f"{EXPERTS} {EP} 2", ROW_COUNTS, most_syncs=2 * 8),
+    Cell("expert_tensor_parallel", 2, f"{EXPERTS} {EP} 2 {TP} 2", ROW_COUNTS, most_syncs=2 * 8),
     # activation checkpointing
     Cell("full_checkpointing", 2, f"{AC} full"),
     Cell("per_op_checkpointing", 2, f"{AC} {OP}"),
@@ -89,8 +97,8 @@ CELLS = [
     # optimizers
     Cell("foreach_optimizer", 2, "--optimizer.implementation foreach"),
     Cell("optimizer_in_backward", 2, "--optimizer.early_step_in_backward"),
-    # saving, and decisions about numbers
-    Cell("step_after_async_save", 2, SAVES),  # saves after step 4
+    # checkpoints and handling of non-finite numbers
+    Cell("step_after_async_save", 2, SAVES),  # writes a checkpoint after step 4
     Cell("skipped_steps", 2, SKIPS),
     Cell("overflow_detector", 2, "--debug.detect_overflow"),
     Cell("deterministic", 2, "--debug.deterministic"),

@@ -1,4 +1,4 @@
-"""The option that writes new counts."""
+"""The option `--update-counts`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-counts", action="store_true", help="write what is counted into counts.json"
+        "--update-counts", action="store_true", help="write the measured counts to counts.json"
     )

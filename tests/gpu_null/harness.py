@@ -17,20 +17,18 @@ from tests.harness.runner import ROOT, run_trainer
 SOURCES = Path(__file__).parent / "device"
 NUM_STEPS = 6
 TIMEOUT = 900  # seconds; compiling takes minutes on few cores
-DETAILED_STEP = (
-    5  # whose calls are recorded one by one and compared; the last step logs, and ends the run
-)
+# The step whose calls are recorded individually and compared. The last step logs and ends the run.
+DETAILED_STEP = 5
 
 
 def build_device(folder: Path) -> Path:
-    """Compile the device against the CUDA headers that torch's wheels have brought; returns the
-    library.
+    """Compile the device with the CUDA headers of torch's wheels and return the library.
 
-    Raises RuntimeError, with the compiler's output, if that fails.
+    Raise RuntimeError with the compiler's output if the compilation fails.
     """
     site = Path(sysconfig.get_path("purelib"))
     includes = [*site.glob("nvidia/*/include"), site / "triton/backends/nvidia/include"]
-    library = folder / "libcuda.so.1"  # the name under which Triton looks for the driver
+    library = folder / "libcuda.so.1"  # the library name that Triton loads
     command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-fvisibility=hidden"]
     command += [f"-I{path}" for path in includes]
     command += [*map(str, sorted(SOURCES.glob("*.c"))), "-lpthread", "-ldl", "-o", str(library)]
@@ -38,24 +36,23 @@ def build_device(folder: Path) -> Path:
     if result.returncode:
         raise RuntimeError(
             f"gcc could not compile the null CUDA device:\n{result.stderr}\n"
-            "Expected gcc and the CUDA headers of torch's wheels (nvidia/*/include and triton). Install a CUDA build "
-            "of torch, and gcc"
+            "Expected gcc and the CUDA headers of torch's wheels (nvidia/*/include and triton). "
+            "Install a CUDA build of torch, and gcc"
         )
-    (folder / "libnvidia-ml.so.1").symlink_to(library.name)  # NVML, which expandable segments ask
+    (folder / "libnvidia-ml.so.1").symlink_to(library.name)  # NVML, for expandable segments
     return library
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the ranks of one run have recorded, in rank order, and what the run printed."""
+    """The recordings of all ranks of one run, in rank order, and the output of the run."""
 
     ranks: list[dict[str, Any]]
     output: str
 
 
 def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: int) -> Recorded:
-    """Run the trainer on `num_ranks` null devices in `folder`. AssertionError if it does not end
-    well."""
+    """Run the trainer on `num_ranks` null devices. Raise AssertionError if the run fails."""
     environment = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(library.parent),
@@ -63,9 +60,9 @@ def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: i
         "NULL_CUDA_FOLDER": str(folder),
         "NULL_CUDA_DETAILED_STEP": str(DETAILED_STEP),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # One cache for each run: kernels that an earlier run compiled change the peak of reserved memory.
+        # One cache per run: kernels compiled by an earlier run change the peak of reserved memory.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        # cuDNN's own library needs a real device. PyTorch then takes the flash kernel.
+        # cuDNN needs a real device. PyTorch uses the flash kernel instead.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,15 +78,17 @@ def run_recorded(library: Path, folder: Path, arguments: list[str], num_ranks: i
     return Recorded(ranks, run.stdout)
 
 
-def demangled(name: str) -> str:
-    """A C++ name as a person reads it."""
+def demangle(name: str) -> str:
+    """Return the demangled form of a C++ name."""
     result = subprocess.run(["c++filt", name], capture_output=True, text=True)
     return result.stdout.strip() or name
 
 
 def main() -> None:
-    """Print what a step of the trainer costs: `python -m tests.gpu_null.harness NUM_RANKS
-    TRAINER_ARGUMENTS`."""
+    """Print the device calls of a trainer step.
+
+    Usage: `python -m tests.gpu_null.harness NUM_RANKS TRAINER_ARGUMENTS`.
+    """
     import tempfile
 
     num_ranks, arguments = int(sys.argv[1]), sys.argv[2:]
@@ -103,12 +102,12 @@ def main() -> None:
 
 
 def describe_calls(calls: list[list[Any]]) -> list[str]:
-    """One line for each group of equal calls, by kind and phase."""
+    """Return one line for each group of equal calls, sorted by kind and phase."""
     lines = []
     for kind, phase, site, detail, number in sorted(
         calls, key=lambda call: (call[0], call[1], -call[4])
     ):
-        lines.append(f"{number:4} {kind} in {phase}: {demangled(detail)[:160]}\n       {site}")
+        lines.append(f"{number:4} {kind} in {phase}: {demangle(detail)[:160]}\n       {site}")
     return lines
 
 

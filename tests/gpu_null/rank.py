@@ -1,7 +1,7 @@
 """One rank of the trainer on a null CUDA device: `python -m tests.gpu_null.rank TRAINER_ARGUMENTS`.
 
-The environment names the library (NULL_CUDA_LIBRARY), the folder for recordings (NULL_CUDA_FOLDER)
-and the step whose calls are recorded one by one (NULL_CUDA_DETAILED_STEP).
+Environment variables: NULL_CUDA_LIBRARY is the device library, NULL_CUDA_FOLDER the folder for
+recordings, NULL_CUDA_DETAILED_STEP the step whose calls are recorded individually.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from tests.gpu_null.recording import Recording, rank_from_environment, recording_path
 from torchtitan_like import launch, train
+from torchtitan_like.distributed import expert_parallel
 from torchtitan_like.resilience.end import end_process
 
 recording = Recording(os.environ["NULL_CUDA_LIBRARY"], int(os.environ["NULL_CUDA_DETAILED_STEP"]))
 
 
 class RecordedTrainer(train.Trainer):
-    """The trainer, with its steps counted. Each turn of the loop begins by fetching the next step's
-    batch."""
+    """A trainer that records its steps. Each iteration starts by fetching the next step's batch."""
 
     def fetch(self, step: int) -> Any:
         recording.start_step(step - 1)
@@ -31,8 +34,23 @@ class RecordedTrainer(train.Trainer):
         return super()._finish(*args)
 
 
-# Every flag read from a null device is False, "all values are finite" too: no checkpoint would pass.
+# All flags read from a null device are False, including "all values are finite". Without this line
+# every checkpoint would be rejected.
 train.nonfinite_names = lambda named: []
+
+
+def exchange_even_rows(
+    rows: Tensor, to_send: list[int], to_receive: list[int], group: ProcessGroup
+) -> Tensor:
+    """Exchange as many rows with each rank. The numbers of rows that a null device returns are 0."""
+    num_rows, remainder = divmod(rows.shape[0], group.size())
+    assert remainder == 0 and not any(to_send) and not any(to_receive)
+    even = [num_rows] * group.size()
+    return exchange_rows(rows, even, even, group)
+
+
+exchange_rows = expert_parallel.exchange_rows
+expert_parallel.exchange_rows = exchange_even_rows
 
 if __name__ == "__main__":
     launch.Trainer = RecordedTrainer

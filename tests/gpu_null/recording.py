@@ -1,5 +1,4 @@
-"""What a training step asks of the device: counts per step, and for one step the code that made
-each call."""
+"""Record device calls: counts of each training step, and the code locations of one step's calls."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ KINDS = (
     "pinned_allocations",
 )
 ALLOCATIONS = ("device_allocations", "pinned_allocations")
-# A call belongs to the first phase that a frame of its stack names, from the innermost frame
-# outwards.
+# The innermost frame with an entry in this table determines the phase of a call.
 PHASES = {
     ("optim/clipping.py", None): "clip",
     ("optim/loss.py", None): "loss",
@@ -41,7 +39,7 @@ LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 
 
 def call_site(frame: FrameType | None) -> tuple[str, str]:
-    """The phase of the step and the innermost frames of the stack, as `folder/file.py:function`."""
+    """Return the phase of the step, and the innermost frames as `folder/file.py:function`."""
     node = torch._C._current_autograd_node()
     phase: str | None = None
     names: list[str] = []
@@ -65,7 +63,7 @@ def call_site(frame: FrameType | None) -> tuple[str, str]:
 
 
 class Recording:
-    """Counts of each step, and where the calls of step `detailed_step` come from."""
+    """Counts of each step, and the code locations of the calls in step `detailed_step`."""
 
     def __init__(self, library: str, detailed_step: int) -> None:
         self._library = ctypes.CDLL(library)
@@ -82,7 +80,7 @@ class Recording:
         self.calls[KINDS[kind], phase, site, detail.decode()] += 1
 
     def start_step(self, step: int) -> None:
-        """End the step before, and count what comes for `step`."""
+        """End the previous step and start counting for `step`."""
         self.end_step()
         self._step = step
         self._library.null_cuda_start_step(ctypes.c_long(step))
@@ -91,7 +89,7 @@ class Recording:
         self._before = list(self._counts)
 
     def end_step(self) -> None:
-        """Note the counts of the step that was started last."""
+        """Store the counts of the current step."""
         after = list(self._counts)
         self._library.null_cuda_listen(None)
         if self._step:
@@ -100,7 +98,7 @@ class Recording:
         self._step = 0
 
     def write(self, path: Path) -> None:
-        """Write all of it as JSON."""
+        """Write the recording as JSON."""
         content: dict[str, Any] = {
             "torch": torch.__version__.partition("+")[0],
             "steps": self.steps,
@@ -111,10 +109,10 @@ class Recording:
 
 
 def recording_path(folder: Path, rank: int) -> Path:
-    """Where rank `rank` of a run writes its recording."""
+    """Return the path of a rank's recording."""
     return folder / f"recording-{rank}.json"
 
 
 def rank_from_environment() -> int:
-    """This process's rank; 0 without a launcher."""
+    """Return the rank of this process, or 0 without a launcher."""
     return int(os.environ.get("RANK", 0))

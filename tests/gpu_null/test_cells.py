@@ -1,8 +1,6 @@
-"""Each cell costs what the table says: launches, copies, collectives, waits and memory of a step,
-on every rank.
+"""Launches, copies, collectives, waits and memory of a step equal the table, on every rank.
 
-The table, counts.json, holds the counts of one torch release. `--update-counts` writes the new ones
-into it.
+The table counts.json has the counts of torch releases. `--update-counts` writes new counts.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tests.gpu_null.recording import ALLOCATIONS
 TABLE = Path(__file__).parent / "counts.json"
 RELEASE = torch.__version__.partition("+")[0]
 STEADY_STEPS = range(4, DETAILED_STEP + 1)
-# No line of the log may contain one of these.
+# No log line may contain any of these.
 UNWANTED = (
     "Traceback",
     "unbatched P2P",
@@ -42,13 +40,13 @@ Calls = list[list[Any]]  # rows [kind, phase, site, detail, number]
 
 
 def read_table() -> dict[str, Any]:
-    """The counts of all cells, by release of torch."""
+    """Return the counts of all cells by torch release."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
 
 
 def training_syncs(recording: dict[str, Any]) -> Calls:
-    """Waits of the detailed step, without those of the thread that writes checkpoints."""
+    """Return the waits of the detailed step, except waits of the checkpoint thread."""
     return [
         call
         for call in recording["calls"]
@@ -57,7 +55,7 @@ def training_syncs(recording: dict[str, Any]) -> Calls:
 
 
 def counts_by_rank(recorded: Recorded) -> dict[str, dict[str, int]]:
-    """What a step of each rank costs; equal ranks share a row, as in {"0,1": {...}}."""
+    """Return the counts of a step by rank. Ranks with equal counts share a row: {"0,1": {...}}."""
     ranks: dict[str, list[str]] = {}
     for rank, recording in enumerate(recorded.ranks):
         step = recording["steps"][str(DETAILED_STEP)]
@@ -68,36 +66,38 @@ def counts_by_rank(recorded: Recorded) -> dict[str, dict[str, int]]:
     return {",".join(numbers): json.loads(counts) for counts, numbers in ranks.items()}
 
 
-def place_of(call: list[Any]) -> str:
-    """A name for where a call comes from, without what changes with every edit: kind, phase and
-    innermost function."""
+def call_origin(call: list[Any]) -> str:
+    """Return kind, phase and innermost function of a call.
+
+    This name does not depend on line numbers or outer frames.
+    """
     kind, phase, site = call[:3]
     return f"{kind} in {phase}: {site.partition(' < ')[0]}"
 
 
-def counts_by_place(calls: Calls) -> dict[str, int]:
-    """Numbers of calls by `place_of`, sorted by name."""
-    places: Counter[str] = Counter()
+def counts_by_origin(calls: Calls) -> dict[str, int]:
+    """Return the numbers of calls by `call_origin`, sorted by name."""
+    origins: Counter[str] = Counter()
     for call in calls:
-        places[place_of(call)] += call[4]
-    return dict(sorted(places.items()))
+        origins[call_origin(call)] += call[4]
+    return dict(sorted(origins.items()))
 
 
 def explain_change(calls: Calls, pinned: dict[str, int]) -> str:
-    """The places whose numbers differ from the pinned ones, with the stacks of today's calls."""
-    places = counts_by_place(calls)
+    """Return the origins whose numbers differ from the table, with the stacks of the new calls."""
+    origins = counts_by_origin(calls)
     lines = []
-    for place in sorted(places.keys() | pinned.keys()):
-        now, before = places.get(place, 0), pinned.get(place, 0)
-        if now != before:
-            lines.append(f"{now - before:+d} ({before} -> {now}) {place}")
-            lines += describe_calls([call for call in calls if place_of(call) == place])
+    for origin in sorted(origins.keys() | pinned.keys()):
+        current, expected = origins.get(origin, 0), pinned.get(origin, 0)
+        if current != expected:
+            lines.append(f"{current - expected:+d} ({expected} -> {current}) {origin}")
+            lines += describe_calls([call for call in calls if call_origin(call) == origin])
     return "\n".join(lines)
 
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of the null CUDA device."""
+    """Build the null CUDA device and return its library."""
     if torch.version.cuda is None:
         raise RuntimeError(
             f"torch {torch.__version__} is a CPU build; the null CUDA device needs a CUDA build. "
@@ -107,7 +107,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_a_step_has_the_counts_of_the_table(
+def test_step_has_the_counts_of_the_table(
     cell: Cell, device: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     recorded = run_recorded(device, tmp_path, cell.command, cell.num_ranks)
@@ -123,25 +123,31 @@ def test_a_step_has_the_counts_of_the_table(
         assert not unexplained, f"rank {rank} waits for the device:\n" + "\n".join(
             describe_calls(unexplained)
         )
+        if cell.most_syncs is not None:
+            num_syncs = sum(call[4] for call in syncs)
+            assert num_syncs <= cell.most_syncs, f"rank {rank} waits {num_syncs} times:\n" + (
+                "\n".join(describe_calls(syncs))
+            )
     assert [
         line for line in recorded.output.splitlines() if any(part in line for part in UNWANTED)
     ] == []
 
     calls = recorded.ranks[0]["calls"]
-    counts, places = counts_by_rank(recorded), counts_by_place(calls)
+    counts, origins = counts_by_rank(recorded), counts_by_origin(calls)
     table = read_table()
     if pytestconfig.getoption("--update-counts"):
-        table.setdefault(RELEASE, {})[cell.name] = {"ranks": counts, "rank_0_by_place": places}
+        table.setdefault(RELEASE, {})[cell.name] = {"ranks": counts, "rank_0_by_origin": origins}
         TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return
     if RELEASE not in table:
         pytest.skip(
-            f"counts.json holds torch {', '.join(table)}, not {RELEASE}: --update-counts adds this release"
+            f"counts.json has torch {', '.join(table)}, not {RELEASE}: "
+            "--update-counts adds this release"
         )
     pinned = table[RELEASE].get(cell.name)
     assert pinned is not None, f"counts.json has no cell {cell.name}: --update-counts adds it"
     assert counts == pinned["ranks"], (
-        f"rank 0 by place:\n{explain_change(calls, pinned['rank_0_by_place'])}"
+        f"rank 0 by origin:\n{explain_change(calls, pinned['rank_0_by_origin'])}"
     )
 
 

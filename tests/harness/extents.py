@@ -1,4 +1,4 @@
-"""What a test wants to know of a file that was written in extents."""
+"""Hash and verify files that were written in extents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, find_damage, 
 
 
 def record_file(path: Path) -> FileRecord:
-    """Hash what is on disk now: for files that were not written through an ExtentSink. Raises OSError."""
+    """Hash a file that was not written through an ExtentSink. Raises OSError."""
     digests, size, buffer = [], 0, memoryview(bytearray(EXTENT))
     with io.BufferedReader(io.FileIO(path), EXTENT) as file:
         while count := file.readinto(buffer):
@@ -19,6 +19,6 @@ def record_file(path: Path) -> FileRecord:
 
 
 def verify_file(path: Path, record: FileRecord) -> None:
-    """Read a whole file. Raises DamagedError when its length or an extent is not what was written."""
+    """Read a whole file. Raises DamagedError if its length or an extent differs from `record`."""
     for error in find_damage(path.parent, {path.name: record}):
         raise error

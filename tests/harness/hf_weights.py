@@ -1,8 +1,13 @@
-"""Whole tensors carried over the links of `torchtitan_like.models.hf_table`: what every loader and exporter must equal."""
+"""Reference conversion between native and external weights, on whole tensors.
+
+Loaders and exporters must produce the same result. They use the same links of
+`torchtitan_like.models.hf_table`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,33 +15,86 @@ from torch import Tensor
 from torchtitan_like.models.hf_table import Link, external_shapes, slices
 
 
-def to_theirs(found: Iterable[Link], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` (our names) as their tensors."""
-    found = list(found)
-    dtypes = {link.external: state[link.native].dtype for link in found}
-    theirs = {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in external_shapes(found).items()}
-    for link in found:
-        ours, there = state[link.native][slices(link.native_box)], theirs[link.external][slices(link.external_box)]
-        there.copy_((ours.mT if link.transposed else ours).reshape(there.shape))
-    return theirs
+def to_external(links: Iterable[Link], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert tensors with native names to tensors with external names."""
+    links = list(links)
+    dtypes = {link.external: state[link.native].dtype for link in links}
+    result = {
+        name: torch.empty(shape, dtype=dtypes[name])
+        for name, shape in external_shapes(links).items()
+    }
+    for link in links:
+        source = state[link.native][slices(link.native_box)]
+        target = result[link.external][slices(link.external_box)]
+        target.copy_((source.mT if link.transposed else source).reshape(target.shape))
+    return result
 
 
-def to_ours(found: Iterable[Link], state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` (their names) as our tensors, in the shapes and dtypes of `like`."""
-    ours = {name: torch.empty_like(tensor) for name, tensor in like.items()}
-    for link in found:
-        here, theirs = ours[link.native][slices(link.native_box)], state[link.external][slices(link.external_box)]
-        here.copy_((theirs.mT if link.transposed else theirs).reshape(here.shape))
-    return ours
+def to_native(
+    links: Iterable[Link], state: Mapping[str, Tensor], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Convert tensors with external names to native ones with the shapes and dtypes of `like`."""
+    result = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    for link in links:
+        target = result[link.native][slices(link.native_box)]
+        source = state[link.external][slices(link.external_box)]
+        target.copy_((source.mT if link.transposed else source).reshape(target.shape))
+    return result
 
 
-def permuted(weight: Tensor, heads: int) -> Tensor:
-    """Meta's rows in Hugging Face's order, as transformers' conversion script writes it."""
+def permute_rows(weight: Tensor, heads: int) -> Tensor:
+    """Reorder rows from Meta's order to Hugging Face's, as transformers' conversion script does."""
     rows, columns = weight.shape
     return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def unpermuted(weight: Tensor, heads: int) -> Tensor:
-    """The way back."""
+def unpermute_rows(weight: Tensor, heads: int) -> Tensor:
+    """Reorder rows from Hugging Face's order to Meta's."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+# ---- experts: one tensor per expert in files, stacked tensors in modules of transformers
+
+
+@torch.no_grad()
+def load_per_expert(module: Any, stored: Mapping[str, Tensor]) -> None:
+    """Load tensors, named as in files, into a module of transformers with stacked experts."""
+    for name, tensor in module.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensor.copy_(_stack(name, stored, tensor.shape[0]))
+        elif name in stored:
+            tensor.copy_(stored[name])
+    module.tie_weights()
+
+
+def _stack(name: str, stored: Mapping[str, Tensor], num_experts: int) -> Tensor:
+    prefix, _, kind = name.rpartition(".")
+    if kind == "down_proj":
+        return torch.stack([stored[f"{prefix}.{e}.down_proj.weight"] for e in range(num_experts)])
+    return torch.stack(
+        [
+            torch.cat([stored[f"{prefix}.{e}.{half}_proj.weight"] for half in ("gate", "up")])
+            for e in range(num_experts)
+        ]
+    )
+
+
+def gradients_per_expert(module: Any) -> dict[str, Tensor]:
+    """Return the gradients of a module of transformers, named and split as in files."""
+    result: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        prefix, _, kind = name.rpartition(".")
+        if ".experts." not in name:
+            result[name] = parameter.grad
+            continue
+        for e, grad in enumerate(parameter.grad):
+            if kind == "down_proj":
+                result[f"{prefix}.{e}.down_proj.weight"] = grad
+            else:
+                gate, up = grad.chunk(2)
+                result |= {
+                    f"{prefix}.{e}.gate_proj.weight": gate,
+                    f"{prefix}.{e}.up_proj.weight": up,
+                }
+    return result

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def closed_pipe() -> Iterator[int]:
-    """Yield the file descriptor of a pipe that nobody reads."""
+    """Yield the file descriptor of a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -1,21 +1,24 @@
-"""CPU ranks for tests: `run_ranks(fn, world_size, *args)` calls `fn(*args)` on every rank of a gloo world.
+"""CPU ranks for tests. `run_ranks(fn, world_size, *args)` calls `fn(*args)` on every gloo rank.
 
-The ranks of a world size are processes that are made once and kept, so a distributed test costs milliseconds. They are
-forked where no GPU is to be seen (0.2 s for 4 ranks) and spawned elsewhere (CUDA does not survive a fork).
+The processes of a world size are started once and reused, so a distributed test takes milliseconds.
+Without a GPU they are forked (0.2 s for 4 ranks). With one they are spawned, because CUDA does not
+survive a fork.
 
-Between two calls the processes are stopped (SIGSTOP): each group of gloo has a thread that wakes up 100 times a second,
-and the groups of a used pool take half a core. The kernel kills them when the process that made them dies.
+The processes are stopped (SIGSTOP) between two calls. Each gloo group has a thread that wakes up
+100 times a second, and the groups of a used pool would take half a core. The kernel kills the
+processes when their parent dies.
 
 Rules for `fn`
-- It stands at the top level of its module, and its arguments and result can be pickled. Tensors travel by value.
-- The default process group exists; `dist.get_rank()` tells the rank. RANK, WORLD_SIZE and LOCAL_RANK are set.
-- Seed, default dtype, environment and working directory are reset before each call; whatever else it changes (patches,
-  registries, caches) stays for later calls: undo it.
-- It leaves the process groups that it makes alone. DTensor's caches outlive the call and name groups through any equal
-  mesh: after a destroyed one, the next test with an equal mesh fails (measured on torch 2.13). A pool that holds too
-  many groups, or whose default group is gone, is replaced.
-- A failure kills the whole pool: after an error a gloo group is dead. Where the failure is what the test expects, use
-  `run_in_process_of_its_own`, so that the shared pool stays.
+- Define it at the top level of its module. Its arguments and result must be picklable. Tensors are
+  copied.
+- The default process group exists. RANK, WORLD_SIZE and LOCAL_RANK are set.
+- The pool resets the seed, default dtype, environment and working directory before each call. Undo
+  all other changes (patches, registries, caches).
+- Do not destroy process groups. DTensor caches group names by mesh. After a group is destroyed, the
+  next test with an equal mesh fails (measured on torch 2.13). `run_ranks` replaces a pool that has
+  too many groups or no default group.
+- A failure kills the whole pool, because a gloo group is unusable after an error. If a test expects
+  a failure, use `run_in_new_processes`. It does not affect the shared pool.
 """
 
 from __future__ import annotations
@@ -48,19 +51,19 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 GROUP_TIMEOUT = timedelta(seconds=25)
-MOST_GROUPS = 64
+MAX_GROUPS = 64
 START_TIMEOUT_SECONDS = 60.0
-# What runs and compilers import sooner or later; here once, not in each forked rank: three seconds of computing.
+# Modules that tests import anyway. Importing them once before forking saves three seconds per rank.
 MODULES = ("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.lowering",
            "torch.distributed.pipelining", "tokenizers", "tiktoken", "torchtitan_like.train",
            "torchtitan_like.models.llama3.model")  # fmt: skip
-# A failing rank leaves its peers in a collective; those that fail by themselves do it within this time.
+# The peers of a failed rank hang in a collective. Wait this long for failures of their own.
 GRACE_SECONDS = 0.3
 PR_SET_PDEATHSIG = 1
 
 
 class RankError(Exception):
-    """A rank raised, died or hung. `exception` is what the first one raised, where that can be pickled."""
+    """A rank raised, died or hung. `exception` is the first exception, if it is picklable."""
 
     def __init__(self, message: str, rank: int, exception: BaseException | None = None) -> None:
         super().__init__(message)
@@ -81,10 +84,11 @@ class _Failure:
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60) -> list[T]:
-    """The results of `fn(*args)` on each of `world_size` ranks, in rank order, from the shared pool of that size.
+    """Call `fn(*args)` on each rank of the shared pool. Return the results in rank order.
 
-    Raises RankError: with a rank's traceback when one raises or dies, with the silent ranks' stacks after `timeout`
-    seconds. Either way the next call gets new processes.
+    Raises RankError with the traceback of a rank that raises or dies. After `timeout` seconds,
+    raises it with the stacks of the ranks that did not answer. The next call then gets new
+    processes.
     """
     pool = _pools.get(world_size)
     if pool is None:
@@ -97,8 +101,10 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
             del _pools[world_size]
 
 
-def run_in_process_of_its_own(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60) -> list[T]:
-    """Like `run_ranks`, in new processes that are not reused: for expected failures."""
+def run_in_new_processes(
+    fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60
+) -> list[T]:
+    """Like `run_ranks`, in new processes that are not reused. For expected failures."""
     pool = RankPool(world_size)
     try:
         return pool.run(fn, args, timeout)
@@ -107,7 +113,7 @@ def run_in_process_of_its_own(fn: Callable[..., T], world_size: int, *args: Any,
 
 
 def kill_all_pools() -> None:
-    """End every rank of every pool; the next `run_ranks` makes new ones."""
+    """Kill every rank of every pool. The next `run_ranks` starts new ones."""
     while _pools:
         _pools.popitem()[1].kill()
 
@@ -133,20 +139,22 @@ class RankPool:
         context: Any = mp.get_context("spawn" if torch.cuda.is_available() else "fork")
         port = 0
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, port, theirs, self._stack_file(rank), os.getpid())
-            process = context.Process(target=_serve, args=arguments, name=f"rank{rank}of{world_size}")
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, world_size, port, child_end, self._stack_file(rank), os.getpid())
+            process = context.Process(
+                target=_serve, args=arguments, name=f"rank{rank}of{world_size}"
+            )
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._connections.append(ours)
-            if rank == 0:  # it hosts the store: a port that the system has chosen is never taken
+            self._connections.append(parent_end)
+            if rank == 0:  # it hosts the store. The system chooses a free port
                 port = self._receive_port()
         self._answers(START_TIMEOUT_SECONDS)
         self._signal(signal.SIGSTOP)
 
     def run(self, fn: Callable[..., T], args: tuple[Any, ...], timeout: float) -> list[T]:
-        """Call `fn(*args)` on every rank and wait for all. After a failure the pool is not reusable."""
+        """Call `fn(*args)` on every rank. After a failure the pool is not reusable."""
         self.is_reusable = False
         task = _pickled_task(fn, args)
         self._signal(signal.SIGCONT)
@@ -158,7 +166,7 @@ class RankPool:
         return [success.value for success in successes]
 
     def kill(self) -> None:
-        """End the processes, whatever they do, and wait until they are gone."""
+        """Kill the processes and wait until they have ended."""
         self.is_reusable = False
         for process in self._processes:
             process.kill()
@@ -178,36 +186,46 @@ class RankPool:
         return int(pickle.loads(self._connections[0].recv_bytes()))
 
     def _answers(self, timeout: float) -> list[_Success]:
-        """One success of each rank, or the failure of the first that has one."""
+        """Return the success of each rank, or raise the failure of the first rank that failed."""
         answers: dict[int, _Success | _Failure] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._processes):
             failed = any(isinstance(answer, _Failure) for answer in answers.values())
             if failed:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            waiting = {self._connections[r]: r for r in range(len(self._processes)) if r not in answers}
+            waiting = {
+                self._connections[r]: r for r in range(len(self._processes)) if r not in answers
+            }
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._failed(answers) if failed else self._timed_out(sorted(waiting.values()), timeout)
+                raise (
+                    self._failure_error(answers)
+                    if failed
+                    else self._timeout_error(sorted(waiting.values()), timeout)
+                )
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting[connection]
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    answers[rank] = _Failure(self._how_it_died(rank), None)
+                    answers[rank] = _Failure(self._describe_death(rank), None)
         if any(isinstance(answer, _Failure) for answer in answers.values()):
-            raise self._failed(answers)
-        return [answers[rank] for rank in sorted(answers)]  # type: ignore[misc] # no failure among them
+            raise self._failure_error(answers)
+        return [answers[rank] for rank in sorted(answers)]  # type: ignore[misc] # all are successes
 
-    def _failed(self, answers: dict[int, _Success | _Failure]) -> RankError:
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+    def _failure_error(self, answers: dict[int, _Success | _Failure]) -> RankError:
+        failures = {
+            rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)
+        }
         size = len(self._processes)
-        text = "\n".join(f"rank {rank} of {size}:\n{failure.text}" for rank, failure in failures.items())
+        text = "\n".join(
+            f"rank {rank} of {size}:\n{failure.text}" for rank, failure in failures.items()
+        )
         first = next(iter(failures))
         return RankError(text, first, failures[first].exception)
 
-    def _timed_out(self, ranks: list[int], timeout: float) -> RankError:
+    def _timeout_error(self, ranks: list[int], timeout: float) -> RankError:
         text = [f"no answer from rank {', '.join(map(str, ranks))} within {timeout:g} s"]
         for rank in ranks:
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
@@ -216,20 +234,23 @@ class RankPool:
         return RankError("\n".join(text), ranks[0])
 
     def _stacks(self, rank: int) -> str:
-        """What faulthandler writes, which is said to be all when it grows no more; empty where the rank cannot write."""
-        text, give_up = "", time.monotonic() + 5
-        while time.monotonic() < give_up:
+        """Return faulthandler's output once it stops growing, or "" if the rank cannot write."""
+        text, deadline = "", time.monotonic() + 5
+        while time.monotonic() < deadline:
             time.sleep(0.1)
             before, text = text, self._stack_file(rank).read_text()
             if text and text == before:
                 break
         return text
 
-    def _how_it_died(self, rank: int) -> str:
+    def _describe_death(self, rank: int) -> str:
         self._processes[rank].join(5)
         code = self._processes[rank].exitcode
-        how = f"the process ended without an answer (exit code {code}; a negative one is a signal's number)"
-        return "\n".join([how, self._stack_file(rank).read_text()]).rstrip()
+        message = (
+            f"the process ended without an answer (exit code {code}; a negative one is a signal's "
+            "number)"
+        )
+        return "\n".join([message, self._stack_file(rank).read_text()]).rstrip()
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stacks-{rank}"
@@ -244,36 +265,48 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return pickle.dumps((list(sys.path), pickle.dumps((fn, args))))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(
-            f"{fn!r} and its arguments must be picklable: a function at the top level of its module, plain arguments"
+            f"{fn!r} and its arguments must be picklable: a function at the top level of its "
+            "module, plain arguments"
         ) from error
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: Path, parent: int) -> None:
-    """A rank's life: join the world, then answer one task after another until it is killed."""
+def _serve(
+    rank: int, world_size: int, port: int, connection: Connection, stack_file: Path, parent: int
+) -> None:
+    """Run one rank: join the world, then answer tasks until the process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(0)
     with open(stack_file, "w") as stacks:
-        faulthandler.enable(file=stacks, all_threads=True)  # where a fatal signal struck
+        faulthandler.enable(file=stacks, all_threads=True)  # after a fatal signal
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
+        store = dist.TCPStore(
+            "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False
+        )
         if rank == 0:
             connection.send_bytes(pickle.dumps(store.port))
         os.environ.update(
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+            }
             | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         )
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-        # A run thaws at its end what it has frozen, and every collection would walk all modules again (0.25 s).
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+        )
+        # A run unfreezes its objects at the end. Collections would then scan all modules (0.25 s).
         freeze, gc.freeze, gc.unfreeze = gc.freeze, _nothing, _nothing
         freeze()
         connection.send_bytes(pickle.dumps(_Success(None, True)))
         while True:
             answer = _answer(connection.recv_bytes())
             gc.collect()
-            freeze()  # what the call has imported and cached
+            freeze()  # objects that the call imported and cached
             connection.send_bytes(answer)
 
 
@@ -310,4 +343,4 @@ def _fresh_state() -> Iterator[None]:
 
 
 def _is_reusable() -> bool:
-    return dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) <= MOST_GROUPS
+    return dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) <= MAX_GROUPS

@@ -1,9 +1,9 @@
-"""Integration tests as rows of a table: each row is one or more runs of the trainer, in order, in one run folder.
+"""Integration tests as table rows. Each row has one or more runs of the trainer in one run folder.
 
 ROWS = [
     OverrideDefinitions(
-        [["--checkpoint.enable", "--training.steps", "10"], ["--checkpoint.enable", "--training.steps", "20"]],
-        "Saves, then resumes",
+        [["--training.steps", "10"], ["--training.steps", "20"]],
+        "Save, then resume",
         "full_checkpoint",
         ngpu=2,
         expect=lambda runs: assert_continues(runs[0].metrics, runs[1].metrics),
@@ -36,27 +36,27 @@ TAIL_LINES = 60
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run that has ended."""
+    """The result of one run."""
 
     returncode: int  # of torchrun, or of the trainer on one rank
-    stdout: str  # with stderr in between, of all ranks
-    metrics: list[dict[str, Any]]  # the rows of metrics.jsonl, those of earlier runs of the test included
+    stdout: str  # stdout and stderr of all ranks, interleaved
+    metrics: list[dict[str, Any]]  # rows of metrics.jsonl, including earlier runs of the test
     exit: dict[str, Any] | None  # exit.json: reason, code, step
     dump_folder: Path
     seconds: float
 
     @property
     def tail(self) -> str:
-        """The last lines of the output, for messages."""
+        """The last lines of the output, for error messages."""
         return "\n".join(self.stdout.splitlines()[-TAIL_LINES:])
 
 
 @dataclass(frozen=True)
 class OverrideDefinitions:
-    """One test: what each run adds to the command line, and what must hold after all of them.
+    """One test: the command-line arguments of each run, and the checks after all of them.
 
-    ``expect`` gets the results in order and asserts. ``returncodes`` are those the runs must end with, all 0 if empty:
-    the test stops at the first run that ends otherwise.
+    ``expect`` receives the results in order and asserts. ``returncodes`` has one expected code per
+    run. If it is empty, all runs must return 0. The test stops at the first run with another code.
     """
 
     override_args: list[list[str]]
@@ -70,23 +70,35 @@ class OverrideDefinitions:
     timeout: float = 300  # seconds, of each run
 
 
-def run_row(row: OverrideDefinitions, folder: Path, run: Callable[..., RunResult] | None = None) -> list[RunResult]:
-    """Run all of a row's runs with ``folder/outputs`` as their dump folder and check what the row expects.
+def run_row(
+    row: OverrideDefinitions, folder: Path, run: Callable[..., RunResult] | None = None
+) -> list[RunResult]:
+    """Execute the runs of a row in the dump folder ``folder/outputs`` and check the results.
 
-    ``run``: what starts them, as ``run_trainer`` does, which is the default.
+    ``run`` starts one run. The default is ``run_trainer``.
     """
     run = run or run_trainer
-    wanted = row.returncodes or (0,) * len(row.override_args)
-    if len(wanted) != len(row.override_args):
-        raise ValueError(f"{row.test_name}: {len(wanted)} return codes for {len(row.override_args)} runs")
+    expected_codes = row.returncodes or (0,) * len(row.override_args)
+    if len(expected_codes) != len(row.override_args):
+        raise ValueError(
+            f"{row.test_name}: {len(expected_codes)} return codes for {len(row.override_args)} runs"
+        )
     results: list[RunResult] = []
-    for number, (overrides, code) in enumerate(zip(row.override_args, wanted, strict=True), start=1):
-        arguments = ["--job.config_file", row.config_file, "--job.dump_folder", str(folder / "outputs"), *overrides]
+    for number, (overrides, code) in enumerate(
+        zip(row.override_args, expected_codes, strict=True), start=1
+    ):
+        arguments = [
+            "--job.config_file",
+            row.config_file,
+            "--job.dump_folder",
+            str(folder / "outputs"),
+            *overrides,
+        ]
         result = run(arguments, row.ngpu, folder / "outputs", env=row.env, timeout=row.timeout)
         if result.returncode != code:
             raise AssertionError(
-                f"{row.test_name} ({row.test_descr}): run {number} of {len(wanted)} returned {result.returncode}, "
-                f"expected {code}; its last lines:\n{result.tail}"
+                f"{row.test_name} ({row.test_descr}): run {number} of {len(expected_codes)} "
+                f"returned {result.returncode}, expected {code}; its last lines:\n{result.tail}"
             )
         results.append(result)
     if row.expect is not None:
@@ -97,7 +109,7 @@ def run_row(row: OverrideDefinitions, folder: Path, run: Callable[..., RunResult
 def trainer_command(
     arguments: list[str], ngpu: int, dump_folder: Path, module: str = "torchtitan_like.train"
 ) -> list[str]:
-    """The command of one run: our torchrun, or for one rank the trainer itself, as run_train.sh starts them."""
+    """Return the command that run_train.sh runs: torchrun, or the trainer for one rank."""
     trainer = ["-m", module, *arguments]
     if ngpu == 1:
         return [sys.executable, *trainer]
@@ -115,9 +127,10 @@ def run_trainer(
     timeout: float = 300,
     module: str = "torchtitan_like.train",
 ) -> RunResult:
-    """Run the trainer in the repository's folder and wait for its end.
+    """Run the trainer in the repository's folder and wait until it ends.
 
-    AssertionError with the output's end when it takes more than ``timeout`` seconds; all its processes are killed then.
+    After ``timeout`` seconds, kills all its processes and raises AssertionError with the last lines
+    of the output.
     """
     started = time.monotonic()
     process = subprocess.Popen(
@@ -136,7 +149,9 @@ def run_trainer(
     except subprocess.TimeoutExpired:
         stdout = kill_session(process)
         tail = "\n".join(stdout.splitlines()[-TAIL_LINES:])
-        raise AssertionError(f"the run did not end within {timeout:g} s; its last lines:\n{tail}") from None
+        raise AssertionError(
+            f"the run did not end within {timeout:g} s; its last lines:\n{tail}"
+        ) from None
     exit_file = dump_folder / "exit.json"
     return RunResult(
         returncode=process.returncode,
@@ -149,24 +164,33 @@ def run_trainer(
 
 
 def trainer_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a run: our package found, one thread, no buffering."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(extra or {})}
+    """Return this process's environment for a run: this checkout, one thread, unbuffered output."""
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {
+        **os.environ,
+        "PYTHONPATH": python_path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **(extra or {}),
+    }
 
 
 def listen_to_signals() -> None:
-    """For `preexec_fn`. Tests that were started in the background or by nohup ignore these, and so would their children."""
+    """Restore the default handlers of SIGINT and SIGHUP, as `preexec_fn`.
+
+    Tests in the background or under nohup ignore these signals, and children inherit that.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def kill_session(process: subprocess.Popen[str]) -> str:
-    """Kill a process started with ``start_new_session`` and its descendants; what they had printed."""
-    # torchrun's workers lead sessions of their own: they are found through their parents, before those die.
+    """Kill a process that leads a session, and its descendants. Return their output."""
+    # torchrun's workers lead separate sessions. List them by their parents, before these end.
     for pid in [*_descendants(process.pid), process.pid]:
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # ended by itself meanwhile
+        except ProcessLookupError:  # ended in the meantime
             continue
     return process.communicate()[0] or ""
 

@@ -1,11 +1,11 @@
-"""Secrets to plant, in the names and forms in which real environments hold them."""
+"""Fake secrets with the names and formats of real environments."""
 
 from __future__ import annotations
 
 import re
 import uuid
 
-# Variables that held secrets in real environments, with the form of their values; S is the secret.
+# Variables that hold secrets in real environments, with the format of their values. S: secret.
 SECRET_VARIABLES = {
     "NOTIFY_WEBHOOK": "https://hooks.slack.com/services/T0/B0/S",
     "SLACK_WEBHOOK_URL": "https://hooks.slack.com/services/S",
@@ -52,10 +52,13 @@ SECRET_VARIABLES = {
 
 
 def new_secret() -> str:
-    """Return a word that no source holds: a changed test file is itself recorded, in uncommitted.diff."""
+    """Return a random word that is in no source file.
+
+    uncommitted.diff records changed test files, so a constant secret would appear there.
+    """
     return f"s{uuid.uuid4().hex}"
 
 
 def with_secret(form: str, secret: str) -> str:
-    """Return `form` with each S that is a word of its own, or follows a known prefix, replaced."""
+    """Replace each S in `form` that is a separate word or follows a known prefix."""
     return re.sub(r"(?<![A-Za-z])S(?![A-Za-z0-9])", secret, form)

@@ -1,4 +1,4 @@
-"""What the integration tests share: a process that forks the trainer's ranks quickly."""
+"""Fixtures of the integration tests: a fork server for the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.trainer import Starter, Warm
+from tests.faults.trainer import ForkServer, Starter
 from tests.integration.forked import ForkedTrainer
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Starter]:
-    starter = Warm({})
+def fork_server() -> Iterator[Starter]:
+    starter = ForkServer({})
     yield starter
     starter.close()
 
 
 @pytest.fixture(scope="session")
-def run_forked(warm: Starter) -> ForkedTrainer:
-    return ForkedTrainer(warm)
+def run_forked(fork_server: Starter) -> ForkedTrainer:
+    return ForkedTrainer(fork_server)

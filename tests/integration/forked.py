@@ -1,7 +1,7 @@
-"""Runs of the trainer whose ranks are forked from a process that has all imported: a second each instead of six.
+"""Runs of the trainer with forked ranks: a start takes one second instead of six.
 
-What they do is what runs under torchrun do (tests/integration/test_resume.py compares both to the last bit); only their
-lines bear no rank, and rank 0's sys.argv is not theirs.
+They equal runs under torchrun bit for bit (tests/integration/test_resume.py compares them). Only
+the rank prefix of log lines is missing, and rank 0 has another sys.argv.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torchtitan_like.util.jsonl import read_rows
 
 @dataclass(frozen=True)
 class ForkedTrainer:
-    """Takes the place of `runner.run_trainer`, without an environment of the run's own."""
+    """A replacement for `runner.run_trainer` that cannot set environment variables."""
 
     starter: Starter
 
     def __call__(
-        self, arguments: list[str], ngpu: int, dump_folder: Path, *, env: Mapping[str, str] | None = None,
-        timeout: float = 300,
+        self, arguments: list[str], ngpu: int, dump_folder: Path, *,
+        env: Mapping[str, str] | None = None, timeout: float = 300,
     ) -> RunResult:  # fmt: skip
-        assert not env, "forked ranks have the environment of the process that forks them"
+        assert not env, "forked ranks have the environment of the fork server"
         started = time.monotonic()
-        ended = self.starter.start(arguments, ngpu, dump_folder).wait(timeout)
+        run = self.starter.start(arguments, ngpu, dump_folder).wait(timeout)
         return RunResult(
-            returncode=next((code for code in ended.codes if code), 0),
-            stdout=ended.output,
+            returncode=next((code for code in run.codes if code), 0),
+            stdout=run.output,
             metrics=read_rows(dump_folder / "metrics.jsonl"),
-            exit=ended.exit,
+            exit=run.exit,
             dump_folder=dump_folder,
             seconds=time.monotonic() - started,
         )

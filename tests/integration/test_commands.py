@@ -1,4 +1,4 @@
-"""The commands that README.md and the guides show, as a stranger types them."""
+"""The commands in README.md and the guides work as documented."""
 
 from __future__ import annotations
 
@@ -36,85 +36,116 @@ GUIDES = sorted(
 )
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
 RUN_TRAIN = shlex.quote(str(ROOT / "run_train.sh"))
-# Of the default command, all but its size: a run of seconds.
+# Sizes that reduce the default command to a run of seconds.
 TINY = (
-    "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 --training.steps 4 "
-    "--lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.seq_len 32"
+    "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 "
+    "--training.steps 4 --lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 "
+    "--validation.seq_len 32"
 )
 
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command as a person does: on CPU, without what only these tests have in their environment."""
+    """Run a command in a user's environment on CPU, without the variables of the tests."""
     dropped = ("PYTHONPATH", "NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env |= {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     bash = ["bash", "-c", command]
     return subprocess.run(
-        bash, env=env, cwd=folder, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=200
+        bash,
+        env=env,
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=200,
     )
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of a guide that are in ``language``."""
+    """Return the fenced blocks of a guide in `language`."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def shown_commands() -> list[str]:
+def documented_commands() -> list[str]:
     """Return every shell command of the guides, with continued lines joined and without comments.
 
-    Commands of the tutorials and of cli.md are run by tests of their own.
+    Other tests run the commands of the tutorials and of cli.md.
     """
-    guides = [guide for guide in GUIDES if "tutorials/" not in guide and not guide.endswith("/cli.md")]
-    text = "".join(block for guide in guides for block in blocks((ROOT / guide).read_text(), "bash"))
-    commands = (shlex.join(shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines())
+    guides = [
+        guide for guide in GUIDES if "tutorials/" not in guide and not guide.endswith("/cli.md")
+    ]
+    text = "".join(
+        block for guide in guides for block in blocks((ROOT / guide).read_text(), "bash")
+    )
+    commands = (
+        shlex.join(shlex.split(line, comments=True))
+        for line in text.replace("\\\n", " ").splitlines()
+    )
     return [command for command in commands if command]
 
 
-# ---- the two commands of the first page, and the last lines of the first one
+# ---- the two commands of the first page, and the last output lines of the first one
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """`./run_train.sh` typed in a folder that is not the repository; the run's folder, and what was printed."""
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Run `./run_train.sh` outside the repository; return the folder and the finished process."""
     folder = tmp_path_factory.mktemp("elsewhere")
     return folder, shell(f"{RUN_TRAIN} {TINY} --job.dump_folder {folder}/outputs", folder)
 
 
 def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> None:
-    folder, done = trained
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "--nproc_per_node=2" in done.stdout and "[rank0]:" in done.stdout and "[rank1]:" not in done.stdout
-    where, resume, sample = done.stdout.splitlines()[-3:]
+    folder, process = trained
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert (
+        "--nproc_per_node=2" in process.stdout
+        and "[rank0]:" in process.stdout
+        and "[rank1]:" not in process.stdout
+    )
+    files, resume, sample = process.stdout.splitlines()[-3:]
     for path in ("attempts", "metrics.jsonl", "checkpoint/step-4", "tb"):
-        assert f"{folder}/outputs/{path}" in where
+        assert f"{folder}/outputs/{path}" in files
         assert (folder / "outputs" / path).exists()
-    assert resume.startswith("Resume (the same command, more steps): ") and sample.startswith("Sample: ")
+    assert resume.startswith("Resume (the same command, more steps): ") and sample.startswith(
+        "Sample: "
+    )
 
 
-def test_the_printed_resume_line_works(trained) -> None:
-    folder, done = trained
-    resume = done.stdout.splitlines()[-2].partition("): ")[2]
-    again = shell(resume, folder)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "resume from" in again.stdout and "Training starts at step 5" in again.stdout
+def test_printed_resume_command_works(trained) -> None:
+    folder, process = trained
+    resume = process.stdout.splitlines()[-2].partition("): ")[2]
+    resumed = shell(resume, folder)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "resume from" in resumed.stdout and "Training starts at step 5" in resumed.stdout
     assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
 
 
-def test_the_printed_sample_line_works(trained) -> None:
-    folder, done = trained
-    sample = done.stdout.splitlines()[-1].removeprefix("Sample: ")
+def test_printed_sample_command_works(trained) -> None:
+    folder, process = trained
+    sample = process.stdout.splitlines()[-1].removeprefix("Sample: ")
     printed = shell(f"{sample} --num-tokens 4", folder)
     assert printed.returncode == 0, printed.stderr[-3000:]
-    assert printed.stdout.startswith("ROMEO:") and len(printed.stdout.strip()) > len("ROMEO:")
+    assert printed.stdout.startswith("The") and len(printed.stdout.strip()) > len("The")
 
 
 def sample(step_folder: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> str:
-    arguments = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert titan(["generate", str(step_folder), "--prompt", "JULIET:", "--num-tokens", "8", *arguments]) == 0
+    arguments = [
+        part
+        for name, value in settings.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    assert (
+        titan(
+            ["generate", str(step_folder), "--prompt", "JULIET:", "--num-tokens", "8", *arguments]
+        )
+        == 0
+    )
     return capsys.readouterr().out
 
 
-def test_a_sample_is_a_function_of_its_seed(trained, capsys, monkeypatch) -> None:
+def test_generated_sample_depends_only_on_its_seed(trained, capsys, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     step_folder = trained[0] / "outputs/checkpoint/step-4"
     first = sample(step_folder, capsys, seed=1)
@@ -126,27 +157,38 @@ def test_a_sample_is_a_function_of_its_seed(trained, capsys, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["nowhere", "outputs/checkpoint"])
-def test_generating_without_a_checkpoint_is_refused(trained, name, capsys) -> None:
+def test_generate_without_a_checkpoint_is_rejected(trained, name, capsys) -> None:
     assert titan(["generate", str(trained[0] / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and f"{name} is not a checkpoint" in captured.err
 
 
-def test_a_config_with_several_problems_starts_nothing(tmp_path: Path) -> None:
-    """All of them are listed, within five seconds of processor time, and no rank is started."""
+def test_config_with_several_problems_starts_no_rank(tmp_path: Path) -> None:
+    """All problems are listed within five seconds of CPU time."""
     (tmp_path / "broken.toml").write_text(
-        '[training]\nstesp = 10\nglobal_batch_size = 7\n[model]\nflavor = "9B"\nhf_assets_path = "./nowhere"\n'
+        "[training]\nstesp = 10\nglobal_batch_size = 7\n"
+        '[model]\nflavor = "9B"\nhf_assets_path = "./nowhere"\n'
         '[checkpoint]\ninterval = "often"\n[parallelism]\nenable_async_tensor_parallel = true\n'
     )
     before = os.times()
-    done = shell(f"CONFIG_FILE=broken.toml {RUN_TRAIN} --optimizer.lr=fast", tmp_path)
+    process = shell(f"CONFIG_FILE=broken.toml {RUN_TRAIN} --optimizer.lr=fast", tmp_path)
     after = os.times()
-    assert done.returncode == ExitCode.BAD_CONFIG
-    for key in ("training.stesp", "training.global_batch_size", "model.flavor", "model.hf_assets_path",
-                "checkpoint.interval", "parallelism.enable_async_tensor_parallel", "optimizer.lr"):  # fmt: skip
-        assert key in done.stderr, done.stderr
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 5
-    assert "torchtitan_like.torchrun" not in done.stdout
+    assert process.returncode == ExitCode.BAD_CONFIG
+    for key in (
+        "training.stesp",
+        "training.global_batch_size",
+        "model.flavor",
+        "model.hf_assets_path",
+        "checkpoint.interval",
+        "parallelism.enable_async_tensor_parallel",
+        "optimizer.lr",
+    ):
+        assert key in process.stderr, process.stderr
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 5
+    )
+    assert "torchtitan_like.torchrun" not in process.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["broken.toml"]
 
 
@@ -157,22 +199,43 @@ FULL, WEIGHTS = {"kind": "full"}, {"kind": "weights"}
     ("saved", "last_step", "expected"),
     [
         ({}, 100, "Resume: needs a checkpoint: --checkpoint.enable"),
-        ({50: FULL, 100: FULL}, 100, "Resume (the same command, more steps): ./run --training.steps 200"),
-        ({50: FULL, 100: WEIGHTS}, 100, "from step 50, because the last checkpoint has only the weights): ./run --training.st"),
-        ({100: WEIGHTS}, 100, "not possible from weights only; a new run can start from them: --checkpoint.initial_load_path"),
-        ({50: FULL, 80: FULL}, 80, "Resume (all data is read; allow more epochs: max_epochs of the source): ./run"),
+        (
+            {50: FULL, 100: FULL},
+            100,
+            "Resume (the same command, more steps): ./run --training.steps 200",
+        ),
+        (
+            {50: FULL, 100: WEIGHTS},
+            100,
+            "from step 50, because the last checkpoint has only the weights): ./run --training.st",
+        ),
+        (
+            {100: WEIGHTS},
+            100,
+            "not possible from weights only; "
+            "a new run can start from them: --checkpoint.initial_load_path",
+        ),
+        (
+            {50: FULL, 80: FULL},
+            80,
+            "Resume (all data is read; allow more epochs: max_epochs of the source): ./run",
+        ),
     ],
 )
-def test_the_resume_line_describes_what_the_resume_does(saved: dict, last_step: int, expected: str) -> None:
+def test_resume_line_describes_the_resume(saved: dict, last_step: int, expected: str) -> None:
     steps = [StepFolder(step, Path(f"step-{step}"), manifest) for step, manifest in saved.items()]
     assert expected in how_to_resume(steps, "./run", planned=100, last_step=last_step)
 
 
-def test_a_folder_with_a_space_is_quoted_in_printed_commands() -> None:
+def test_paths_with_spaces_are_quoted_in_printed_commands() -> None:
     only = [StepFolder(100, Path("my run/step-100"), WEIGHTS)]
     assert "path 'my run/step-100' and" in how_to_resume(only, "./run", planned=100, last_step=100)
     metrics = {"enable_tensorboard": True, "save_tb_folder": "tb"}
-    config = {"metrics": metrics, "checkpoint": {"enable": False, "folder": "c"}, "training": {"steps": 1}}
+    config = {
+        "metrics": metrics,
+        "checkpoint": {"enable": False, "folder": "c"},
+        "training": {"steps": 1},
+    }
     start = Start(since=0.0, num_nodes=1, command="./run", titan=["titan"])
     assert "--logdir 'my run/tb'" in summary(config, Path("my run"), start, 1)[0]
 
@@ -181,15 +244,21 @@ def test_a_folder_with_a_space_is_quoted_in_printed_commands() -> None:
 
 
 def test_every_documented_command_has_a_test() -> None:
-    scripts = (
-        "count_collectives",
+    scripts = ("count_collectives",)
+    commands_in_other_tests = tuple(f"python scripts/{name}.py " for name in scripts)
+    tested_prefixes = (
+        "./run_train.sh",
+        "./run_tests.sh",
+        "env '|' grep ",
+        *commands_in_other_tests,
+        *CHECKS,
     )
-    by_the_tests = tuple(f"python scripts/{name}.py " for name in scripts)
-    tried = ("./run_train.sh", "./run_tests.sh", "env '|' grep ", *by_the_tests, *SHOWN)
-    assert [command for command in shown_commands() if not command.startswith(tried)] == []
+    assert [
+        command for command in documented_commands() if not command.startswith(tested_prefixes)
+    ] == []
 
 
-SHOWN = {
+CHECKS = {
     "sbatch ": lambda words: check_job(words),
     "salloc ": lambda words: check_job(words),
     "slurm/": lambda words: check_job(words),
@@ -200,76 +269,100 @@ SHOWN = {
     "titan run ": lambda words: parse_titan(words[1:]),
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
-    "python slurm/notify.py ": lambda words: notify.senders_of(notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}),
+    "python slurm/notify.py ": lambda words: notify.senders_of(
+        notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}
+    ),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
     "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),
-    "NNODES=2 MASTER_ADDR=": lambda words: check([words[4].partition("=")[2], "--world-size", "16", *words[6:]]),
-    "NNODES=2:4 MAX_RESTARTS=": lambda words: check([words[5].partition("=")[2], "--world-size", "24", *words[7:]]),
+    "NNODES=2 MASTER_ADDR=": lambda words: check(
+        [words[4].partition("=")[2], "--world-size", "16", *words[6:]]
+    ),
+    "NNODES=2:4 MAX_RESTARTS=": lambda words: check(
+        [words[5].partition("=")[2], "--world-size", "24", *words[7:]]
+    ),
     "titan data ": lambda words: parse_titan(words[1:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),
-    "titan train ": lambda words: check_titan([words[2], "--world-size", *words[4:]]),  # words[3] is --nproc
-    "NGPU=8 CONFIG_FILE=": lambda words: check([words[1].partition("=")[2], "--world-size", "8", *words[3:]]),
+    "titan train ": lambda words: check_titan(
+        [words[2], "--world-size", *words[4:]]
+    ),  # words[3] is --nproc
+    "NGPU=": lambda words: check(
+        [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
+    ),
     "python scripts/find_batch_size.py ": lambda words: check_job(words),
-    "torchrun --nproc_per_node 2 benchmarks/": lambda words: check(["--world-size", "2", *words[4:]]),
+    "torchrun --nproc_per_node 2 benchmarks/": lambda words: check(
+        ["--world-size", "2", *words[4:]]
+    ),
     "python -m tests.gpu_null.harness 2 ": lambda words: check(["--world-size", "2", *words[4:]]),
     "NULL_GPU_PYTHON=": lambda words: check_shell("run_tests.sh", "--null-gpu"),
     "benchmarks/gpu.sh": lambda words: check_shell("benchmarks/gpu.sh", "tests"),
-    "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(["--world-size", "8", *words[4:]]),
+    "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(
+        ["--world-size", "8", *words[4:]]
+    ),
 }
 
 
 def parse_titan(words: list[str]) -> None:
-    """The command accepts its arguments."""
+    """Check that the command accepts its arguments."""
     commands = {command.name: command for command in executable_commands()}
     num_words = 1 if words[0] in commands else 2
     parse(commands[" ".join(words[:num_words])], words[num_words:])
 
 
 def check(arguments: list[str]) -> None:
-    """The check without training accepts a command's settings, and none of them is without effect."""
-    done = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "no effect" not in done.stderr, done.stderr
+    """Check that the configuration accepts the settings and that each has an effect."""
+    process = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
+    assert process.returncode == 0, process.stderr
+    assert "no effect" not in process.stderr, process.stderr
 
 
 def check_titan(arguments: list[str]) -> None:
-    """`titan check` accepts a config of the package and settings, and none of them is without effect."""
-    done = shell(shlex.join([sys.executable, "-m", "torchtitan_like", "check", *arguments]), ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "no effect" not in done.stderr, done.stderr
+    """Check that `titan check` accepts the config and settings and that each has an effect."""
+    process = shell(
+        shlex.join([sys.executable, "-m", "torchtitan_like", "check", *arguments]), ROOT
+    )
+    assert process.returncode == 0, process.stderr
+    assert "no effect" not in process.stderr, process.stderr
 
 
 def check_shell(script: str, word: str) -> None:
-    """The script parses, and has the word. What it does needs a CUDA build of torch."""
+    """Check that the script parses and contains the word. A run needs a CUDA build of torch."""
     assert shell(f"bash -n {script}", ROOT).returncode == 0 and word in (ROOT / script).read_text()
 
 
 def check_job(words: list[str]) -> None:
-    """The scripts are there and explain themselves; a run's settings are accepted. tests/slurm runs what is submitted."""
+    """Check the `--help` of the scripts, and the settings of a run. tests/slurm runs the jobs."""
     scripts = [word for word in words if word.startswith(("scripts/", "slurm/"))]
     for script in scripts:
         python = [sys.executable] if script.endswith(".py") else []
         path = str(TEMPLATES / Path(script).name) if script.startswith("slurm/") else script
-        done = shell(shlex.join(["env", f"SCRIPTS={TEMPLATES}", *python, path, "--help"]), ROOT)
-        assert done.returncode == 0 and len(done.stdout) > 100, done.stderr
+        process = shell(shlex.join(["env", f"SCRIPTS={TEMPLATES}", *python, path, "--help"]), ROOT)
+        assert process.returncode == 0 and len(process.stdout) > 100, process.stderr
     settings = words[words.index(scripts[-1]) + 1 :]
     if settings[:1] == ["--job.config_file"]:
         check(["--world-size", "64", *settings])
 
 
-@pytest.mark.parametrize("start", SHOWN)
-def test_a_documented_command_works(start: str) -> None:
-    commands = [command for command in shown_commands() if command.startswith(start)]
+@pytest.mark.parametrize("start", CHECKS)
+def test_documented_commands_work(start: str) -> None:
+    commands = [command for command in documented_commands() if command.startswith(start)]
     assert commands
     for command in commands:
-        SHOWN[start](shlex.split(command))
+        CHECKS[start](shlex.split(command))
 
 
-def test_the_check_by_its_old_name_works() -> None:
-    check(["train_configs/llama3_8b.toml", "--world-size", "8", "--activation_checkpoint.mode", "full"])
+def test_check_works_by_its_old_name() -> None:
+    check(
+        [
+            "train_configs/llama3_8b.toml",
+            "--world-size",
+            "8",
+            "--activation_checkpoint.mode",
+            "full",
+        ]
+    )
 
 
 @pytest.mark.parametrize("guide", GUIDES)
@@ -277,19 +370,21 @@ def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
     text = (ROOT / guide).read_text()
     keys = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", text)) - {"section.key"}
     assert [key for key in keys if find(tuple(key.split("."))) is None] == []
-    # Files of ours; what stands for a run's or a user's file begins otherwise.
-    ours = r"(?:(?<=\.\./)|(?<![\w./]))(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./-]*\w"
-    paths = set(re.findall(ours, text))
+    # Files of the repository. Paths of run files and user files start with other folders.
+    pattern = (
+        r"(?:(?<=\.\./)|(?<![\w./]))(?:scripts|train_configs|tests|docs|torchtitan_like)/[\w./-]*\w"
+    )
+    paths = set(re.findall(pattern, text))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_documented_exit_codes_are_the_codes_of_the_program() -> None:
+def test_documented_exit_codes_are_complete() -> None:
     text = (ROOT / "docs/reference/exit_codes.md").read_text()
     table = {int(code) for code in re.findall(r"^\| (\d+) \| ", text, re.MULTILINE)}
     assert table == {1, *map(int, ExitCode)}  # 1: a crash
 
 
-def test_documented_variables_are_the_variables_of_the_launcher() -> None:
+def test_documented_variables_exist() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     rows = re.findall(r"^\| (`[A-Z][^|]*) \|", text, re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"[A-Z_]+", row)}
@@ -297,24 +392,34 @@ def test_documented_variables_are_the_variables_of_the_launcher() -> None:
     assert names <= {"CONFIG_FILE", *(option.variable for option in OPTIONS)}
 
 
-PLANNED = (
+UNAVAILABLE = (
     "model.converters=quantize.linear.mx",
     "fault_tolerance.enable=true",
     "memory_estimation.enable=true",
 )
 
 
-@pytest.mark.parametrize("planned", PLANNED)
-def test_planned_features_are_refused(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("feature", UNAVAILABLE)
+def test_unavailable_features_are_rejected(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    arguments = ["--job.config_file", "train_configs/debug_model.toml", "--data.sources.a.path=README.md"]
+    arguments = [
+        "--job.config_file",
+        "train_configs/debug_model.toml",
+        "--data.sources.a.path=README.md",
+    ]
     with pytest.raises(ConfigError) as caught:
-        load_checked([*arguments, f"--{planned}", "--checkpoint.last_save_model_only=true"], 2, training=True)
-    assert any("not available yet" in str(problem) for problem in caught.value.problems), caught.value
+        load_checked(
+            [*arguments, f"--{feature}", "--checkpoint.last_save_model_only=true"], 2, training=True
+        )
+    assert any("not available yet" in str(problem) for problem in caught.value.problems), (
+        caught.value
+    )
 
 
-def test_the_example_of_a_test_on_ranks_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is imported as pytest would import it, for its ranks have to find it; a wrong sum would fail it."""
+def test_documented_example_of_a_rank_test_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example is imported as a module, because its ranks import it too."""
     (example,) = blocks((ROOT / "CONTRIBUTING.md").read_text(), "python")
     (tmp_path / "test_example_of_ranks.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
@@ -323,7 +428,9 @@ def test_the_example_of_a_test_on_ranks_passes(tmp_path: Path, monkeypatch: pyte
     assert module.run_ranks(module.summed_ranks, 2) == [1.0] * 2
 
 
-def test_the_example_that_reads_metrics_works(trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_of_reading_metrics_works(
+    trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(trained[0])
     (example,) = blocks((ROOT / "docs/reference/metrics.md").read_text(), "python")
     names: dict[str, list[float]] = {}

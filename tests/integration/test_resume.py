@@ -1,7 +1,7 @@
-"""Stopped = never stopped: a run that is ended in any way and started again writes the rows of the run that was not.
+"""A run that is stopped in any way and resumed writes the metrics of an uninterrupted run.
 
-Torchrun starts the run that a signal reaches and the one that stops by itself, whose workers are to return 0; the ranks of the
-others are forked. The rows of both kinds are compared to the last bit.
+Runs that receive SIGTERM or stop with non-finite numbers use torchrun, whose workers must return 0.
+Other runs have forked ranks. The metrics of both kinds are bit-equal.
 """
 
 import json
@@ -22,18 +22,28 @@ from tests.harness.runner import (
 )
 from torchtitan_like.util.jsonl import read_rows
 
-EXACT = ("step", "n_tokens_seen", "num_valid_tokens", "loss", "max_loss", "grad_norm", "lr", "data_digest",
-         "data_digest_chain", "skipped")  # fmt: skip
+EXACT = (
+    "step",
+    "n_tokens_seen",
+    "num_valid_tokens",
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "data_digest",
+    "data_digest_chain",
+    "skipped",
+)
 STEPS = 24
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text of about 40 samples: 24 steps of 4 samples cross an epoch's end twice."""
-    whole = short_documents(tmp_path_factory.mktemp("text"))
-    lines = whole.read_text().splitlines(keepends=True)
-    whole.write_text("".join(lines[:60]))
-    return whole
+    """A dataset of about 40 samples: 24 steps of 4 samples contain the ends of two epochs."""
+    path = short_documents(tmp_path_factory.mktemp("text"))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:60]))
+    return path
 
 
 def arguments(text, folder, **overrides):
@@ -63,31 +73,32 @@ def arguments(text, folder, **overrides):
 
 
 def exact_rows(folder):
-    """The EXACT keys of every row, floats as hex: equal means bit for bit."""
+    """Return the EXACT keys of every row, with floats as hex strings."""
     rows = read_rows(folder / "metrics.jsonl")
     return [[v.hex() if isinstance(v := row[key], float) else v for key in EXACT] for row in rows]
 
 
 def last_step(folder):
-    """The newest step whose row is on disk whole."""
+    """Return the newest step with a complete row on disk."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
 
 def wait_for_step(step, folder, is_over):
-    """Wait until the row of ``step`` is on disk; AssertionError when the run ends before."""
-    give_up = time.monotonic() + 120
+    """Wait until the row of `step` is on disk. Raise AssertionError if the run ends before."""
+    deadline = time.monotonic() + 120
     while last_step(folder) < step:
-        assert not is_over() and time.monotonic() < give_up, f"step {step} was not reached"
+        assert not is_over() and time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.02)
 
 
 def terminate(arguments, ngpu, folder, step):
-    """Start a run under torchrun and send that SIGTERM once the row of ``step`` is on disk; what all have printed."""
+    """Start a run under torchrun and send SIGTERM after `step`; return the output of all ranks."""
     process = subprocess.Popen(
         trainer_command(arguments, ngpu, folder), cwd=ROOT, env=trainer_environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
     )  # fmt: skip
     try:
         wait_for_step(step, folder, lambda: process.poll() is not None)
@@ -98,17 +109,17 @@ def terminate(arguments, ngpu, folder, step):
     return output
 
 
-def kill_behind(arguments, ngpu, folder, step, warm):
-    """Start a run of forked ranks and kill them all once the row of ``step`` is on disk."""
-    run = warm.start(arguments, ngpu, folder)
+def kill_after_step(arguments, ngpu, folder, step, fork_server):
+    """Start a run with forked ranks and kill all of them after `step`."""
+    run = fork_server.start(arguments, ngpu, folder)
     wait_for_step(step, folder, run.is_over)
     kill(list(run.pids().values()))
     assert run.wait().codes == [-signal.SIGKILL] * ngpu
 
 
 @pytest.fixture(scope="module")
-def straight(text, run_forked, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("straight") / "outputs"
+def uninterrupted(text, run_forked, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "outputs"
     result = run_forked(arguments(text, folder), 2, folder)
     assert result.returncode == 0, result.tail
     rows = exact_rows(folder)
@@ -116,31 +127,39 @@ def straight(text, run_forked, tmp_path_factory):
     return rows
 
 
-def test_a_run_stopped_at_7_and_killed_at_13_equals_an_uninterrupted_one(text, straight, warm, run_forked, tmp_path):
+def test_run_stopped_at_7_and_killed_at_13_equals_uninterrupted_run(
+    text, uninterrupted, fork_server, run_forked, tmp_path
+):
     folder = tmp_path / "outputs"
     first = run_forked(arguments(text, folder, **{"training.steps": 7}), 2, folder)
     assert first.exit == {"reason": "done", "code": 0, "step": 7}, first.tail
-    kill_behind(arguments(text, folder), 2, folder, 13, warm)
+    kill_after_step(arguments(text, folder), 2, folder, 13, fork_server)
     last = run_forked(arguments(text, folder), 2, folder)
     assert "resume from" in last.stdout
     assert last.returncode == 0, last.tail
-    assert exact_rows(folder) == straight
+    assert exact_rows(folder) == uninterrupted
 
 
-def test_a_run_with_load_step_continues_after_a_kill(text, straight, warm, run_forked, tmp_path):
-    """The same command, with the load_step that it was given to go back."""
+def test_run_with_load_step_resumes_after_a_kill(
+    text, uninterrupted, fork_server, run_forked, tmp_path
+):
+    """The command of the resume still contains load_step."""
     folder = tmp_path / "outputs"
     run_forked(arguments(text, folder, **{"training.steps": 12}), 2, folder)
-    back = arguments(text, folder, **{"checkpoint.load_step": 4, "checkpoint.keep_latest_k": 2})
-    kill_behind(back, 2, folder, 17, warm)
-    last = run_forked(back, 2, folder)
+    command = arguments(text, folder, **{"checkpoint.load_step": 4, "checkpoint.keep_latest_k": 2})
+    kill_after_step(command, 2, folder, 17, fork_server)
+    last = run_forked(command, 2, folder)
     assert "checkpoint/step-16 at step 16" in last.stdout
-    assert exact_rows(folder) == straight
-    kept = sorted(path.name.partition(".superseded")[0] for path in (folder / "checkpoint").glob("step-*"))
-    assert kept == ["step-20", "step-24", "step-4"], "the superseded steps 8 and 12 have expired"
+    assert exact_rows(folder) == uninterrupted
+    steps = sorted(
+        path.name.partition(".superseded")[0] for path in (folder / "checkpoint").glob("step-*")
+    )
+    assert steps == ["step-20", "step-24", "step-4"], "the superseded steps 8 and 12 must expire"
 
 
-def test_sigterm_saves_and_asks_for_a_requeue(text, straight, run_forked, tmp_path):
+def test_sigterm_saves_a_checkpoint_and_returns_the_requeue_code(
+    text, uninterrupted, run_forked, tmp_path
+):
     folder = tmp_path / "outputs"
     output = terminate(arguments(text, folder, **{"checkpoint.interval": 1000}), 2, folder, 5)
     stopped = read_rows(folder / "metrics.jsonl")[-1]["step"]
@@ -148,11 +167,13 @@ def test_sigterm_saves_and_asks_for_a_requeue(text, straight, run_forked, tmp_pa
     assert (folder / "checkpoint" / f"step-{stopped}" / "manifest.json").exists(), output[-3000:]
     last = run_forked(arguments(text, folder), 2, folder)
     assert last.returncode == 0, last.tail
-    assert exact_rows(folder) == straight
+    assert exact_rows(folder) == uninterrupted
 
 
-def test_other_rank_counts_read_the_same_samples_and_reach_the_same_loss(text, straight, run_forked, tmp_path):
-    """The state is global: 2 ranks, then 1, then 4 at one global batch."""
+def test_resume_on_other_numbers_of_ranks_gives_the_same_losses(
+    text, uninterrupted, run_forked, tmp_path
+):
+    """The run uses 2 ranks, then 1, then 4, with the same global batch."""
     folder = tmp_path / "outputs"
     for steps, ngpu, local in ((8, 2, 2), (16, 1, 4), (STEPS, 4, 1)):
         changes = {"training.steps": steps, "training.local_batch_size": local}
@@ -160,30 +181,42 @@ def test_other_rank_counts_read_the_same_samples_and_reach_the_same_loss(text, s
         assert result.returncode == 0, result.tail
     rows = exact_rows(folder)
     column = {key: i for i, key in enumerate(EXACT)}
-    for key in ("step", "n_tokens_seen", "num_valid_tokens", "lr", "data_digest", "data_digest_chain", "skipped"):
-        assert [row[column[key]] for row in rows] == [row[column[key]] for row in straight], key
-    for ours, theirs in zip(rows, straight, strict=True):
-        assert float.fromhex(ours[column["loss"]]) == pytest.approx(float.fromhex(theirs[column["loss"]]), rel=1e-5)
+    for key in (
+        "step",
+        "n_tokens_seen",
+        "num_valid_tokens",
+        "lr",
+        "data_digest",
+        "data_digest_chain",
+        "skipped",
+    ):
+        assert [row[column[key]] for row in rows] == [row[column[key]] for row in uninterrupted], (
+            key
+        )
+    for actual, expected in zip(rows, uninterrupted, strict=True):
+        assert float.fromhex(actual[column["loss"]]) == pytest.approx(
+            float.fromhex(expected[column["loss"]]), rel=1e-5
+        )
 
 
-def test_a_finished_run_ends_at_once(text, run_forked, tmp_path):
+def test_finished_run_exits_immediately(text, run_forked, tmp_path):
     folder = tmp_path / "outputs"
     short = arguments(text, folder, **{"training.steps": 4})
     run_forked(short, 1, folder)
-    again = run_forked(short, 1, folder)
-    assert again.returncode == 0
-    assert "Nothing to do: step 4 of 4 is done already" in again.stdout
-    assert "Building llama3" not in again.stdout
+    second = run_forked(short, 1, folder)
+    assert second.returncode == 0
+    assert "Nothing to do: step 4 of 4 is done already" in second.stdout
+    assert "Building llama3" not in second.stdout
 
 
-def test_non_finite_numbers_change_no_weight_and_stop_all_ranks(text, tmp_path):
+def test_nonfinite_steps_change_no_weight_and_stop_all_ranks(text, tmp_path):
     folder = tmp_path / "outputs"
-    # The first update throws every weight far off: the second loss is not finite.
+    # The first update makes the weights huge, so the second loss is not finite.
     changes = {"optimizer.lr": 1e30, "lr_scheduler.warmup_steps": 0, "checkpoint.interval": 1000}
     result = run_trainer(arguments(text, folder, **changes), 2, folder)
     assert result.returncode == 0, result.tail
     assert result.exit == {"reason": "bad_numbers", "code": 70, "step": 1}, result.tail
     skipped = [row["step"] for row in result.metrics if row["skipped"]]
-    assert skipped[0] == 2 and len(skipped) <= 3, "stopped at most two steps later"
+    assert skipped[0] == 2 and len(skipped) <= 3, "expected a stop at most two steps later"
     manifest = folder / "checkpoint" / "step-1" / "manifest.json"
-    assert manifest.exists(), "the weights before the bad step are saved"
+    assert manifest.exists(), "the weights before the non-finite step must be saved"

@@ -1,8 +1,8 @@
 """The command lines of TorchTitan 0.2.2's feature tests, on CPU ranks.
 
-Each row holds the arguments of one of its tests unchanged; the base file is our own, with short
-sequences. TorchTitan asks for exit code 0 alone; here the loss must fall too, and the log must hold
-no warning of Python's (torch's deprecations are such).
+Each row has the unchanged arguments of one of its tests. The base config has short sequences.
+TorchTitan only requires exit code 0. These tests also require a falling loss and a log without
+Python warnings, such as torch's deprecations.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ OFFLOAD = "--training.enable_cpu_offload --optimizer.early_step_in_backward"
 WORKERS = "--training.dataloader"
 
 
-# A warning of Python's in a log, such as "torch/x.py:1: FutureWarning: ... is deprecated".
+# A Python warning in a log, such as "torch/x.py:1: FutureWarning: ... is deprecated".
 PYTHON_WARNING = re.compile(r"\.py:\d+: \w*Warning: |Warning: .*deprecated")
 
 
 class Row(NamedTuple):
-    """One feature test: its arguments, one line for each run; {dump} is the dump folder."""
+    """One feature test with the arguments of each run. {dump} is the dump folder."""
 
     name: str
     runs: tuple[str, ...]
@@ -152,8 +152,47 @@ ROWS = (
         2,
     ),
 )
-# What cannot run on CPU ranks: the setting that each refusal names, and words of its reason.
-REFUSED = {
+# Rows of its model tests, for the available models.
+MODEL, EP = "--model.name", "--parallelism.expert_parallel_degree"
+EXPERT_TP = "--parallelism.expert_tensor_parallel_degree"
+INTERLEAVED = f"{PP} 2 {SCHEDULE} Interleaved1F1B"
+MODEL_ROWS = (
+    Row("deepseek_v3_fsdp+ep+compile", (f"{MODEL} deepseek_v3 {SHARD} 4 {EP} 2 {COMPILE}",)),
+    Row(
+        "deepseek_v3_pp_dualpipev",
+        (f"{MODEL} deepseek_v3 {PP} 2 {SCHEDULE} DualPipeV {SHARD} 2 {EP} 2 {AC} none",),
+    ),
+    Row(
+        "deepseek_v3_pp+fsdp+tp+ep",
+        (f"{MODEL} deepseek_v3 {INTERLEAVED} {SHARD} 2 {TP} 2 {EP} 4 {EXPERT_TP} 1",),
+        8,
+    ),
+    Row(
+        "deepseek_v3_pp+fsdp+tp+ep+etp",
+        (f"{MODEL} deepseek_v3 {INTERLEAVED} {SHARD} 2 {TP} 2 {EP} 2 {EXPERT_TP} 2",),
+        8,
+    ),
+    Row(
+        "deepseek_v3_flex+pp+fsdp+ep+sacop",
+        (
+            f"{MODEL} deepseek_v3 --model.flavor debugmodel_flex_attn {SHARD} 4 {INTERLEAVED}"
+            f" {EP} 4 {AC} 'selective' {AC_OPTION} 'op'",
+        ),
+        8,
+    ),
+    Row("qwen3_fsdp+tp", (f"{MODEL} qwen3 {SHARD} 2 {TP} 2",)),
+    Row(
+        "qwen3_fsdp+tp+ep+etp",
+        (f"{MODEL} qwen3 --model.flavor debugmodel_moe {SHARD} 2 {TP} 2 {EP} 2 {EXPERT_TP} 2",),
+    ),
+    Row(
+        "llama4_pp+fsdp+tp+ep+compile",
+        (f"{MODEL} llama4 {INTERLEAVED} {SHARD} 2 {TP} 2 {EP} 4 {EXPERT_TP} 1 {COMPILE}",),
+        8,
+    ),
+)
+# Tests that cannot run on CPU ranks: the rejected setting, and a part of the reason.
+REJECTED = {
     Row("2d_asynctp_compile", (f"{COMPILE} {TP} 2 --parallelism.enable_async_tensor_parallel",)): (
         "parallelism.enable_async_tensor_parallel",
         "false without GPUs",
@@ -180,7 +219,7 @@ def expect_words(result: RunResult, *words: str) -> None:
         assert part in result.stdout, result.tail
 
 
-def expect_a_generated_text(runs: list[RunResult]) -> None:
+def expect_generated_text(runs: list[RunResult]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -198,33 +237,33 @@ def expect_a_generated_text(runs: list[RunResult]) -> None:
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-def expect_another_order(runs: list[RunResult]) -> None:
+def expect_changed_order(runs: list[RunResult]) -> None:
     order = "The order of the samples differs from that of the run that saved the checkpoint: "
     expect_words(runs[1], f"{order}training.global_batch_size 32 -> 16")
     assert [row["step"] for row in runs[1].metrics] == list(range(1, 21))
 
 
-def expect_the_reference_mask(runs: list[RunResult]) -> None:
+def expect_reference_mask(runs: list[RunResult]) -> None:
     expect_words(runs[0], "scaled_dot_product_attention with the same block_causal mask")
 
 
 EXPECT: Mapping[str, Callable[[list[RunResult]], None]] = {
-    "test_generate": expect_a_generated_text,
-    "optional_checkpoint": expect_another_order,
-    "fsdp+flex_attn": expect_the_reference_mask,
-    "fsdp+flex_attn+per_op_sac": expect_the_reference_mask,
-    "fsdp+varlen_attn+per_op_sac": expect_the_reference_mask,
+    "test_generate": expect_generated_text,
+    "optional_checkpoint": expect_changed_order,
+    "fsdp+flex_attn": expect_reference_mask,
+    "fsdp+flex_attn+per_op_sac": expect_reference_mask,
+    "fsdp+varlen_attn+per_op_sac": expect_reference_mask,
 }
 
 
-def test_the_table_has_all_of_its_tests() -> None:
-    names = [row.name for row in (*ROWS, *REFUSED)]
+def test_table_has_all_feature_tests() -> None:
+    names = [row.name for row in (*ROWS, *REJECTED)]
     assert len(set(names)) == len(names) == 43 and len(ROWS) == 40
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_it_trains(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
+@pytest.mark.parametrize("row", (*ROWS, *MODEL_ROWS), ids=lambda row: row.name)
+def test_feature_trains(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
     results = []
     for line in row.runs:
         result = run(line, row.ngpu, tmp_path / "outputs", run_forked)
@@ -240,9 +279,11 @@ def test_it_trains(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
-def test_it_is_refused_with_the_reason(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
+@pytest.mark.parametrize("row", REJECTED, ids=lambda row: row.name)
+def test_unsupported_feature_is_rejected_with_a_reason(
+    row: Row, tmp_path: Path, run_forked: ForkedTrainer
+) -> None:
     result = run(row.runs[0], row.ngpu, tmp_path / "outputs", run_forked)
-    key, reason = REFUSED[row]
+    key, reason = REJECTED[row]
     assert result.returncode == 78, result.tail
     expect_words(result, key, reason)

@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials, typed in one folder in the order of the pages, with small models."""
+"""Run the commands of docs/tutorials in one folder in page order, with small models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SMALL = (
     "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 "
     "--lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.seq_len 32"
 )
-# What a page shows -> what is typed here. Numbers shrink, and big models are replaced or only checked.
+# Text of a page -> text in the tested command. Numbers are smaller; big models are replaced or only
+# checked.
 REPLACED = {
     "titan train debug_model.toml": f"titan train debug_model.toml {SMALL} --training.steps 4",
     "titan train mixture.toml": f"titan train mixture.toml {SMALL} --training.steps 4",
@@ -33,8 +34,8 @@ REPLACED = {
     "/shared/text": "my_text.jsonl",
     "/data/my_text.jsonl": "my_text.jsonl",
 }
-# These need the Hub, a cluster, or a run that failed; other tests run them.
-NOT_TYPED = ("titan download", "sbatch", "titan run replay")
+# These commands need the Hub, a cluster or a failed run. Other tests cover them.
+SKIPPED_COMMANDS = ("titan download", "sbatch", "titan run replay")
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -43,15 +44,15 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page, as they are typed here."""
+    """Return the commands of a page after the replacements."""
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    typed = []
+    replaced = []
     for line in filter(None, lines):
         command = re.sub(r" +", " ", line)
-        for shown, replacement in REPLACED.items():
-            command = command.replace(shown, replacement)
-        typed.append(command)
-    return typed
+        for original, replacement in REPLACED.items():
+            command = command.replace(original, replacement)
+        replaced.append(command)
+    return replaced
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     programs = folder / "programs"
     programs.mkdir()
     titan = programs / "titan"
-    titan.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {sys.executable} -m torchtitan_like "$@"\n')
+    titan.write_text(
+        f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} "
+        f'exec {sys.executable} -m torchtitan_like "$@"\n'
+    )
     titan.chmod(0o755)
     corpus = ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
     texts = corpus.read_text().splitlines(keepends=True)
@@ -72,26 +76,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Commands that return another code than 0.
+# Exit codes of commands, if not 0.
 CODES = {"titan run compare": 1}
 
 
-def type_commands(folder: Path, page: str) -> str:
-    """Run the commands of a page. Returns what they printed."""
+def run_commands(folder: Path, page: str) -> str:
+    """Run the commands of a page and return their output."""
     dropped = ("NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
-    env |= {"PATH": f"{folder / 'programs'}:{env['PATH']}", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    printed = []
+    env |= {
+        "PATH": f"{folder / 'programs'}:{env['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    output = []
     for command in commands(page):
-        if command.startswith(NOT_TYPED):
+        if command.startswith(SKIPPED_COMMANDS):
             continue
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=200
+        process = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         code = next((code for start, code in CODES.items() if command.startswith(start)), 0)
-        assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
-        printed.append(done.stdout)
-    return "".join(printed)
+        assert process.returncode == code, (
+            f"{command}\n{process.stdout[-2000:]}{process.stderr[-3000:]}"
+        )
+        output.append(process.stdout)
+    return "".join(output)
 
 
 def test_all_pages_are_tested() -> None:
@@ -104,29 +119,35 @@ def test_all_pages_are_tested() -> None:
     ]
 
 
-def test_laptop(folder: Path) -> None:
-    printed = type_commands(folder, "1_laptop.md")
-    assert "Training starts at step 5" in printed and "Resume: bit-exact" in printed
+def test_tutorial_laptop(folder: Path) -> None:
+    output = run_commands(folder, "1_laptop.md")
+    assert "Training starts at step 5" in output and "Resume: bit-exact" in output
     assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
     assert (folder / "two_ranks/checkpoint/step-4/manifest.json").exists()
 
 
-def test_your_data(folder: Path) -> None:
-    type_commands(folder, "2_your_data.md")
-    assert (folder / "mixture/metrics.jsonl").exists() and (folder / "my_tokenizer/tokenizer.json").exists()
+def test_tutorial_your_data(folder: Path) -> None:
+    run_commands(folder, "2_your_data.md")
+    assert (folder / "mixture/metrics.jsonl").exists() and (
+        folder / "my_tokenizer/tokenizer.json"
+    ).exists()
 
 
-def test_hugging_face(folder: Path) -> None:
-    type_commands(folder, "3_hugging_face.md")
-    assert {"config.json", "tokenizer.json"} <= {path.name for path in (folder / "exported").iterdir()}
+def test_tutorial_hugging_face(folder: Path) -> None:
+    run_commands(folder, "3_hugging_face.md")
+    assert {"config.json", "tokenizer.json"} <= {
+        path.name for path in (folder / "exported").iterdir()
+    }
 
 
-def test_slurm(folder: Path) -> None:
-    type_commands(folder, "4_slurm.md")
+def test_tutorial_slurm(folder: Path) -> None:
+    run_commands(folder, "4_slurm.md")
     assert (folder / "jobs/train.slurm").exists()
 
 
-def test_when_a_run_breaks(folder: Path) -> None:
-    printed = type_commands(folder, "5_when_a_run_breaks.md")
-    assert '"reason": "done"' in printed
-    assert re.search(r"data_digest +equal", printed) and re.search(r"relative difference \d\.\d+e-0[5-9]", printed)
+def test_tutorial_when_a_run_breaks(folder: Path) -> None:
+    output = run_commands(folder, "5_when_a_run_breaks.md")
+    assert '"reason": "done"' in output
+    assert re.search(r"data_digest +equal", output) and re.search(
+        r"relative difference \d\.\d+e-0[5-9]", output
+    )

@@ -1,6 +1,6 @@
-"""A Slurm of three nodes that are all this machine: munged, slurmctld and slurmds, from the distribution's packages.
+"""A Slurm cluster of three nodes on this machine, with the distribution's packages.
 
-On the third one, jobs of the partition `urgent` preempt those of `low`.
+On the third node, jobs of the partition `urgent` preempt jobs of `low`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from tests.harness.ports import free_ports
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
-os.environ["PATH"] += ":/usr/sbin:/sbin"  # where daemons are, which some users' shells leave out
+os.environ["PATH"] += ":/usr/sbin:/sbin"  # the daemons' folders, which some shells omit
 NODES = ("n1", "n2", "n3")
-CPUS = 16  # of each node, whatever this machine has
+CPUS = 16  # per node, independent of this machine
 
-# A requeued job waits until its credential has expired (120 s by default, 5 s at least); time limits are checked every 30 s.
+# A requeued job waits until its credential expires: after 120 s by default and 5 s at least. Slurm
+# checks time limits every 30 s.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -61,23 +62,27 @@ PartitionName=urgent Nodes=n3 MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
 
 
-def why_missing() -> str | None:
-    """None when the programs are here; otherwise what to do about it."""
+def missing_programs_message() -> str | None:
+    """Return None if all programs are installed, otherwise the missing ones and a command."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"{', '.join(missing)} not found: apt-get install {' '.join(PACKAGES)}" if missing else None
+    return (
+        f"{', '.join(missing)} not found: apt-get install {' '.join(PACKAGES)}" if missing else None
+    )
 
 
-def could_be_installed() -> bool:
-    """Can this user install the packages here?"""
+def can_install() -> bool:
+    """Return True if this user can install the packages."""
     if os.geteuid() != 0 or shutil.which("apt-cache") is None:
         return False
-    known = subprocess.run(["apt-cache", "policy", PACKAGES[0]], capture_output=True, text=True).stdout
-    return "Candidate:" in known and "Candidate: (none)" not in known
+    policy = subprocess.run(
+        ["apt-cache", "policy", PACKAGES[0]], capture_output=True, text=True
+    ).stdout
+    return "Candidate:" in policy and "Candidate: (none)" not in policy
 
 
 @dataclass
 class Cluster:
-    """A running Slurm. Every command of its own is run with its configuration."""
+    """A running Slurm cluster. Its methods run Slurm commands with its configuration."""
 
     folder: Path
     daemons: list[subprocess.Popen[bytes]]
@@ -91,37 +96,53 @@ class Cluster:
     def env(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """The output of a command; AssertionError with what it has said when it fails."""
-        done = subprocess.run(
-            command, env={**os.environ, **(env or {}), **self.env}, cwd=cwd, capture_output=True, text=True, timeout=60
+    def run(
+        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> str:
+        """Return the output of a command. Raise AssertionError with the output if it fails."""
+        process = subprocess.run(
+            command,
+            env={**os.environ, **(env or {}), **self.env},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
-        assert done.returncode == 0, f"{command}: {done.stderr}{done.stdout}"
-        return done.stdout
+        assert process.returncode == 0, f"{command}: {process.stderr}{process.stdout}"
+        return process.stdout
 
     def state(self, job: str) -> dict[str, str]:
-        """What scontrol knows of a job or of a task of an array."""
+        """Return scontrol's fields of a job or of an array task."""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
-        return dict(word.partition("=")[::2] for word in text.splitlines()[0].split() if "=" in word)
+        return dict(
+            word.partition("=")[::2] for word in text.splitlines()[0].split() if "=" in word
+        )
 
     def wait(self, *jobs: str, timeout: float = 100) -> list[dict[str, str]]:
-        """Wait until all jobs are over; AssertionError with the log of Slurm when they are not in time."""
-        give_up = time.monotonic() + timeout
+        """Wait for the end of all jobs. Raise AssertionError with the logs after the timeout."""
+        deadline = time.monotonic() + timeout
         while True:
             states = [self.state(job) for job in jobs]
-            if all(s["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") for s in states):
+            if all(
+                s["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+                for s in states
+            ):
                 return states
-            if time.monotonic() > give_up:
-                logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
-                raise AssertionError(f"not over after {timeout:g} s: {states}\n{logs}")
+            if time.monotonic() > deadline:
+                logs = "\n".join(
+                    f"{log}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log")
+                )
+                raise AssertionError(f"jobs still run after {timeout:g} s: {states}\n{logs}")
             time.sleep(0.2)
 
     def stop(self) -> None:
         """End all jobs, then the daemons."""
-        subprocess.run(["scancel", "--signal=KILL", "--full", "--user=root"], env={**os.environ, **self.env})
+        subprocess.run(
+            ["scancel", "--signal=KILL", "--full", "--user=root"], env={**os.environ, **self.env}
+        )
         subprocess.run(["scancel", "--user=root"], env={**os.environ, **self.env})
-        give_up = time.monotonic() + 10
-        while self.run("squeue", "--noheader").strip() and time.monotonic() < give_up:
+        deadline = time.monotonic() + 10
+        while self.run("squeue", "--noheader").strip() and time.monotonic() < deadline:
             time.sleep(0.1)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
@@ -133,8 +154,8 @@ class Cluster:
 
 
 def start(folder: Path) -> Cluster:
-    """Start the daemons with all that they write below ``folder``, and wait until both nodes take jobs."""
-    folder.chmod(0o755)  # munged refuses a socket that others could not reach
+    """Start the daemons with their files in `folder`, and wait until all nodes accept jobs."""
+    folder.chmod(0o755)  # munged requires a socket that other users can reach
     for name in ("munge", "state"):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge/key"
@@ -151,15 +172,17 @@ def start(folder: Path) -> Cluster:
     for command in commands:
         cluster.daemons.append(start_daemon(command, cluster.env, folder))
         if command[0] == "munged":
-            await_true(lambda: (folder / "munge/socket").exists(), "munged has no socket", folder)
-    await_true(lambda: cluster_answers(cluster), "the nodes take no jobs", folder)
+            wait_until(lambda: (folder / "munge/socket").exists(), "munged has no socket", folder)
+    wait_until(lambda: has_idle_nodes(cluster), "the nodes accept no jobs", folder)
     return cluster
 
 
 MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
 
 
-def start_daemon(command: list[str], env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+def start_daemon(
+    command: list[str], env: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
     with open(folder / f"{command[0]}.output", "ab") as output:
         return subprocess.Popen(
             command,
@@ -171,16 +194,20 @@ def start_daemon(command: list[str], env: Mapping[str, str], folder: Path) -> su
         )
 
 
-def cluster_answers(cluster: Cluster) -> bool:
+def has_idle_nodes(cluster: Cluster) -> bool:
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    done = subprocess.run(command, env={**os.environ, **cluster.env}, capture_output=True, text=True)
-    return set(done.stdout.split()) == {"idle"}
+    process = subprocess.run(
+        command, env={**os.environ, **cluster.env}, capture_output=True, text=True
+    )
+    return set(process.stdout.split()) == {"idle"}
 
 
-def await_true(condition, complaint: str, folder: Path, timeout: float = 20) -> None:
-    give_up = time.monotonic() + timeout
+def wait_until(condition, message: str, folder: Path, timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
     while not condition():
-        if time.monotonic() > give_up:
-            said = "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in folder.glob("*.output"))
-            raise AssertionError(f"{complaint} after {timeout:g} s\n{said}")
+        if time.monotonic() > deadline:
+            output = "\n".join(
+                f"{path}:\n{path.read_text()[-2000:]}" for path in folder.glob("*.output")
+            )
+            raise AssertionError(f"{message} after {timeout:g} s\n{output}")
         time.sleep(0.05)

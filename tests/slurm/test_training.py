@@ -1,4 +1,4 @@
-"""The scripts of `titan slurm init` on a real Slurm: runs that are stopped, killed and queued again end as one without."""
+"""Run the scripts of `titan slurm init` on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ STEPS, HOLD_AT = 20, 10
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Where continuous integration installs Slurm (REQUIRE_SLURM), a test that did not run is a failure: nobody reads what was
-    skipped. On a user's machine nothing is installed unasked.
+    """Start a cluster, or skip the tests if Slurm is not installed.
+
+    With REQUIRE_SLURM (continuous integration), a missing Slurm is a failure if it can be
+    installed.
     """
-    missing = slurm.why_missing()
+    missing = slurm.missing_programs_message()
     if missing:
-        if os.environ.get("REQUIRE_SLURM") and slurm.could_be_installed():
+        if os.environ.get("REQUIRE_SLURM") and slurm.can_install():
             pytest.fail(missing)
         pytest.skip(f"no Slurm: {missing}")
     if os.geteuid() != 0:
-        pytest.skip("no Slurm: its daemons are started as root here")
+        pytest.skip("no Slurm: these tests start its daemons as root")
     started = slurm.start(tmp_path_factory.mktemp("slurm"))
     write_scripts(started.scripts, TITAN)
     try:
@@ -46,46 +48,56 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @dataclass
 class Run:
-    """A run folder and the jobs that train in it."""
+    """A run folder and its jobs."""
 
     cluster: Cluster
-    folder: Path  # of the test; the run's is outputs/ in it
+    folder: Path  # contains the run folder outputs/ and the jobs' output files
     scripts: Path  # written by `titan slurm init`
 
     @property
     def outputs(self) -> Path:
         return self.folder / "outputs"
 
-    def submit(self, *command: str, hold_at: tuple[int, ...] = (HOLD_AT,), **overrides: object) -> list[str]:
-        """Add the options that all jobs share, and the run's; the ids that the command prints."""
+    def submit(
+        self, *command: str, hold_at: tuple[int, ...] = (HOLD_AT,), **overrides: object
+    ) -> list[str]:
+        """Submit a job with common options and the run's arguments; return the printed job ids."""
         self.folder.mkdir(exist_ok=True)
         env = {
             "HOLD_AT": " ".join(map(str, hold_at)),
             "NGPU": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "MASTER_ADDR": "127.0.0.1",  # the nodes' names are known to Slurm alone
+            "MASTER_ADDR": "127.0.0.1",  # only Slurm knows the names of the nodes
             "PET_LOCAL_ADDR": "127.0.0.1",
         }
         options = ["--cpus-per-task=2", "--output=%x-%j.out", "--time=10", "--signal=B:USR1@120"]
         run = train(self.outputs, experimental__custom_import="tests.faults.pace", **overrides)
-        at = next(i for i, word in enumerate(command) if word.endswith(".slurm"))
-        printed = self.cluster.run(*command[:at], *options, *command[at:], *run, env=env, cwd=self.folder)
+        index = next(i for i, word in enumerate(command) if word.endswith(".slurm"))
+        printed = self.cluster.run(
+            *command[:index], *options, *command[index:], *run, env=env, cwd=self.folder
+        )
         return printed.split()
 
     def output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
     def await_output(self, words: str, times: int = 1, timeout: float = 200) -> None:
-        give_up = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while self.output().count(words) < times:
-            assert time.monotonic() < give_up, f"no {words!r} after {timeout:g} s:\n{self.output()[-6000:]}"
+            assert time.monotonic() < deadline, (
+                f"no {words!r} after {timeout:g} s:\n{self.output()[-6000:]}"
+            )
             time.sleep(0.1)
 
 
 def train(folder: Path, **overrides: object) -> list[str]:
     return arguments(
-        folder, training__steps=STEPS, lr_scheduler__total_steps=STEPS, checkpoint__interval=HOLD_AT - 1, **overrides
+        folder,
+        training__steps=STEPS,
+        lr_scheduler__total_steps=STEPS,
+        checkpoint__interval=HOLD_AT - 1,
+        **overrides,
     )
 
 
@@ -111,14 +123,14 @@ done
 
 @pytest.fixture
 def stub(cluster: Cluster, tmp_path: Path) -> Run:
-    """Jobs whose `titan train` only waits for a signal or the kill switch. They test Slurm, not the trainer."""
+    """Return a run whose `titan train` only waits for a signal or the kill switch."""
     outputs = tmp_path / "job/outputs"
     write_scripts(tmp_path / "scripts", STUB.format(outputs=outputs, python=sys.executable))
     return Run(cluster, tmp_path / "job", tmp_path / "scripts")
 
 
 def write_scripts(folder: Path, titan: str) -> None:
-    """Write the batch scripts, with the text of a `titan` command that env.sh makes available."""
+    """Write the batch scripts, and a program `titan` to which env.sh sets the PATH."""
     scaffold.write_scripts(folder)
     programs = folder / "bin"
     programs.mkdir()
@@ -130,9 +142,14 @@ def write_scripts(folder: Path, titan: str) -> None:
 
 @pytest.fixture(scope="module")
 def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
-    """Three tasks on two nodes; started before the other tests, as most of its time is spent waiting."""
+    """Submit an array job of three tasks on two nodes; return the run and the job id.
+
+    The job starts before the other tests because it mostly waits.
+    """
     run = Run(cluster, tmp_path_factory.mktemp("jobs") / "array", cluster.scripts)
-    [job] = run.submit(*SBATCH, "--array=1-3%1", "--nodes=2", str(run.scripts / "train_array.slurm"))
+    [job] = run.submit(
+        *SBATCH, "--array=1-3%1", "--nodes=2", str(run.scripts / "train_array.slurm")
+    )
     return run, job
 
 
@@ -143,14 +160,19 @@ PREEMPTED_AT = (3, 6, 10, 13, 17)
 def preempted(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Run, Future[dict[str, str]]]]:
-    """A run whose node is taken five times by jobs that need it, beside the other tests; and how Slurm says that it ended."""
+    """Start a run that is preempted five times; return the run and Slurm's final state of its job.
+
+    The job runs at the same time as the other tests.
+    """
     run = Run(cluster, tmp_path_factory.mktemp("jobs") / "preempted", cluster.scripts)
     with ThreadPoolExecutor(1) as pool:
         yield run, pool.submit(preempt, run)
 
 
 def preempt(run: Run) -> dict[str, str]:
-    [job] = run.submit(*SBATCH, "--partition=low", str(run.scripts / "train.slurm"), hold_at=PREEMPTED_AT)
+    [job] = run.submit(
+        *SBATCH, "--partition=low", str(run.scripts / "train.slurm"), hold_at=PREEMPTED_AT
+    )
     for times in range(1, len(PREEMPTED_AT) + 1):
         run.await_output("Holding at step", times)
         urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
@@ -160,30 +182,35 @@ def preempt(run: Run) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("preempted")
-def test_a_job_is_queued_again_after_a_killed_worker(array: tuple[Run, str], cluster: Cluster, tmp_path: Path) -> None:
+def test_job_is_requeued_after_a_killed_worker(
+    array: tuple[Run, str], cluster: Cluster, tmp_path: Path
+) -> None:
     run = Run(cluster, tmp_path / "job", cluster.scripts)
     [job] = run.submit(*SBATCH, str(run.scripts / "train.slurm"))
     run.await_output(f"Holding at step {HOLD_AT}")
     [victim] = [process for process in psutil.process_iter() if is_rank(process, run.outputs)]
     victim.send_signal(signal.SIGKILL)
     run.await_output(
-        "without an exit.json (srun returned 137), its newest checkpoint is of step 9; the job is queued again"
+        "without an exit.json (srun returned 137), its newest checkpoint is of step 9; "
+        "the job is queued again"
     )
-    near_its_limit(*array)
+    shorten_time_limit(*array)
     [state] = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), run.output()[-6000:]
     assert re.findall(r"Training starts at step (\d+)", run.output()) == ["1", str(HOLD_AT)]
     assert [row[0] for row in exact_rows(run.outputs)] == list(range(1, STEPS + 1))
 
 
-def near_its_limit(run: Run, job: str) -> None:
-    """Once the first task is in the middle of its run: Slurm, which looks at the limits each 30 s, sends USR1 then."""
+def shorten_time_limit(run: Run, job: str) -> None:
+    """Wait until the first task runs, then shorten its time limit, so that Slurm sends USR1."""
     run.await_output(f"Holding at step {HOLD_AT}", times=2)
     run.cluster.run("scontrol", "update", f"JobId={job}_1", "EndTime=now+2minutes")
 
 
-def test_a_chain_continues_and_the_kill_switch_ends_the_remaining_jobs(stub: Run) -> None:
-    jobs = stub.submit(str(stub.scripts / "submit_chain.sh"), "4", str(stub.scripts / "train.slurm"))
+def test_chain_continues_and_kill_switch_ends_the_remaining_jobs(stub: Run) -> None:
+    jobs = stub.submit(
+        str(stub.scripts / "submit_chain.sh"), "4", str(stub.scripts / "train.slurm")
+    )
     stub.await_output("The stub runs")
     stub.cluster.run("scancel", "--signal=USR1", "--batch", jobs[0])
     stub.await_output("The stub runs", times=2)
@@ -192,24 +219,32 @@ def test_a_chain_continues_and_the_kill_switch_ends_the_remaining_jobs(stub: Run
     states = stub.cluster.wait(*jobs)
     assert [state["ExitCode"] for state in states] == ["75:0", "130:0", "0:0", "0:0"], stub.output()
     assert stub.output().count("the job ends: REQUEUE=0") == 1
-    assert stub.output().count("code 130") == stub.output().count("the job ends: a retry would end the same way") == 1
+    assert (
+        stub.output().count("code 130")
+        == stub.output().count("the job ends: a retry would end the same way")
+        == 1
+    )
     assert stub.output().count(f"Not starting: the kill switch {switch} exists") == 2
     assert switch.exists() and stub.output().count("The stub runs") == 2
 
 
-def test_a_cancelled_job_is_not_queued_again(stub: Run) -> None:
+def test_canceled_job_is_not_requeued(stub: Run) -> None:
     [job] = stub.submit(*SBATCH, "--nodes=2", str(stub.scripts / "train.slurm"))
     stub.await_output("The stub runs on 2 nodes", times=2)
-    beside = stub.cluster.run(str(stub.scripts / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
-    assert sorted(beside.splitlines()) == ["0: n1", "1: n2"]
+    output = stub.cluster.run(str(stub.scripts / "on_nodes.sh"), job, "printenv", "SLURMD_NODENAME")
+    assert sorted(output.splitlines()) == ["0: n1", "1: n2"]
     assert stub.cluster.run(str(stub.scripts / "hosts.sh"), "n[1-2]").split() == ["n1", "n2"]
     stub.cluster.run("scancel", job)
     [state] = stub.cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), stub.output()
-    assert (stub.outputs / "exit.json").exists(), "it had time to save all the same"
+    assert (stub.outputs / "exit.json").exists(), (
+        "a canceled job must have time to write a checkpoint"
+    )
 
 
-def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path: Path) -> None:
+def test_cron_job_resubmits_itself_and_submits_the_jobs_of_its_folder(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs/hello.slurm").write_text("#!/bin/bash\n#SBATCH --output=%x.out\necho done\n")
     cron = ("--job-name=cron-test", str(cluster.scripts / "cron.slurm"), "1hour", "jobs")
@@ -225,14 +260,16 @@ def test_a_job_submits_itself_and_those_of_its_folder(cluster: Cluster, tmp_path
     assert (tmp_path / "hello.slurm.out").read_text() == "done\n"
 
 
-def test_the_ranks_of_an_allocation_pass_the_check(cluster: Cluster, tmp_path: Path) -> None:
+def test_ranks_of_an_allocation_pass_the_node_check(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={tmp_path}/out")
     env = {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
-    job = cluster.run(*SBATCH, *options, str(cluster.scripts / "check_nodes.slurm"), env=env).strip()
+    job = cluster.run(
+        *SBATCH, *options, str(cluster.scripts / "check_nodes.slurm"), env=env
+    ).strip()
     [state] = cluster.wait(job)
-    said = (tmp_path / "out").read_text()
-    assert state["JobState"] == "COMPLETED", said
-    assert sorted(re.findall(r"-(\d)\] is OK", said)) == ["0", "1"], said
+    output = (tmp_path / "out").read_text()
+    assert state["JobState"] == "COMPLETED", output
+    assert sorted(re.findall(r"-(\d)\] is OK", output)) == ["0", "1"], output
 
 
 NVIDIA_SMI = """#!/usr/bin/env bash
@@ -242,10 +279,8 @@ echo "0, GPU-1, 40, $errors, No, No, No, Not Active"
 """
 
 
-def test_a_bad_node_is_named_in_an_option_that_sbatch_takes(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """A stand-in for nvidia-smi reports a GPU with memory errors on one of two nodes."""
+def test_bad_node_is_named_in_a_valid_sbatch_option(cluster: Cluster, tmp_path: Path) -> None:
+    """A fake nvidia-smi reports a GPU with memory errors on one of two nodes."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "nvidia-smi").write_text(NVIDIA_SMI)
@@ -275,20 +310,18 @@ wait_in_a_collective()
 """
 
 
-def test_the_stacks_of_all_ranks_of_a_job_are_dumped_on_its_nodes(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """The two nodes are one machine here, so the script finds both ranks on each of them."""
+def test_stacks_of_all_ranks_of_a_job_are_dumped(cluster: Cluster, tmp_path: Path) -> None:
+    """Both nodes are this machine, so the script finds both ranks on each of them."""
     program, stacks = tmp_path / "rank.py", tmp_path / "stacks"
     program.write_text(RANK)
     rank = f"RANK=$SLURM_PROCID exec {sys.executable} {program} {tmp_path}/started"
     options = ("--nodes=2", "--output=/dev/null", f"--wrap=srun bash -c '{rank}'")
     job = cluster.run(*SBATCH, *options).strip()
     try:
-        slurm.await_true(
+        slurm.wait_until(
             lambda: len(list(tmp_path.glob("started-*"))) == 2, "no ranks", tmp_path, 60
         )
-        # Both nodes read the same processes at the same time: no process may be stopped for it.
+        # Both nodes read the same processes at the same time, so they must not pause them.
         command = (str(cluster.scripts / "pyspy_srun.sh"), job, str(stacks), "--nonblocking")
         printed = cluster.run(*command, env={"PATTERN": str(program)})
     finally:
@@ -302,30 +335,36 @@ def test_the_stacks_of_all_ranks_of_a_job_are_dumped_on_its_nodes(
     assert re.search(r"^\d: +\d wait_in_a_collective", printed, re.MULTILINE), printed
 
 
-def test_an_array_trains_across_a_time_limit_on_two_nodes(array: tuple[Run, str], tmp_path: Path) -> None:
-    """One task is stopped before its limit, one ends the run, one has nothing to do."""
+def test_array_continues_after_a_time_limit_on_two_nodes(
+    array: tuple[Run, str], tmp_path: Path
+) -> None:
+    """One task stops before its time limit, one finishes the run, one has nothing to do."""
     run, job = array
-    done = run_trainer(train(tmp_path / "outputs"), 2, tmp_path / "outputs")
-    assert done.returncode == 0, done.tail
+    reference = run_trainer(train(tmp_path / "outputs"), 2, tmp_path / "outputs")
+    assert reference.returncode == 0, reference.tail
     states = run.cluster.wait(*(f"{job}_{task}" for task in (1, 2, 3)))
     assert [state["ExitCode"] for state in states] == ["75:0", "0:0", "0:0"], run.output()[-9000:]
     assert "USR1: the run is asked to save and to end." in run.output()
     assert f"Nothing to do: step {STEPS} of {STEPS} is done already" in run.output()
-    assert run.output().count("Building llama3") == 2 * 2, "two tasks, on two nodes"
+    assert run.output().count("Building llama3") == 2 * 2, "expected two tasks on two nodes"
     assert exact_rows(run.outputs) == exact_rows(tmp_path / "outputs")
 
 
-def test_a_run_is_preempted_five_times(preempted: tuple[Run, Future[dict[str, str]]], tmp_path: Path) -> None:
-    """Slurm ends it with SIGTERM to every process of it."""
-    run, ended = preempted
-    done = run_trainer(train(tmp_path / "outputs"), 1, tmp_path / "outputs")
-    assert done.returncode == 0, done.tail
-    state = ended.result()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(PREEMPTED_AT))), run.output()[-6000:]
-    # Each one finished the step in which it got the signal, or one more.
+def test_run_is_preempted_five_times(
+    preempted: tuple[Run, Future[dict[str, str]]], tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM to every process of the job."""
+    run, final_state = preempted
+    reference = run_trainer(train(tmp_path / "outputs"), 1, tmp_path / "outputs")
+    assert reference.returncode == 0, reference.tail
+    state = final_state.result()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(PREEMPTED_AT))), (
+        run.output()[-6000:]
+    )
+    # Each run finished the step of the signal, or one more.
     starts = [int(step) for step in re.findall(r"Training starts at step (\d+)", run.output())]
-    made = [step - held for step, held in zip(starts[1:], PREEMPTED_AT, strict=True)]
-    assert starts[0] == 1 and set(made) <= {1, 2}, starts
+    num_steps = [step - hold_step for step, hold_step in zip(starts[1:], PREEMPTED_AT, strict=True)]
+    assert starts[0] == 1 and set(num_steps) <= {1, 2}, starts
     assert exact_rows(run.outputs) == exact_rows(tmp_path / "outputs")
 
 
@@ -334,4 +373,8 @@ def is_rank(process: psutil.Process, outputs: Path) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    return "torchtitan_like.train" in words and "torchtitan_like.torchrun" not in words and str(outputs) in words
+    return (
+        "torchtitan_like.train" in words
+        and "torchtitan_like.torchrun" not in words
+        and str(outputs) in words
+    )

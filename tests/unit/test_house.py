@@ -17,17 +17,23 @@ from torchtitan_like.config.layers import parse_toml
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchtitan_like"
 CORE = sorted(PACKAGE.rglob("*.py"))
-ALL = CORE + sorted(path for top in ("scripts", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py"))
+ALL = CORE + sorted(
+    path for top in ("scripts", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")
+)
 
 # Packages that import slowly, or may be missing, are imported in the functions that use them.
 NEVER_AT_TOP_LEVEL = {
     "datasets", "huggingface_hub", "pandas", "pyarrow", "tensorboard", "torchao", "torchdata", "transformers", "triton",
     "wandb",
 }  # fmt: skip
-# Imported, but required through another package; required, but not imported (pyproject.toml has the reason).
-BROUGHT_ALONG = {"annotated_types": "pydantic", "pydantic_core": "pydantic", "huggingface_hub": "datasets"}
+# Imported but required by another package, and required but not imported (see pyproject.toml).
+INDIRECT = {
+    "annotated_types": "pydantic",
+    "pydantic_core": "pydantic",
+    "huggingface_hub": "datasets",
+}
 NOT_IMPORTED = {"datasets", "safetensors"}
-# Checking a config, on a login node, must not take the seconds that torch's import takes.
+# Importing torch takes seconds. Checking a config on a login node must not import it.
 WITHOUT_TORCH = [
     "torchtitan_like.launcher.run",
     "torchtitan_like.launcher.outcome",
@@ -43,8 +49,8 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-# What the sources of each contract of type "forbidden" may import. A contract also has exceptions for single
-# modules (`ignore_imports`).
+# Packages that the sources of each contract of type "forbidden" may import. Contracts also have
+# exceptions for single modules (`ignore_imports`).
 MAY_IMPORT = {
     "config": {"util"},
     "util": set(),
@@ -62,7 +68,11 @@ UNRESTRICTED = {"cli", "launcher", "plan"}
 
 def test_packages_import_only_what_they_may() -> None:
     """pyproject.toml has the contracts."""
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())",
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -71,26 +81,30 @@ def test_contracts_name_every_package_and_module() -> None:
     """A new package or module is forbidden to the others, or listed in MAY_IMPORT."""
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-    contracts = parse_toml((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = parse_toml((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     forbidden = [contract for contract in contracts if contract["type"] == "forbidden"]
     assert {contract["id"] for contract in forbidden} == MAY_IMPORT.keys()
     restricted = set()
     for contract in forbidden:
         sources = {room(module) for module in contract["source_modules"]}
         others = (packages | modules) - sources - MAY_IMPORT[contract["id"]]
-        assert {name.split(".")[1] for name in contract["forbidden_modules"]} == others, contract["id"]
+        assert {name.split(".")[1] for name in contract["forbidden_modules"]} == others, contract[
+            "id"
+        ]
         restricted |= sources
     assert packages == restricted | UNRESTRICTED
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_no_torch_is_needed_to_check_a_config(module: str) -> None:
+def test_checking_a_config_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'datasets', 'pandas', 'numpy') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
-# The trainer, until it would build its optimizer.
+# Run the trainer until it builds its optimizer.
 UP_TO_THE_OPTIMIZER = """
 import sys
 from torchtitan_like import launch, train
@@ -104,27 +118,27 @@ launch.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-def test_one_rank_starts_as_light_as_a_plain_script(tmp_path: Path, computed: str) -> None:
-    """Before the optimizer, which always imports torch's compiler, neither DTensor nor the compiler is imported."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_imports_few_modules(tmp_path: Path, dtype: str) -> None:
+    """Nothing imports DTensor or torch's compiler before the optimizer, which needs it."""
     options = {
         "job.dump_folder": tmp_path,
         "data.cache_folder": tmp_path,
         "training.dataset_path": ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl",
         "training.seq_len": 64,
-        "training.mixed_precision_param": computed,
+        "training.mixed_precision_param": dtype,
         "activation_checkpoint.mode": "none",
     }
     command = [sys.executable, "-c", UP_TO_THE_OPTIMIZER]
     command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    number, _, found = result.stdout.splitlines()[-1].partition(" ")
-    assert int(number) <= 1_600 and found == "[]"
+    num_modules, _, forbidden = result.stdout.splitlines()[-1].partition(" ")
+    assert int(num_modules) <= 1_600 and forbidden == "[]"
 
 
-def test_no_import_circle_spans_two_rooms() -> None:
-    """Imports in functions and under TYPE_CHECKING count: lint-imports does not report those circles."""
+def test_no_import_circle_spans_two_packages() -> None:
+    """Imports in functions and under TYPE_CHECKING count, which lint-imports does not report."""
     assert [circle for circle in circles(import_graph()) if len(set(map(room, circle))) > 1] == []
 
 
@@ -143,7 +157,7 @@ def test_config_never_imports_torch() -> None:
     assert not offenders
 
 
-def test_models_know_nothing_of_ranks() -> None:
+def test_models_never_import_torch_distributed() -> None:
     offenders = [
         f"{name_of(path)}:{node.lineno}: {name}"
         for path in CORE
@@ -155,7 +169,7 @@ def test_models_know_nothing_of_ranks() -> None:
     assert not offenders
 
 
-def test_heavy_packages_are_imported_where_they_are_used() -> None:
+def test_slow_packages_are_imported_in_functions() -> None:
     offenders = [
         f"{name_of(path)}:{node.lineno}: {name}"
         for path in CORE
@@ -168,41 +182,57 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
 
 def test_the_package_imports_exactly_its_requirements() -> None:
     """Compare imports of other packages with the lists in pyproject.toml."""
-    found = {
-        top_package(name) for path in CORE for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)
+    actual = {
+        top_package(name)
+        for path in CORE
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in imported(node)
     }
-    found -= {"__future__", PACKAGE.name, "tomllib", *sys.stdlib_module_names}  # which Python 3.10 has not
-    needed = {re.split(r"[^\w]", line)[0] for line in requirements([])}
-    optional = {re.split(r"[^\w]", line)[0] for line in requirements(["wandb", "float8"])} - needed
-    assert found | NOT_IMPORTED == needed | optional | BROUGHT_ALONG.keys()
-    assert set(BROUGHT_ALONG.values()) <= needed and len(needed) <= 15
+    # Python 3.10 has no tomllib.
+    actual -= {"__future__", PACKAGE.name, "tomllib", *sys.stdlib_module_names}
+    required = {re.split(r"[^\w]", line)[0] for line in requirements([])}
+    optional = {
+        re.split(r"[^\w]", line)[0] for line in requirements(["wandb", "float8"])
+    } - required
+    assert actual | NOT_IMPORTED == required | optional | INDIRECT.keys()
+    assert set(INDIRECT.values()) <= required and len(required) <= 15
 
 
-def test_one_module_unpickles_files() -> None:
-    """torch's reader and planner of DCP, and `dcp.load` with them, unpickle whatever a file names."""
+def test_two_modules_unpickle_files() -> None:
+    """DCP's reader and planner, and `dcp.load`, execute pickled code of a file."""
     loaders = r"\bpickle\.(load|loads|Unpickler)\b|torch\.load\(|dcp\.load\("
     calls = re.compile(loaders + "|FileSystemReader|DefaultLoadPlanner")
     shipped = CORE + sorted((ROOT / "scripts").rglob("*.py"))
     users = [path for path in shipped if calls.search(path.read_text())]
-    assert [name_of(path) for path in users] == ["torchtitan_like/checkpoint/unpickle.py"]
+    modules = ("dcp_metadata", "unpickle")
+    expected = [f"torchtitan_like/checkpoint/{module}.py" for module in modules]
+    assert [name_of(path) for path in users] == expected
 
 
-def test_nothing_is_marked_for_later() -> None:
-    marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
-    texts = ALL + [ROOT / name for name in ("run_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run")]
-    found = [
+def test_no_file_has_reminder_comments() -> None:
+    marks = re.compile(
+        r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b"
+    )
+    texts = ALL + [
+        ROOT / name for name in ("run_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run")
+    ]
+    matches = [
         f"{name_of(path)}:{number}"
         for path in texts
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if marks.search(line)
     ]
-    assert not found
+    assert not matches
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """Ranks of the pool find functions by the full name of their module; setuptools finds packages by __init__.py."""
-    folders = {path.parent for path in ALL if path.parent.is_relative_to(PACKAGE) or "tests" in path.parts}
-    assert not sorted(name_of(folder) for folder in folders if not (folder / "__init__.py").exists())
+    """The rank pool imports functions by full module name. setuptools needs __init__.py."""
+    folders = {
+        path.parent for path in ALL if path.parent.is_relative_to(PACKAGE) or "tests" in path.parts
+    }
+    assert not sorted(
+        name_of(folder) for folder in folders if not (folder / "__init__.py").exists()
+    )
 
 
 def top_package(module: str) -> str:
@@ -229,7 +259,7 @@ def room(module: str) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Map each module of torchtitan_like to the modules of torchtitan_like that it imports anywhere."""
+    """Map each module of torchtitan_like to all its modules that it imports anywhere."""
     trees = {module_name(path): ast.parse(path.read_text()) for path in CORE}
     graph: dict[str, set[str]] = {module: set() for module in trees}
     for module, tree in trees.items():

@@ -1,4 +1,4 @@
-"""What comes before a run."""
+"""Configuration and device of a process before its run."""
 
 import os
 
@@ -10,21 +10,28 @@ from torchtitan_like.launch import look_for_device, read_config
 from torchtitan_like.preflight import load_checked
 
 
-@pytest.mark.parametrize(("option", "seen"), [("--debug.launch_blocking", "1"), ("--debug.no_launch_blocking", "0")])
+@pytest.mark.parametrize(
+    ("option", "expected"), [("--debug.launch_blocking", "1"), ("--debug.no_launch_blocking", "0")]
+)
 def test_launch_blocking_is_set_before_the_first_use_of_a_gpu(
-    option: str, seen: str, monkeypatch: pytest.MonkeyPatch
+    option: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver reads its environment once."""
-    asked = []
+    """The CUDA driver reads the variable only once."""
+    values = []
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ["CUDA_LAUNCH_BLOCKING"]))
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: values.append(os.environ["CUDA_LAUNCH_BLOCKING"])
+    )
     load_checked(["--training.steps=1000", option], 1, training=True, device_type=look_for_device)
-    assert asked == [seen]
+    assert values == [expected]
 
 
 @pytest.mark.parametrize(("num_cores", "is_warned"), [(1, True), (64, False)])
-def test_a_start_on_one_core_is_a_warning_of_the_run(
-    num_cores: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_run_on_one_core_logs_a_warning(
+    num_cores: int,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(launch, "num_cores", lambda: num_cores)
     read_config(["--training.dataloader.num_workers", "0"], 1)

@@ -1,4 +1,4 @@
-"""The first lines of a rank."""
+"""The start of a rank's process."""
 
 from __future__ import annotations
 

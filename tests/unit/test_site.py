@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTERNAL = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
+EXTERNAL = re.compile(
+    r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+"
+)
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -36,7 +38,9 @@ def test_every_page_is_built(site: Path) -> None:
 
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     loaded = {
-        match for page in site.rglob("*.html") for match in EXTERNAL.findall(page.read_text("utf-8"))
+        match
+        for page in site.rglob("*.html")
+        for match in EXTERNAL.findall(page.read_text("utf-8"))
     }
     assert loaded == set()
     assert not [

@@ -1,4 +1,4 @@
-"""Our torchrun: which rendezvous it uses, and what it returns for the codes of its ranks."""
+"""torchtitan_like.torchrun: its rendezvous, and its exit code."""
 
 from __future__ import annotations
 
@@ -20,31 +20,43 @@ from torchtitan_like.torchrun import early_code, set_rendezvous
         ({70}, None),
     ],
 )
-def test_ranks_that_stop_early_give_their_code(codes: set[int], expected: int | None) -> None:
+def test_the_codes_of_ranks_determine_the_exit_code(codes: set[int], expected: int | None) -> None:
     assert early_code(codes) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "backend", "endpoint"),
+    ("options", "backend", "endpoint"),
     [
         ([], "loopback", "127.0.0.1:0"),
         (["--standalone"], "loopback", "127.0.0.1:0"),
-        (["--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"], "loopback", "127.0.0.1:0"),
+        (
+            ["--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"],
+            "loopback",
+            "127.0.0.1:0",
+        ),
         (["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"], "c10d", "node-1:1"),
         (["--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_endpoint=node-1:1"], "c10d", "node-1:1"),
         (["--nnodes=2", "--node_rank=1", "--master_addr=node-1"], "static", "node-1:29500"),
-        (["--nnodes=2", "--node_rank=1", "--master_addr=node-1", "--master_port=7"], "static", "node-1:7"),
+        (
+            ["--nnodes=2", "--node_rank=1", "--master_addr=node-1", "--master_port=7"],
+            "static",
+            "node-1:7",
+        ),
     ],
 )
-def test_the_rendezvous_of_torchrun_is_replaced(given: list[str], backend: str, endpoint: str) -> None:
-    arguments = torch_run.parse_args([*given, "program.py"])
+def test_the_rendezvous_of_torchrun_is_replaced(
+    options: list[str], backend: str, endpoint: str
+) -> None:
+    arguments = torch_run.parse_args([*options, "program.py"])
     set_rendezvous(arguments)
     assert arguments.rdzv_backend == f"torchtitan_like_{backend}"
     assert arguments.rdzv_endpoint == endpoint and not arguments.standalone
     assert ("rank=1" in arguments.rdzv_conf) == (backend == "static")
 
 
-def test_another_backend_stays() -> None:
-    arguments = torch_run.parse_args(["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=etcd:1", "program.py"])
+def test_other_backends_are_not_replaced() -> None:
+    arguments = torch_run.parse_args(
+        ["--nnodes=2", "--rdzv_backend=etcd", "--rdzv_endpoint=etcd:1", "program.py"]
+    )
     set_rendezvous(arguments)
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("etcd", "etcd:1")

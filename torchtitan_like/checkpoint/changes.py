@@ -139,11 +139,13 @@ def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         if error.partial is None:
             raise CheckpointError(
-                f"The configuration in the checkpoint cannot be read: {error}"
+                f"The configuration in the checkpoint cannot be read: {error}. Expected the "
+                "settings of its run: use another checkpoint"
             ) from error
         config = error.partial  # unknown settings of another version are ignored
     except ValueError as error:
         raise CheckpointError(
-            f"The configuration in the checkpoint is not valid TOML: {error}"
+            f"The configuration in the checkpoint is not valid TOML: {error}. Expected the "
+            "settings of its run: use another checkpoint"
         ) from error
     return {".".join(path): value for path, value in leaves(config.model_dump()) if value != {}}

@@ -57,7 +57,7 @@ GRACE_SECONDS = 60.0  # for a pending checkpoint after a crash, which other rank
 
 
 class Checkpointer:
-    """Saves and loads the run's state. All ranks must call its methods together, unless noted."""
+    """Saves and loads the run's state. All ranks must call its methods together, unless documented otherwise."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Checkpointer:
     def _export_stored(
         self, stored: Start, on_published: Callable[[Save, Path, float], None]
     ) -> None:
-        """On the checkpoint thread."""
+        """Export the weights of `stored`. Runs on the checkpoint thread."""
         from torchtitan_like.checkpoint.dcp_storage import ExtentReader
         from torchtitan_like.checkpoint.stored_weights import StoredWeights
 
@@ -391,7 +391,7 @@ class Checkpointer:
         logger.info(f"Staged step {step} in {seconds:.2f} seconds; {self._intervals.cost()}")
 
     def _commit(self, save: Save, step: int, tensors: Mapping[str, Any], **rest: Any) -> Path:
-        """On the checkpoint thread."""
+        """Write and publish a staged step. Runs on the checkpoint thread."""
         self._staging.wait()
         if save.kind != "full":
             tensors = {name: value for name, value in tensors.items() if name.startswith("model.")}

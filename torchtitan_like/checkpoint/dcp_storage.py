@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from torchtitan_like.checkpoint.dcp_metadata import METADATA
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import (
     EXTENT,
@@ -53,7 +54,6 @@ from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path, write_atomically
 
-METADATA = ".metadata"
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 BOUNCE = 4 * EXTENT
 
@@ -246,7 +246,8 @@ class ExtentReader(StorageReader):
     def _record(self, name: str) -> FileRecord:
         if name not in self.records:
             raise DamagedError(
-                f"{self.folder / name} is not recorded in the manifest, but .metadata refers to it"
+                f"{self.folder / name} is not recorded in the manifest. Expected a record, because "
+                "the .metadata refers to the file: copy the step again"
             )
         return self.records[name]
 

@@ -23,6 +23,7 @@ EXTENT = 4 * 2**20
 PIECE = 2**18  # bytes read and hashed at a time; fits in a core's cache
 WRITE_BEHIND = 2 * EXTENT
 NUM_STAT_THREADS = 16  # for the sizes of thousands of files on a file server
+REMEDY = "copy it again, or use another checkpoint"
 Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
@@ -153,8 +154,8 @@ class ExtentSource:
                     view = view[count:]
         if digest.hexdigest() != self.record.extents[index]:
             raise DamagedError(
-                f"{self.path} is damaged: extent {index} (bytes {start} to {end}) does not have "
-                f"the hash in the manifest, {self.record.extents[index]}"
+                f"{self.path} is damaged: extent {index} (bytes {start} to {end}) has another hash "
+                f"than in the manifest. Expected {self.record.extents[index]}: {REMEDY}"
             )
         self.verified.add(index)
 
@@ -189,9 +190,11 @@ def check_sizes(folder: Path, records: Mapping[str, FileRecord]) -> None:
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise DamagedError(f"{path} is missing, expected {record.size} bytes") from None
+            raise DamagedError(
+                f"{path} is missing. Expected {record.size} bytes: {REMEDY}"
+            ) from None
         if size != record.size:
-            raise DamagedError(f"{path} has {size} bytes, expected {record.size}")
+            raise DamagedError(f"{path} has {size} bytes. Expected {record.size}: {REMEDY}")
 
     with ThreadPoolExecutor(NUM_STAT_THREADS) as pool:
         list(pool.map(check, records))
@@ -262,5 +265,7 @@ def reading(path: Path) -> Iterator[None]:
             yield
     except OSError as error:
         if error.errno == errno.EIO:
-            raise DamagedError(f"{path} is damaged: {error}") from error
+            raise DamagedError(
+                f"{path} is damaged: {error}. Expected a readable file: {REMEDY}"
+            ) from error
         raise

@@ -13,6 +13,9 @@ import torch
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
 
+# Key in checkpoints of earlier versions -> key.
+RENAMED = {"vector level": "cpu capability"}
+
 
 def numeric_fingerprint(
     config: JobConfig, device: torch.device, layout: Mapping[str, int]
@@ -29,7 +32,7 @@ def numeric_fingerprint(
     fingerprint = {
         "torch": torch.__version__,
         "device": "cpu",
-        "vector level": torch.backends.cpu.get_cpu_capability(),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": "yes" if deterministic else "no",
@@ -60,12 +63,17 @@ def numeric_fingerprint(
 
 
 def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """Return each difference as text, such as `threads 1 -> 2`."""
+    """Return each difference as text, such as `threads 1 -> 2`. Either may have earlier names."""
+    stored, current = _with_current_names(stored), _with_current_names(current)
     return [
         f"{name} {stored.get(name, 'none')} -> {current.get(name, 'none')}"
         for name in dict.fromkeys((*stored, *current))
         if stored.get(name) != current.get(name)
     ]
+
+
+def _with_current_names(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    return {RENAMED.get(name, name): value for name, value in fingerprint.items()}
 
 
 def resume_line(

@@ -36,13 +36,14 @@ def load_states(
     """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
     A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
+    A start that upcycles leaves the tensors unchanged that a dense model does not have.
     Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
     of one rank is raised on every rank.
     """
     start_time = time.monotonic()
     keys = ["model"] if start.kind == "warm" else [key for key in states if key not in exclude]
     if start.format == "step":
-        _load_step(start, {key: states[key] for key in keys}, votes, verify)
+        _load_step(start, {key: states[key] for key in keys}, votes, identity, verify)
     else:
         _load_weights(start, states["model"], votes, identity, quantized)
     not_loaded = sorted(set(states) - set(keys))
@@ -50,17 +51,14 @@ def load_states(
     logger.info(f"Loaded {start.path} in {time.monotonic() - start_time:.2f} seconds{note}")
 
 
-def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verify: str) -> None:
+def _load_step(
+    start: Start, states: Mapping[str, Stateful], votes: Votes, identity: Identity, verify: str
+) -> None:
     """Load a native step, which is full or holds only the weights."""
-    from torchtitan_like.checkpoint.dcp_storage import (
-        METADATA,
-        ExtentReader,
-        load_planned,
-        verify_rest,
-    )
-    from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, verify_rest
+    from torchtitan_like.checkpoint.unpickle import CheckedReader
 
-    path, group = start.path, votes.group
+    path = start.path
     assert path is not None and start.manifest is not None
     reader: Any
     if start.manifest["format_version"] == 1:
@@ -79,6 +77,30 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
             for name, record in records.items()
             if verify == "full" or not name.startswith("shard-")
         }
+    votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
+    loaded: Mapping[str, Mapping[str, Any]] = {}
+    if start.upcycles:
+        from torchtitan_like.checkpoint.upcycling import load_upcycled
+
+        load_upcycled(start, states["model"].state_dict(), votes, identity, reader=reader)
+    else:
+        loaded = _read_entries(start, states, votes, reader)
+    if to_verify:
+        votes.all_do(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
+    for key, entries in loaded.items():
+        states[key].load_state_dict(dict(entries))
+
+
+def _read_entries(
+    start: Start, states: Mapping[str, Stateful], votes: Votes, reader: Any
+) -> dict[str, dict[str, Any]]:
+    """Read all entries of a native step, in place where possible. Returns them by key of `states`."""
+    from torchtitan_like.checkpoint.dcp_metadata import METADATA
+    from torchtitan_like.checkpoint.dcp_storage import load_planned
+    from torchtitan_like.checkpoint.unpickle import CheckedPlanner
+
+    path = start.path
+    assert path is not None
     dicts = {key: state.state_dict() for key, state in states.items()}
     flat = {f"{key}.{name}": value for key, names in dicts.items() for name, value in names.items()}
     stored: dict[str, Any] = {}
@@ -93,21 +115,17 @@ def _load_step(start: Start, states: Mapping[str, Stateful], votes: Votes, verif
         targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
         load_planned(targets, reader, CheckedPlanner(path))
 
-    votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
     votes.all_do(read_metadata)
     # Pipeline stages have different names. Counts are reduced, because gathering all names of
     # thousands of ranks takes gigabytes.
-    counts = group.sum_async([name in flat for name in stored]).wait()
+    counts = votes.group.sum_async([name in flat for name in stored]).wait()
     surplus = [
         name
         for name, count in zip(stored, counts, strict=True)
         if not count and name.split(".")[0] in states
     ]
     votes.all_do(load)
-    if to_verify:
-        votes.all_do(lambda: verify_rest(path, to_verify, reader.verified, group))
-    for key, state in states.items():
-        state.load_state_dict({name: targets[f"{key}.{name}"] for name in dicts[key]})
+    return {key: {name: targets[f"{key}.{name}"] for name in names} for key, names in dicts.items()}
 
 
 def _load_weights(
@@ -125,11 +143,23 @@ def _load_weights(
         records = file_records(start.manifest)
         votes.leader_does(lambda: check_sizes(path, records))
         votes.all_do(lambda: verify_rest(path, records, {}, votes.group))
+    if start.upcycles:
+        from torchtitan_like.checkpoint.upcycling import load_upcycled
+
+        load_upcycled(start, tensors, votes, identity, quantized=quantized)
+        return
     if start.format == "hf":
         for line in config_differences(path, spec.hf_config(args)):
             logger.warning(line)
         load_hf(
-            path, tensors, rows=spec.hf_names(args), tied=tied, quantized=quantized, votes=votes
+            path,
+            tensors,
+            rows=spec.hf_names(args),
+            tied=tied,
+            quantized=quantized,
+            votes=votes,
+            alternative_rows=spec.hf_alternative_names(args) if spec.hf_alternative_names else None,
+            unread=spec.hf_unread(args),
         )
         return
     if spec.meta_names is None:
@@ -183,8 +213,9 @@ def _targets(
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(
-            f"{path} does not fit this run: {'; '.join(problems[:10])}{more}. Set [model] and the "
-            "dtypes to those of the checkpoint, or load another one"
+            f"{path} does not match this run: {'; '.join(problems[:10])}{more}. Expected the "
+            "tensors of this run. Set [model] and the dtypes as in the checkpoint, or load another "
+            "one"
         )
     for stored_dtype, live_dtype in conversions:
         logger.info(f"Converted weights of {path} from {stored_dtype} to {live_dtype}")

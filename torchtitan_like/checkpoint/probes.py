@@ -27,13 +27,15 @@ def check_space(folder: Path, needed_bytes: int, needed_files: int = 0) -> None:
     needed = needed_bytes * _OVERHEAD_FACTOR + _RESERVED_BYTES
     if free < needed:
         raise CheckpointError(
-            f"{folder} has {free / GIB:.2f} GiB free, a checkpoint needs {needed / GIB:.2f} GiB. "
-            "Free some space, lower checkpoint.keep_latest_k, or choose another job.dump_folder"
+            f"{folder} has {free / GIB:.2f} GiB free. Expected {needed / GIB:.2f} GiB for a "
+            "checkpoint. Free some space, lower checkpoint.keep_latest_k, or choose another "
+            "job.dump_folder"
         )
     if stat.f_files and stat.f_favail < needed_files:
         raise CheckpointError(
-            f"{folder} has room for {stat.f_favail:,} more files (inodes), a checkpoint needs "
-            f"{needed_files:,}. Remove some files, or choose another job.dump_folder"
+            f"{folder} has room for {stat.f_favail:,} more files (inodes). Expected "
+            f"{needed_files:,} for a checkpoint. Remove some files, or choose another "
+            "job.dump_folder"
         )
 
 
@@ -51,8 +53,8 @@ def check_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise CheckpointError(
-            f"No checkpoint can be written to {folder}: {error}. Check its owner, quota, and free "
-            "space, or choose another job.dump_folder"
+            f"No checkpoint can be written to {folder}: {error}. Expected a writable folder. Check "
+            "its owner, quota, and free space, or choose another job.dump_folder"
         ) from error
     if content != token:
         raise CheckpointError(

@@ -63,7 +63,9 @@ class StagedOutput:
     def refuse_existing(self) -> None:
         """Raise CheckpointError if a file or folder with the final name exists."""
         if self.final.exists() or self.final.is_symlink():
-            raise CheckpointError(f"{self.final} exists already: choose another name")
+            raise CheckpointError(
+                f"{self.final} exists already. Expected a new path: choose another name"
+            )
 
     def publish(self, manifest: Manifest | None = None) -> None:
         """Write the manifest, if given, and rename the staged output to its final name.

@@ -34,6 +34,7 @@ from torchtitan_like.checkpoint.probes import (
 )
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.models.spec import is_always_float32
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.lock import RunLock
@@ -103,7 +104,7 @@ class StepWriter:
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
         if save.dtype is not None and save.kind != "hf":  # an export converts while it writes
             warn_of_overflow(tensors, save.dtype)
-            tensors = {name: _as_dtype(value, save.dtype) for name, value in tensors.items()}
+            tensors = {name: _as_dtype(name, value, save.dtype) for name, value in tensors.items()}
         try:
             self._votes.leader_does(lambda: self._stage(save, staged, final, tensors))
             self._check_shared_folder(staged)
@@ -129,8 +130,8 @@ class StepWriter:
             self._lock.check()
         if final.exists():
             raise CheckpointError(
-                f"{final} exists already: a published checkpoint is never overwritten. Choose "
-                "another job.dump_folder, or move the folder away"
+                f"{final} exists already. Expected a new step, because a published checkpoint is "
+                "never overwritten. Choose another job.dump_folder, or move the folder away"
             )
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
@@ -215,7 +216,7 @@ def _num_bytes(value: Any, dtype: torch.dtype | None) -> int:
     )
 
 
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _as_dtype(name: str, value: Any, dtype: torch.dtype) -> Any:
     """Convert floating-point tensors to `dtype`. Returns all other values unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.detach().to(dtype) if is_float else value
+    return value.detach().to(dtype) if is_float and not is_always_float32(name) else value

@@ -50,6 +50,7 @@ class Start:
     seed: int | None = None  # of the run that is resumed
     format: Format = "step"
     manifest: Manifest | None = None
+    upcycles: bool = False  # warm: the weights are of a dense model, the run's model has experts
 
     def with_manifest(self) -> Start:
         """Read the manifest of a full step again, and return the start with it.
@@ -58,7 +59,10 @@ class Start:
         """
         assert self.path is not None
         if (manifest := read_manifest(self.path)) is None:
-            raise DamagedError(f"{self.path} no longer has a manifest")
+            raise DamagedError(
+                f"{self.path} no longer has a manifest. Expected it until the end of the start: "
+                "check who removed it"
+            )
         return _resume(StepFolder(self.step, self.path, manifest), self.reason)
 
     def __str__(self) -> str:
@@ -122,8 +126,8 @@ def decide_start(
         )
     if section.start == "resume":
         raise CheckpointError(
-            f"checkpoint.start = 'resume', but {folder} holds no full checkpoint. Set start = "
-            "'auto' to start a new run"
+            f"{folder} holds no full checkpoint. Expected one, because checkpoint.start = "
+            "'resume'. Set start = 'auto' to start a new run"
         )
     return [_first_start(section, folder, last_step, hf_assets_path)]
 
@@ -177,8 +181,8 @@ def _named_step(number: int, folder: Path, steps: list[StepFolder]) -> Start:
     match = next((step for step in steps if step.step == number), None)
     if match is not None and match.damage:
         raise DamagedError(
-            f"checkpoint.load_step = {number} cannot be loaded: {match.damage}. Set load_step to "
-            "another step, or to -1 for the newest"
+            f"checkpoint.load_step = {number} cannot be loaded: {match.damage}. Expected an "
+            "undamaged step. Set load_step to another one, or to -1 for the newest"
         )
     if match is not None and match.is_full:
         return _resume(match, f"checkpoint.load_step = {number}")
@@ -187,7 +191,7 @@ def _named_step(number: int, folder: Path, steps: list[StepFolder]) -> Start:
     note = f"; step-{number} has only weights ({FORMAT_NAMES[format_name]})" if format_name else ""
     raise CheckpointError(
         f"checkpoint.load_step = {number}, but {folder} has no full checkpoint of that step{note}. "
-        f"Set it to one of the full checkpoints: {full_steps}"
+        f"Expected a full checkpoint ({full_steps}). Set load_step to one, or to -1 for the newest"
     )
 
 
@@ -210,9 +214,9 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
         newest = checkpoints[-1][1]
         raise CheckpointError(
             f"{folder} holds only weights (newest: {newest.name}, "
-            f"{FORMAT_NAMES[format_of(newest) or 'step']}), which cannot be resumed. To start a "
-            f"new run from them, set checkpoint.initial_load_path = {str(newest)!r} and another "
-            "job.dump_folder. To start from scratch, move them away"
+            f"{FORMAT_NAMES[format_of(newest) or 'step']}). Expected a full checkpoint to resume "
+            "from. To start a new run from these weights, set checkpoint.initial_load_path = "
+            f"{str(newest)!r} and another job.dump_folder. To start from scratch, move them away"
         )
     reason = f"no full checkpoint in {folder}{_nonfinite_after(folder, 0)}"
     if section.initial_load_path or section.initial_load_in_hf:
@@ -237,15 +241,15 @@ def _initial(
     if manifest.get("kind") != "full":
         raise CheckpointError(
             f"checkpoint.initial_load_path = {str(path)!r} holds only weights "
-            f"({FORMAT_NAMES[start.format]}), but checkpoint.initial_load_model_only = false needs "
-            "a full checkpoint. Set checkpoint.initial_load_model_only = true, or set the path to "
+            f"({FORMAT_NAMES[start.format]}). Expected a full checkpoint, because "
+            "checkpoint.initial_load_model_only = false. Set checkpoint.initial_load_model_only = true, or set the path to "
             "a full step-N of this program"
         )
     step = manifest["step"]
     if last_step is not None and step >= last_step:
         raise CheckpointError(
-            f"checkpoint.initial_load_path = {str(path)!r} is at step {step}, and training.steps = "
-            f"{last_step} leaves nothing to do. Raise training.steps, or set "
+            f"checkpoint.initial_load_path = {str(path)!r} is at step {step}. Expected a step before "
+            f"training.steps = {last_step}. Raise training.steps, or set "
             "checkpoint.initial_load_model_only = true to start at step 0"
         )
     return _resume(StepFolder(step, path, manifest), reason)
@@ -255,8 +259,8 @@ def _weights(section: Checkpoint, path: Path, reason: str) -> Start:
     """Return a warm start from a folder of any known format. Raises CheckpointError."""
     if "model" in section.exclude_from_loading and section.initial_load_model_only:
         raise CheckpointError(
-            "checkpoint.exclude_from_loading contains 'model', but a warm start loads only the "
-            "weights. Remove it, or start from new weights: checkpoint.start = 'scratch'"
+            "checkpoint.exclude_from_loading contains 'model'. Expected no 'model', because a warm "
+            "start loads only the weights. Remove it, or start from new weights: checkpoint.start = 'scratch'"
         )
     format_name = format_of(path)
     if format_name is None:
@@ -267,8 +271,12 @@ def _weights(section: Checkpoint, path: Path, reason: str) -> Start:
         )
     if section.initial_load_in_hf and format_name != "hf":
         raise CheckpointError(
-            f"checkpoint.initial_load_in_hf = true, but {path} holds {FORMAT_NAMES[format_name]}, "
-            f"not {FORMAT_NAMES['hf']}. Unset it: the format is detected"
+            f"checkpoint.initial_load_in_hf = true, but {path} holds {FORMAT_NAMES[format_name]}. "
+            f"Expected {FORMAT_NAMES['hf']}. Unset it: the format is detected"
         )
     reason = f"{reason}; {FORMAT_NAMES[format_name]}"
-    return Start("warm", 0, path, reason, format=format_name, manifest=read_manifest(path))
+    upcycles = section.initial_load_upcycle
+    if upcycles:
+        reason = f"{reason}; initial_load_upcycle is set: every expert becomes a copy"
+    manifest = read_manifest(path)
+    return Start("warm", 0, path, reason, format=format_name, manifest=manifest, upcycles=upcycles)

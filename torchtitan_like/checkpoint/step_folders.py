@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes, naming
+from torchtitan_like.checkpoint.extents import EXTENT, REMEDY, FileRecord, check_sizes, naming
 from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 
@@ -79,26 +79,31 @@ def read_manifest(path: Path) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         if file.is_symlink() or any(path.glob("shard-*.bin")):
             raise DamagedError(
-                f"{file} is missing, so that the other files cannot be verified"
+                f"{file} is missing. Expected it, to verify the other files: {REMEDY}"
             ) from None
         if (path / CONFIG).is_file() and any(path.glob("*.safetensors")):
             raise DamagedError(
-                f"{file} is missing, and {CONFIG} shows that this is an export of this program: "
-                f"its files cannot be verified. To load it unverified, copy it without {CONFIG}"
+                f"{file} is missing. Expected it, because {CONFIG} marks an export of this "
+                f"program: {REMEDY}. To load it unverified, copy it without {CONFIG}"
             ) from None
         return None
     except OSError as error:
         kind = DamagedError if error.errno in _NO_MANIFEST else CheckpointError
-        raise kind(f"{file} cannot be read: {error}") from error
+        raise kind(
+            f"{file} cannot be read: {error}. Expected a readable manifest: check the disk"
+        ) from error
     except UnicodeDecodeError as error:
-        raise DamagedError(f"{file} cannot be read: {error}") from error
+        raise DamagedError(
+            f"{file} cannot be read: {error}. Expected UTF-8 text: {REMEDY}"
+        ) from error
     try:
         manifest = parse_json(text)
     except ValueError as error:
-        raise DamagedError(f"{file} is damaged: it is no valid JSON ({error})") from error
+        raise DamagedError(f"{file} is damaged: {error}. Expected valid JSON: {REMEDY}") from error
     if not isinstance(manifest, dict) or not {"format_version", "kind", "step"} <= manifest.keys():
         raise DamagedError(
-            f"{file} is damaged: expected an object with format_version, kind and step"
+            f"{file} is damaged: it lacks keys. Expected an object with format_version, kind and "
+            f"step: {REMEDY}"
         )
     if manifest["format_version"] != 1 or "self" in manifest:
         newer = (
@@ -107,13 +112,13 @@ def read_manifest(path: Path) -> Manifest | None:
         )
         if manifest.pop("self", None) != _hash(manifest):
             raise DamagedError(
-                f"{file} is damaged: its content does not have the hash in its key self"
+                f"{file} is damaged: its content has another hash. Expected the one in its key "
+                f"self: {REMEDY}"
             )
         if newer:
             raise CheckpointError(
-                f"{file} was written by a newer version of this program (format_version "
-                f"{manifest['format_version']}, this one knows {FORMAT_VERSION}). "
-                "Use that version to read it"
+                f"{file} has format_version {manifest['format_version']}, of a newer version of "
+                f"this program. Expected at most {FORMAT_VERSION}: use that version to read it"
             )
     _check_files(file, manifest.get("files", {}))
     return manifest
@@ -125,7 +130,8 @@ def _check_files(file: Path, records: Any) -> None:
         for name, record in records.items():
             if not is_inside(name):
                 raise DamagedError(
-                    f"{file} names the file {name!r}: expected one in its own folder"
+                    f"{file} names the file {name!r}. Expected one in its own folder: do not use "
+                    "this checkpoint"
                 )
             if type(record["size"]) is not int or not all(
                 type(digest) is str for digest in record["extents"]
@@ -133,7 +139,7 @@ def _check_files(file: Path, records: Any) -> None:
                 raise TypeError(name)
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedError(
-            f"{file} is damaged: it does not say what its files hold ({error!r})"
+            f"{file} is damaged: {error!r}. Expected size and hashes of every file: {REMEDY}"
         ) from error
 
 
@@ -254,7 +260,8 @@ def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
     """Describe missing files and wrong sizes, or return None. Readers verify the content."""
     if manifest["step"] != number:
         return (
-            f"{path} holds step {manifest['step']}, by its manifest: it has been renamed or copied"
+            f"{path} holds step {manifest['step']}, by its manifest. Expected step {number}: undo the "
+            "renaming"
         )
     try:
         check_sizes(path, file_records(manifest))
@@ -262,7 +269,9 @@ def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
         return str(error)
     except OSError as error:
         if error.errno != errno.EIO:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Expected a readable step: check its permissions"
+            ) from error
         return str(error)
     return None
 
@@ -271,7 +280,8 @@ def publish(staged: Path, final: Path) -> None:
     """Rename a complete staged step to its final name. Never overwrites a published step."""
     if final.exists():
         raise FileExistsError(
-            f"{final} exists already: a published checkpoint is never overwritten"
+            f"{final} exists already. Expected a new step, because a published checkpoint is never "
+            "overwritten: move it away"
         )
     os.rename(staged, final)
     sync_path(final.parent)

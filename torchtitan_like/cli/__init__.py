@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchtitan_like.util.output import open_closed_streams
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
 
 USAGE_ERROR = 2
 
@@ -159,18 +159,20 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sub-command that `argv` names. Returns its exit code."""
+    """Run the sub-command that `argv` names. Returns its exit code.
+
+    Returns 128 + SIGPIPE if the reader of the output, such as `head`, has ended, and
+    `ExitCode.STORAGE` if the output cannot be written for another reason.
+    """
     open_closed_streams()
     try:
-        try:
+        with checked_stdout():
             return _run(list(sys.argv[1:] if argv is None else argv))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Prevent Python's report of it at
-        # exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except OutputError as error:
+        if error.is_closed_pipe:
+            return 128 + signal.SIGPIPE
+        show_error(str(error))
+        return int(ExitCode.STORAGE)
 
 
 def _run(words: list[str]) -> int:
@@ -183,12 +185,15 @@ def _run(words: list[str]) -> int:
     commands: Sequence[Command] = COMMANDS
     while True:
         if not words or words[0] in ("-h", "--help"):
-            print(help_text(prog, commands), end="", file=sys.stdout if words else sys.stderr)
-            return 0 if words else USAGE_ERROR
+            if not words:
+                show_error(help_text(prog, commands), end="")
+                return USAGE_ERROR
+            print(help_text(prog, commands), end="")
+            return 0
         name = words.pop(0)
         command = next((one for one in commands if one.name.split()[-1] == name), None)
         if command is None:
-            print(_unknown(prog, commands, name), file=sys.stderr)
+            show_error(_unknown(prog, commands, name))
             return USAGE_ERROR
         if not command.verbs:
             break

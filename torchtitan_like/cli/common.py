@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from torchtitan_like.util.output import show_error
 
 DAMAGED = 1
 FAILED = 2
@@ -17,6 +21,22 @@ FAILED = 2
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def positive_int(text: str) -> int:
+    """Parse an integer of 1 or more. Raises argparse.ArgumentTypeError."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"it is {text!r}. Expected an integer above 0: correct it")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Parse a number above 0. Raises argparse.ArgumentTypeError."""
+    with suppress(ValueError):
+        number = float(text)
+        if 0 < number < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"it is {text!r}. Expected a number above 0: correct it")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +72,8 @@ def run_checked(action: Callable[[], int]) -> int:
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         return action()
-    except BrokenPipeError:
-        raise
     except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return DAMAGED if isinstance(error, DamagedError) else FAILED
 
 
@@ -63,10 +81,8 @@ def run_report(action: Callable[[], int]) -> int:
     """Call `action`, which only reads files of runs, and return its code; 2 for expected errors."""
     try:
         return action()
-    except BrokenPipeError:
-        raise
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
 
 
@@ -85,5 +101,6 @@ def end_rank(code: int) -> int:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         from torchtitan_like.resilience.end import end_process
 
+        sys.stdout.flush()  # raises OutputError if it fails; end_process ignores that
         end_process(code)
     return code

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan_like.checkpoint.hf.download import ASSETS
+from torchtitan_like.util.output import show_error
 
 DOWNLOAD_FAILED = 1
 EXAMPLE = "titan download --repo-id meta-llama/Llama-3.1-8B --assets tokenizer config"
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             dry_run=arguments.dry_run,
         )
     except hub.DownloadError as error:
-        print(f"Cannot download {arguments.repo_id}: {error}", file=sys.stderr)
+        show_error(f"Cannot download {arguments.repo_id}: {error}")
         return DOWNLOAD_FAILED
     prefix = "would download " if arguments.dry_run else ""
     for name, size in files:

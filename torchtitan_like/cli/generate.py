@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, add_import_flag
+from torchtitan_like.cli.common import FAILED, add_import_flag, positive_int
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = 'titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'
 
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-tokens",
-        type=int,
+        type=positive_int,
         default=128,
         metavar="N",
         help="maximum number of tokens to add (default: 128)",
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top-k",
-        type=int,
+        type=positive_int,
         default=50,
         metavar="K",
         help="sample among the K most likely tokens (default: 50)",
@@ -50,8 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and its continuation. Returns the exit code."""
-    if arguments.temperature < 0 or arguments.top_k < 1:
-        print("--temperature must be at least 0 and --top-k at least 1", file=sys.stderr)
+    if not arguments.temperature >= 0:
+        show_error(
+            f"--temperature is {arguments.temperature:g}. Expected 0 or a number above 0: correct it"
+        )
         return FAILED
 
     from torchtitan_like.checkpoint.errors import CheckpointError
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
         )
     except (CheckpointError, ConfigError, TokenizerError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
     print(text)
     return 0

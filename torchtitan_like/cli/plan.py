@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from torchtitan_like.cli.common import FAILED
+from torchtitan_like.cli.common import FAILED, positive_int, positive_number
 from torchtitan_like.plan.layouts import NETS
+from torchtitan_like.util.output import show_error
 
 NOTHING_FITS = 1
 EXAMPLE = "titan plan --params 8e9 --gpus 16 --nodes 2 --gpu-mem 80 --net fast"
@@ -15,17 +15,17 @@ EXAMPLE = "titan plan --params 8e9 --gpus 16 --nodes 2 --gpu-mem 80 --net fast"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "--params", type=_positive, required=True, metavar="N", help="parameters, e.g. 8e9"
+        "--params", type=positive_number, required=True, metavar="N", help="parameters, e.g. 8e9"
     )
     parser.add_argument(
-        "--gpus", type=_count, required=True, metavar="N", help="GPUs of all machines"
+        "--gpus", type=positive_int, required=True, metavar="N", help="GPUs of all machines"
     )
     parser.add_argument(
-        "--nodes", type=_count, default=1, metavar="N", help="machines (default: 1)"
+        "--nodes", type=positive_int, default=1, metavar="N", help="machines (default: 1)"
     )
     parser.add_argument(
         "--gpu-mem",
-        type=_positive,
+        type=positive_number,
         default=80,
         metavar="GIB",
         help="memory of a GPU, GiB (default: 80)",
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seq-len",
-        type=_count,
+        type=positive_int,
         default=8192,
         metavar="N",
         help="tokens of a sample (default: 8192)",
@@ -79,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.plan.search import global_batch, suggest
 
     if arguments.gpus % arguments.nodes:
-        print(
-            f"--gpus {arguments.gpus}: expected a multiple of --nodes {arguments.nodes}",
-            file=sys.stderr,
+        show_error(
+            f"--gpus {arguments.gpus} is not a multiple of --nodes {arguments.nodes}. Expected "
+            "equally many GPUs on each machine: change one of them"
         )
         return FAILED
     model = model_of(arguments.params)
@@ -97,17 +97,3 @@ def run(arguments: argparse.Namespace) -> int:
     suggestions = suggest(model, cluster, batch, arguments.seq_len)
     print("\n".join(report(model, cluster, batch, arguments.seq_len, suggestions)))
     return 0 if suggestions else NOTHING_FITS
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return number

@@ -51,7 +51,7 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
             and not (c.last_save_model_only or c.hf_interval)
         ),
         '"float32" with last_save_model_only = false and hf_interval = 0: '
-        "only checkpoints of the weights alone are converted",
+        "only checkpoints without optimizer state are converted",
         "set checkpoint.last_save_model_only = true, or leave export_dtype out",
         ("last_save_model_only", "hf_interval"),
     ),
@@ -72,6 +72,22 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
         ("initial_load_in_hf",),
     ),
     Rule(
+        "upcycle-without-weights",
+        "initial_load_upcycle",
+        lambda c: _loads_initial(c) and c.initial_load_upcycle and not _names_weights(c),
+        "false without weights to start from: it names no dense model",
+        "set checkpoint.initial_load_path to the path of a dense checkpoint",
+        ("initial_load_path", "initial_load_in_hf"),
+    ),
+    Rule(
+        "upcycle-with-optimizer",
+        "initial_load_model_only",
+        lambda c: _loads_initial(c) and c.initial_load_upcycle and not c.initial_load_model_only,
+        "true with initial_load_upcycle = true: the optimizer state of a dense model fits no experts",
+        "set checkpoint.initial_load_model_only = true",
+        ("initial_load_upcycle",),
+    ),
+    Rule(
         "warm-without-weights",
         "start",
         lambda c: c.enable and c.start == "warm" and not _names_weights(c),
@@ -83,7 +99,7 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
         "warm-with-optimizer",
         "initial_load_model_only",
         lambda c: c.enable and c.start == "warm" and not c.initial_load_model_only,
-        'true with start = "warm", which loads the weights alone',
+        'true with start = "warm", which loads only the weights',
         'set checkpoint.start = "auto" to continue the run of initial_load_path, '
         "or leave initial_load_model_only out",
         ("start",),
@@ -92,7 +108,7 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
         "warm-without-model",
         "exclude_from_loading",
         lambda c: c.enable and c.start == "warm" and "model" in c.exclude_from_loading,
-        'no "model" with start = "warm", which loads the weights alone',
+        'no "model" with start = "warm", which loads only the weights',
         'remove "model", or set checkpoint.start = "scratch" to start with new weights',
         ("start",),
     ),
@@ -117,7 +133,7 @@ CHECKPOINT_RULES: tuple[Rule[Checkpoint], ...] = (
         "seed-without-checkpoints",
         "create_seed_checkpoint",
         lambda c: c.create_seed_checkpoint and not c.enable,
-        "false with enable = false: nothing is saved",
+        "false with enable = false: this run saves no checkpoints",
         "set checkpoint.enable = true",
         ("enable",),
     ),

@@ -94,7 +94,9 @@ def _read(path: FilePath, extended_by: str) -> tuple[dict[str, Any], Problem | N
     except ValueError as error:
         return {}, Problem("", None, f"valid TOML; {error}", "correct that line", str(path))
     except OSError as error:
-        return {}, Problem(key, str(path), f"a readable file ({error.strerror})", "", origin)
+        return {}, Problem(
+            key, str(path), f"a readable file ({error.strerror})", "check it", origin
+        )
 
 
 def leaves(table: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -28,9 +28,12 @@ def _not_available(
 
 NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     _not_available(
-        "parallelism.expert_parallel_degree",
-        lambda config: config.parallelism.expert_parallel_degree > 1,
-        "set it to 1",
+        "parallelism.expert_parallel_comm_backend",
+        lambda config: (
+            config.parallelism.expert_parallel_degree > 1
+            and config.parallelism.expert_parallel_comm_backend != "standard"
+        ),
+        'set it to "standard"',
     ),
     _not_available(
         "model.converters",
@@ -47,11 +50,6 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     ),
     _not_available(
         "comm.mode", lambda config: config.comm.mode != "default", 'set it to "default"'
-    ),
-    _not_available(
-        "debug.moe_force_load_balance",
-        lambda config: config.debug.moe_force_load_balance,
-        "set it to false",
     ),
     _not_available(
         "job.custom_config_module",

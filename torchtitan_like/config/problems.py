@@ -27,7 +27,7 @@ class Problem:
     key: dotted ("training.steps"); empty if no single setting is wrong.
     value: None is not shown.
     expected: follows the word "expected" in an error. In a warning it states what happens instead.
-    remedy: what to do.
+    remedy: what to do. In an error, "" means to correct the setting.
     origin: where the value was written ("debug.toml", "command line", "default").
     involves: the other settings that the rule reads.
     rule: the rule's name, if it has one.
@@ -53,10 +53,12 @@ class Problem:
         if self.key:
             setting = self.key if self.value is None else f"{self.key} = {show(self.value)}"
             setting += ": "
-        remedy = f" -> {self.remedy}" if self.remedy else ""
+        remedy = self.remedy
+        if self.severity != "warning":
+            remedy = remedy or "correct it"
         is_expectation = self.severity != "warning" and self.expected != NOT_AVAILABLE_YET
         expected = f"expected {self.expected}" if is_expectation else self.expected
-        return f"{origin}{setting}{expected}{remedy}"
+        return f"{origin}{setting}{expected}" + (f" -> {remedy}" if remedy else "")
 
 
 class ConfigError(Exception):

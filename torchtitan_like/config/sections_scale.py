@@ -190,7 +190,10 @@ class Checkpoint(Section):
 
     facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
     SAVING: ClassVar[Need] = Need(
-        "load_only", "{key} = false", lambda load_only, _: not load_only, "nothing is saved"
+        "load_only",
+        "{key} = false",
+        lambda load_only, _: not load_only,
+        "the run saves no checkpoints",
     )
     EXPORTING: ClassVar[Need] = Need(
         "last_save_in_hf",
@@ -253,6 +256,12 @@ class Checkpoint(Section):
     initial_load_in_hf_quantized: bool = field(
         False,
         "The initial weights are quantized Hugging Face safetensors.",
+        needs=LOADING_INITIAL,
+    )
+    initial_load_upcycle: bool = field(
+        False,
+        "The initial weights are of a dense model: every expert becomes a copy of its feed-forward "
+        "network, routers are new. A resumed run never upcycles again.",
         needs=LOADING_INITIAL,
     )
     last_save_model_only: bool = field(

@@ -126,7 +126,7 @@ def build_train_batches(
         dataloader=training.dataloader,
     )
     for one, part in zip(named, parts, strict=True):
-        logger.info(f"training text {one.key or training.dataset_path or one.name} {part}")
+        logger.info(f"training data {one.key or training.dataset_path or one.name} {part}")
     if len(sizes) > 1:
         listed = ", ".join(f"{size:,} from step {first:,}" for first, size in sizes)
         logger.info(f"Samples per step: {listed}")
@@ -139,7 +139,7 @@ def build_train_batches(
             )
     if order.end is not None:
         logger.info(
-            f"The training text ends in step {steps.num_started(order.end):,}, "
+            f"The training data end in step {steps.num_started(order.end):,}, "
             f"with sample {order.end:,}"
         )
     return batches
@@ -157,7 +157,7 @@ def build_validation_sets(
     group: HostGroup | None = None,
     is_recorder: bool = True,
 ) -> dict[str, ValidationBatches]:
-    """Return this rank's batches of each validation text by name ("" if there is only one).
+    """Return this rank's batches of each validation dataset by name ("" if there is only one).
 
     A collective: builds missing token caches. Empty if validation is disabled. `validation.steps`
     counts batches of ``local_batch_size`` samples over all ranks (-1: the whole text). The samples
@@ -173,7 +173,7 @@ def build_validation_sets(
         samples = ranks.all_do(
             functools.partial(pack, tokens, validation.seq_len, data, dump_folder)
         )
-        logger.info(f"validation text {one.key or validation.dataset_path or one.name} {samples}")
+        logger.info(f"validation data {one.key or validation.dataset_path or one.name} {samples}")
         sets[one.key if len(named) > 1 else ""] = ValidationBatches(
             samples,
             local_batch_size=validation.local_batch_size,

@@ -86,7 +86,10 @@ def read_step(
         positions = batches.next_positions()
         batch = next(batches, None)
     if batch is None:
-        raise DataError(f"the training text ends before step {step}: give an earlier step")
+        raise DataError(
+            f"the training data end before step {step}. Expected a step of this run: give an "
+            "earlier one"
+        )
     return StepSamples(
         step,
         _samples(batches, batch, positions, tokenizer),

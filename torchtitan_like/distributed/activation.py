@@ -27,6 +27,8 @@ SAVED_OPS = (
     "addmm.default",
     "_grouped_mm.default",
     "torchtitan_like.rows_times_groups.default",
+    "torchtitan_like.copy_to_host.default",
+    "_c10d_functional.all_to_all_single.default",
     "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_efficient_attention.default",
     "_scaled_dot_product_cudnn_attention.default",
@@ -37,12 +39,14 @@ REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
 def apply_activation_checkpointing(
-    blocks: dict[str, nn.Module], section: ActivationCheckpoint
+    blocks: dict[str, nn.Module], section: ActivationCheckpoint, *, keeps_row_counts: bool = False
 ) -> str:
     """Apply `[activation_checkpoint]` to the blocks (fqn -> module) in place; return a log line.
 
     Results do not change: an activation is recomputed by the same operations from the same inputs.
-    A memory budget affects compiled blocks only.
+    A memory budget affects compiled blocks only. keeps_row_counts: recomputation reuses the numbers
+    of rows that expert-parallel ranks have exchanged. They can be read only once, so a schedule that
+    splits backward passes exchanges them again.
     """
     if section.mode == "none":
         return ""
@@ -50,6 +54,8 @@ def apply_activation_checkpointing(
         return _set_memory_budget(section)
     every = 1
     contexts: Callable[[], Any] | None = None
+    if keeps_row_counts:
+        contexts = partial(create_selective_checkpoint_contexts, _save_row_counts)
     if section.mode == "selective" and section.selective_ac_option == "op":
         recomputed = _mm_shapes(blocks, section.per_op_sac_force_recompute_mm_shapes_by_fqns)
         saved = (
@@ -92,6 +98,17 @@ def _checkpoint_forward(
 def _per_op_contexts(saved_ops: tuple[str, ...], recomputed_shapes: set[tuple[int, ...]]) -> Any:
     """Return the contexts of one pass through one block; its policy counts that pass's products."""
     return create_selective_checkpoint_contexts(_PerOpPolicy(saved_ops, recomputed_shapes))
+
+
+def _save_row_counts(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save only the numbers of rows that expert-parallel ranks send, on the device and the host."""
+    name = str(op)
+    is_exchange = name == "_c10d_functional.all_to_all_single.default"
+    if name == "torchtitan_like.copy_to_host.default" or (
+        is_exchange and not args[0].is_floating_point()
+    ):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _PerOpPolicy:

@@ -73,6 +73,55 @@ def all_to_all_seq_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     return _apply(x, _gather_heads, _scatter_heads, group)
 
 
+def start_exchange(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Start an all-to-all of x (ranks, *slice): slice i goes to rank i. `arrived` waits for it.
+
+    Has no gradient.
+    """
+    one_each = [1] * group.size()
+    result: Tensor = _ops.all_to_all_single(x.contiguous(), one_each, one_each, group.group_name)
+    return result
+
+
+def exchange_rows(
+    rows: Tensor, num_sent: list[int], num_received: list[int], group: ProcessGroup
+) -> Tensor:
+    """All-to-all of rows (rows, dim) in forward, and of their gradients back in backward.
+
+    num_sent: rows for each rank, in rank order. num_received: rows from each rank.
+
+    Returns (sum of num_received, dim), in the order of the ranks that sent them.
+    """
+    received: Tensor = _ExchangeRows.apply(rows, num_sent, num_received, group)
+    return received
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        num_sent: list[int],
+        num_received: list[int],
+        group: ProcessGroup,
+    ) -> Tensor:
+        ctx.num_sent = num_sent
+        ctx.num_received = num_received
+        ctx.group = group
+        return _send_rows(rows, num_sent, num_received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _send_rows(grad, ctx.num_received, ctx.num_sent, ctx.group), None, None, None
+
+
+def _send_rows(
+    rows: Tensor, num_sent: list[int], num_received: list[int], group: ProcessGroup
+) -> Tensor:
+    name = group.group_name
+    return arrived(_ops.all_to_all_single(rows.contiguous(), num_received, num_sent, name))
+
+
 def _apply(
     x: Tensor, collective: Local, adjoint: Local, group: ProcessGroup, dim: int = 0
 ) -> Tensor:

@@ -8,7 +8,7 @@ uses the casts of `simple_fsdp`, with the same numbers and without importing DTe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ def needs_wrapping(
     dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool
 ) -> bool:
     """Return False if one data-parallel rank holds the whole model in the compute dtype."""
-    return dims.dp * dims.cp > 1 or dtype != mixed_precision_param or cpu_offload
+    return dims.dp * dims.cp > 1 or dims.ep > 1 or dtype != mixed_precision_param or cpu_offload
 
 
 def apply_data_parallel(
@@ -48,9 +48,12 @@ def apply_data_parallel(
     reshard: Literal["always", "default", "never"],
     cpu_offload: bool,
     prefetch_depth: int = 1,
+    experts_mesh: DeviceMesh | None = None,
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
+    experts_mesh: mesh of the experts; None without expert parallelism. A block's experts are then
+        a second group of the same FSDP module.
     reshard: "always" frees gathered weights after every forward. "default" keeps the weights
         of the head and of the outermost group, which backward needs first; with pipelines it keeps all, since
         each micro-batch would gather them again. "never" keeps all.
@@ -92,6 +95,9 @@ def apply_data_parallel(
             ("HSDP", mesh["dp_replicate", "dp_shard"]) if hybrid else ("FSDP", mesh["dp_shard"])
         )
 
+        if experts_mesh is not None:
+            policy["shard_placement_fn"] = _place_experts(model, spec, experts_mesh)
+
         def wrap(module: Any, reshard_after: bool) -> None:
             fully_shard(module, mesh=dp_mesh, reshard_after_forward=reshard_after, **policy)
 
@@ -103,7 +109,9 @@ def apply_data_parallel(
     if head and not _share_parameters(head, _present(model, spec.first_modules)):
         wrap(head, reshard == "always")
     wrap(model, reshard == "always")
-    if prefetch_depth > 1 and name != "DDP":
+    # The host waits for the number of rows that experts receive, so FSDP2's own prefetching, which
+    # starts when a block starts, is too late.
+    if (prefetch_depth > 1 or experts_mesh is not None) and name != "DDP":
         prefetch_blocks(blocks, prefetch_depth)
     module: Any
     for module in model.modules():
@@ -111,6 +119,39 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
     return name
+
+
+def _place_experts(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """Return FSDP2's `shard_placement_fn`: experts are sharded over `efsdp` of their own mesh.
+
+    Each rank gets whole experts. If there are more ranks than experts, each gets a part of every
+    weight matrix instead, where the sizes allow it.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+    from torch.distributed.tensor import Shard
+
+    from torchtitan_like.distributed.expert_parallel import expert_parameters
+
+    info: FSDPMeshInfo
+    if "dp_replicate" in (mesh.mesh_dim_names or ()):
+        info = HSDPMeshInfo(mesh["dp_replicate", "efsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+    else:
+        info = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    num_shards = mesh["efsdp"].size()
+    experts = {id(parameter) for parameter in expert_parameters(model, spec).values()}
+
+    def place(parameter: Any) -> Any:
+        if id(parameter) not in experts:
+            return None
+        num_experts, size, *_ = parameter.to_local().shape
+        splits_matrices = num_experts < num_shards and size % num_shards == 0
+        return ShardPlacementResult(Shard(int(splits_matrices)), info)
+
+    return place
 
 
 def prefetch_blocks(blocks: Sequence[Any], depth: int) -> None:

@@ -19,8 +19,10 @@ MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Size of every mesh dimension; their product is the world size.
+    """Size of every mesh dimension; their product, without `ep` and `expert_tp`, is the world size.
 
+    ep: ranks over which the experts are distributed. They are ranks of dp_shard x cp x tp.
+    expert_tp: ranks over which each expert's hidden units are sharded: 1 or `tp`.
     loss_at_first: the pipeline's first rank has both the first and the last stage (V schedules).
     """
 
@@ -30,6 +32,8 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
     loss_at_first: bool = False
 
     @property
@@ -41,6 +45,11 @@ class ParallelDims:
         """Return the dimensions larger than one, outermost first; {"dp_shard": 1} for one rank."""
         shape = {name: getattr(self, name) for name in MESH_ORDER if getattr(self, name) > 1}
         return shape or {"dp_shard": 1}
+
+    def layout(self) -> dict[str, int]:
+        """Return `mesh_shape` and, if above one, the degrees that borrow its ranks."""
+        borrowed = {"ep": self.ep, "expert_tp": self.expert_tp}
+        return self.mesh_shape() | {name: size for name, size in borrowed.items() if size > 1}
 
     def weights_shape(self) -> dict[str, int]:
         """Return the mesh on which weights are placed.
@@ -56,6 +65,23 @@ class ParallelDims:
             for name, size in sizes.items()
             if size > 1 or (name == "dp_shard" and self.dp_replicate == 1)
         }
+
+    def experts_shape(self) -> dict[str, int]:
+        """Return the mesh on which experts are placed if `ep` is above 1.
+
+        `ep` neighbors have different experts. These are sharded over the other ranks of
+        dp_shard x cp x tp under the name `efsdp`, which has a size of at least 1. With `expert_tp`,
+        tensor-parallel ranks are a dimension of their own instead.
+        """
+        num_ranks = self.dp_shard * self.cp * self.tp // self.expert_tp
+        sizes = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "efsdp": num_ranks // self.ep,
+            "ep": self.ep,
+            "expert_tp": self.expert_tp,
+        }
+        return {name: size for name, size in sizes.items() if size > 1 or name in ("efsdp", "ep")}
 
     def coordinate(self, name: str, rank: int) -> int:
         """Return the index of `rank` along one dimension."""
@@ -90,10 +116,17 @@ class ParallelDims:
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Build the weights' mesh over the default group; its dimensions are `weights_shape`'s keys."""
-        from torch.distributed.device_mesh import init_device_mesh
+        return _build_mesh(device_type, self.weights_shape())
 
-        shape = self.weights_shape()
-        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    def build_experts_mesh(self, device_type: str) -> DeviceMesh:
+        """Build the experts' mesh over the default group; its dimensions are `experts_shape`'s keys."""
+        return _build_mesh(device_type, self.experts_shape())
+
+
+def _build_mesh(device_type: str, shape: dict[str, int]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def resolve_degrees(
@@ -118,4 +151,12 @@ def resolve_degrees(
         product = fixed * degrees["dp_shard"]
         return None, [f"{formula} = {product}, but the world has {world_size} ranks"]
     at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
-    return ParallelDims(world_size=world_size, loss_at_first=at_first, **degrees), []
+    ep = parallelism.expert_parallel_degree
+    dims = ParallelDims(
+        world_size=world_size,
+        loss_at_first=at_first,
+        ep=ep,
+        expert_tp=parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
+        **degrees,
+    )
+    return dims, []

@@ -20,6 +20,7 @@ from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import DTYPES, needs_wrapping
 from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
 from torchtitan_like.distributed.initialize import materialize
+from torchtitan_like.distributed.stages import splits_backward
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import World
 
@@ -194,6 +195,12 @@ def parallelize(
         if sections.print_after_conversion:
             lines.append(f"Model definition after conversion:\n\n{model}\n\n")
     options: dict[str, Any] = {}
+    if world.experts_mesh is not None:
+        from torchtitan_like.distributed.expert_parallel import EXPERTS_DIMS, apply_expert_parallel
+
+        names = world.experts_mesh.mesh_dim_names or ()
+        mesh = world.experts_mesh[tuple(name for name in EXPERTS_DIMS if name in names)]
+        lines += apply_expert_parallel(model, spec, mesh)
     if dims.tp > 1:
         from torchtitan_like.distributed.tensor import (
             apply_tensor_parallel,
@@ -213,13 +220,24 @@ def parallelize(
         from torchtitan_like.distributed.context import apply_context_parallel
 
         lines += apply_context_parallel(model, context)
+    shares_samples = dims.tp > 1 and parallelism.enable_sequence_parallel
+    if context is not None or shares_samples:
+        from torchtitan_like.distributed.sequence import shard_routed_sequences
+
+        shard_routed_sequences(model, context, world.group("tp") if shares_samples else None)
     blocks = find_blocks(model, spec)
     if activation_offload is not None:
         lines.append(activation_offload.apply(blocks.values()))
     elif sections.activation_checkpoint.mode != "none":
         from torchtitan_like.distributed.activation import apply_activation_checkpointing
 
-        lines.append(apply_activation_checkpointing(blocks, sections.activation_checkpoint))
+        lines.append(
+            apply_activation_checkpointing(
+                blocks,
+                sections.activation_checkpoint,
+                keeps_row_counts=dims.ep > 1 and not splits_backward(parallelism),
+            )
+        )
     simple = parallelism.data_parallel_impl == "simple_fsdp"
     if compiled:
         backend = sections.compile.backend
@@ -230,7 +248,7 @@ def parallelize(
             buckets = blocks if is_bucketed else ()
             compile_model(model, backend, world.mesh, buckets, options=options)
         else:
-            compile_blocks(blocks, backend, options)
+            compile_blocks(blocks, backend, options, exchanges_rows=dims.ep > 1)
         unit = "the whole model" if simple else "each block"
         lines.append(f"Compiling {unit} with torch.compile ({backend})")
     offload = training.enable_cpu_offload
@@ -242,9 +260,11 @@ def parallelize(
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
     # A single data-parallel rank gathers nothing: SimpleFSDP then only casts each weight where it
-    # is read. FSDP2 is needed for pipelines, which cast once for all micro-batches, and for
-    # offloading.
-    casts_only = dims.dp * dims.cp == 1 and dims.pp == 1 and not sections.needs_fsdp2
+    # is read. FSDP2 is needed for pipelines, which cast once for all micro-batches, for experts on
+    # a mesh of their own, and for offloading.
+    casts_only = (
+        dims.dp * dims.cp == 1 and dims.pp == 1 and dims.ep == 1 and not sections.needs_fsdp2
+    )
     if simple or casts_only or world.mesh is None:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
 
@@ -269,6 +289,7 @@ def parallelize(
             **options_of_weights,
             cpu_offload=offload,
             prefetch_depth=parallelism.fsdp_prefetch_depth,
+            experts_mesh=world.experts_mesh,
         )
     if not casts_only:
         lines.append(f"Applied {name} to the model")
@@ -283,12 +304,19 @@ def parallelize(
 
 
 def compile_blocks(
-    blocks: dict[str, nn.Module], backend: str, options: dict[str, Any] | None = None
+    blocks: dict[str, nn.Module],
+    backend: str,
+    options: dict[str, Any] | None = None,
+    *,
+    exchanges_rows: bool = False,
 ) -> None:
     """Compile each block's forward as one graph; equal blocks share one compilation.
 
-    Parameter names do not change. options: options of the backend.
+    Parameter names do not change. options: options of the backend. exchanges_rows: see
+    `expert_parallel`; the graph then contains sizes that are known only when it runs.
     """
+    if exchanges_rows:
+        torch._dynamo.config.capture_scalar_outputs = True
     for block in blocks.values():
         compiled = torch.compile(
             block.forward, backend=backend, options=options or None, fullgraph=True

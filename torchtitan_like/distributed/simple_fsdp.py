@@ -324,7 +324,7 @@ class _Unit:
 
 
 class _Regather(NamedTuple):
-    """How to gather a weight again and view it."""
+    """Gathers a weight again, and returns a view of it."""
 
     gather: View
     shard: Tensor

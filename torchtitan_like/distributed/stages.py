@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +30,12 @@ class Schedule(NamedTuple):
 
     is_multi: each rank has several stages.
     is_v_shaped: stage i and stage n - 1 - i of n are on the same rank.
+    splits_backward: gradients of inputs and of weights are computed in separate passes.
     """
 
     is_multi: bool = False
     is_v_shaped: bool = False
+    splits_backward: bool = False
 
 
 SCHEDULES = {
@@ -40,9 +43,9 @@ SCHEDULES = {
     "1F1B": Schedule(),
     "Interleaved1F1B": Schedule(is_multi=True),
     "LoopedBFS": Schedule(is_multi=True),
-    "InterleavedZeroBubble": Schedule(is_multi=True),
-    "ZBVZeroBubble": Schedule(is_multi=True, is_v_shaped=True),
-    "DualPipeV": Schedule(is_multi=True, is_v_shaped=True),
+    "InterleavedZeroBubble": Schedule(is_multi=True, splits_backward=True),
+    "ZBVZeroBubble": Schedule(is_multi=True, is_v_shaped=True, splits_backward=True),
+    "DualPipeV": Schedule(is_multi=True, is_v_shaped=True, splits_backward=True),
     "PipelineScheduleSingle": Schedule(),  # this one and the next read a schedule file
     "PipelineScheduleMulti": Schedule(is_multi=True),
 }
@@ -208,6 +211,21 @@ def prune(model: nn.Module, spec: ModelSpec, fqns: Iterable[str]) -> nn.Module:
 
 
 # ---- stages of ranks
+
+
+def splits_backward(section: Parallelism) -> bool:
+    """Return True if the schedule computes gradients of inputs and of weights in separate passes.
+
+    An unreadable CSV file counts as False: the check of the pipeline reports it.
+    """
+    if section.pipeline_parallel_degree == 1:
+        return False
+    if not section.pipeline_parallel_schedule_csv:
+        return SCHEDULES[section.pipeline_parallel_schedule].splits_backward
+    with suppress(OSError, ValueError):
+        rows = schedule_view.read_csv(section.pipeline_parallel_schedule_csv)
+        return any(action.kind in "IW" for row in rows for action in row)
+    return False
 
 
 def stage_ids(rank: int, pp: int, num_stages: int, schedule: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from torchtitan_like.distributed.collectives import (
@@ -60,9 +60,12 @@ RULES = {
     "output": Rule(shard_dim=0, gather_input="own", output="logits"),
     "norm": Rule(shard_dim=None, partial_gradient="sequence parallel"),
     "head_norm": Rule(shard_dim=None, partial_gradient="always"),
+    "head_scalar": Rule(shard_dim=0),
+    "latent": Rule(shard_dim=None, partial_gradient="always"),
+    "projection": Rule(shard_dim=None, partial_gradient="sequence parallel"),
     # Each rank routes and computes its own part of the sequence, with all experts.
     "router": Rule(shard_dim=None, partial_gradient="sequence parallel"),
-    "experts": Rule(shard_dim=None, partial_gradient="sequence parallel"),
+    "experts": Rule(shard_dim=None, partial_gradient="sequence parallel"),  # see expert_parallel.py
 }
 
 
@@ -169,6 +172,8 @@ def _read_table(model: nn.Module, spec: ModelSpec, num_ranks: int) -> list[Ruled
     problems: list[str] = []
     first: dict[int, RuledParameter] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor):
+            continue  # of experts, which expert parallelism has sharded
         roles = [role for pattern, role in spec.sharding if fnmatchcase(fqn, pattern)]
         if len(roles) != 1 or roles[0] not in RULES:
             actual = (

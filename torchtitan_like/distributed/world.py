@@ -196,12 +196,14 @@ class World:
     dims: ParallelDims
     device: torch.device
     mesh: DeviceMesh | None  # of the weights
+    experts_mesh: DeviceMesh | None  # of the experts; None without expert parallelism
     step_group: HostGroup
     checkpoint_group: HostGroup
     owns_default_group: bool
     # Group of all ranks on their devices, for the training thread; None for one rank.
     all_ranks: Any = None
-    # This rank's groups, by dimension of the weights' mesh, and `cp`.
+    # This rank's groups, by dimension of the weights' mesh and of the experts' mesh, and `cp`. A
+    # dimension of both meshes has two groups: the second one is named "... of experts".
     groups: dict[str, Any] = field(default_factory=dict)
     # Groups of two pipeline ranks, by the other one's rank.
     neighbor_groups: dict[int, Any] = field(default_factory=dict)
@@ -378,6 +380,11 @@ def join_world(
     groups = (
         {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     )
+    experts_mesh = dims.build_experts_mesh(device.type) if dims.ep > 1 else None
+    if experts_mesh is not None:
+        for name in experts_mesh.mesh_dim_names or ():
+            key = f"{name} of experts" if name in groups else name
+            groups[key] = experts_mesh.get_group(name)
     if dims.cp > 1:
         groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
     all_ranks = _group_of_all(ranks, timeout)
@@ -397,6 +404,7 @@ def join_world(
         dims,
         device,
         mesh,
+        experts_mesh,
         step_group,
         checkpoint_group,
         owns,

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-AMD_DRIVER = Path("/dev/kfd")
+# AMD's compute driver lists CPUs and GPUs, each with a file `properties` of lines "name value".
+AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+RENDER_DEVICES = Path("/dev/dri")  # a container has only those of its own GPUs
 
 
 class Machine(NamedTuple):
@@ -18,13 +20,13 @@ class Machine(NamedTuple):
     host: str  # without its domain
     num_cores: int  # that this process may use
     gpu_list: list[str]  # one line of `nvidia-smi -L` for each GPU, with its UUID
-    num_gpus: int  # NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible
-    has_amd_gpus: bool
+    num_nvidia_gpus: int  # that are visible to ranks
+    num_amd_gpus: int
 
     @property
-    def has_gpus(self) -> bool:
-        """Return True if ranks can train on GPUs."""
-        return self.num_gpus > 0 or self.has_amd_gpus
+    def num_gpus(self) -> int:
+        """Number of GPUs that ranks can train on. A build of torch supports one vendor."""
+        return self.num_nvidia_gpus or self.num_amd_gpus
 
 
 def inspect_machine(environ: Mapping[str, str]) -> Machine:
@@ -34,8 +36,8 @@ def inspect_machine(environ: Mapping[str, str]) -> Machine:
         host=os.uname().nodename.partition(".")[0],
         num_cores=_count_cores(),
         gpu_list=gpu_list,
-        num_gpus=count_visible(len(gpu_list), environ.get("CUDA_VISIBLE_DEVICES")),
-        has_amd_gpus=AMD_DRIVER.exists(),
+        num_nvidia_gpus=count_visible(len(gpu_list), environ.get("CUDA_VISIBLE_DEVICES")),
+        num_amd_gpus=_count_amd_gpus(environ),
     )
 
 
@@ -44,6 +46,29 @@ def count_visible(num_gpus: int, visible: str | None) -> int:
     if num_gpus == 0 or visible is None:
         return num_gpus
     return sum(re.match(r" *[0-9A-Za-z]", item) is not None for item in visible.split(","))
+
+
+def _count_amd_gpus(environ: Mapping[str, str]) -> int:
+    """Return the number of AMD GPUs that ROCm would use, without importing torch.
+
+    ROCR_VISIBLE_DEVICES selects GPUs first; HIP_VISIBLE_DEVICES, else CUDA_VISIBLE_DEVICES, selects
+    among them.
+    """
+    num_gpus = sum(_is_usable_gpu(path) for path in AMD_NODES.glob("*/properties"))
+    num_gpus = count_visible(num_gpus, environ.get("ROCR_VISIBLE_DEVICES"))
+    visible = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"))
+    return count_visible(num_gpus, visible)
+
+
+def _is_usable_gpu(properties: Path) -> bool:
+    """Return True if a node of AMD's driver is a GPU whose device this process can open."""
+    try:
+        lines = [line.split() for line in properties.read_text().splitlines()]
+    except OSError:  # the GPU belongs to another container
+        return False
+    values = {line[0]: line[1] for line in lines if len(line) == 2}
+    device = RENDER_DEVICES / f"renderD{values.get('drm_render_minor')}"
+    return values.get("simd_count", "0") != "0" and device.exists()
 
 
 def _list_gpus() -> list[str]:

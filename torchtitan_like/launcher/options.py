@@ -120,18 +120,21 @@ def read_options(
     max_nodes = most if ":" in nnodes else min_nodes
     bounds = _positive(min_nodes), _positive(max_nodes)
     if bounds[0] > bounds[1]:
-        raise LaunchError(f"NNODES=MIN:MAX (--nnodes) needs MIN <= MAX, got {nnodes}. Swap them.")
+        raise LaunchError(
+            f"NNODES={nnodes} (--nnodes) has a minimum above its maximum. Expected MIN:MAX. "
+            "Swap them."
+        )
     num_ranks = _num_ranks(given["nproc"], bounds[1], machine)
     max_restarts = given["max_restarts"] or "0"
     if not max_restarts.isdecimal():
         raise LaunchError(
-            f"MAX_RESTARTS must be 0 or more, got {max_restarts!r}. Set it (--max-restarts) to an "
-            "integer."
+            f"MAX_RESTARTS={max_restarts!r} (--max-restarts) is not valid. Expected an integer, 0 or "
+            "more. Correct it."
         )
-    if given["numa_binding"] and not machine.has_gpus:
+    if given["numa_binding"] and machine.num_gpus == 0:
         raise LaunchError(
-            f"NUMA_BINDING={given['numa_binding']} keeps ranks near their GPUs, and this "
-            "machine has none. Unset it."
+            f"NUMA_BINDING={given['numa_binding']} binds ranks to the CPU cores near their GPUs. "
+            "Expected a machine with GPUs. Unset it."
         )
     refuse_known_bad(machine, given["known_bad_gpus"])
     return Launch(
@@ -161,7 +164,8 @@ def refuse_known_bad(machine: Machine, path: str) -> None:
     bad = [gpu for gpu in machine.gpu_list if any(uuid in gpu for uuid in listed)]
     if bad:
         raise LaunchError(
-            f"{machine.host} has GPUs that {path} lists, so nothing is started: {', '.join(bad)}",
+            f"{machine.host} has known bad GPUs: {', '.join(bad)}. Expected none of those in "
+            f"{path}, so nothing was started. Use another machine, or correct the list.",
             code=1,
         )
 
@@ -189,19 +193,14 @@ def _num_ranks(nproc: str, num_nodes: int, machine: Machine) -> int:
     nproc = nproc or (AUTO if num_nodes > 1 else "1")
     if nproc != AUTO:
         return _positive(nproc)
-    if num_nodes > 1 and machine.has_amd_gpus and machine.num_gpus == 0:
-        raise LaunchError(
-            f"NGPU={AUTO} (--nproc) counts NVIDIA GPUs only, and {machine.host} has AMD GPUs. "
-            "Expected the number of ranks on each machine. Set NGPU (--nproc), for example to 8."
-        )
     return machine.num_gpus or NUM_CPU_RANKS
 
 
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]*", text):
         raise LaunchError(
-            f"NGPU and NNODES (--nproc, --nnodes) must be positive integers, got {text!r}. "
-            f"Correct the number. NGPU may also be {AUTO}."
+            f"NGPU or NNODES (--nproc, --nnodes) is {text!r}. Expected an integer above 0; NGPU "
+            f"may also be {AUTO}. Correct it."
         )
     return int(text)
 
@@ -211,8 +210,8 @@ def _log_rank(text: str, num_ranks: int) -> str:
         int(rank) >= num_ranks for rank in text.split(",")
     ):
         raise LaunchError(
-            f"LOG_RANK (--log-rank) must be ranks of this machine, 0 to {num_ranks - 1}, "
-            f"with commas between them, got {text!r}. Correct the list."
+            f"LOG_RANK={text!r} (--log-rank) is not valid. Expected ranks of this machine, 0 to "
+            f"{num_ranks - 1}, with commas between them. Correct the list."
         )
     return text
 
@@ -221,7 +220,8 @@ def _role(prefix: str, host: str) -> str:
     roles = {"rank": "rank", "host": f"{host}:", "digits": re.sub(r"[^0-9]", "", host) + ":"}
     if prefix not in roles:
         raise LaunchError(
-            f"LOG_PREFIX (--log-prefix) must be rank, host or digits, got {prefix!r}. Choose one."
+            f"LOG_PREFIX={prefix!r} (--log-prefix) is not valid. Expected rank, host or digits. "
+            "Choose one."
         )
     return roles[prefix]
 
@@ -234,7 +234,8 @@ def _rendezvous(
     address, port = given["master_addr"], given["master_port"] or DEFAULT_PORT
     if not address:
         raise LaunchError(
-            f"NNODES={nnodes} needs the address of one machine. Set MASTER_ADDR (--master-addr)."
+            f"NNODES={nnodes} (--nnodes) is set without MASTER_ADDR. Expected the address of one of "
+            "the machines. Set MASTER_ADDR (--master-addr)."
         )
     if not given["node_rank"]:
         name = given["rdzv_id"] or "torchtitan_like"
@@ -242,8 +243,8 @@ def _rendezvous(
         return (f"--nnodes={nnodes}", "--rdzv_backend", "c10d", endpoint, f"--rdzv_id={name}")
     if min_nodes != max_nodes:
         raise LaunchError(
-            f"NODE_RANK needs one number of machines, got NNODES={nnodes}. Unset NODE_RANK, or fix "
-            "NNODES."
+            f"NODE_RANK is set, and NNODES={nnodes} is a range. Expected one number of machines. "
+            "Unset NODE_RANK, or set NNODES to a number."
         )
     return (
         f"--nnodes={nnodes}",

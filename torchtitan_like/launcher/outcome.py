@@ -73,8 +73,8 @@ def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
             probe.write(b"x")
     except OSError as error:
         raise LaunchError(
-            f"Nothing was started: the run folder {folder} cannot be written: {error}. "
-            "Free space, repair the disk or choose another job.dump_folder",
+            f"Nothing was started: the run folder {folder} cannot be written: {error}. Expected a "
+            "disk with free space. Free some, repair the disk or choose another job.dump_folder",
             ExitCode.STORAGE,
         ) from error
     return folder
@@ -104,7 +104,10 @@ def report_end(
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        show_error(f"{exit_folder / EXIT} does not state how the run has ended: {error}")
+        show_error(
+            f"{exit_folder / EXIT} cannot be read: {error}. Expected the end of the run. Look for "
+            f"it in the logs below {folder / ATTEMPTS}."
+        )
         return CRASH
     if end is not None and (code == 0 or stop is not None or code == end.code):
         return _report_agreed(config, end, start)
@@ -112,7 +115,10 @@ def report_end(
         # With several machines, rank 0 may write the file into a folder that is not visible here.
         if start.num_nodes > 1:
             return 0
-        show_error(f"The run ended with code 0, but did not write {exit_folder / EXIT}")
+        show_error(
+            f"The run ended with code 0, but did not write {exit_folder / EXIT}. Expected the "
+            f"file at the end of every run. Read the logs below {folder / ATTEMPTS}."
+        )
         return CRASH
     early = ExitCode(code) if code in CODES.values() else stop
     if early is not None and not _has_started(folder, start.since):
@@ -131,7 +137,10 @@ def _write_exit(folder: Path, end: RunEnd) -> None:
     try:
         write_exit(folder, end)
     except OSError as error:
-        show_error(f"Cannot write {folder / EXIT}: {error}")
+        show_error(
+            f"Cannot write {folder / EXIT}: {error}. Expected a disk with free space. Free some, "
+            "or repair the disk."
+        )
 
 
 def _has_started(folder: Path, since: float) -> bool:
@@ -236,7 +245,7 @@ def summary(config: dict[str, Any], folder: Path, start: Start, last_step: int) 
     board = f"tensorboard --logdir {shlex.quote(str(folder / metrics['save_tb_folder']))}"
     if not metrics["enable_tensorboard"]:
         board = "off (metrics.enable_tensorboard)"
-    sample = " ".join(map(quoted, [*start.titan, "generate", newest, "--prompt", "ROMEO:"]))
+    sample = " ".join(map(quoted, [*start.titan, "generate", newest, "--prompt", "The"]))
     return [
         f"Logs: {folder}/{ATTEMPTS}, {folder}/metrics.jsonl | Checkpoint: {newest} | "
         f"TensorBoard: {board}",

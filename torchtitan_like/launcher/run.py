@@ -186,7 +186,7 @@ def check_config(
     It reports every error that can be detected before ranks start. Returns the resolved
     configuration. Raises LaunchError with the code of the check.
     """
-    device = [] if machine.has_gpus else ["--device-type", "cpu"]
+    device = [] if machine.num_gpus else ["--device-type", "cpu"]
     resolved = ""
     for nodes in range(plan.min_nodes, plan.max_nodes + 1):
         command = [python, "-m", PACKAGE, "check", "--training", *device]
@@ -241,7 +241,7 @@ def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine
     }
     child.setdefault("OMP_NUM_THREADS", str(max(machine.num_cores // plan.num_ranks, 1)))
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    if machine.num_gpus > 0:
+    if machine.num_nvidia_gpus > 0:
         child.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if plan.nccl_debug_to:
         child.setdefault("NCCL_DEBUG", "INFO")

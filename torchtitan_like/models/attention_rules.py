@@ -13,7 +13,7 @@ def check_attention(attn_type: str, attn_mask_type: str) -> list[str]:
         "attn_mask_type": (attn_mask_type, MASK_TYPES),
     }
     problems = [
-        f"{key} = {value!r}: expected one of {', '.join(values)}"
+        f"{key} = {value!r}: expected one of {', '.join(values)}; remove it to use the flavor's"
         for key, (value, values) in settings.items()
         if value not in values
     ]

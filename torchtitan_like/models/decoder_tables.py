@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan_like.models.hf_table import Table
+from torchtitan_like.models.hf_table import Row, Table
 
 # Rows of `decoder_sharding` for `layers.attention.Attention` and `layers.feed_forward.FeedForward`.
 ATTENTION = (("attention.w[qkv].weight", "column"), ("attention.wo.weight", "row"))
 FEED_FORWARD = (("feed_forward.w[13].weight", "column"), ("feed_forward.w2.weight", "row"))
+
+# Rows of Hugging Face's table for the experts of `layers.moe.MoE`. Published models have a tensor
+# for each expert.
+_HF_EXPERTS = "model.layers.{}.mlp.experts."
+HF_EXPERTS = (
+    ("layers.{}.moe.experts.w1", _HF_EXPERTS + "{e}.gate_proj.weight"),
+    ("layers.{}.moe.experts.w2", _HF_EXPERTS + "{e}.down_proj.weight"),
+    ("layers.{}.moe.experts.w3", _HF_EXPERTS + "{e}.up_proj.weight"),
+)
+# The modules of transformers stack them. Some programs write files of this layout.
+HF_FUSED_EXPERTS = (
+    Row(
+        ("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"),
+        _HF_EXPERTS + "gate_up_proj",
+        axis=1,
+    ),
+    ("layers.{}.moe.experts.w2", _HF_EXPERTS + "down_proj"),
+)
 
 
 def decoder_sharding(*block_rows: tuple[str, str]) -> Table:

@@ -30,6 +30,9 @@ class Row:
     interleaved_heads: number of heads along `axis` whose rotary pairs are adjacent in the external
         tensor. External row 2i + j of a head is native row j head_dim/2 + i (pairs as in
         arXiv:2104.09864, halves as in GPT-NeoX).
+    alternating: joined tensors take turns along `axis` instead of following each other. Index i of
+        the j-th of n native tensors is external index n i + j.
+    copied: every index of native dimension 0 is a copy of the external tensor. Only for loading.
     axis: a dimension of the native tensor.
 
     A pair (native, external) is a row that only renames.
@@ -41,6 +44,8 @@ class Row:
     transposed: bool = False
     interleaved_heads: int = 0
     axis: int = 0
+    alternating: bool = False
+    copied: bool = False
 
     def __post_init__(self) -> None:
         num_external = len(self.external) if isinstance(self.external, tuple) else 0
@@ -51,6 +56,8 @@ class Row:
             raise ValueError(
                 f"{self} splits one native tensor: it can neither join several nor be interleaved"
             )
+        if self.alternating and not is_joined:
+            raise ValueError(f"{self} alternates one native tensor: expected several")
         is_divided = num_external or is_joined or self.interleaved_heads
         if self.is_stacked and self.axis == 0 and is_divided:
             raise ValueError(
@@ -60,7 +67,7 @@ class Row:
 
     @property
     def is_stacked(self) -> bool:
-        return any("{e}" in name for name in _as_tuple(self.external))
+        return self.copied or any("{e}" in name for name in _as_tuple(self.external))
 
 
 Rows = tuple[Row | tuple[str, str], ...]
@@ -84,6 +91,8 @@ class Link(NamedTuple):
 def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Link]:
     """Return links that cover every element of all native and external tensors exactly once.
 
+    A row with `copied` covers its external tensor once for each index of native dimension 0.
+
     shapes: full shapes by native name. Tensors that a row joins must all be present.
     tied: pairs (alias, name); aliases are left out.
 
@@ -105,7 +114,12 @@ def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Lin
                     raise KeyError(f"{name} and {absent} together are one external tensor; {absent} "
                                    "are absent")  # fmt: skip
                 offset = sum(shapes[part][row.axis] for part in joined[:index])
-                result += _links_of(row, name, shape, numbers, offset)
+                stride = 1
+                if row.alternating:
+                    offset = index
+                    stride = len(joined)
+                    _check_equal_shapes(joined, shapes)
+                result += _links_of(row, name, shape, numbers, offset, stride)
                 break
         else:
             unknown.append(name)
@@ -126,6 +140,14 @@ def external_shapes(links: Iterable[Link]) -> dict[str, Shape]:
     return shapes
 
 
+def count_named(rows: Rows, names: Iterable[str]) -> int:
+    """Return how many of these external names the table has."""
+    externals = [_as_tuple(row.external if isinstance(row, Row) else row[1]) for row in rows]
+    escaped = [re.escape(name) for group in externals for name in group]
+    pattern = re.compile("|".join(re.sub(r"\\{e?\\}", r"\\d+", name) for name in escaped))
+    return sum(pattern.fullmatch(name) is not None for name in names)
+
+
 def slices(box: Box) -> tuple[slice, ...]:
     """Return the box as the index of an array."""
     return tuple(slice(start, start + count * step, step) for start, count, step in box)
@@ -143,8 +165,14 @@ def _patterns(rows: Rows) -> Iterator[tuple[re.Pattern[str], Row, int]]:
             yield re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")), row, i
 
 
+def _check_equal_shapes(names: list[str], shapes: Mapping[str, Shape]) -> None:
+    if len({shapes[name] for name in names}) > 1:
+        sizes = ", ".join(f"{name} {shapes[name]}" for name in names)
+        raise ValueError(f"{sizes} alternate in one tensor: expected equal shapes")
+
+
 def _links_of(
-    row: Row, name: str, shape: Shape, numbers: tuple[str, ...], offset: int
+    row: Row, name: str, shape: Shape, numbers: tuple[str, ...], offset: int, stride: int
 ) -> Iterator[Link]:
     names = _as_tuple(row.external)
     for index, native, (start, count, step) in _spans(row, name, shape):
@@ -152,7 +180,7 @@ def _links_of(
             native_box, external_box = [(0, n, 1) for n in shape], [(0, n, 1) for n in shape]
             if shape:
                 native_box[row.axis] = native
-                external_box[row.axis] = (start + offset, count, step)
+                external_box[row.axis] = (start * stride + offset, count, step * stride)
             if row.is_stacked:
                 native_box[0] = (e, 1, 1)
                 del external_box[0]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
+from torchtitan_like.models.upcycling import Upcycling
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,11 +32,23 @@ SHARDING_ROLES = {
     "output": "head: weight and logits sharded over the vocabulary, for the loss",
     "norm": "weight replicated, input sharded over the sequence, gradient partial",
     "head_norm": "norm of each attention head: weight replicated, heads sharded, gradient partial",
-    "latent": "replicated, with the same computation on every rank",
+    "head_scalar": "one number for each attention head: sharded over heads",
+    "latent": "replicated, as is its input; ranks use its output for their own heads, gradient partial",
+    "projection": "projection between blocks: weight, input and gradient as for a norm",
     "router": "weight replicated, input sharded over the sequence, gradient partial",
     "experts": "stacked expert weights; replicated, input and gradient as for the router",
     "buffer_state": "statistic without a gradient, stored with the weights",
 }
+
+
+# Parts of names of tensors that stay in float32 if a checkpoint is written in another dtype: half
+# precision would round their small updates away. The second one is Hugging Face's name.
+_FLOAT32_NAMES = ("expert_bias", "e_score_correction_bias")
+
+
+def is_always_float32(name: str) -> bool:
+    """Return True if checkpoints store the tensor in float32 whatever their dtype is."""
+    return any(part in name for part in _FLOAT32_NAMES)
 
 
 @dataclass(frozen=True)
@@ -112,15 +125,20 @@ class ModelSpec:
     init_table(A)            (fnmatch pattern of parameter names, InitRule); the first match applies
     num_params(A)            number of parameters, a tied one once, computed without building
     flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
+    flops_formula            the formula of flops_per_token, for the log
     constraints(A)           sizes that a layout must divide or respect: n_layers, n_heads,
                              n_kv_heads, vocab_size, max_seq_len
     check(A)                 one sentence for each problem of the sizes; empty if there is none
     sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
     hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
     hf_config(A)             content of Hugging Face's config.json
+    hf_alternative_names(A)  as hf_names for files of another layout, such as fused experts
+    hf_unread(A)             fnmatch patterns of Hugging Face names that are not of this model
+    hf_copies(A)             (Hugging Face name, name under which exports store it once more)
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
     num_active_params(A)     number of parameters that compute a token, for a mixture of experts
+    upcycling(A)             how a dense model starts this mixture of experts, or why none can
 
     The defaults of these fields describe `layers.decoder.Decoder`:
 
@@ -142,9 +160,14 @@ class ModelSpec:
     sharding: Table
     hf_names: Callable[[Any], Rows]
     hf_config: Callable[[Any], dict[str, Any]]
+    hf_alternative_names: Callable[[Any], Rows] | None = None
+    hf_unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
+    hf_copies: Callable[[Any], Table] = lambda args: ()
     meta_names: Callable[[Any], Rows] | None = None
     stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
     num_active_params: Callable[[Any], int] | None = None
+    flops_formula: str = "6 (P - P_embedding) + 6 L H (2 head_dim) seq"
+    upcycling: Callable[[Any], Upcycling | str] = lambda args: "the family has no dense model"
     block_pattern: str = "layers.*"
     first_modules: tuple[str, ...] = ("tok_embeddings",)
     last_modules: tuple[str, ...] = ("norm", "output")
@@ -259,5 +282,15 @@ def fit_positions(args: Any, num_positions: int) -> Any:
 
 
 def has_documents(args: Any) -> bool:
-    """Return True if attention ends at document borders: the model then needs positions."""
+    """Return True if attention ends at document borders."""
     return getattr(args, "attn_mask_type", "causal") == "block_causal"
+
+
+def num_mtp_layers(args: Any) -> int:
+    """Return the number of blocks for multi-token prediction."""
+    return int(getattr(args, "num_mtp_layers", 0))
+
+
+def needs_positions(args: Any) -> bool:
+    """Return True if the model reads the positions of tokens in their documents."""
+    return has_documents(args) or num_mtp_layers(args) > 0

@@ -51,14 +51,14 @@ class Attempt:
     def capture_environment(self) -> threading.Thread:
         """Write ``environment/`` in a thread: git and a slow disk must not delay the first step.
 
-        Python joins the thread at exit. A failed write is noted in the failures of the run. Any
+        Python joins the thread at exit. A failed write is recorded in the failures of the run. Any
         other error is logged as a warning and does not end the run.
         """
         folder = self.folder / run_directory.ENVIRONMENT
 
         def capture() -> None:
             try:
-                with self._failures.noted(folder):
+                with self._failures.recording(folder):
                     write_environment(folder)
             except Exception as error:
                 logger.warning(f"The environment could not be recorded in {self.folder}: {error!r}")
@@ -70,7 +70,7 @@ class Attempt:
     def event(self, kind: str, **fields: object) -> None:
         """Append one line to events.jsonl: ``{"event": kind, "time": seconds, "attempt": n, ...}``."""
         row = {"event": kind, "time": self._wall_clock(), "attempt": self.number, **fields}
-        with self._failures.noted(self._events.path):
+        with self._failures.recording(self._events.path):
             self._events.append(encode(row))
             self._events.close()
 

@@ -65,7 +65,7 @@ class _AttemptFileHandler(logging.Handler):
         self._file = AppendOnlyFile(path)
         self._failures = failures
         self._num_lost = 0
-        with failures.noted(path):
+        with failures.recording(path):
             self._file.append(b"")  # create the file, even without a log line
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -77,10 +77,10 @@ class _AttemptFileHandler(logging.Handler):
             self._num_lost = 0
         except OSError as error:
             self._num_lost += 1
-            self._failures.note(self._file.path, error)
+            self._failures.record(self._file.path, error)
 
     def close(self) -> None:
-        with self._failures.noted(self._file.path):
+        with self._failures.recording(self._file.path):
             self._file.close()
         super().close()
 

@@ -3,6 +3,7 @@
 | part | does |
 | --- | --- |
 | `rows.RowCollector` | turns the values of steps into rows, with one copy and one gather |
+| `experts.ExpertMetrics` | computes how evenly experts are loaded |
 | `throughput.ThroughputClock` | measures the steps between log lines |
 | `row_files.RowFiles` | writes metrics.jsonl and validation.jsonl on rank 0 |
 | `sinks.Sink` | shows rows: console, TensorBoard, W&B |
@@ -65,14 +66,19 @@ class Metrics:
         """Return True for the first step of the run, every `log_freq`-th, and the last."""
         return step == 1 or step % self._log_freq == 0 or step == self._last_step
 
-    def log(self, step: int) -> Row:
-        """Write the rows of all steps since the last call; show and return the row of `step`."""
+    def log(self, step: int, experts: Row | None = None) -> Row:
+        """Write the rows of all steps since the last call; show and return the row of `step`.
+
+        experts: see `ExpertMetrics.row`; None for a dense model.
+        """
         rows = self.rows.collect()
         row = self.rows.last_row
         assert row.get("step") == step, f"step {step} was not recorded"
         memory = self.memory.read()
         measured = self.throughput.measure()
         row.update({"memory_gib": memory.gib, **measured})
+        if experts is not None:
+            row["moe"] = experts
         self._write(rows)
         progress = self.throughput.progress(step, self._last_step)
         for sink in self.sinks:

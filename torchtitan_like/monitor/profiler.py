@@ -139,7 +139,7 @@ class _Traces:
     def _dump(self, profile: Any) -> None:
         path = self._output.file(f"iteration_{self._step}", "trace.json")
         started = time.perf_counter()
-        with self._output.failures.noted(path):
+        with self._output.failures.recording(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
             _check_end(path)
@@ -177,7 +177,7 @@ class _MemorySnapshots:
     def _dump(self, name: str) -> None:
         path = self._output.file(name, "memory_snapshot.pickle")
         started = time.perf_counter()
-        with self._output.failures.noted(path):
+        with self._output.failures.recording(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._memory._dump_snapshot(str(path))
             seconds = time.perf_counter() - started

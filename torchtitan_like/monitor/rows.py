@@ -27,6 +27,7 @@ class StepRecord:
     num_tokens: tokens read by all ranks. num_valid_tokens: those of them with a label.
     local_valid_tokens: labels of this data rank.
     loss_share: sum of this data rank's token losses / num_valid_tokens.
+    mtp_loss_share: as loss_share, of multi-token prediction, mean over depths; None without it.
     grad_norm: of the whole model, before clipping; equal on all ranks.
     skipped: 1 if the update was skipped, else 0; equal on all ranks.
     data_digest, data_digest_chain: 64-bit digests of the tokens read.
@@ -50,30 +51,37 @@ class StepRecord:
     position: int = 0
     local_valid_by_source: Sequence[int] = ()
     loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    mtp_loss_share: torch.Tensor | None = None
 
 
 class RankLoss(NamedTuple):
     """What one data rank contributes to the losses of a step.
 
     mean_loss: over its own labels; -inf without any.
+    mtp_loss_shares: the loss of multi-token prediction; empty without it.
     loss_by_source, labels_by_source: sums of token losses and numbers of labels, by source.
     """
 
     loss_share: float
     mean_loss: float
+    mtp_loss_shares: Sequence[float]
     loss_by_source: Sequence[float]
     labels_by_source: Sequence[float]
 
     def encode(self) -> list[float]:
         """Return the values in the order in which ranks exchange them."""
-        return [self.loss_share, self.mean_loss, *self.loss_by_source, *self.labels_by_source]
+        own = [self.loss_share, self.mean_loss, *self.mtp_loss_shares]
+        return [*own, *self.loss_by_source, *self.labels_by_source]
 
     @classmethod
     def decode(cls, values: Sequence[float]) -> RankLoss:
         """Return the values that `encode` put in order."""
-        loss_share, mean_loss, *by_source = values
-        num_sources = len(by_source) // 2
-        return cls(loss_share, mean_loss, by_source[:num_sources], by_source[num_sources:])
+        loss_share, mean_loss, *others = values
+        num_mtp = len(others) % 2  # each source has two values
+        num_sources = len(others) // 2
+        losses = others[num_mtp : num_mtp + num_sources]
+        labels = others[num_mtp + num_sources :]
+        return cls(loss_share, mean_loss, others[:num_mtp], losses, labels)
 
 
 class _PendingStep(NamedTuple):
@@ -110,14 +118,16 @@ class RowCollector:
         if not pending:
             return []
         values = _copy_to_host([step.record for step in pending])
+        num_mtp = int(pending[0].record.mtp_loss_share is not None)
         losses = [
             RankLoss(
                 loss_share,
                 _mean_loss(step.record, loss_share),
-                loss_by_source,
+                others[:num_mtp],
+                others[num_mtp:],
                 step.record.local_valid_by_source,
             )
-            for step, (loss_share, _, _, *loss_by_source) in zip(pending, values, strict=True)
+            for step, (loss_share, _, _, *others) in zip(pending, values, strict=True)
         ]
         # Exact copies are gathered and summed on the host. An all-reduce would round differently
         # with another number of steps in the buffer, and the loss would depend on log_freq.
@@ -142,6 +152,7 @@ class RowCollector:
             "num_valid_tokens": record.num_valid_tokens,
             "loss": _exact_sum([rank.loss_share for rank in ranks]),
             "max_loss": _max_loss([rank.mean_loss for rank in ranks]),
+            **_mtp_loss(ranks),
             "grad_norm": grad_norm,
             "lr": record.lr,
             "data_digest": f"{record.data_digest:016x}",
@@ -178,18 +189,27 @@ class RowCollector:
 def _copy_to_host(records: Sequence[StepRecord]) -> list[list[float]]:
     """Copy the tensors of all steps in one transfer.
 
-    Returns, for each step, loss_share, grad_norm, skipped and the entries of loss_by_source.
+    Returns, for each step, loss_share, grad_norm, skipped, mtp_loss_share if the model has it, and
+    the entries of loss_by_source.
     """
+    mtp_losses = [r.mtp_loss_share for r in records if r.mtp_loss_share is not None]
     columns = [
         [record.loss_share for record in records],
         [record.grad_norm for record in records],
         [record.skipped for record in records],
+        *([mtp_losses] if mtp_losses else []),
         *(list(losses) for losses in zip(*(r.loss_by_source for r in records), strict=True)),
     ]
     device = records[0].loss_share.device  # the norm is on the host if parameters are offloaded
     stacked = [torch.stack(column).to(device, torch.float64) for column in columns]
     values: list[list[float]] = torch.stack(stacked).cpu().T.tolist()
     return values
+
+
+def _mtp_loss(ranks: list[RankLoss]) -> Row:
+    """Return the loss of multi-token prediction, if the model has it."""
+    shares = [share for rank in ranks for share in rank.mtp_loss_shares]
+    return {"mtp_loss": _exact_sum(shares)} if shares else {}
 
 
 def _mean_loss(record: StepRecord, loss_share: float) -> float:

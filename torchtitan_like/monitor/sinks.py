@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STEP_SCALARS = {
     "loss": "loss_metrics/global_avg_loss",
     "max_loss": "loss_metrics/global_max_loss",
+    "mtp_loss": "loss_metrics/global_avg_mtp_loss",
     "grad_norm": "grad_norm",
     "tps": "throughput(tps)",
     "tflops": "tflops",
@@ -67,10 +68,10 @@ def build_sinks(
     if rank == 0 or section.save_for_all_ranks:
         dashboards = folder / section.save_tb_folder
         if section.enable_tensorboard:
-            with failures.noted(dashboards):
+            with failures.recording(dashboards):
                 sinks.append(TensorBoard(dashboards, rank, failures=failures))
         if section.enable_wandb:
-            with failures.noted(dashboards):
+            with failures.recording(dashboards):
                 sinks.append(WeightsAndBiases(dashboards, run_config or {}))
     return [*sinks, Console(use_colors(section.disable_color_printing))]
 
@@ -140,6 +141,9 @@ def step_scalars(row: Row) -> dict[str, float]:
     for source, values in row.get("sources", {}).items():
         if values["loss"] is not None:
             scalars[f"loss_metrics/{source}/avg_loss"] = float(values["loss"])
+    for key, value in row.get("moe", {}).items():
+        if not isinstance(value, list):  # lists have an entry for each layer
+            scalars[f"moe/{key}"] = float(value)
     return scalars
 
 
@@ -174,7 +178,7 @@ class TensorBoard(Dashboard):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append one record with all scalars; it is in the file when this returns.
 
-        tensorboard's writer thread takes five times as long to hand over and wait.
+        Through tensorboard's writer thread, this would take five times as long.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -185,12 +189,12 @@ class TensorBoard(Dashboard):
             name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
             self._file = AppendOnlyFile(self.folder / name)
             record = self._record(file_version="brain.Event:2") + record
-        with self._failures.noted(self._file.path):
+        with self._failures.recording(self._file.path):
             self._file.append(record)
 
     def close(self) -> None:
         if self._file is not None:
-            with self._failures.noted(self._file.path):
+            with self._failures.recording(self._file.path):
                 self._file.close()
 
     def _record(self, **fields: Any) -> bytes:

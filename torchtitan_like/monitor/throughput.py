@@ -21,19 +21,22 @@ MOST_SECONDS = 1e13  # a timedelta cannot hold much more
 
 
 def log_hardware(
-    memory: MemoryMonitor, device_type: str, override: float | None, flops_per_token: float
+    memory: MemoryMonitor,
+    device_type: str,
+    override: float | None,
+    flops_per_token: float,
+    formula: str,
 ) -> float | None:
     """Log the device and the formula of MFU. Return the device's peak in FLOP/s, None if unknown.
 
-    override: `metrics.peak_flops`.
+    override: `metrics.peak_flops`. formula: of `flops_per_token`.
     """
     logger.info(f"{memory.describe()}; memory usage for model: {memory.read().gib:.2f}GiB")
     peak = flops.peak_flops(memory.device_name if device_type == "cuda" else "cpu", override)
     peak_text = f"{peak:.3e} FLOP/s" if peak else "n/a"
     logger.info(
         f"Peak FLOPS used for computing MFU: {peak_text}; "
-        f"{flops_per_token / 1e9:.3f} GFLOP per token = "
-        "6 (P - P_embedding) + 6 L H (2 head_dim) seq"
+        f"{flops_per_token / 1e9:.3f} GFLOP per token = {formula}"
     )
     return peak
 
@@ -156,7 +159,7 @@ class ThroughputClock:
         }
 
     def start_interval(self) -> None:
-        """Start the next interval at the last `measure`, so that the time of a log line counts.
+        """Start the next interval at the last `measure`. The time to write a log line then counts.
 
         The first log line imports the packages of its sinks. That is warm-up and does not count.
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan_like.config.compile_backends import GRAPH_BACKENDS
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
-from torchtitan_like.distributed.schedule_view import read_csv
+from torchtitan_like.distributed.stages import splits_backward
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["cpu", "cuda"]
 
-# torch.distributed.pipelining refuses compiled modules with these schedules
-# (`_check_torch_compile_compatibility`).
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 # Ranks of a node if no launcher reports them: most machines for training have 8 GPUs.
 USUAL_RANKS_OF_NODE = 8
 
@@ -52,6 +48,7 @@ class RunContext:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    expert_tp: int = 1
     is_resolved: bool = False
     spec: ModelSpec | None = None
     args: Any = None
@@ -81,6 +78,19 @@ class RunContext:
     def shards_weights(self) -> bool:
         """True if FSDP shards the weights over at least two ranks."""
         return self.dp_shard * self.cp > 1
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks over which experts are distributed and sharded."""
+        return self.dp_shard * self.cp * self.tp // self.expert_tp
+
+    @property
+    def expert_ranks_formula(self) -> str:
+        """`num_expert_ranks` as a product of degrees."""
+        degrees = {"dp_shard": self.dp_shard, "cp": self.cp}
+        if self.expert_tp == 1:
+            degrees["tp"] = self.tp
+        return f"{' x '.join(degrees)} = {' x '.join(map(str, degrees.values()))}"
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -175,6 +185,17 @@ class RunContext:
         return getattr(self.args, "attn_mask_type", "causal") != "causal"
 
     @property
+    def has_windows(self) -> bool:
+        """True if a token attends to the last tokens only, in some layers."""
+        return self.width("sliding_window_size") > 0
+
+    @property
+    def has_chunks(self) -> bool:
+        """True if sequences are longer than the chunks in which some layers attend."""
+        longest = max(self.seq_len("training"), self.seq_len("validation"))
+        return 0 < self.width("chunk_size") < longest
+
+    @property
     def shards_head_and_tail(self) -> bool:
         """True if each rank computes one shard of each half of a sequence."""
         is_balanced = self.parallelism.context_parallel_load_balancer is not None
@@ -221,6 +242,7 @@ def build_context(
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
+        expert_tp=parallelism.expert_tensor_parallel_degree,
         is_resolved=dims is not None,
         spec=spec,
         args=args,
@@ -228,7 +250,7 @@ def build_context(
         device_type=device_type,
         gpu_capability=_gpu_capability() if needs_capability else None,
         local_world_size=int(local_world_size) if local_world_size.isdecimal() else None,
-        splits_backward=parallelism.pipeline_parallel_degree > 1 and _splits_backward(parallelism),
+        splits_backward=splits_backward(parallelism),
         torch_release=installed_torch_release(),
         degree_errors=tuple(errors),
     )
@@ -246,16 +268,3 @@ def _gpu_capability() -> tuple[int, int] | None:
     # No rank has selected its GPU yet, so torch's default is the first GPU on all of them.
     index = min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1)
     return torch.cuda.get_device_capability(index) if index >= 0 else None
-
-
-def _splits_backward(section: Parallelism) -> bool:
-    """Return True if the schedule's name or CSV file splits backward passes.
-
-    An unreadable file counts as False: the check of the pipeline reports it.
-    """
-    if not section.pipeline_parallel_schedule_csv:
-        return section.pipeline_parallel_schedule in SPLIT_BACKWARD
-    with suppress(OSError, ValueError):
-        rows = read_csv(section.pipeline_parallel_schedule_csv)
-        return any(action.kind in "IW" for row in rows for action in row)
-    return False

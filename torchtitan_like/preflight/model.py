@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.config.problems import Problem, nearest
 from torchtitan_like.models.attention_rules import unsupported_attention
-from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
 from torchtitan_like.preflight.rules.keys import MODEL_KEYS
 from torchtitan_like.util.modules import import_named
 
@@ -97,7 +97,7 @@ def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
         for name in ([native] if isinstance(native, str) else native)
         if name not in tied
     ]
-    layers = range(run.size("n_layers"))
+    layers = range(run.size("n_layers") + num_mtp_layers(run.args))
     names = [
         name
         for template in templates

@@ -47,7 +47,9 @@ def read_metrics(run: Path) -> list[Row]:
             "Give the folder of a run, or its metrics.jsonl."
         ) from error
     if not lines:
-        raise ValueError(f"{file} has no step. Wait until the run has finished one.")
+        raise ValueError(
+            f"{file} has no step. Expected at least one. Wait until the run has finished it."
+        )
     return _decode_rows(file, lines, METRICS_KEYS[:1])
 
 

@@ -29,8 +29,8 @@ def measure_times(run: Path) -> Times:
     steps = step_seconds(newest_rows(run / "metrics.jsonl"))
     if not (saves and steps):
         raise ValueError(
-            f"{run} has made {len(saves)} full saves and {len(steps) + 1} steps: expected one "
-            "save, two steps"
+            f"{run} has made {len(saves)} full saves and {len(steps) + 1} steps. Expected at least "
+            "one save and two steps. Try again later, or give --save-seconds and --step-seconds."
         )
     return Times(statistics.median(saves), statistics.median(steps), len(saves), len(steps))
 

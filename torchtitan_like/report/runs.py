@@ -59,8 +59,8 @@ def list_runs(folder: Path, now: float) -> list[RunSummary]:
     summaries = [_summarize(run, now) for run in _find_runs(folder, MAX_DEPTH)]
     if not summaries:
         raise ValueError(
-            f"{folder} contains no run: no folder with {CONFIG} and {METRICS} up to {MAX_DEPTH} "
-            "levels below it. Give the folder of a run, or one that contains runs."
+            f"{folder} contains no run. Expected a folder with {CONFIG} and {METRICS}, up to "
+            f"{MAX_DEPTH} levels below it. Give the folder of a run, or one that contains runs."
         )
     return summaries
 

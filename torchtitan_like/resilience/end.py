@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from typing import NoReturn
 
 from torchtitan_like.resilience.requests import SIGNALS
+from torchtitan_like.util.output import flush_or_discard
 
 MAX_WAIT_SECONDS = 60  # for threads that still write
 
@@ -38,5 +38,4 @@ def end_process(code: int) -> NoReturn:
 def _flush() -> None:
     """Flush stdout and stderr. A full disk or closed pipe does not change the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
+        flush_or_discard(stream)

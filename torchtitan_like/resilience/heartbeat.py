@@ -85,7 +85,7 @@ class Heartbeat:
                 self._dumped = position
                 self._dump(position, seconds)
         except OSError as error:
-            self._failures.note(error.filename or self._file, error)
+            self._failures.record(error.filename or self._file, error)
 
     def close(self) -> None:
         """Write the last position and end the thread."""

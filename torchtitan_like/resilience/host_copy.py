@@ -6,7 +6,7 @@ import torch
 
 
 class HostCopy:
-    """An asynchronous copy of a 0-dim device value. `read` does not block a step or two later."""
+    """An asynchronous copy of a 0-dim device value. It is complete one or two steps later."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._host = value

@@ -45,5 +45,5 @@ def kill_hung_peers(
                 and (heartbeat["host"], psutil.Process(pid).ppid()) == own_process
             )
             if is_peer and seconds > stall_seconds:
-                logger.error(f"{file.stem} has stood still for {seconds:.0f} s, and is killed")
+                logger.error(f"{file.stem} has hung for {seconds:.0f} s: killing it")
                 os.kill(pid, signal.SIGKILL)

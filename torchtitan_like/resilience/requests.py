@@ -62,39 +62,39 @@ class Stopped(BaseException):
 
 
 class Requests:
-    """The requests that this rank has noted and not yet sent."""
+    """The pending requests of this rank, which it has not sent yet."""
 
     def __init__(self) -> None:
-        self._noted: set[Request] = set()
-        # If True, signals are noted instead of raised: from the first step on, and at the end.
+        self._pending: set[Request] = set()
+        # If True, a signal adds a request and does not raise: from the first step on, and at the end.
         self.defer_signals = False
 
-    def note(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Send `request` with the next step."""
-        self._noted.add(request)
+        self._pending.add(request)
 
     def take(self) -> list[int]:
-        """Return the counts to send, one per `Request`, and clear the noted requests."""
+        """Return the counts to send, one per `Request`, and clear the pending requests."""
         # Swap before counting: a signal may arrive between any two operations.
-        taken, self._noted = self._noted, set()
-        return [int(request in taken) for request in Request]
+        pending, self._pending = self._pending, set()
+        return [int(request in pending) for request in Request]
 
-    def noted(self) -> list[int]:
+    def counts(self) -> list[int]:
         """Return the counts like `take`, but keep them for the next `take`."""
-        return [int(request in self._noted) for request in Request]
+        return [int(request in self._pending) for request in Request]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Convert signals to requests inside the block, and restore the handlers after it.
 
         Before the first step no request would be sent, so the first signal raises `Stopped`. Later
-        signals are noted and do not interrupt its handling.
+        signals become pending and do not interrupt its handling.
         """
 
         def handler(signum: int, _frame: FrameType | None) -> None:
             request = SIGNALS[signal.Signals(signum)]
             if self.defer_signals:
-                self.note(request)
+                self.add(request)
             else:
                 self.defer_signals = True
                 raise Stopped(request)

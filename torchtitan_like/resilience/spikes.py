@@ -171,7 +171,7 @@ class SpikeDetector:
         else:
             is_fast = num_steps <= self._size // FAST_FRACTION
             kind = "fast" if is_fast else "slow"
-            logger.info(f"Over after {num_steps} steps ({kind}): {description}")
+            logger.info(f"Spike over after {num_steps} steps ({kind}): {description}")
             if is_fast:
                 spike.unpin()
         self._write_event(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import EXIT, read_exit
 
 if sys.version_info >= (3, 11):
@@ -40,10 +41,10 @@ def before(config: dict[str, Any]) -> int:
     goes_back = config["checkpoint"].get("load_step", -1) >= 0  # the run itself knows its end
     if switch.exists():
         print("none")
-        print(f"Not starting: the kill switch {switch} exists", file=sys.stderr)
+        show_error(f"Not starting: the kill switch {switch} exists")
     elif step >= last and not goes_back:
         print("none")
-        print(f"Nothing to do: step {step} of {last} is done already", file=sys.stderr)
+        show_error(f"Nothing to do: step {step} of {last} is done already")
     else:
         print(step)
         if not os.environ.get("DRY_RUN"):
@@ -67,10 +68,9 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
         uncounted = str(error)
     reason = _reason_to_end(config, code, in_vain, uncounted)
     decision = f"the job ends: {reason}" if reason else "the job is queued again"
-    print(
+    show_error(
         f"The run has ended with {reason_of_code}, its newest checkpoint is of step {step}; "
-        f"{decision}.",
-        file=sys.stderr,
+        f"{decision}."
     )
     print(code)
     return 0 if reason else int(ExitCode.REQUEUE)

@@ -32,8 +32,8 @@ def storage_error(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"The run folder {folder} cannot be written: {error}. Free space, repair the disk or "
-            "choose another job.dump_folder, then start the run again"
+            f"The run folder {folder} cannot be written: {error}. Expected a disk with free space. "
+            "Free some, repair the disk or choose another job.dump_folder, then start the run again"
         ) from error
 
 
@@ -109,14 +109,14 @@ class WriteFailures:
         self._lock = threading.Lock()
 
     @contextmanager
-    def noted(self, path: str | os.PathLike[str]) -> Iterator[None]:
+    def recording(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Record an OSError of a write to `path` instead of raising it."""
         try:
             yield
         except OSError as error:
-            self.note(path, error)
+            self.record(path, error)
 
-    def note(self, path: str | os.PathLike[str], error: OSError) -> None:
+    def record(self, path: str | os.PathLike[str], error: OSError) -> None:
         """Count a failed write to `path`, and log the first one of each file."""
         with self._lock:
             self._counts[str(path)] += 1

@@ -84,7 +84,7 @@ class JsonlFile:
         del self._unwritten[:num_surplus]
         self._num_dropped += num_surplus
         if self._unwritten:
-            with self._failures.noted(self.path):
+            with self._failures.recording(self.path):
                 self._file.append(b"".join(self._unwritten))
                 self._unwritten.clear()
 
@@ -106,7 +106,7 @@ class JsonlFile:
 
     def byte_offset(self) -> int:
         """Return the result of `sync`, or 0 if it fails."""
-        with self._failures.noted(self.path):
+        with self._failures.recording(self.path):
             return self.sync()
         return 0
 
@@ -148,7 +148,7 @@ class JsonlFile:
     def close(self) -> None:
         """Try to write the unwritten rows, and close the file. Never raises OSError."""
         self.append()
-        with self._failures.noted(self.path):
+        with self._failures.recording(self.path):
             self._file.close()
         if self.num_missing:
             logger.error(f"Could not write {self.num_missing} rows of {self.path}")

@@ -1,11 +1,72 @@
-"""Print without changing the exit code, even if stdout or stderr cannot be written."""
+"""Print to a stdout or stderr that may be on a full disk or a closed pipe.
+
+A command whose output is its result ends if stdout cannot be written: see `checked_stdout`. The
+launcher of a run continues: see `show`. Messages on stderr never change an exit code.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
-from typing import TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+
+class OutputError(BaseException):
+    """Stdout cannot be written.
+
+    This is not an Exception, so that no handler mistakes it for an error of a file that the command
+    reads, and logging does not drop it.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            f"Cannot write to stdout: {error.strerror}. Expected a pipe with a reader, or a disk "
+            "with free space. Send the output elsewhere."
+        )
+        self.is_closed_pipe = isinstance(error, BrokenPipeError)
+
+
+class _CheckedStream:
+    """A text stream that raises OutputError if its text cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise OutputError(error) from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise OutputError(error) from None
+
+
+@contextmanager
+def checked_stdout() -> Iterator[None]:
+    """Raise OutputError as soon as stdout cannot be written, at the latest at the end.
+
+    Text that could not be written is discarded, so that Python does not fail on it when it exits.
+    """
+    stream = sys.stdout
+    checked = _CheckedStream(stream)
+    sys.stdout = cast(TextIO, checked)
+    try:
+        try:
+            yield
+        finally:
+            checked.flush()
+    finally:
+        sys.stdout = stream
+        flush_or_discard(stream)
 
 
 def open_closed_streams() -> None:
@@ -30,9 +91,9 @@ def show(text: str) -> None:
     _print(text, sys.stdout)
 
 
-def show_error(text: str) -> None:
+def show_error(text: str, end: str = "\n") -> None:
     """Print lines on stderr. Does nothing if its reader has ended or its disk is full."""
-    _print(text, sys.stderr)
+    _print(text, sys.stderr, end)
 
 
 def flush_or_discard(stream: TextIO) -> None:
@@ -42,14 +103,14 @@ def flush_or_discard(stream: TextIO) -> None:
     """
     try:
         stream.flush()
-    except OSError:
+    except (OSError, OutputError):
         with suppress(OSError):  # a stream without a file, as in a test
             _discard(stream)
 
 
-def _print(text: str, stream: TextIO) -> None:
-    with suppress(OSError):
-        print(text, file=stream)
+def _print(text: str, stream: TextIO, end: str = "\n") -> None:
+    with suppress(OSError, OutputError):
+        print(text, file=stream, end=end)
     flush_or_discard(stream)
 
 

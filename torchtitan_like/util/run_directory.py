@@ -89,7 +89,9 @@ def read_exit(run: Path) -> RunEnd:
     try:
         return RunEnd(str(content["reason"]), int(content["code"]), content["step"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is malformed: expected reason, code and step") from error
+        raise ValueError(
+            f"{path} is malformed. Expected reason, code and step: remove it"
+        ) from error
 
 
 def write_exit(run: Path, end: RunEnd) -> None:

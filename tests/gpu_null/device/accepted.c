@@ -1,4 +1,4 @@
-/* Calls that need no answer but success. This file includes no CUDA header, so that each can be declared without its
+/* Calls that only return success. This file includes no CUDA header, so that it can declare the calls without
  * parameters.
  */
 #include "null_cuda.h"
@@ -17,7 +17,7 @@ ACCEPT(cuLinkCreate_v2)
 ACCEPT(cuModuleUnload)
 ACCEPT(cuTensorMapEncodeTiled)
 
-/* NVML, which the allocator asks about NVLink fabrics when it makes an expandable segment: there are none. */
+/* NVML: the allocator queries NVLink fabrics for expandable segments; the device has none. */
 ACCEPT(nvmlDeviceGetComputeRunningProcesses)
 ACCEPT(nvmlDeviceGetGpuFabricInfoV)
 ACCEPT(nvmlDeviceGetHandleByPciBusId_v2)

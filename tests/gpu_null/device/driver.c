@@ -1,11 +1,11 @@
-/* The CUDA driver, as Triton and PyTorch's own loader call it. Memory is in memory.c. */
+/* The CUDA driver functions that Triton and PyTorch's loader call. Memory is in memory.c. */
 #include <string.h>
 
 #include "null_cuda.h"
 
 enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGISTERS = 4 }; /* CUfunction_attribute */
 
-/* ---- devices and contexts: the context of a device is a number */
+/* ---- devices and contexts: a context is the number of its device */
 
 #define CONTEXT_OF(device) ((void *)(uintptr_t)(0x1000 + (device)))
 

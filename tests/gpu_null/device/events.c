@@ -1,4 +1,4 @@
-/* Counts of what reaches the device, and the names of kernels. */
+/* Counts of device calls, and the names of kernels. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -12,10 +12,10 @@ EXPORT long null_cuda_counts[NUM_EVENT_KINDS];
 static listener current_listener = NULL;
 static long step = 0;
 
-/* Call `new_listener` at each event, on the thread of the event; NULL stops it. */
+/* Call `new_listener` at each event, on the thread of the event. NULL removes the listener. */
 EXPORT void null_cuda_listen(listener new_listener) { current_listener = new_listener; }
 
-/* Say which training step begins. */
+/* Set the number of the training step that starts. */
 EXPORT void null_cuda_start_step(long number) { step = number; }
 
 long current_step(void) { return step; }
@@ -26,7 +26,7 @@ void record_event(enum event_kind kind, const char *detail) {
     if (call != NULL) call(kind, detail);
 }
 
-/* ---- kernel names: nvcc's start-up code registers each host function together with its mangled device name */
+/* ---- kernel names: nvcc's startup code registers each host function with its mangled device name */
 
 struct kernel {
     const void *host_function;

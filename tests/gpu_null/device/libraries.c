@@ -1,7 +1,7 @@
 /* NCCL and cuBLAS: calls are counted, results are not computed. */
 #include "null_cuda.h"
 
-/* ---- NCCL: a communicator knows its size and its rank */
+/* ---- NCCL: a communicator stores its size and its rank */
 
 struct communicator {
     int rank;
@@ -74,7 +74,7 @@ EXPORT int ncclCommMemStats(void *communicator, int statistic, uint64_t *value) 
 }
 
 EXPORT int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int residence, void *communicator) {
-    *operation = 5; /* after the five operations that NCCL has built in */
+    *operation = 5; /* after NCCL's five built-in operations */
     return 0;
 }
 

@@ -1,5 +1,5 @@
-/* Memory. Each device owns a range of addresses that nobody can read or write: the host must never touch device memory.
- * Addresses are handed out once and not used again; the ranges are large enough for any test.
+/* Memory. Each device has a range of addresses without read and write access, because the host must not access device
+ * memory. Addresses are never reused; the ranges are large enough for all tests.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -14,11 +14,11 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2 };
 #define MAX_DEVICES 16
 #define RANGE_BYTES (1ul << 42)        /* addresses of one device: 4 TiB */
 #define GRANULARITY (2ul << 20)        /* of virtual-memory allocations */
-#define DEFAULT_GIB 79.18              /* as an H100 reports; NULL_CUDA_MEMORY_GIB sets another size */
+#define DEFAULT_GIB 79.18              /* an H100's memory; NULL_CUDA_MEMORY_GIB overrides it */
 #define CONTEXT_BYTES (600ul << 20)    /* used by CUDA itself */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static uintptr_t ranges = 0;            /* where the ranges of all devices begin */
+static uintptr_t ranges = 0;            /* start of the ranges of all devices */
 static size_t next_offset[MAX_DEVICES]; /* of the next allocation within a device's range */
 static size_t used_bytes[MAX_DEVICES];
 static __thread int device = 0;
@@ -73,7 +73,7 @@ static size_t remove_block(struct block **list, uintptr_t start) {
     return 0;
 }
 
-/* Addresses on the current device; the caller holds the lock. */
+/* Reserve addresses on the current device. The caller holds the lock. */
 static uintptr_t take_addresses(size_t num_bytes) {
     if (ranges == 0) {
         void *start = mmap(NULL, MAX_DEVICES * RANGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -218,7 +218,7 @@ EXPORT int cudaHostGetDevicePointer(void **on_device, void *on_host, unsigned fl
     return SUCCESS;
 }
 
-/* ---- copies: what the host receives is zero; nothing is written to a device */
+/* ---- copies: the host receives zeros; device memory is never written */
 
 static void copy(void *target, const void *source, size_t num_bytes) {
     if (find_location(target).kind == DEVICE) return;
@@ -235,7 +235,7 @@ EXPORT int cudaMemcpy(void *target, const void *source, size_t num_bytes, int di
     return SUCCESS;
 }
 
-/* CUDA stages a copy from or to pageable memory, so the call returns only after all earlier work of the stream. */
+/* CUDA stages copies of pageable memory, so the call returns after all earlier work of the stream. */
 EXPORT int cudaMemcpyAsync(void *target, const void *source, size_t num_bytes, int direction, void *stream) {
     enum memory_kind to = find_location(target).kind, from = find_location(source).kind;
     const char *names[3][3] = {
@@ -262,7 +262,7 @@ ACCEPT(cudaMemset)
 ACCEPT(cudaMemsetAsync)
 ACCEPT(cudaMemcpyToSymbol)
 
-/* ---- what an address belongs to */
+/* ---- kinds of addresses */
 
 EXPORT int cuPointerGetAttribute(void *value, int attribute, uintptr_t address) {
     enum { CONTEXT = 1, DEVICE_POINTER = 3, DEVICE_ORDINAL = 9 };

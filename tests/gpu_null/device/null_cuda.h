@@ -1,8 +1,8 @@
 /* The null CUDA device: shared declarations.
  *
- * The library replaces the CUDA runtime, driver, cuBLAS and NCCL entry points that PyTorch calls. Nothing is
- * computed: device memory has addresses but no contents, kernels and collectives are counted, and everything that is
- * copied to the host is zero. Streams and events need no state because all work is complete at once.
+ * The library replaces the CUDA runtime, driver, cuBLAS and NCCL functions that PyTorch calls. It computes nothing:
+ * device memory has addresses but no contents, kernels and collectives are counted, and copies to the host are zero.
+ * Streams and events need no state because all work completes immediately.
  */
 #ifndef NULL_CUDA_H
 #define NULL_CUDA_H
@@ -17,10 +17,10 @@
     EXPORT int name(void); \
     int name(void) { return 0; }
 
-/* What a step is charged for. recording.py has the same list.
+/* Kinds of counted events. recording.py has the same list.
  *
- * SYNC: the host waits for work of this step or of the one before, which may still be under way. LATE_WAIT: it waits
- * for an event of an earlier step, which only keeps the host from running further ahead of the device.
+ * SYNC: the host waits for work of this step or the previous step, which may still run. LATE_WAIT: the host waits for
+ * an event of an earlier step, which only limits how far it runs ahead of the device.
  */
 enum event_kind {
     LAUNCH, MATMUL, COLLECTIVE, COPY, SYNC, LATE_WAIT, DEVICE_ALLOCATION, PINNED_ALLOCATION, NUM_EVENT_KINDS
@@ -43,7 +43,7 @@ int num_devices(void);
 size_t free_memory(void);
 size_t total_memory(void);
 
-/* Returned handles are never dereferenced outside this library, so a zeroed block serves for each of them. */
+/* Callers never dereference handles, so a zeroed block is sufficient for each of them. */
 void *new_handle(void);
 
 #endif

@@ -11,7 +11,7 @@
 #define CUDA_VERSION_REPORTED 13000
 #define NAME "NVIDIA H100 80GB HBM3"
 
-/* ---- devices: the figures of an H100 SXM, from which kernels derive their launch configurations */
+/* ---- devices: the properties of an H100 SXM, which determine launch configurations */
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count) {
     *count = num_devices();
@@ -141,8 +141,8 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attrib
     return cudaSuccess;
 }
 
-/* ---- streams and events: all work is complete at once, so only handles and waiting are left. An event remembers the
- * training step in which it was recorded last.
+/* ---- streams and events: all work completes immediately, so only handles and waits remain. An event stores the
+ * training step of its last recording.
  */
 
 struct event {
@@ -248,7 +248,7 @@ EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, 
     return cudaSuccess;
 }
 
-/* Code that nvcc generates fetches a handle first; the host function serves as its own. */
+/* nvcc's generated code requests a handle first; the handle is the host function. */
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     *kernel = (cudaKernel_t)function;
     return cudaSuccess;
@@ -300,7 +300,7 @@ EXPORT cudaError_t cudaGetSymbolAddress(void **address, const void *symbol) {
     return cudaSuccess;
 }
 
-/* ---- driver functions by name: those defined here, in their newest version; others accept anything */
+/* ---- driver functions by name: the newest version if this library defines it; others accept all arguments */
 
 static int accept_anything(void) { return 0; }
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders for tests: steps by short names."""
+"""Checkpoint folders for tests, described by short names."""
 
 from __future__ import annotations
 
@@ -17,44 +17,53 @@ SHARD = "shard-00000.bin"
 
 
 def make_steps(folder: Path, *names: str) -> None:
-    """Steps with a file of 100 bytes, seed 7 and a stored configuration. Behind a step's number stands what it is:
+    """Make steps with one file of 100 bytes, seed 7 and a stored configuration.
 
-    nothing: full. w: weights only. h: an export of ours. !: its file is cut short. m: its manifest is garbled.
-    ?: of no known format. x: its manifest is gone. e: all is gone but config.toml. H, D, M: somebody else's safetensors,
-    DCP, Meta's files.
+    A name is a step number and letters for the kind of step. Without a letter, the step is full.
+
+    - w: a weights-only checkpoint.
+    - h: a Hugging Face export by this program.
+    - !: the file is truncated.
+    - m: the manifest is damaged.
+    - x: the manifest is missing.
+    - e: everything except config.toml is missing.
+    - H, D, M: safetensors, a DCP folder, or Meta's files, written by another program.
+    - ?: an unknown format.
     """
     for name in names:
         number = name.rstrip("wh!mx?eHDM")
-        what = name[len(number) :]
+        flags = name[len(number) :]
         step = folder / f"step-{number}"
         step.mkdir(parents=True)
-        if "h" in what or "e" in what:
+        if "h" in flags or "e" in flags:
             (step / "config.toml").write_text(CONFIG)
-        if "e" in what:
+        if "e" in flags:
             continue
         foreign = {"H": "model.safetensors", "D": ".metadata", "M": "consolidated.00.pth", "?": "notes.txt",
-                   "hx": "model.safetensors"}.get(what)  # fmt: skip
+                   "hx": "model.safetensors"}.get(flags)  # fmt: skip
         (step / (foreign or SHARD)).write_bytes(bytes(100))
-        if foreign or "x" in what:
+        if foreign or "x" in flags:
             continue
-        kind = "weights" if "w" in what else "hf" if "h" in what else "full"
+        kind = "weights" if "w" in flags else "hf" if "h" in flags else "full"
         files = {SHARD: record_file(step / SHARD)}
-        write_manifest(step, {"kind": kind, "step": int(number), "seed": 7, "files": files, "config": CONFIG})
-        if "!" in what:
+        write_manifest(
+            step, {"kind": kind, "step": int(number), "seed": 7, "files": files, "config": CONFIG}
+        )
+        if "!" in flags:
             (step / SHARD).write_bytes(bytes(50))
-        if "m" in what:
+        if "m" in flags:
             flip_bit(step / MANIFEST, 100)
 
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
-    """One wrong bit in the middle of a file."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 1 << bit
     path.write_bytes(content)
 
 
 def one_rank(dump_folder: Path) -> Checkpointer:
-    """The checkpointer of a run of one process, which is not to ask what its model is."""
+    """Return the checkpointer of a single-process run whose model identity is never used."""
     return Checkpointer(
         Checkpoint(enable=True),
         dump_folder=str(dump_folder),

@@ -1,4 +1,4 @@
-"""Changed settings on resume: allowed ones are logged, and all refused ones are in one error."""
+"""On resume, allowed changes of settings are logged and all refused ones are in one error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtitan_like.config.fields import all_settings
 KEYS = [setting.key for setting in all_settings()]
 
 
-def differ(before: str, now: str, stored: Any = None, current: Any = None) -> Any:
+def compare_runs(before: str, now: str, stored: Any = None, current: Any = None) -> Any:
     """Compare two runs by their command lines. stored, current: their resolved values."""
     toml, config = dump_toml(load_config(before.split())), load_config(now.split())
     return diff_settings(toml, config.model_dump(), stored or {}, current or {})
@@ -44,8 +44,8 @@ def test_resolved_settings_exist() -> None:
 
 def test_the_same_settings_do_not_differ() -> None:
     line = "--model.args.dim 64 --data.sources.a.path README.md --lr_scheduler.decay_ratio None"
-    assert differ(line, line) == ([], [])
-    assert check_changes(differ(line, line)) is None
+    assert compare_runs(line, line) == ([], [])
+    assert check_changes(compare_runs(line, line)) is None
 
 
 REFUSED = [
@@ -69,19 +69,21 @@ REFUSED = [
 def test_changes_that_affect_the_result_are_refused(line: str) -> None:
     key = line.split()[0][2:]
     for before, now in ((line, ""), ("", line)):
-        changes = differ(before, now)
+        changes = compare_runs(before, now)
         assert keys(changes.refused) == [key] and not changes.harmless
-        with pytest.raises(CheckpointError, match=rf'{key} .* -> .*checkpoint.allow_change = \["{key}"\]'):
+        with pytest.raises(
+            CheckpointError, match=rf'{key} .* -> .*checkpoint.allow_change = \["{key}"\]'
+        ):
             check_changes(changes)
 
 
 HARMLESS = [
-    "--training.steps 20 --lr_scheduler.total_steps 10000",  # what it was
+    "--training.steps 20 --lr_scheduler.total_steps 10000",  # the same horizon as before
     "--training.local_batch_size 4",
     "--training.dataset_path /elsewhere/text.jsonl",
     "--model.hf_assets_path /elsewhere",
     "--data.cache_folder /cache",
-    # The data's fingerprint judges these.
+    # The data fingerprint covers these keys.
     "--training.seq_len 1024",
     "--training.dataset shakespeare",
     "--data.shuffle false",
@@ -102,78 +104,126 @@ HARMLESS = [
 
 @pytest.mark.parametrize("line", HARMLESS)
 def test_other_changes_are_logged(line: str) -> None:
-    changes = differ("", line)
+    changes = compare_runs("", line)
     assert not changes.refused
     assert keys(changes.harmless) == [line.split()[0][2:]]
-    assert str(check_changes(changes)).startswith(f"Changed since the checkpoint: {line.split()[0][2:]} ")
+    assert str(check_changes(changes)).startswith(
+        f"Changed since the checkpoint: {line.split()[0][2:]} "
+    )
 
 
 def test_all_refused_changes_are_reported_together() -> None:
-    changes = differ("--optimizer.lr 1e-3 --metrics.log_freq 1", "--training.max_norm 2 --lr_scheduler.decay_type sqrt")
-    assert sorted(keys(changes.refused)) == ["lr_scheduler.decay_type", "optimizer.lr", "training.max_norm"]
+    changes = compare_runs(
+        "--optimizer.lr 1e-3 --metrics.log_freq 1",
+        "--training.max_norm 2 --lr_scheduler.decay_type sqrt",
+    )
+    assert sorted(keys(changes.refused)) == [
+        "lr_scheduler.decay_type",
+        "optimizer.lr",
+        "training.max_norm",
+    ]
     with pytest.raises(CheckpointError) as caught:
         check_changes(changes)
-    for words in ("optimizer.lr 0.001 -> 0.0008; ", 'decay_type "linear" -> "sqrt"; ', "training.max_norm 1.0 -> 2."):
-        assert words in str(caught.value)
+    for message in (
+        "optimizer.lr 0.001 -> 0.0008; ",
+        'decay_type "linear" -> "sqrt"; ',
+        "training.max_norm 1.0 -> 2.",
+    ):
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("line", "left"),
+    ("line", "refused"),
     [
         ("--checkpoint.allow_change optimizer.lr,lr_scheduler.warmup_steps", ["model.flavor"]),
         ("--checkpoint.allow_change *", []),
         ("--checkpoint.allow_change opt*.*,model.flavor", ["lr_scheduler.warmup_steps"]),
-        ("--checkpoint.exclude_from_loading optimizer", ["lr_scheduler.warmup_steps", "model.flavor"]),
+        (
+            "--checkpoint.exclude_from_loading optimizer",
+            ["lr_scheduler.warmup_steps", "model.flavor"],
+        ),
         ("--checkpoint.exclude_from_loading optimizer,lr_scheduler", ["model.flavor"]),
     ],
 )
-def test_allowed_changes_and_states_that_are_not_loaded(line: str, left: list[str]) -> None:
-    changes = differ("", f"--optimizer.lr 1 --lr_scheduler.warmup_steps 64 --model.flavor 8B {line}")
-    assert sorted(keys(changes.refused)) == left
-    assert {"optimizer.lr", "lr_scheduler.warmup_steps", "model.flavor"} - set(left) <= set(keys(changes.harmless))
+def test_allow_change_and_states_that_are_not_loaded_limit_the_refusal(
+    line: str, refused: list[str]
+) -> None:
+    changes = compare_runs(
+        "", f"--optimizer.lr 1 --lr_scheduler.warmup_steps 64 --model.flavor 8B {line}"
+    )
+    assert sorted(keys(changes.refused)) == refused
+    assert {"optimizer.lr", "lr_scheduler.warmup_steps", "model.flavor"} - set(refused) <= set(
+        keys(changes.harmless)
+    )
 
 
 @pytest.mark.parametrize(
     ("before", "now", "stored", "current", "refused"),
     [
-        # the batch is what it comes to, however it is put together
+        # only the resulting global batch size counts
         ("--training.global_batch_size 16", "--training.local_batch_size 4", 16, 16, []),
         ("", "", 16, 32, ["training.global_batch_size"]),
-        ("--training.global_batch_size 16", "--training.global_batch_size 32", 16, 32, ["training.global_batch_size"]),
-        ("", "--training.global_batch_size 16", None, 16, []),  # the first format did not tell
-        ("--training.global_batch_size 8", "--training.global_batch_size 16", None, 16, ["training.global_batch_size"]),
+        (
+            "--training.global_batch_size 16",
+            "--training.global_batch_size 32",
+            16,
+            32,
+            ["training.global_batch_size"],
+        ),
+        ("", "--training.global_batch_size 16", None, 16, []),  # the first format lacks it
+        (
+            "--training.global_batch_size 8",
+            "--training.global_batch_size 16",
+            None,
+            16,
+            ["training.global_batch_size"],
+        ),
     ],
 )
-def test_batch_size(before: str, now: str, stored: int | None, current: int, refused: list[str]) -> None:
+def test_another_global_batch_size_is_refused(
+    before: str, now: str, stored: int | None, current: int, refused: list[str]
+) -> None:
     summary = {} if stored is None else {"global_batch_size": stored}
-    assert keys(differ(before, now, summary, {"global_batch_size": current}).refused) == refused
+    assert (
+        keys(compare_runs(before, now, summary, {"global_batch_size": current}).refused) == refused
+    )
 
 
-@pytest.mark.parametrize(("now", "refused"), [("", []), ("--debug.seed 7", []), ("--debug.seed 8", ["debug.seed"])])
+@pytest.mark.parametrize(
+    ("now", "refused"), [("", []), ("--debug.seed 7", []), ("--debug.seed 8", ["debug.seed"])]
+)
 @pytest.mark.parametrize("before", ["", "--debug.seed 7"])
-def test_seed(before: str, now: str, refused: list[str]) -> None:
-    """An unset seed is the seed of the checkpoint."""
-    assert keys(differ(before, now, {"seed": 7}).refused) == refused
+def test_another_seed_is_refused(before: str, now: str, refused: list[str]) -> None:
+    """An unset seed means the seed of the checkpoint."""
+    assert keys(compare_runs(before, now, {"seed": 7}).refused) == refused
 
 
 def test_a_seed_checkpoint_fixes_only_the_model() -> None:
-    """One rank saved it before training."""
+    """A single rank saves a seed checkpoint before training."""
     line = "--optimizer.lr 1 --debug.seed 8 --model.flavor 8B"
-    changes = differ("", line, {"step": 0, "seed": 7, "global_batch_size": 8}, {"global_batch_size": 64})
+    changes = compare_runs(
+        "", line, {"step": 0, "seed": 7, "global_batch_size": 8}, {"global_batch_size": 64}
+    )
     assert keys(changes.refused) == ["model.flavor"]
-    assert sorted(keys(changes.harmless)) == ["debug.seed", "optimizer.lr", "training.global_batch_size"]
-    assert len(differ("", line, {"step": 1, "seed": 7}).refused) == 3
+    assert sorted(keys(changes.harmless)) == [
+        "debug.seed",
+        "optimizer.lr",
+        "training.global_batch_size",
+    ]
+    assert len(compare_runs("", line, {"step": 1, "seed": 7}).refused) == 3
 
 
-def test_names_and_settings_of_other_versions() -> None:
-    """Older names are translated, missing settings have their default, unknown ones are ignored."""
+def test_settings_of_other_versions_are_compared() -> None:
+    """Old names are translated, missing settings have their default, unknown ones are ignored."""
     now = load_config(["--training.local_batch_size", "4"]).model_dump()
-    stored = "[training]\nbatch_size = 4\n[model]\nmystery = 5\nflavor = 'debugmodel'\n[future]\nx = 1"
+    stored = (
+        "[training]\nbatch_size = 4\n[model]\nmystery = 5\nflavor = 'debugmodel'\n[future]\nx = 1"
+    )
     assert diff_settings(stored, now, {}, {}) == ([], [])
 
 
 @pytest.mark.parametrize("text", ["[training", "x = "])
-def test_a_stored_configuration_that_cannot_be_read(text: str) -> None:
+def test_an_invalid_stored_configuration_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="is not valid TOML"):
         diff_settings(text, load_config([]).model_dump(), {}, {})
 
@@ -187,43 +237,50 @@ def test_a_stored_configuration_that_cannot_be_read(text: str) -> None:
 )
 def test_the_default_horizon_may_be_set_explicitly(before: str, now: str) -> None:
     """An unset horizon equals training.steps."""
-    assert keys(differ(before, now).refused) == []
+    assert keys(compare_runs(before, now).refused) == []
 
 
 def test_another_horizon_is_refused() -> None:
-    changes = differ("--training.steps 100", "--training.steps 200 --lr_scheduler.total_steps 150")
+    changes = compare_runs(
+        "--training.steps 100", "--training.steps 200 --lr_scheduler.total_steps 150"
+    )
     assert keys(changes.refused) == ["lr_scheduler.total_steps"]
 
 
 def test_a_horizon_that_grows_with_the_steps_is_accepted_and_logged() -> None:
-    """The learning rates differ from those of an uninterrupted run with the longer horizon."""
-    changes = differ("--training.steps 100", "--training.steps 200")
-    assert sorted(keys(changes.harmless)) == ["lr_scheduler.total_steps", "training.steps"] and not changes.refused
+    """The learning rates differ from an uninterrupted run with the longer horizon."""
+    changes = compare_runs("--training.steps 100", "--training.steps 200")
+    assert (
+        sorted(keys(changes.harmless)) == ["lr_scheduler.total_steps", "training.steps"]
+        and not changes.refused
+    )
     assert changes.accepted() == ["lr_scheduler.total_steps 100 -> 200"]
     fixed = "--lr_scheduler.total_steps 100 --training.steps"
-    assert differ(f"{fixed} 100", f"{fixed} 200").accepted() == []
+    assert compare_runs(f"{fixed} 100", f"{fixed} 200").accepted() == []
 
 
 def test_skipped_steps_are_accepted_and_logged() -> None:
     """An uninterrupted run would have read these samples."""
-    changes = differ("", "--training.skip_steps [[5,8]]")
+    changes = compare_runs("", "--training.skip_steps [[5,8]]")
     assert not changes.refused
     assert changes.accepted() == ["training.skip_steps [] -> [[5, 8]]"]
 
 
 @pytest.mark.parametrize("excluded", ["dataloader", "train_state"])
 @pytest.mark.parametrize("line", ["--training.global_batch_size 16", ""])
-def test_without_the_data_position_the_batch_size_may_change(excluded: str, line: str) -> None:
+def test_the_batch_size_may_change_if_the_data_position_is_not_loaded(
+    excluded: str, line: str
+) -> None:
     """A batch size that follows from the layout (-1) is compared too."""
     resolved = {"global_batch_size": 32}, {"global_batch_size": 16}
-    changes = differ("", line, *resolved)
+    changes = compare_runs("", line, *resolved)
     assert keys(changes.refused) == ["training.global_batch_size"]
-    changes = differ("", f"{line} --checkpoint.exclude_from_loading {excluded}", *resolved)
+    changes = compare_runs("", f"{line} --checkpoint.exclude_from_loading {excluded}", *resolved)
     assert not changes.refused
     assert changes.reordered() == ["training.global_batch_size 32 -> 16"]
-    assert not differ("", "--checkpoint.exclude_from_loading dataloader").reordered()
+    assert not compare_runs("", "--checkpoint.exclude_from_loading dataloader").reordered()
 
 
 def test_accepted_changes_that_affect_the_result_are_listed() -> None:
     now = "--optimizer.lr 1 --metrics.log_freq 7 --checkpoint.allow_change optimizer.lr"
-    assert differ("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]
+    assert compare_runs("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]

@@ -1,4 +1,4 @@
-"""What decides about bits, and the sentence on resume."""
+"""The numeric fingerprint decides whether a resume is bit-exact; the log line gives the reasons."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint.fingerprint import compare, numeric_fingerprint, resume_line
+from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import JobConfig
 
 
 def fingerprint(layout: dict[str, int] | None = None, **changes: Any) -> dict[str, str]:
-    """Of a run on four ranks; `changes` are settings of the six sections that count."""
+    """Return the fingerprint of a run on four ranks after `changes` of six relevant sections."""
     names = ("parallelism", "training", "optimizer", "loss", "compile", "resilience")
     kinds = {name: type(getattr(JobConfig(), name)) for name in names}
     config = JobConfig(
@@ -21,7 +23,9 @@ def fingerprint(layout: dict[str, int] | None = None, **changes: Any) -> dict[st
             for name, cls in kinds.items()
         }
     )
-    return numeric_fingerprint(config, torch.device("cpu"), {"dp_shard": 4} if layout is None else layout)
+    return numeric_fingerprint(
+        config, torch.device("cpu"), {"dp_shard": 4} if layout is None else layout
+    )
 
 
 def test_the_same_run_is_bit_exact() -> None:
@@ -30,12 +34,12 @@ def test_the_same_run_is_bit_exact() -> None:
 
 
 def test_the_fingerprint_describes_torch_threads_and_layout() -> None:
-    found = fingerprint()
-    assert found["torch"] == torch.__version__
-    assert found["threads"] == str(torch.get_num_threads())
-    assert found["vector level"] == torch.backends.cpu.get_cpu_capability()
-    assert (found["layout"], fingerprint(layout={})["layout"]) == ("dp_shard 4", "one rank")
-    assert all(isinstance(value, str) and value for value in found.values())
+    actual = fingerprint()
+    assert actual["torch"] == torch.__version__
+    assert actual["threads"] == str(torch.get_num_threads())
+    assert actual["cpu capability"] == torch.backends.cpu.get_cpu_capability()
+    assert (actual["layout"], fingerprint(layout={})["layout"]) == ("dp_shard 4", "one rank")
+    assert all(isinstance(value, str) and value for value in actual.values())
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,10 @@ def test_the_fingerprint_describes_torch_threads_and_layout() -> None:
     [
         ({"layout": {"dp_shard": 2}}, "layout dp_shard 4 -> dp_shard 2"),
         ({"local_batch_size": 4}, "micro-batch 8 -> 4"),
-        ({"mixed_precision_param": "float32"}, "dtypes float32/bfloat16/float32 -> float32/float32/float32"),
+        (
+            {"mixed_precision_param": "float32"},
+            "dtypes float32/bfloat16/float32 -> float32/float32/float32",
+        ),
         ({"implementation": "foreach"}, "optimizer AdamW fused -> AdamW foreach"),
         ({"enable_cpu_offload": True}, "optimizer AdamW fused -> AdamW fused on CPU"),
         ({"enable_sequence_parallel": False}, "parallelism none -> enable_sequence_parallel False"),
@@ -55,11 +62,11 @@ def test_the_fingerprint_describes_torch_threads_and_layout() -> None:
         ({"enable": True}, "compile no -> model, loss by inductor"),
     ],
 )
-def test_a_change_is_named(changes: Any, expected: str) -> None:
+def test_each_relevant_change_is_named(changes: Any, expected: str) -> None:
     assert compare(fingerprint(), fingerprint(**changes)) == [expected]
 
 
-def test_spikes_that_are_only_logged_change_no_bit() -> None:
+def test_settings_of_logged_spikes_are_not_compared() -> None:
     assert compare(fingerprint(), fingerprint(spike_threshold=5.0)) == []
     assert compare(fingerprint(), fingerprint(on_spike="skip", spike_threshold=0.0)) == []
 
@@ -72,8 +79,12 @@ def test_every_reason_is_reported() -> None:
     assert resume_line(now, now, ["optimizer not loaded"]) == "bit-exact: no (optimizer not loaded)"
 
 
-def test_threads_and_settings_of_this_process_are_read() -> None:
-    before, threads, precision = fingerprint(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+def test_the_fingerprint_reads_the_settings_of_this_process() -> None:
+    before, threads, precision = (
+        fingerprint(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+    )
     try:
         torch.set_num_threads(threads + 1)
         torch.set_float32_matmul_precision("medium")
@@ -91,8 +102,23 @@ def test_a_gpu_is_bit_exact_only_in_deterministic_mode() -> None:
     assert resume_line(gpu, gpu) == "bit-exact: no (debug.deterministic is false)"
     deterministic = gpu | {"deterministic": "yes"}
     assert resume_line(deterministic, deterministic) == "bit-exact: yes"
-    assert compare(gpu, {name: value for name, value in gpu.items() if name != "NCCL"}) == ["NCCL 2.27.3 -> none"]
+    assert compare(gpu, {name: value for name, value in gpu.items() if name != "NCCL"}) == [
+        "NCCL 2.27.3 -> none"
+    ]
 
 
-def test_a_checkpoint_without_a_fingerprint() -> None:
+def test_the_fingerprint_of_an_earlier_version_is_compared() -> None:
+    """The kept checkpoint has the key "vector level", which is now "cpu capability"."""
+    manifest = read_manifest(ASSETS / "v2/step-3")
+    assert manifest is not None
+    stored = manifest["numeric"]
+    current = {name.replace("vector level", "cpu capability"): v for name, v in stored.items()}
+    assert "vector level" in stored and "cpu capability" in current
+    assert resume_line(stored, current) == "bit-exact: yes"
+    other = current | {"cpu capability": "AVX2"}
+    assert compare(stored, other) == [f"cpu capability {stored['vector level']} -> AVX2"]
+    assert current.keys() == fingerprint().keys(), "a renamed key needs a row in RENAMED"
+
+
+def test_without_a_fingerprint_bit_exactness_is_unknown() -> None:
     assert resume_line(None, fingerprint()).startswith("bit-exact: unknown")

@@ -1,4 +1,4 @@
-"""Saving by the clock, and its cost."""
+"""Time-based checkpoint intervals, and the reported cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def test_minutes_count_from_the_start_and_from_each_save() -> None:
+def test_an_interval_starts_at_the_run_start_and_at_each_checkpoint() -> None:
     clock = Clock()
     intervals = Intervals(2.5, clock)
     clock.now += 149.9
@@ -25,13 +25,13 @@ def test_minutes_count_from_the_start_and_from_each_save() -> None:
     assert intervals.are_over()
 
 
-def test_a_save_is_requested_once_although_it_happens_later() -> None:
+def test_each_interval_requests_one_checkpoint() -> None:
     clock = Clock()
     intervals = Intervals(2.5, clock)
     clock.now += 150
     assert [intervals.are_over() for _ in range(3)] == [True, False, False]
     clock.now += 150
-    assert intervals.are_over(), "without a save too, the next interval asks again"
+    assert intervals.are_over(), "the next interval did not request a checkpoint"
 
 
 def test_an_interval_of_0_minutes_never_ends() -> None:
@@ -41,7 +41,7 @@ def test_an_interval_of_0_minutes_never_ends() -> None:
     assert not intervals.are_over()
 
 
-def test_cost() -> None:
+def test_cost_reports_the_number_and_the_time_of_checkpoints() -> None:
     clock = Clock()
     intervals = Intervals(0, clock)
     assert intervals.cost() == "0 checkpoints took 0.0 seconds, 0.00% of the run"

@@ -1,4 +1,4 @@
-"""One writer in a folder: who is refused, who is succeeded, and that a lost lock is noticed before a publish."""
+"""The lock admits one writer per folder, replaces dead holders, and detects its own loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.lock import LOCK, RunLock
 
-HOLD = """
+HOLDER_PROGRAM = """
 import sys, time
 from pathlib import Path
 from torchtitan_like.checkpoint.lock import RunLock
@@ -28,25 +28,25 @@ time.sleep(600)
 
 
 def never(seconds: float) -> None:
-    raise AssertionError("nothing had to be waited for")
+    raise AssertionError("an unexpected wait")
 
 
-def holder_elsewhere(folder: Path, **changes: Any) -> Path:
-    """A lock of another machine."""
+def write_remote_lock(folder: Path, **changes: Any) -> Path:
+    """Write the lock of a process on another machine."""
     holder = {
         "host": "node-7",
         "machine": "another",
         "pid": 1,
         "started": "5",
         "job": "812",
-        "token": "theirs",
+        "token": "remote",
         "beat": 3,
     }
     (folder / LOCK).write_text(json.dumps(holder | changes))
     return folder / LOCK
 
 
-def held(lock: RunLock) -> bool:
+def is_held(lock: RunLock) -> bool:
     try:
         lock.check()
     except CheckpointError:
@@ -67,16 +67,20 @@ def test_a_lock_is_held_until_released(tmp_path: Path) -> None:
     lock.check()
     lock.release()
     assert list((tmp_path / "new").iterdir()) == []
-    assert not held(lock)
+    assert not is_held(lock)
 
 
-def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_is_refused_with_the_name_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     first = RunLock(tmp_path, sleep=never)
     first.acquire()
-    with pytest.raises(CheckpointError, match=rf"alive: process {os.getpid()} on \S+, job 4711, last seen 20"):
+    with pytest.raises(
+        CheckpointError, match=rf"alive: process {os.getpid()} on \S+, job 4711, last seen 20"
+    ):
         RunLock(tmp_path, sleep=never).acquire()
-    assert held(first)
+    assert is_held(first)
     first.release()
     second = RunLock(tmp_path, sleep=never)
     second.acquire()
@@ -88,22 +92,26 @@ def test_a_live_local_holder_is_detected_without_waiting(tmp_path: Path) -> None
     assert second.local_holder() is None
     first.acquire()
     message = second.local_holder()
-    assert message is not None and f"belongs to a run that is alive: process {os.getpid()}" in message
+    assert (
+        message is not None and f"belongs to a run that is alive: process {os.getpid()}" in message
+    )
     first.release()
-    holder_elsewhere(tmp_path)
-    assert second.local_holder() is None, "nobody can tell from here"
+    write_remote_lock(tmp_path)
+    assert second.local_holder() is None, "the state of a remote process is unknown"
 
 
 def test_the_lock_of_a_killed_local_process_is_taken_over_immediately(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER_PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
         RunLock(tmp_path, sleep=never).acquire()
     process.kill()
     lock = RunLock(tmp_path, sleep=never)
     wait_until(lambda: "Z" in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2])
-    lock.acquire()  # it is dead, although its parent has not waited for it yet
-    assert held(lock)
+    lock.acquire()  # the process is a zombie: its parent has not waited for it
+    assert is_held(lock)
     lock.release()
     process.wait()
     process.stdout.close()
@@ -111,39 +119,43 @@ def test_the_lock_of_a_killed_local_process_is_taken_over_immediately(tmp_path: 
 
 def test_a_reused_pid_does_not_hold_the_lock(tmp_path: Path) -> None:
     lock = RunLock(tmp_path, sleep=never)
-    holder_elsewhere(tmp_path, machine=lock._content["machine"], pid=os.getpid(), started="1")
+    write_remote_lock(tmp_path, machine=lock._content["machine"], pid=os.getpid(), started="1")
     lock.acquire()
-    assert held(lock)
+    assert is_held(lock)
     lock.release()
 
 
-def test_the_lock_of_a_silent_remote_process_is_taken_over_after_a_wait(tmp_path: Path, caplog: Any) -> None:
-    holder_elsewhere(tmp_path)
+def test_the_lock_of_a_silent_remote_process_is_taken_over_after_a_wait(
+    tmp_path: Path, caplog: Any
+) -> None:
+    write_remote_lock(tmp_path)
     waits: list[float] = []
     lock = RunLock(tmp_path, interval=10, patience=35, sleep=waits.append)
     lock.acquire()
     assert 35 <= sum(waits) < 40
-    assert held(lock)
+    assert is_held(lock)
     assert "process 1 on node-7, job 812" in caplog.text and "no heartbeat from" in caplog.text
     lock.release()
 
 
 def test_the_lock_of_a_remote_process_with_a_heartbeat_is_respected(tmp_path: Path) -> None:
-    holder_elsewhere(tmp_path)
+    write_remote_lock(tmp_path)
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
         if sum(waits) > 30:
-            holder_elsewhere(tmp_path, beat=4)
+            write_remote_lock(tmp_path, beat=4)
 
-    with pytest.raises(CheckpointError, match="belongs to a run that is alive: process 1 on node-7"):
+    with pytest.raises(
+        CheckpointError, match="belongs to a run that is alive: process 1 on node-7"
+    ):
         RunLock(tmp_path, interval=10, patience=35, sleep=sleep).acquire()
-    assert json.loads((tmp_path / LOCK).read_text())["token"] == "theirs"
+    assert json.loads((tmp_path / LOCK).read_text())["token"] == "remote"
 
 
 def test_the_lock_of_a_remote_process_that_ends_is_taken_over(tmp_path: Path) -> None:
-    file = holder_elsewhere(tmp_path)
+    file = write_remote_lock(tmp_path)
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -152,17 +164,17 @@ def test_the_lock_of_a_remote_process_that_ends_is_taken_over(tmp_path: Path) ->
 
     lock = RunLock(tmp_path, sleep=sleep)
     lock.acquire()
-    assert held(lock) and len(waits) == 1
+    assert is_held(lock) and len(waits) == 1
     lock.release()
 
 
-def test_a_lock_without_a_name_is_waited_for(tmp_path: Path) -> None:
-    """As long as its holder is just writing it, or died in doing so."""
+def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path: Path) -> None:
+    """Its holder may be writing it, or may have died while writing."""
     (tmp_path / LOCK).touch()
     waits: list[float] = []
     lock = RunLock(tmp_path, sleep=waits.append)
     lock.acquire()
-    assert sum(waits) >= 35 and held(lock)
+    assert sum(waits) >= 35 and is_held(lock)
     lock.release()
 
 
@@ -180,21 +192,25 @@ def test_a_lock_without_a_name_is_waited_for(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_malformed_holder_on_this_machine_is_waited_for(
+def test_a_malformed_local_lock_is_taken_over_after_a_wait(
     tmp_path: Path, holder: dict[str, Any]
 ) -> None:
-    """It neither raises nor counts as alive: signals 0 to pid 0 and -1 always succeed."""
+    """A process with such an id is not alive, although signal 0 to pid 0 or -1 always succeeds."""
     waits: list[float] = []
     lock = RunLock(tmp_path, sleep=waits.append)
-    holder_elsewhere(tmp_path, machine=lock._content["machine"], **holder)
+    write_remote_lock(tmp_path, machine=lock._content["machine"], **holder)
     lock.acquire()
-    assert sum(waits) >= 35 and held(lock)
+    assert sum(waits) >= 35 and is_held(lock)
     lock.release()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"host": "node-7", "pi', bytes(range(256)), b"[" * 10**5])
-def test_an_unreadable_lock_is_waited_for_in_short_calls(tmp_path: Path, content: bytes) -> None:
-    """Other ranks wait for each call, so that none may last as long as their time-out."""
+@pytest.mark.parametrize(
+    "content", [b"", b'{"host": "node-7", "pi', bytes(range(256)), b"[" * 10**5]
+)
+def test_the_wait_for_an_unreadable_lock_is_split_into_short_calls(
+    tmp_path: Path, content: bytes
+) -> None:
+    """Other ranks wait for each call, so every call must be shorter than their timeout."""
     (tmp_path / LOCK).write_bytes(content)
     waits: list[float] = []
     lock = RunLock(tmp_path, sleep=waits.append)
@@ -202,12 +218,12 @@ def test_an_unreadable_lock_is_waited_for_in_short_calls(tmp_path: Path, content
     while not lock.try_acquire():
         longest = max(longest, sum(waits))
         waits.clear()
-    assert longest == 2.5 and held(lock)
+    assert longest == 2.5 and is_held(lock)
     lock.release()
 
 
-def test_one_of_two_waiting_processes_gets_the_lock(tmp_path: Path) -> None:
-    holder_elsewhere(tmp_path)
+def test_only_one_of_several_waiting_processes_gets_the_lock(tmp_path: Path) -> None:
+    write_remote_lock(tmp_path)
     locks = [RunLock(tmp_path, interval=0.04, patience=0.1) for _ in range(4)]
     outcomes: list[str] = []
 
@@ -224,8 +240,9 @@ def test_one_of_two_waiting_processes_gets_the_lock(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert "held" in outcomes, "at times two believe it; `check`, before anything is published, tells them apart"
-    assert [held(lock) for lock in locks].count(True) == 1
+    # Several may hold it for a moment; `check` runs before each publish and admits only one.
+    assert "held" in outcomes
+    assert [is_held(lock) for lock in locks].count(True) == 1
     for lock in locks:
         lock.release()
 
@@ -242,14 +259,16 @@ def test_the_heartbeat_changes_the_file_until_the_release(tmp_path: Path) -> Non
 def test_a_lost_lock_is_detected_and_left_to_its_new_holder(tmp_path: Path) -> None:
     lock = RunLock(tmp_path, interval=0.01)
     lock.acquire()
-    other = holder_elsewhere(tmp_path)
+    other = write_remote_lock(tmp_path)
     thread = lock._thread
     assert thread is not None
-    thread.join(60)  # the heartbeat ends by itself: it must not overwrite the new holder's
-    with pytest.raises(CheckpointError, match="was taken from this run .*: process 1 on node-7, job 812"):
+    thread.join(60)  # the heartbeat thread stops, and must not overwrite the new holder's lock
+    with pytest.raises(
+        CheckpointError, match="was taken from this run .*: process 1 on node-7, job 812"
+    ):
         lock.check()
     lock.release()
-    assert json.loads(other.read_text())["token"] == "theirs"
+    assert json.loads(other.read_text())["token"] == "remote"
 
 
 def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
@@ -261,7 +280,7 @@ def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_that_cannot_be_removed_does_not_change_how_a_run_ends(tmp_path: Path, caplog: Any) -> None:
+def test_a_lock_that_cannot_be_removed_causes_only_a_warning(tmp_path: Path, caplog: Any) -> None:
     lock = RunLock(tmp_path)
     lock.acquire()
     (tmp_path / LOCK).unlink()

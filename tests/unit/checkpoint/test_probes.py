@@ -1,4 +1,4 @@
-"""Is there room, can it be written, do all ranks see it."""
+"""Probes check free space, write access, and that all ranks see the same folder."""
 
 from __future__ import annotations
 
@@ -23,56 +23,63 @@ GIB = 2**30
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, **changes: int) -> list[Path]:
-    """A file system with 10 GiB and 100 files left for the user, more for root; the folders asked for."""
-    asked: list[Path] = []
-    found = {"f_bavail": 10 * 2**18, "f_bfree": 20 * 2**18, "f_frsize": 4096, "f_bsize": 2**20, "f_files": 1000,
+    """Simulate a file system with 10 GiB and 100 files free for the user, and more for root.
+
+    Returns a list that collects the queried folders.
+    """
+    queried: list[Path] = []
+    status = {"f_bavail": 10 * 2**18, "f_bfree": 20 * 2**18, "f_frsize": 4096, "f_bsize": 2**20, "f_files": 1000,
              "f_favail": 100, "f_ffree": 200}  # fmt: skip
 
     def statvfs(path: Path) -> Any:
-        asked.append(path)
-        return SimpleNamespace(**found | changes)
+        queried.append(path)
+        return SimpleNamespace(**status | changes)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    return asked
+    return queried
 
 
 @pytest.mark.parametrize(
-    ("needed", "files", "words"),
+    ("needed", "files", "message"),
     [
         (9 * GIB, 100, None),
-        (10 * GIB, 1, "has 10.00 GiB free, a checkpoint needs 10.26 GiB"),  # with the margin
-        (GIB, 101, "room for 100 more files .inodes., a checkpoint needs 101"),
+        (10 * GIB, 1, "has 10.00 GiB free. Expected 10.26 GiB for a checkpoint"),  # with the margin
+        (GIB, 101, "room for 100 more files .inodes.. Expected 101 for a checkpoint"),
     ],
 )
-def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int, files: int, words: str | None) -> None:
-    asked = disk(monkeypatch)
-    if words is None:
+def test_too_little_free_space_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int, files: int, message: str | None
+) -> None:
+    queried = disk(monkeypatch)
+    if message is None:
         check_space(tmp_path / "not" / "yet", needed, files)
     else:
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             check_space(tmp_path / "not" / "yet", needed, files)
-    assert asked == [tmp_path]
+    assert queried == [tmp_path]
 
 
-def test_a_file_system_that_does_not_count_files_has_room_for_any(
+def test_a_file_system_without_file_counts_accepts_any_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk(monkeypatch, f_files=0, f_favail=0)
     check_space(tmp_path, GIB, 10**9)
 
 
-def test_the_disk_of_this_machine_has_room_for_a_little_but_not_for_everything(tmp_path: Path) -> None:
+def test_free_space_is_read_from_the_real_disk(
+    tmp_path: Path,
+) -> None:
     check_space(tmp_path, 1, 1)
     with pytest.raises(CheckpointError, match="lower checkpoint.keep_latest_k"):
         check_space(tmp_path, 2**62)
 
 
-def test_a_folder_that_can_be_written(tmp_path: Path) -> None:
+def test_a_writable_folder_is_accepted_and_left_empty(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="No checkpoint can be written to .*file/below"):
         check_writable(tmp_path / "file" / "below")
@@ -85,9 +92,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         check_writable(tmp_path)
 
 
-def test_bytes_that_come_back_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_returns_wrong_bytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda path: bytes(16))
-    with pytest.raises(CheckpointError, match="its file system is faulty.*Choose another job.dump_folder"):
+    with pytest.raises(
+        CheckpointError, match="its file system is faulty.*Choose another job.dump_folder"
+    ):
         check_writable(tmp_path)
 
 
@@ -99,23 +110,26 @@ def test_every_rank_sees_the_marker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_folder_of_the_same_name_on_another_disk(tmp_path: Path, stale: bool) -> None:
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, stale: bool) -> None:
     waits: list[float] = []
     if stale:
         write_marker(tmp_path)
-    with pytest.raises(CheckpointError, match="within 3 s. Expected a file system that all nodes share. Set job.dump_folder"):
+    with pytest.raises(
+        CheckpointError,
+        match="within 3 s. Expected a file system that all nodes share. Set job.dump_folder",
+    ):
         wait_for_marker(tmp_path, "token", patience=3, sleep=waits.append)
     assert sum(waits) == pytest.approx(3, abs=0.2)
 
 
-def test_a_marker_that_appears_late_is_seen(tmp_path: Path) -> None:
+def test_a_rank_waits_for_a_marker_that_appears_late(tmp_path: Path) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
         if len(waits) == 3:
-            (tmp_path / "there").rename(tmp_path / "here")
+            (tmp_path / "hidden").rename(tmp_path / "visible")
 
-    token = write_marker(tmp_path / "there")
-    wait_for_marker(tmp_path / "here", token, sleep=sleep)
+    token = write_marker(tmp_path / "hidden")
+    wait_for_marker(tmp_path / "visible", token, sleep=sleep)
     assert len(waits) == 3

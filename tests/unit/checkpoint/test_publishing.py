@@ -1,4 +1,4 @@
-"""The checks of one rank before a save becomes a checkpoint."""
+"""The checks that a rank runs before it publishes a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.lock import LOCK
 from torchtitan_like.checkpoint.saving import Save
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as a run of one process does
+# A single-process run ignores this warning, too.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Weights:
     def state_dict(self) -> dict[str, Any]:
-        return {"w": torch.arange(1000.0), "told": "in words"}
+        return {"w": torch.arange(1000.0), "name": "a string"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         raise NotImplementedError
@@ -30,47 +31,50 @@ class Weights:
 
 @pytest.fixture
 def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
-    """Of a run that holds its folder."""
-    made = one_rank(tmp_path)
-    assert made._lock is not None
-    made._lock.acquire()
-    yield made
-    made.close()
+    """Yield a checkpointer that holds the lock of its folder."""
+    checkpointer = one_rank(tmp_path)
+    assert checkpointer._lock is not None
+    checkpointer._lock.acquire()
+    yield checkpointer
+    checkpointer.close()
 
 
-def save(checkpointer: Checkpointer, **what: Any) -> None:
-    given = {"kind": "full", "folder": checkpointer.folder, **what}
+def save(checkpointer: Checkpointer, **options: Any) -> None:
+    options = {"kind": "full", "folder": checkpointer.folder, **options}
     arguments: dict[str, Any] = {"config_toml": "", "summary": {}, "on_published": lambda *_: None}
-    checkpointer.save([Save(**given)], 5, {"model": Weights()}, **arguments)
+    checkpointer.save([Save(**options)], 5, {"model": Weights()}, **arguments)
 
 
-def once_written(checkpointer: Checkpointer, then: Callable[[Path], object]) -> None:
-    """Have something happen between the writing of a save and its publishing."""
+def after_write(checkpointer: Checkpointer, action: Callable[[Path], object]) -> None:
+    """Run ``action`` after the files of a checkpoint are written and before it is published."""
     write = checkpointer._writer._write_native
 
-    def written(staged: Path, tensors: Mapping[str, Any]) -> Any:
+    def write_and_act(staged: Path, tensors: Mapping[str, Any]) -> Any:
         records = write(staged, tensors)
-        then(staged)
+        action(staged)
         return records
 
-    checkpointer._writer._write_native = written  # type: ignore[method-assign]
+    checkpointer._writer._write_native = write_and_act  # type: ignore[method-assign]
 
 
 def visible(checkpointer: Checkpointer) -> list[str]:
     return sorted(path.name for path in checkpointer.folder.iterdir() if path.name != LOCK)
 
 
-def test_an_undisturbed_save_is_published(checkpointer: Checkpointer) -> None:
-    once_written(checkpointer, lambda staged: None)
+def test_a_written_checkpoint_is_published(checkpointer: Checkpointer) -> None:
+    after_write(checkpointer, lambda staged: None)
     save(checkpointer)
     assert visible(checkpointer) == ["step-5"]
 
 
-def test_a_run_that_lost_its_lock_while_it_wrote_publishes_nothing(checkpointer: Checkpointer) -> None:
-    """Another run believed it dead, and is at work in the folder."""
+def test_a_run_that_lost_its_lock_while_writing_publishes_nothing(
+    checkpointer: Checkpointer,
+) -> None:
+    """Another run considered it dead and now uses the folder."""
     lock = checkpointer.folder / LOCK
-    once_written(
-        checkpointer, lambda _: lock.write_text(json.dumps({**json.loads(lock.read_text()), "token": "theirs"}))
+    after_write(
+        checkpointer,
+        lambda _: lock.write_text(json.dumps({**json.loads(lock.read_text()), "token": "another"})),
     )
     with pytest.raises(CheckpointError, match="was taken from this run"):
         save(checkpointer)
@@ -78,31 +82,36 @@ def test_a_run_that_lost_its_lock_while_it_wrote_publishes_nothing(checkpointer:
 
 
 def test_a_truncated_file_is_not_published(checkpointer: Checkpointer) -> None:
-    def cut(staged: Path) -> None:
+    def truncate(staged: Path) -> None:
         (file,) = staged.glob("shard-*.bin")
         file.write_bytes(file.read_bytes()[:-1])
 
-    once_written(checkpointer, cut)
-    with pytest.raises(CheckpointError, match="has [0-9]+ bytes, expected "):
+    after_write(checkpointer, truncate)
+    with pytest.raises(CheckpointError, match="has [0-9]+ bytes. Expected "):
         save(checkpointer)
     assert visible(checkpointer) == []
 
 
 @pytest.mark.parametrize(
-    ("what", "num_bytes"),
-    [({}, 4000), ({"kind": "weights", "dtype": torch.bfloat16}, 2000), ({"kind": "hf", "dtype": torch.bfloat16}, 2000)],
+    ("options", "num_bytes"),
+    [
+        ({}, 4000),
+        ({"kind": "weights", "dtype": torch.bfloat16}, 2000),
+        ({"kind": "hf", "dtype": torch.bfloat16}, 2000),
+    ],
     ids=["full", "weights", "hf"],
 )
-def test_free_space_is_checked_for_the_bytes_of_the_save(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, what: dict[str, Any], num_bytes: int
+def test_free_space_is_checked_before_the_checkpoint_is_written(
+    checkpointer: Checkpointer,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    num_bytes: int,
 ) -> None:
-    """Before anything is written."""
-
     def full(folder: Path, needed: int, num_files: int) -> None:
         assert needed == num_bytes and list(folder.iterdir()) == []
         raise CheckpointError("no room")
 
     monkeypatch.setattr(saving, "check_space", full)
     with pytest.raises(CheckpointError, match="no room"):
-        save(checkpointer, **what)
+        save(checkpointer, **options)
     assert visible(checkpointer) == []

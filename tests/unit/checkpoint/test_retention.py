@@ -1,4 +1,4 @@
-"""Which steps are deleted, and that deletion neither waits, nor fails a run, nor leaves halves behind."""
+"""Retention deletes the right steps, in the background, without failing the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def retention(tmp_path: Path) -> Iterator[Retention]:
     retention.close()
 
 
-def left(folder: Path) -> list[int]:
+def remaining(folder: Path) -> list[int]:
     return [number for number, _ in numbered_folders(folder)]
 
 
@@ -36,7 +36,7 @@ def left(folder: Path) -> list[int]:
         (["1", "2", "3h", "4h"], 2, 0, [2, 3, 4]),
         (["0", "1", "2", "3"], 2, 0, [0, 2, 3]),
         (["0H", "1", "2", "3"], 2, 0, [0, 2, 3]),
-        # only complete steps are counted, and only they are deleted
+        # only complete steps are counted and deleted
         (["1", "2", "3?", "4"], 2, 0, [2, 3, 4]),
         (["1", "2", "3!", "4m"], 2, 0, [1, 2, 3, 4]),
         (["1", "2", "3H", "4"], 2, 0, [2, 3, 4]),
@@ -45,18 +45,20 @@ def left(folder: Path) -> list[int]:
         (["10", "20", "30", "40", "50"], 2, 20, [20, 40, 50]),
     ],
 )
-def test_kept_steps(tmp_path: Path, on_disk: list[str], keep: int, every: int, expected: list[int]) -> None:
+def test_the_newest_steps_are_kept(
+    tmp_path: Path, on_disk: list[str], keep: int, every: int, expected: list[int]
+) -> None:
     make_steps(tmp_path, *on_disk)
-    before = left(tmp_path)
+    before = remaining(tmp_path)
     retention = Retention(tmp_path, keep_latest_k=keep, keep_every=every)
     assert retention.apply() == [step for step in before if step not in expected]
     retention.close()
-    assert left(tmp_path) == expected
+    assert remaining(tmp_path) == expected
     assert not list(tmp_path.glob(".trash-*"))
 
 
 @pytest.mark.parametrize(("keep", "every"), [(0, 0), (3, 1), (3, 0)])
-def test_the_files_opened_after_a_save_do_not_grow_with_kept_steps(
+def test_the_number_of_manifests_read_does_not_depend_on_kept_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, every: int
 ) -> None:
     opened: list[str] = []
@@ -66,25 +68,25 @@ def test_the_files_opened_after_a_save_do_not_grow_with_kept_steps(
         opened.append(path.parent.name)
         return read_text(path, *args, **options)
 
-    def opened_in(folder: Path, num_kept: int) -> list[list[str]]:
-        """Per save, of three."""
+    def manifests_read(folder: Path, num_kept: int) -> list[list[str]]:
+        """Return the steps whose manifest is read after each of three checkpoints."""
         make_steps(folder, *map(str, range(1, num_kept + 1)))
-        if not every:  # old steps are kept by their pins
+        if not every:  # pins keep the old steps
             for number in range(1, num_kept + 1):
                 (folder / f"step-{number}" / PIN).touch()
         retention = Retention(folder, keep_latest_k=keep, keep_every=every)
-        saves = []
+        reads_by_checkpoint = []
         for number in range(num_kept + 1, num_kept + 4):
             make_steps(folder, str(number))
             opened.clear()
             assert retention.apply() == []
-            saves.append(list(opened))
+            reads_by_checkpoint.append(list(opened))
         retention.close()
-        return saves
+        return reads_by_checkpoint
 
     with monkeypatch.context() as patched:
         patched.setattr(step_folders, "read_text", counting)
-        few, many = opened_in(tmp_path / "few", 5), opened_in(tmp_path / "many", 30)
+        few, many = manifests_read(tmp_path / "few", 5), manifests_read(tmp_path / "many", 30)
     assert [len(names) for names in few] == [len(names) for names in many]
     assert [len(names) for names in many] == ([keep, 1, 1] if keep else [0, 0, 0])
 
@@ -92,13 +94,13 @@ def test_the_files_opened_after_a_save_do_not_grow_with_kept_steps(
 def test_the_newest_full_step_is_checked_again_before_others_are_deleted(
     tmp_path: Path, retention: Retention
 ) -> None:
-    """Its files have gone since the save before: the one that is deleted otherwise is the last whole one."""
+    """If its files have disappeared, an older step is the last complete one and must stay."""
     make_steps(tmp_path, "1", "2", "3")
     assert retention.apply() == [1]
     (tmp_path / "step-3" / SHARD).unlink()
     make_steps(tmp_path, "4w", "5w")
     assert retention.apply() == []
-    assert left(tmp_path) == [2, 3, 4, 5]
+    assert remaining(tmp_path) == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_the_newest_full_step_is_checked_again_before_others_are_deleted(
 def test_a_superseded_step_expires_after_as_many_newer_steps_as_are_kept(
     tmp_path: Path, steps: list[str], keep: int, expected: list[str]
 ) -> None:
-    """Exports too; pinned ones never (step 20)."""
+    """Superseded exports expire too. A pinned step (step 20) never expires."""
     make_steps(tmp_path, "20", "30", "40", "50")
     make_steps(tmp_path / "hf", "40h")
     (tmp_path / "step-20" / PIN).touch()
@@ -136,27 +138,27 @@ def test_a_pinned_step_is_kept(tmp_path: Path, retention: Retention) -> None:
     assert retention.apply() == [2]
 
 
-def test_the_newest_full_step_before_another_is_pinned(tmp_path: Path) -> None:
+def test_pin_before_pins_the_newest_earlier_full_step(tmp_path: Path) -> None:
     make_steps(tmp_path, "10", "20", "30w", "40")
-    assert pin_before(tmp_path, 10) is None, "there is none before it"
+    assert pin_before(tmp_path, 10) is None, "step 10 is the first step"
     assert pin_before(tmp_path, 40) == tmp_path / "step-20" / PIN
-    assert pin_before(tmp_path, 25) is None, "somebody has pinned it already"
+    assert pin_before(tmp_path, 25) is None, "step 20 is pinned already"
     assert [path.parent.name for path in tmp_path.glob(f"*/{PIN}")] == ["step-20"]
 
 
-def test_deletion_runs_in_the_background_and_is_awaited_at_the_end(
+def test_deletion_runs_in_the_background_until_close(
     tmp_path: Path, retention: Retention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_steps(tmp_path, "1", "2", "3")
     may_delete, rmtree = threading.Event(), shutil.rmtree
 
-    def slowly(path: Path) -> None:
+    def slow_rmtree(path: Path) -> None:
         assert may_delete.wait(10)
         rmtree(path)
 
-    monkeypatch.setattr(shutil, "rmtree", slowly)
+    monkeypatch.setattr(shutil, "rmtree", slow_rmtree)
     retention.apply()
-    assert left(tmp_path) == [2, 3] and (tmp_path / ".trash-1").exists()
+    assert remaining(tmp_path) == [2, 3] and (tmp_path / ".trash-1").exists()
     may_delete.set()
     retention.close()
     assert not (tmp_path / ".trash-1").exists()
@@ -165,7 +167,7 @@ def test_deletion_runs_in_the_background_and_is_awaited_at_the_end(
 def test_a_failed_deletion_is_retried(
     tmp_path: Path, retention: Retention, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Also when the same step has been saved, and is doomed, once more."""
+    """The same step may have been saved and deleted again in between."""
     make_steps(tmp_path, "1", "2", "3")
     with monkeypatch.context() as patched:
 
@@ -178,7 +180,9 @@ def test_a_failed_deletion_is_retried(
         retention.apply()
         retention._deleter.submit(lambda: None).result()
     assert {path.name for path in tmp_path.glob(".trash-*")} == {".trash-1", ".trash-1-1"}
-    assert "Permission denied" in caplog.text and "retrying after the next checkpoint" in caplog.text
+    assert (
+        "Permission denied" in caplog.text and "retrying after the next checkpoint" in caplog.text
+    )
     assert retention.apply() == []
     retention.close()
     assert not list(tmp_path.glob(".trash-*"))
@@ -191,19 +195,19 @@ def test_the_trash_of_an_earlier_run_is_emptied(tmp_path: Path, retention: Reten
     assert not (tmp_path / ".trash-7").exists()
 
 
-@pytest.mark.parametrize("why", ["", "for a bad step"])
-def test_a_pin_with_a_reason_outlives_a_released_one(tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize("reason", ["", "for a non-finite step"])
+def test_releasing_a_pin_keeps_a_pin_with_a_reason(tmp_path: Path, reason: str) -> None:
     make_steps(tmp_path / "checkpoint", "10", "20")
     checkpointer = one_rank(tmp_path)
     unpin = checkpointer.pin_before(30)
     pin = tmp_path / "checkpoint/step-20" / PIN
 
-    def pin_it(found: Path | None) -> None:
-        assert found == pin.parent
-        pin.write_text(why)
+    def write_pin(previous: Path | None) -> None:
+        assert previous == pin.parent
+        pin.write_text(reason)
 
-    checkpointer.find_previous(30, pin_it)
+    checkpointer.find_previous(30, write_pin)
     unpin()
-    checkpointer.find_previous(30, lambda found: None)
+    checkpointer.find_previous(30, lambda previous: None)
     checkpointer.close()
-    assert pin.exists() == bool(why)
+    assert pin.exists() == bool(reason)

@@ -1,4 +1,4 @@
-"""`StagedOutput`: one writer of an output at a time, and no name before the output is complete."""
+"""`StagedOutput` admits one writer per output and publishes only complete outputs."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def test_an_output_appears_when_it_is_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_an_output_that_fails_leaves_nothing(tmp_path: Path, is_folder: bool) -> None:
+def test_a_failed_output_leaves_no_files(tmp_path: Path, is_folder: bool) -> None:
     with pytest.raises(OSError, match="disk"), StagedOutput(tmp_path / "model") as output:
         output.path.mkdir() if is_folder else output.path.touch()
         raise OSError("disk")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_the_first_continues(tmp_path: Path) -> None:
     with StagedOutput(tmp_path / "model") as first:
         first.path.mkdir()
         with pytest.raises(LockedError, match="model belongs to a process that is alive: process"):
             StagedOutput(tmp_path / "model").__enter__()
-        with StagedOutput(tmp_path / "model-2") as neighbor:  # another output, of a similar name
+        with StagedOutput(tmp_path / "model-2") as neighbor:  # another output with a similar name
             neighbor.path.touch()
             neighbor.publish()
         first.publish()
@@ -49,13 +49,13 @@ def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None
 
 def test_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     killed = StagedOutput(out)
     killed.path.mkdir()
     (killed.path / "half").write_text("half")
-    (tmp_path / "model.lock").write_text(json.dumps(killed._lock._content | {"pid": dead.pid}))
-    others = [tmp_path / f"model{STAGED}mine", tmp_path / f"model-2{STAGED}00000000"]
+    (tmp_path / "model.lock").write_text(json.dumps(killed._lock._content | {"pid": ended.pid}))
+    others = [tmp_path / f"model{STAGED}user", tmp_path / f"model-2{STAGED}00000000"]
     for path in others:
         path.mkdir()
     with StagedOutput(out) as output:
@@ -66,7 +66,7 @@ def test_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("present", ["file", "folder", "dangling link"])
 def test_an_existing_output_is_never_replaced(tmp_path: Path, present: str) -> None:
-    """Also when it appears while another program writes to the same name."""
+    """Another program may create the output between the first check and the publish."""
     out = tmp_path / "model"
     with pytest.raises(CheckpointError, match="exists already"), StagedOutput(out) as output:
         output.refuse_existing()
@@ -93,7 +93,7 @@ def test_a_writer_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
 
 
-def test_files_are_read_back_before_they_are_published(tmp_path: Path) -> None:
+def test_verification_reads_files_back_and_detects_damage(tmp_path: Path) -> None:
     votes = Votes(HostGroup.alone())
     (tmp_path / "a").write_bytes(bytes(1000))
     records = {"a": record_file(tmp_path / "a")}

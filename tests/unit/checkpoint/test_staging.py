@@ -1,4 +1,4 @@
-"""Copies that a save reads while training continues."""
+"""Staging copies tensors, so that a checkpoint is written while training continues."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torchtitan_like.checkpoint.staging import Staging
 
 
-def test_every_thread_that_asks_waits_for_the_copy() -> None:
-    """The checkpoint thread waits before it writes, the trainer before it changes the weights: neither for the other."""
+def test_every_thread_waits_for_the_copy() -> None:
+    """The checkpoint thread waits before writing, and the trainer before it changes weights."""
 
     class Copy:
         def __init__(self) -> None:
@@ -23,11 +23,11 @@ def test_every_thread_that_asks_waits_for_the_copy() -> None:
     staging._event = copy
     waited: list[bool] = []
 
-    def ask() -> None:
+    def wait_for_copy() -> None:
         staging.wait()
         waited.append(copy.is_complete.is_set())
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads = [threading.Thread(target=wait_for_copy) for _ in range(2)]
     for thread in threads:
         thread.start()
         thread.join(0.05)

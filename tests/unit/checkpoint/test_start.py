@@ -1,4 +1,4 @@
-"""Where a run starts from, for every combination of what is asked and what is on disk."""
+"""The start of a run for every combination of settings and steps on disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.checkpoint.folders import CONFIG, make_steps, one_rank
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.extents import REMEDY
 from torchtitan_like.checkpoint.start import Start, decide_start, format_of
 from torchtitan_like.checkpoint.step_folders import MANIFEST, supersede_later
 from torchtitan_like.config.sections_scale import Checkpoint
@@ -20,12 +21,12 @@ ASSETS = Path("nowhere")
 
 
 def section(**changes: Any) -> Checkpoint:
-    """As from TOML, but for the rules over several keys: what is asked here must be right without them."""
+    """Build the section without the rules over several keys: decide_start must not rely on them."""
     return Checkpoint.model_construct(**{**Checkpoint(enable=True).model_dump(), **changes})
 
 
 def path(name: str) -> dict[str, Any]:
-    """`initial_load_path`: a name of `ELSEWHERE`, or of nothing."""
+    """Set `initial_load_path` to a name in `ELSEWHERE`, or to a missing folder."""
     return {"initial_load_path": name}
 
 
@@ -34,10 +35,10 @@ ELSEWHERE = {"FULL": "3", "WEIGHTS": "4w", "HF": "5H", "DCP": "6D", "META": "7M"
 WHOLE_RUN = {"initial_load_model_only": False}
 
 STARTS = [
-    # what is asked, what is on disk, (kind, step, format) of the first choice, further choices
+    # settings, steps on disk, (kind, step, format) of the first choice, steps of further choices
     ({}, [], ("scratch", 0, "step"), []),
     ({"enable": False}, ["5"], ("scratch", 0, "step"), []),
-    # the newest full step, and older ones behind it
+    # the newest full step, then older ones
     ({}, ["5", "10"], ("resume", 10, "step"), [5]),
     ({}, ["5", "10", "15?"], ("resume", 10, "step"), [5]),
     ({}, ["5", "10w"], ("resume", 5, "step"), []),
@@ -46,19 +47,19 @@ STARTS = [
     ({}, ["0", "5"], ("resume", 5, "step"), [0]),
     ({"start": "resume"}, ["5"], ("resume", 5, "step"), []),
     ({"load_only": True}, ["5"], ("resume", 5, "step"), []),
-    # damaged ones are skipped
+    # damaged steps are skipped
     ({}, ["5", "10", "15!"], ("resume", 10, "step"), [5]),
     ({}, ["5", "10!", "15"], ("resume", 15, "step"), [5]),
     ({}, ["5", "10m", "15!"], ("resume", 5, "step"), []),
     ({}, ["5", "20!"], ("resume", 5, "step"), []),
     ({}, ["5", "10e"], ("resume", 5, "step"), []),
     ({}, ["5", "10hx"], ("resume", 5, "step"), []),
-    # nothing is left to do
+    # the run is finished
     ({}, ["5", "20w"], ("resume", 20, "step"), []),
     ({}, ["20w"], ("resume", 20, "step"), []),
     ({}, ["5", "20h"], ("resume", 20, "step"), []),
     ({}, ["5", "25"], ("resume", 25, "step"), []),
-    # one step by name, without a fallback
+    # a step chosen by number, without a fallback
     ({"load_step": 5}, ["5", "20w"], ("resume", 5, "step"), []),
     ({"load_step": 5}, ["3", "5", "10"], ("resume", 5, "step"), []),
     # initial_load_path
@@ -76,7 +77,7 @@ STARTS = [
     (path("FULL") | WHOLE_RUN, [], ("resume", 3, "step"), []),
     (path("FULL") | WHOLE_RUN, ["5"], ("resume", 5, "step"), []),
     (path("FULL") | WHOLE_RUN | {"exclude_from_loading": ["model"]}, [], ("resume", 3, "step"), []),
-    # weights of the model's own folder
+    # weights in the folder hf_assets_path
     ({"initial_load_in_hf": True}, [], ("warm", 0, "hf"), []),
     ({"initial_load_in_hf": True, "start": "warm"}, [], ("warm", 0, "hf"), []),
     # the user's step-0
@@ -94,31 +95,51 @@ STARTS = [
 ]
 
 REFUSED = [
-    # what is asked, what is on disk, words of the error
+    # settings, steps on disk, message of the error
     ({}, ["10w"], "step-10, a checkpoint of this program.*set checkpoint.initial_load_path"),
-    ({}, ["10H"], "step-10, Hugging Face safetensors.*cannot be resumed"),
-    (path("FULL"), ["10w"], "step-10, a checkpoint of this program.*cannot be resumed"),
-    (path("FULL"), ["10H"], "step-10, Hugging Face safetensors.*cannot be resumed"),
-    ({}, ["1000D"], "torch.distributed.checkpoint folder of another program.*cannot be resumed"),
+    ({}, ["10H"], "step-10, Hugging Face safetensors.*Expected a full checkpoint to resume from"),
+    (
+        path("FULL"),
+        ["10w"],
+        "step-10, a checkpoint of this program.*Expected a full checkpoint to resume from",
+    ),
+    (
+        path("FULL"),
+        ["10H"],
+        "step-10, Hugging Face safetensors.*Expected a full checkpoint to resume from",
+    ),
+    (
+        {},
+        ["1000D"],
+        "torch.distributed.checkpoint folder of another program.*Expected a full checkpoint to resume from",
+    ),
     ({}, ["0H", "10H"], "only weights \\(newest: step-10"),
     ({}, ["5x"], "step-5/manifest.json is missing.*Move them away"),
-    ({}, ["5!"], "step-5/shard-00000.bin has 50 bytes, expected 100.*Move them away"),
+    ({}, ["5!"], "step-5/shard-00000.bin has 50 bytes. Expected 100.*Move them away"),
     ({}, ["5!", "10m", "15w"], "step-10/manifest.json is damaged.*step-5/shard-00000.bin"),
     (path("FULL"), ["5!"], "no undamaged full checkpoint"),
     ({"start": "resume"}, ["5!"], "no undamaged full checkpoint"),
-    # what a cleaner of old files has left
+    # remains after a program deleted old files
     ({}, ["5e"], "step-5 is empty except for config.toml.*Move them away"),
     ({}, ["0e"], "step-0 is empty except for config.toml.*Move them away"),
     ({}, ["5e", "10w"], "step-5 is empty except for config.toml.*Move them away"),
     (path("FULL"), ["5e"], "step-5 is empty except for config.toml.*Move them away"),
     ({"start": "scratch"}, ["5e"], "Choose another job.dump_folder"),
-    ({}, ["10hx"], "step-10/manifest.json is missing, and config.toml shows.*Move them away"),
-    (path("LOST"), [], "step-13/manifest.json is missing, and config.toml shows.*without config.toml"),
-    ({"load_step": 7}, ["5", "10"], "full checkpoints: 5, 10"),
-    ({"load_step": 7}, [], "full checkpoints: none"),
+    (
+        {},
+        ["10hx"],
+        "step-10/manifest.json is missing. Expected it, because config.toml marks.*Move them away",
+    ),
+    (
+        path("LOST"),
+        [],
+        "step-13/manifest.json is missing. Expected it, because config.toml marks.*without config.toml",
+    ),
+    ({"load_step": 7}, ["5", "10"], "full checkpoint .5, 10.. Set load_step"),
+    ({"load_step": 7}, [], "full checkpoint .none.. Set load_step"),
     ({"load_step": 10}, ["5", "10w"], "step-10 has only weights"),
     ({"load_step": 10}, ["5", "10H"], "step-10 has only weights \\(Hugging Face safetensors\\)"),
-    ({"load_step": 10}, ["5", "10!"], "Set load_step to another step"),
+    ({"load_step": 10}, ["5", "10!"], "Set load_step to another one"),
     ({"load_step": 10}, ["5", "10m"], "manifest.json is damaged"),
     ({"start": "resume"}, [], "holds no full checkpoint"),
     ({"start": "resume"}, ["0H"], "holds no full checkpoint"),
@@ -128,13 +149,17 @@ REFUSED = [
     (path("FULL") | {"start": "warm"}, ["5"], "Choose another job.dump_folder"),
     (path("FULL") | {"start": "warm"}, ["0H"], "Choose another job.dump_folder"),
     (path("FULL") | {"exclude_from_loading": ["model"]}, [], "loads only the weights. Remove it"),
-    (path("FULL") | {"initial_load_in_hf": True}, [], "holds a checkpoint of this program, not Hugging Face"),
+    (
+        path("FULL") | {"initial_load_in_hf": True},
+        [],
+        "holds a checkpoint of this program. Expected Hugging Face",
+    ),
     (path("DCP") | {"initial_load_in_hf": True}, [], "holds a torch.distributed.checkpoint folder"),
     ({"initial_load_in_hf": True}, ["0D"], "holds a torch.distributed.checkpoint folder"),
     (path("HF") | WHOLE_RUN, [], "only weights \\(Hugging Face safetensors\\)"),
     (path("WEIGHTS") | WHOLE_RUN, [], "initial_load_model_only = true"),
     (path("DCP") | WHOLE_RUN, [], "set the path to a full step-N of this program"),
-    (path("LATE") | WHOLE_RUN, [], "is at step 30, and training.steps = 20"),
+    (path("LATE") | WHOLE_RUN, [], "is at step 30. Expected a step before training.steps = 20"),
     (path("FULL"), ["0H"], "two sources of weights"),
     ({"start": "scratch"}, ["5"], "Choose another job.dump_folder"),
     ({"start": "scratch"}, ["5m"], "Choose another job.dump_folder"),
@@ -146,7 +171,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the steps of `ELSEWHERE` and, in `assets`, a model's weights."""
+    """Make a folder with the steps of `ELSEWHERE` and, in `assets`, a model's weights."""
     folder = tmp_path_factory.mktemp("elsewhere")
     make_steps(folder, *ELSEWHERE.values())
     make_steps(folder / "assets", "0H")
@@ -155,31 +180,34 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def decide(tmp_path: Path, elsewhere: Path) -> Any:
-    def decide(asked: dict[str, Any], on_disk: list[str]) -> Any:
+    def decide(options: dict[str, Any], on_disk: list[str]) -> Any:
         make_steps(tmp_path, *on_disk)
-        wanted = asked.get("initial_load_path")
-        if wanted in ELSEWHERE:
-            number = ELSEWHERE[wanted].rstrip("whmxHDM?")
-            asked = asked | {"initial_load_path": str(elsewhere / f"step-{number}")}
-        return decide_start(section(**asked), tmp_path, LAST_STEP, elsewhere / "assets" / "step-0")
+        name = options.get("initial_load_path")
+        if name in ELSEWHERE:
+            number = ELSEWHERE[name].rstrip("whmxHDM?")
+            options = options | {"initial_load_path": str(elsewhere / f"step-{number}")}
+        assets = elsewhere / "assets" / "step-0"
+        return decide_start(section(**options), tmp_path, LAST_STEP, assets)
 
     return decide
 
 
-@pytest.mark.parametrize(("asked", "on_disk", "first", "others"), STARTS)
-def test_start(decide: Any, asked: Any, on_disk: list[str], first: Any, others: list[int]) -> None:
-    start, *further = decide(asked, on_disk)
+@pytest.mark.parametrize(("options", "on_disk", "first", "others"), STARTS)
+def test_the_start_is_chosen(
+    decide: Any, options: Any, on_disk: list[str], first: Any, others: list[int]
+) -> None:
+    start, *further = decide(options, on_disk)
     assert (start.kind, start.step, start.format) == first
     assert start.seed == (7 if start.kind == "resume" else None)
     assert [(other.kind, other.step) for other in further] == [("resume", step) for step in others]
     if start.kind == "resume":
-        assert all(one.manifest["config"] == CONFIG for one in (start, *further))
+        assert all(choice.manifest["config"] == CONFIG for choice in (start, *further))
 
 
-@pytest.mark.parametrize(("asked", "on_disk", "words"), REFUSED)
-def test_refused(decide: Any, asked: Any, on_disk: list[str], words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        decide(asked, on_disk)
+@pytest.mark.parametrize(("options", "on_disk", "message"), REFUSED)
+def test_a_start_is_refused(decide: Any, options: Any, on_disk: list[str], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decide(options, on_disk)
 
 
 @pytest.mark.parametrize("on_disk", [["5!"], ["5m"]])
@@ -190,12 +218,14 @@ def test_damage_is_distinguished_from_other_errors(decide: Any, on_disk: list[st
 
 def test_unused_steps_are_logged(decide: Any) -> None:
     (start, *_) = decide({}, ["5", "10!"])
-    assert str(start).endswith("shard-00000.bin has 50 bytes, expected 100")
+    assert str(start).endswith(f"shard-00000.bin has 50 bytes. Expected 100: {REMEDY}")
 
 
 def test_the_first_format_includes_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "step-5").mkdir()
-    (tmp_path / "step-5" / MANIFEST).write_text('{"format_version": 1, "kind": "full", "step": 5, "seed": 3}')
+    (tmp_path / "step-5" / MANIFEST).write_text(
+        '{"format_version": 1, "kind": "full", "step": 5, "seed": 3}'
+    )
     (tmp_path / "step-5" / "config.toml").write_text(CONFIG)
     (start,) = decide_start(section(), tmp_path, LAST_STEP, ASSETS)
     assert (start.kind, start.step, start.seed) == ("resume", 5, 3)
@@ -203,12 +233,14 @@ def test_the_first_format_includes_its_configuration(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) -> None:
-    """The last save, of weights alone, does not hide it, and makes room for that step's new save."""
+    """A weights-only checkpoint at the old last step is renamed, not resumed."""
     make_steps(tmp_path, "5", "10w")
     assert decide_start(section(), tmp_path, 10, ASSETS)[0].step == 10
     (start,) = decide_start(section(), tmp_path, 20, ASSETS)
     assert (start.kind, start.step) == ("resume", 5)
-    assert [one.name for one in supersede_later(tmp_path, start.step, "x")] == ["step-10.superseded-x"]
+    assert [folder.name for folder in supersede_later(tmp_path, start.step, "x")] == [
+        "step-10.superseded-x"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,23 +248,25 @@ def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) ->
     [
         (["3", "5", "10", "15"], CONFIG, [15, 10, 5]),
         (["3", "5"], CONFIG, [5]),
-        (["5", "10", "20w"], CONFIG, [20]),  # it is done
+        (["5", "10", "20w"], CONFIG, [20]),  # the run is finished
         (["5", "10", "15m"], CONFIG, [10, 5]),
         (["5", "15m"], CONFIG, [5]),
-        (["5", "10", "15"], "another", [5]),  # those that it goes back before
+        (["5", "10", "15"], "another", [5]),  # steps of an earlier run are ignored
     ],
 )
-def test_a_run_with_load_step_continues_when_restarted(tmp_path: Path, on_disk, config, expected) -> None:
-    """torchrun and Slurm start the same command again, load_step and all: what it has saved since is its own."""
+def test_a_run_with_load_step_continues_when_restarted(
+    tmp_path: Path, on_disk, config, expected
+) -> None:
+    """torchrun and Slurm repeat the same command with load_step; later steps belong to this run."""
     make_steps(tmp_path, *on_disk)
     starts = decide_start(section(load_step=5), tmp_path, LAST_STEP, ASSETS, config)
     assert [start.step for start in starts] == expected
 
 
-def test_formats(tmp_path: Path) -> None:
+def test_the_format_of_a_folder_is_detected(tmp_path: Path) -> None:
     make_steps(tmp_path, "1", "2w", "3h", "4H", "5D", "6M", "7?", "8m")
-    found = [format_of(tmp_path / f"step-{number}") for number in range(1, 8)]
-    assert found == ["step", "step", "hf", "hf", "dcp", "meta", None]
+    formats = [format_of(tmp_path / f"step-{number}") for number in range(1, 8)]
+    assert formats == ["step", "step", "hf", "hf", "dcp", "meta", None]
     assert format_of(tmp_path / "nowhere") is None
     with pytest.raises(DamagedError):
         format_of(tmp_path / "step-8")
@@ -241,10 +275,10 @@ def test_formats(tmp_path: Path) -> None:
         format_of(tmp_path / "step-1")
 
 
-def test_one_manifest_of_thousands_of_ranks_is_in_memory(
+def test_only_one_list_of_files_is_in_memory_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each one is then 40 MB, and every rank gets the start."""
+    """With thousands of ranks a manifest has 40 MB, and every rank receives the start."""
     make_steps(tmp_path / "checkpoint", "5", "10", "15")
     considered, loaded = [], []
 
@@ -252,7 +286,7 @@ def test_one_manifest_of_thousands_of_ranks_is_in_memory(
         assert start.manifest is not None
         loaded.append((start.step, "files" in start.manifest, start.manifest["config"]))
         if start.step > 5:
-            raise DamagedError("its bytes are not those that were written")
+            raise DamagedError("a hash differs")
 
     monkeypatch.setattr("torchtitan_like.checkpoint.checkpointer.load_states", load)
     with closing(one_rank(tmp_path)) as checkpointer:

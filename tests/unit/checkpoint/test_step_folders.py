@@ -1,4 +1,4 @@
-"""Which folders are complete steps, errors of damaged ones, and which folders are renamed or removed."""
+"""Complete steps are recognized, damage is reported, and stale folders are renamed or removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ from torchtitan_like.checkpoint.step_folders import (
 
 def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:
     record = FileRecord(5, ("ab", "cd"))
-    content = {"kind": "full", "step": 5, "files": {"a": record}, "nested": {"b": 1, "a": [0.1, None, "ü"]}}
+    content = {
+        "kind": "full",
+        "step": 5,
+        "files": {"a": record},
+        "nested": {"b": 1, "a": [0.1, None, "ü"]},
+    }
     write_manifest(tmp_path, content)
     manifest = read_manifest(tmp_path)
     assert manifest is not None
@@ -61,8 +66,10 @@ def test_a_broken_manifest_is_damage(tmp_path: Path, text: str) -> None:
     assert published_steps(tmp_path) == []
 
 
-def test_any_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
-    write_manifest(tmp_path, {"kind": "full", "step": 5, "seed": 7, "files": {"a": FileRecord(5, ("ab12",))}})
+def test_a_flipped_bit_anywhere_in_a_manifest_is_detected(tmp_path: Path) -> None:
+    write_manifest(
+        tmp_path, {"kind": "full", "step": 5, "seed": 7, "files": {"a": FileRecord(5, ("ab12",))}}
+    )
     file = tmp_path / MANIFEST
     original = file.read_bytes()
     for offset in range(len(original)):
@@ -75,7 +82,9 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
 
 def test_the_first_format_is_read_without_hashes(tmp_path: Path) -> None:
     (tmp_path / "step-5").mkdir()
-    (tmp_path / "step-5" / MANIFEST).write_text('{"format_version": 1, "kind": "full", "step": 5, "seed": 3}')
+    (tmp_path / "step-5" / MANIFEST).write_text(
+        '{"format_version": 1, "kind": "full", "step": 5, "seed": 3}'
+    )
     (step,) = published_steps(tmp_path)
     assert step.is_full and step.manifest["seed"] == 3 and file_records(step.manifest) == {}
 
@@ -83,19 +92,20 @@ def test_the_first_format_is_read_without_hashes(tmp_path: Path) -> None:
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"format_version": 3, "kind": "full", "step": 5})
     with pytest.raises(
-        CheckpointError, match=r"written by a newer version .*format_version 3, this one knows 2"
+        CheckpointError, match=r"format_version 3, of a newer version.*Expected at most 2"
     ) as caught:
         read_manifest(tmp_path)
-    assert not isinstance(caught.value, DamagedError), "an older step is no substitute"
+    # A damaged step would make the run fall back to an older one.
+    assert not isinstance(caught.value, DamagedError)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SHARD])
 def test_an_inaccessible_folder_is_not_damage(tmp_path: Path, name: str) -> None:
-    """A missing permission, a server that is away: the run must not go back to an older step and set this one aside."""
+    """A missing permission or a lost file server must not make the run resume an older step."""
     make_steps(tmp_path, "5", "10")
     file = tmp_path / "step-10" / name
     file.unlink()
-    file.symlink_to(name)  # opening it fails as it would there, for root too: ELOOP
+    file.symlink_to(name)  # opening it fails with ELOOP, even for root
     with pytest.raises(CheckpointError, match="step-10") as caught:
         all_steps(tmp_path)
     assert not isinstance(caught.value, DamagedError)
@@ -105,7 +115,7 @@ def _fifo(file: Path) -> None:
     os.mkfifo(file)
 
 
-def _without_end(file: Path) -> None:
+def _endless(file: Path) -> None:
     file.symlink_to("/dev/zero")
 
 
@@ -113,8 +123,8 @@ def _dangling(file: Path) -> None:
     file.symlink_to("nowhere")
 
 
-@pytest.mark.parametrize("replace", [Path.mkdir, _fifo, _without_end, _dangling])
-def test_a_manifest_that_is_not_a_file_is_damage_of_that_step(
+@pytest.mark.parametrize("replace", [Path.mkdir, _fifo, _endless, _dangling])
+def test_a_manifest_that_is_not_a_regular_file_is_damage(
     tmp_path: Path, replace: Callable[[Path], None]
 ) -> None:
     make_steps(tmp_path, "5", "10", "15h")
@@ -130,12 +140,12 @@ def test_a_manifest_that_is_not_a_file_is_damage_of_that_step(
 def test_nested_text_in_a_manifest_is_damage(tmp_path: Path) -> None:
     make_steps(tmp_path, "5")
     (tmp_path / "step-5" / MANIFEST).write_text("[" * 200_000)
-    with pytest.raises(DamagedError, match="no valid JSON .it is nested too deeply"):
+    with pytest.raises(DamagedError, match="it is nested too deeply. Expected valid JSON"):
         read_manifest(tmp_path / "step-5")
 
 
-def test_emptied_folders_of_steps_are_damage(tmp_path: Path) -> None:
-    """Cleaners of old files leave folders, and what was touched last."""
+def test_emptied_step_folders_are_damage(tmp_path: Path) -> None:
+    """Programs that delete old files leave folders and recently used files."""
     make_steps(tmp_path, "5", "10e")
     (tmp_path / "step-15/sharded").mkdir(parents=True)
     five, ten, fifteen = all_steps(tmp_path)
@@ -145,7 +155,7 @@ def test_emptied_folders_of_steps_are_damage(tmp_path: Path) -> None:
 
 
 def test_an_export_without_its_manifest_is_damage(tmp_path: Path) -> None:
-    """Its config.toml shows that it had one; safetensors of other programs have neither."""
+    """Its config.toml shows that it had a manifest; exports of other programs have neither."""
     make_steps(tmp_path, "5hx", "6H")
     (damaged,) = all_steps(tmp_path)
     assert damaged.step == 5 and damaged.damage and "an export of this program" in damaged.damage
@@ -154,7 +164,7 @@ def test_an_export_without_its_manifest_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_step_under_another_number_is_damage(tmp_path: Path) -> None:
-    """Its schedule and its data would be those of another step than the one that the run counts from."""
+    """Its learning rate and data position would belong to another step."""
     make_steps(tmp_path, "5")
     (tmp_path / "step-5").rename(tmp_path / "step-7")
     (step,) = all_steps(tmp_path)
@@ -162,20 +172,27 @@ def test_a_step_under_another_number_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(None, "is missing, expected 100 bytes"), (99, "has 99 bytes, expected 100"), (101, "has 101 bytes")]
+    ("size", "message"),
+    [
+        (None, "is missing. Expected 100 bytes: "),
+        (99, "has 99 bytes. Expected 100: "),
+        (101, "has 101 bytes"),
+    ],
 )
-def test_missing_short_and_long_files_are_damage(tmp_path: Path, size: int | None, words: str) -> None:
+def test_missing_short_and_long_files_are_damage(
+    tmp_path: Path, size: int | None, message: str
+) -> None:
     make_steps(tmp_path, "5", "6")
     file = tmp_path / "step-5" / SHARD
     file.unlink()
     if size is not None:
         file.write_bytes(bytes(size))
-    damaged, whole = all_steps(tmp_path)
-    assert damaged.damage and words in damaged.damage and str(file) in damaged.damage
-    assert published_steps(tmp_path) == [whole]
+    damaged, complete = all_steps(tmp_path)
+    assert damaged.damage and message in damaged.damage and str(file) in damaged.damage
+    assert published_steps(tmp_path) == [complete]
 
 
-def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_steps_are_sorted_by_number(tmp_path: Path) -> None:
     make_steps(tmp_path, "100", "20", "3")
     (tmp_path / "step-20.tmp-x").mkdir()
     (tmp_path / "step-x").mkdir()
@@ -193,26 +210,31 @@ def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "step-6").is_dir() and not staged.exists()
 
 
-def test_a_step_is_renamed_only_after_its_files_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power cut there is the step and all of it, or no step."""
-    staged, final, done = tmp_path / "checkpoint" / "step-5.tmp-x", tmp_path / "checkpoint" / "step-5", list[str]()
+def test_a_step_is_renamed_only_after_its_files_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure, the step is complete or absent."""
+    staged = tmp_path / "checkpoint" / "step-5.tmp-x"
+    final = tmp_path / "checkpoint" / "step-5"
+    calls: list[str] = []
     staged.mkdir(parents=True)
     replace, fsync = os.replace, os.fsync
 
-    def seen_rename(old: Path, new: Path) -> None:
-        done.append(f"rename {new.name}")
+    def record_rename(old: Path, new: Path) -> None:
+        calls.append(f"rename {new.name}")
         replace(old, new)
 
-    def seen_fsync(descriptor: int) -> None:
-        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
+    def record_fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(f"fsync {path.relative_to(tmp_path)}")
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "rename", seen_rename)
-    monkeypatch.setattr(os, "replace", seen_rename)
-    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_rename)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     write_manifest(staged, {"kind": "full", "step": 5})
     publish(staged, final)
-    assert done == [
+    assert calls == [
         "fsync checkpoint/step-5.tmp-x/manifest.json.tmp",
         "rename manifest.json",
         "fsync checkpoint/step-5.tmp-x",
@@ -222,17 +244,20 @@ def test_a_step_is_renamed_only_after_its_files_are_on_disk(tmp_path: Path, monk
     ]
 
 
-def test_steps_beyond_the_start_are_kept_under_another_name(tmp_path: Path) -> None:
-    """Whatever is in them: a folder of that name would be in the way of the next save."""
+def test_steps_after_the_start_are_renamed(tmp_path: Path) -> None:
+    """A folder of any content under that name would block the next checkpoint."""
     make_steps(tmp_path, "5", "10", "15m", "20H", "25?")
     make_steps(tmp_path / "hf", "5h", "10h")
     assert len(supersede_later(tmp_path, 5, "abc")) == 5
     assert [number for number, _ in numbered_folders(tmp_path)] == [5]
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step-5", "step-10.superseded-abc"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "step-5",
+        "step-10.superseded-abc",
+    }
     assert json.loads((tmp_path / "step-10.superseded-abc" / MANIFEST).read_text())["step"] == 10
 
 
-def test_only_unfinished_stages_are_removed(tmp_path: Path) -> None:
+def test_unfinished_stages_are_removed(tmp_path: Path) -> None:
     make_steps(tmp_path, "5")
     (tmp_path / "step-10.tmp-x").mkdir()
     (tmp_path / "hf" / "step-10.tmp-x").mkdir(parents=True)

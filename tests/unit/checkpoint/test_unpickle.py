@@ -1,4 +1,7 @@
-"""What `checkpoint/unpickle.py` loads and refuses. Whole commands: tests/faults/test_malice.py."""
+"""`checkpoint/unpickle.py` and `dcp_metadata.py` load plain data and refuse code.
+
+tests/faults/test_malice.py tests whole commands.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tests.faults.trainer import ASSETS
+from torchtitan_like.checkpoint import dcp_metadata
+from torchtitan_like.checkpoint.dcp_metadata import (
+    DTYPE_BYTES,
+    STAND_INS,
+    MetadataTypes,
+    list_entries,
+)
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.unpickle import CheckedReader, load_metadata, load_saved
+from torchtitan_like.checkpoint.tools.contents import dtype_name, open_contents
+from torchtitan_like.checkpoint.unpickle import (
+    TORCH_TYPES,
+    CheckedReader,
+    load_metadata,
+    load_saved,
+)
 from torchtitan_like.cli import main as titan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -36,11 +52,11 @@ def save_dcp(folder: Path, state: dict[str, Any]) -> Metadata:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_metadata_of_every_format_loads_as_it_is(version: int, protocol: int) -> None:
+def test_metadata_of_every_format_loads_unchanged(version: int, protocol: int) -> None:
     file = ASSETS / f"v{version}" / "step-3" / ".metadata"
     expected = pickle.loads(file.read_bytes())
     loaded = load_metadata(pickle.dumps(expected, protocol), file)
-    if loaded.storage_meta is not None:  # the folder it was saved in, which is never used as a path
+    if loaded.storage_meta is not None:  # the original folder, which is never used as a path
         assert expected.storage_meta is not None
         assert str(loaded.storage_meta.checkpoint_id) == str(expected.storage_meta.checkpoint_id)
         loaded.storage_meta = expected.storage_meta
@@ -55,16 +71,63 @@ def test_every_dtype_loads(tmp_path: Path, dtype: torch.dtype) -> None:
     assert loaded.state_dict_metadata == metadata.state_dict_metadata
 
 
-def test_a_listed_class_cannot_be_changed() -> None:
-    """BUILD sets attributes of whatever is on the stack, a class too."""
-    push_class = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n"
-    change = b"\x80\x02" + push_class + b"(N}X\x05\x00\x00\x00extraK\x01stb."
+@pytest.mark.parametrize("types", [TORCH_TYPES, STAND_INS], ids=["torch", "stand-ins"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("pathlib", "PosixPath"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+    ],
+    ids=".".join,
+)
+def test_a_listed_global_cannot_be_changed(types: MetadataTypes, name: tuple[str, str]) -> None:
+    """The BUILD instruction sets attributes of any object on the stack, including classes."""
+    push_global = f"c{name[0]}\n{name[1]}\n".encode()
+    change = b"\x80\x02" + push_global + b"(N}X\x05\x00\x00\x00extraK\x01stb."
+    with pytest.raises(CheckpointError, match="changes classes of|cannot be read: .*(set|attrib)"):
+        dcp_metadata.load_metadata(change, Path(".metadata"), types)
+    assert not hasattr(types.globals[name], "extra")
+
+
+def test_the_unrestricted_pickle_changes_a_class() -> None:
+    """This shows that the previous test can fail."""
+    change = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n(N}S'extra'\nI1\nstb."
     assert pickle.loads(change) is BytesStorageMetadata
     assert BytesStorageMetadata.extra == 1  # type: ignore[attr-defined]
     del BytesStorageMetadata.extra  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match="changes torch's metadata classes"):
-        load_metadata(change, Path(".metadata"))
-    assert not hasattr(BytesStorageMetadata, "extra")
+
+
+def test_stand_ins_cover_every_class_and_dtype_of_torch() -> None:
+    names = {name for module, name in TORCH_TYPES.globals if module == "torch"}
+    aliases = {
+        name for name in names if name != "Size" and str(getattr(torch, name)) != f"torch.{name}"
+    }
+    assert TORCH_TYPES.globals.keys() - STAND_INS.globals.keys() == {("torch", n) for n in aliases}
+    for name, num_bytes in DTYPE_BYTES.items():
+        if hasattr(torch, name):  # some are newer than the oldest supported torch
+            assert getattr(torch, name).itemsize == num_bytes, name
+
+
+@pytest.mark.parametrize(
+    "step", sorted(ASSETS.glob("v?/step-3")), ids=lambda path: path.parent.name
+)
+def test_entries_are_listed_as_with_torch(step: Path) -> None:
+    with_torch = open_contents(step)
+    entries = list_entries(step)
+    expected = {n: (shape, dtype_name(dtype)) for n, (shape, dtype) in with_torch.tensors.items()}
+    assert entries.tensors == expected and len(expected) > 10
+    assert entries.object_names == with_torch.object_names != ()
+
+
+def test_entries_of_a_foreign_folder_are_listed(tmp_path: Path) -> None:
+    save_dcp(tmp_path, {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": {"c": "text"}})
+    assert list_entries(tmp_path) == ({"a": ((2, 3), "bfloat16")}, ("b.c",))
 
 
 def _entry(metadata: Metadata) -> Any:
@@ -72,29 +135,30 @@ def _entry(metadata: Metadata) -> Any:
 
 
 CHANGES: dict[str, Callable[[Metadata], object]] = {
-    "outside": lambda m: m.storage_data.update(
+    "a path outside the folder": lambda m: m.storage_data.update(
         {_entry(m)[0]: dataclasses.replace(_entry(m)[1], relative_path="../x")}
     ),
-    "absolute": lambda m: m.storage_data.update({_entry(m)[0]: ("/etc/passwd", 0, 9)}),
+    "an absolute path": lambda m: m.storage_data.update({_entry(m)[0]: ("/etc/passwd", 0, 9)}),
     "a huge list": lambda m: m.planner_data.update({"a": ("a", 10**12)}),
     "a negative offset": lambda m: m.storage_data.update({_entry(m)[0]: ("__0_0.distcp", -1, 9)}),
     "an entry of another kind": lambda m: m.state_dict_metadata.update({"a": ("tensor",)}),  # type: ignore[dict-item]
     "no storage": lambda m: setattr(m, "storage_data", None),
-    "no planner's paths": lambda m: setattr(m, "planner_data", [1]),
+    "no planner data": lambda m: setattr(m, "planner_data", [1]),
 }
 
 
+@pytest.mark.parametrize("types", [TORCH_TYPES, STAND_INS], ids=["torch", "stand-ins"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_metadata_that_is_malformed_is_damage(tmp_path: Path, change: str) -> None:
+def test_malformed_metadata_is_damage(tmp_path: Path, change: str, types: MetadataTypes) -> None:
     metadata = save_dcp(tmp_path, {"a": torch.ones(2), "b": "text"})
     CHANGES[change](metadata)
     with pytest.raises(
         DamagedError, match=r"\.metadata (cannot be read|names '\.\./x'|names '/etc/passwd')"
     ):
-        load_metadata(pickle.dumps(metadata), tmp_path / ".metadata")
+        dcp_metadata.load_metadata(pickle.dumps(metadata), tmp_path / ".metadata", types)
     for content in (b"", b"\x80", pickle.dumps({"a": 1}), bytes(1000), pickle.dumps(metadata)[:-9]):
         with pytest.raises(DamagedError, match="cannot be read"):
-            load_metadata(content, tmp_path / ".metadata")
+            dcp_metadata.load_metadata(content, tmp_path / ".metadata", types)
 
 
 def test_plain_values_and_tensors_load(tmp_path: Path) -> None:
@@ -116,7 +180,7 @@ def test_plain_values_and_tensors_load(tmp_path: Path) -> None:
     }
 
 
-def test_tensors_of_torchao_load_where_it_is_installed(tmp_path: Path) -> None:
+def test_torchao_tensors_load_if_torchao_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -132,10 +196,10 @@ def test_tensors_of_torchao_load_where_it_is_installed(tmp_path: Path) -> None:
     assert type(load_saved(tmp_path / "a.pt", tmp_path / "a.pt")["exp_avg"]) is OptimState8bit
 
 
-def test_a_trusted_file_becomes_a_copy_that_loads(
+def test_trust_pickle_converts_a_file_to_a_loadable_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron and others save their arguments as an object next to the weights."""
+    """Megatron and other programs save their arguments as an object next to the weights."""
     source, copy = tmp_path / "model.pt", tmp_path / "copy.pt"
     torch.save({"model": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=1), "step": 3}, source)
     argv = ["convert", str(source), str(copy), "--to", "pt"]
@@ -151,7 +215,7 @@ def test_a_trusted_file_becomes_a_copy_that_loads(
     assert "copy it with --to pt --trust-pickle, then convert" in capsys.readouterr().err
 
 
-def test_a_trusted_folder_becomes_a_copy_that_loads(
+def test_trust_pickle_converts_a_folder_to_a_loadable_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, copy = tmp_path / "step-3", tmp_path / "copy"

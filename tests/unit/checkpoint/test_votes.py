@@ -1,4 +1,4 @@
-"""The errors that all ranks raise when some of them fail."""
+"""When an action fails on some ranks, all ranks raise the error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = CheckpointError("rank 1: OSError: not there")
 def test_only_damage_on_all_failed_ranks_is_damage(
     others: list[Exception | None], kind: type[Exception], message: str
 ) -> None:
-    """Only a damaged step makes a run load an older one. A file that one rank cannot read may be whole."""
+    """A run loads an older step only if this one is damaged; an unreadable file may be intact."""
     group = HostGroup.alone()
     group.gather_objects = lambda own: [own, *others]  # type: ignore[method-assign]
 
@@ -61,7 +61,7 @@ def int_of(text: str) -> int:
 
 
 class Tensors:
-    """What an action uses."""
+    """The argument of an action."""
 
 
 def fail_with(tensors: Tensors) -> None:

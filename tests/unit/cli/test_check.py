@@ -1,4 +1,4 @@
-"""`titan check`: the check that a run makes before it starts any rank."""
+"""`titan check` checks a configuration, as every run does before it starts ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(repo_root)
 
 
-def test_prints_toml_that_can_be_run_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert check(["train_configs/debug_model.toml", "--training.steps", "7", "--world-size", "2"]) == 0
+def test_prints_toml_that_can_be_run_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert (
+        check(["train_configs/debug_model.toml", "--training.steps", "7", "--world-size", "2"]) == 0
+    )
     captured = capsys.readouterr()
     assert parse_toml(captured.out)["training"]["steps"] == 7
     assert "Warmup steps (20) exceed total training steps (7)" in captured.err
@@ -35,11 +39,16 @@ def test_prints_toml_that_can_be_run_again(capsys: pytest.CaptureFixture[str], t
 def test_output_of_an_imported_module_goes_to_stderr(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "talkative.py").write_text("print('hello')")
+    (tmp_path / "printing.py").write_text("print('hello')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert check(["train_configs/debug_model.toml", "--experimental.custom_import", "talkative"]) == 0
+    assert (
+        check(["train_configs/debug_model.toml", "--experimental.custom_import", "printing"]) == 0
+    )
     captured = capsys.readouterr()
-    assert parse_toml(captured.out)["experimental"]["custom_import"] == "talkative" and "hello" in captured.err
+    assert (
+        parse_toml(captured.out)["experimental"]["custom_import"] == "printing"
+        and "hello" in captured.err
+    )
 
 
 def test_the_search_path_of_modules_is_restored() -> None:
@@ -56,17 +65,22 @@ def test_the_search_path_of_modules_is_restored() -> None:
         (["train_configs/nowhere.toml"], "debug_model.toml"),
         (["train_configs/debug_model.toml", "--world-size", "x"], "--world-size"),
         (["train_configs/debug_model.toml", "--device-type", "tpu"], "--device-type"),
-        (["--job.config_file", "train_configs/llama3_8b.toml", "--training"], "model.hf_assets_path"),
+        (
+            ["--job.config_file", "train_configs/llama3_8b.toml", "--training"],
+            "model.hf_assets_path",
+        ),
     ],
 )
-def test_problems_go_to_stderr(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_go_to_stderr(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert check(arguments) == 78
     captured = capsys.readouterr()
     assert captured.out == "" and part in captured.err
 
 
 def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:
-    """No torch, and nothing heavy: the check runs before every launch. 0.2 s on the machine this was written on."""
+    """The check runs before every launch: 0.2 s, without torch or other slow imports."""
     code = (
         "import sys, runpy; sys.argv[1:] = ['train_configs/debug_model.toml', '--world-size', '2', '--training']\n"
         "try: runpy.run_module('torchtitan_like.config', run_name='__main__')\n"
@@ -74,10 +88,12 @@ def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:
         "heavy = {'torch', 'datasets', 'transformers', 'pandas', 'pyarrow', 'tensorboard'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    begin = os.times().children_user
-    done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, timeout=60)
+    start = os.times().children_user
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=repo_root, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    assert os.times().children_user - begin < 5  # seconds of CPU
+    assert os.times().children_user - start < 5  # seconds of CPU
 
 
 def test_broken_config_ends_a_process_with_78(repo_root: Path) -> None:
@@ -85,4 +101,8 @@ def test_broken_config_ends_a_process_with_78(repo_root: Path) -> None:
                "--training.local_batch_size", "8", "--training.global_batch_size", "100", "--model.flavor", "9B"]  # fmt: skip
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 78
-    assert "2 problems" in done.stderr and "model.flavor" in done.stderr and "8 x 3 = 24" in done.stderr
+    assert (
+        "2 problems" in done.stderr
+        and "model.flavor" in done.stderr
+        and "8 x 3 = 24" in done.stderr
+    )

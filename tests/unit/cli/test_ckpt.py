@@ -1,4 +1,4 @@
-"""`titan ckpt`: reports on good and broken folders, conversions, and what offloading removes."""
+"""`titan ckpt`: reports on intact and damaged folders, conversions, and offloading."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full step of a tiny model: weights in float32, a moment, the step's number, text."""
+    """A full checkpoint of a tiny model: float32 weights, one moment, the step number, and text."""
     return make_step(tmp_path_factory.mktemp("run") / "step-7", MODEL)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
-    """(code, all that was printed)."""
+    """Run `titan ckpt`. Return the exit code and all output."""
     code = main(["ckpt", *(str(part) for part in argv)])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
@@ -41,7 +41,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
 # ---- ls, show, verify
 
 
-def test_ls_lists_everything_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_everything_in_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_steps(tmp_path, "10", "20w", "30!", "40m", "50?", "60H")
     make_steps(tmp_path / "hf", "20h")
     (tmp_path / "step-10" / "PIN").touch()
@@ -53,7 +55,7 @@ def test_ls_lists_everything_in_the_folder(tmp_path: Path, capsys: pytest.Captur
     expected = {
         "step-10": ("full", " B ", "0 s ago", "pinned"),
         "step-20": ("weights",),
-        "step-30": ("DAMAGED", "has 50 bytes, expected 100"),
+        "step-30": ("DAMAGED", "has 50 bytes. Expected 100: "),
         "step-40": ("DAMAGED", "manifest.json is damaged"),
         "step-50": ("incomplete", "no manifest.json"),
         "step-60": ("foreign", "Hugging Face safetensors"),
@@ -64,55 +66,64 @@ def test_ls_lists_everything_in_the_folder(tmp_path: Path, capsys: pytest.Captur
         "hf/step-20": ("hf",),
     }
     assert lines.keys() == expected.keys()
-    for name, words in expected.items():
-        assert all(word in lines[name] for word in words), lines[name]
+    for name, parts in expected.items():
+        assert all(part in lines[name] for part in parts), lines[name]
 
 
 @pytest.mark.parametrize(
     ("command", "call"),
     [("ls", "stat"), ("ls", "read_text"), ("verify", "stat"), ("verify", "read_text")],
 )
-def test_a_step_that_a_run_deletes_during_ls_is_not_an_error(
+def test_a_step_deleted_during_a_report_is_not_an_error(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     call: str,
 ) -> None:
-    """Whichever look at the step finds it gone: the step vanishes before the first one, the second one ..."""
+    """The step is deleted before the first file access, the second one, and so on."""
 
-    def num_looks(vanishes_at: int) -> int:
-        folder, looks = tmp_path / str(vanishes_at), 0
+    def num_accesses(deleted_at: int) -> int:
+        folder, accesses = tmp_path / str(deleted_at), 0
         owner: Any = Path if call == "stat" else step_folders
         original = getattr(owner, call)
 
-        def look(path: Path, *args: Any, **options: Any) -> Any:
-            nonlocal looks
+        def counted(path: Path, *args: Any, **options: Any) -> Any:
+            nonlocal accesses
             if "step-10" in path.parts:
-                looks += 1
-                if looks == vanishes_at:
+                accesses += 1
+                if accesses == deleted_at:
                     os.rename(folder / "step-10", folder / ".trash-10")
             return original(path, *args, **options)
 
         make_steps(folder, "10", "20")
         with monkeypatch.context() as patched:
-            patched.setattr(owner, call, look)
+            patched.setattr(owner, call, counted)
             code, text = run(capsys, command, folder)
-        assert (code, "step-20" in text, "DAMAGED" in text, "missing" in text) == (0, True, False, False), text
-        return looks
+        assert (code, "step-20" in text, "DAMAGED" in text, "missing" in text) == (
+            0,
+            True,
+            False,
+            False,
+        ), text
+        return accesses
 
-    looks = num_looks(0)
-    assert looks > 0
-    for vanishes_at in range(1, looks + 1):
-        num_looks(vanishes_at)
+    accesses = num_accesses(0)
+    assert accesses > 0
+    for deleted_at in range(1, accesses + 1):
+        num_accesses(deleted_at)
 
 
-def test_ls_of_another_folder_reports_the_expected_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_refuses_a_folder_without_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = f"{tmp_path} contains no step-N. Expected a run's checkpoint folder: check the path\n"
     assert run(capsys, "ls", tmp_path) == (2, message)
 
 
-def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_lists_the_manifest_and_every_tensor(
+    step: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = run(capsys, "show", step)
     assert code == 0
     assert {"kind: full", "step: 7", "seed: 1", "format_version: 2"} <= set(text.splitlines())
@@ -121,19 +132,24 @@ def test_show_lists_the_manifest_and_every_tensor(step: Path, capsys: pytest.Cap
     assert "train_state.json  (not a tensor)" in text
 
 
-def test_verify_reads_every_step_and_reports_all_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_every_step_and_reports_all_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_steps(tmp_path, "1", "2", "3!", "4m", "5w")
     make_steps(tmp_path / "hf", "5h")
     (tmp_path / "step-2" / "model.safetensors").touch()
     code, text = run(capsys, "verify", tmp_path / "step-2")
-    assert code == 0 and "step-2: files that are not in the manifest, not verified: model.safetensors" in text
+    assert (
+        code == 0
+        and "step-2: files that are not in the manifest, not verified: model.safetensors" in text
+    )
     flip_bit(tmp_path / "step-2" / SHARD, 50)
     code, text = run(capsys, "verify", tmp_path)
     assert code == 1
     for name in ("step-1", "step-5", "hf/step-5"):
         assert f"{tmp_path / name}: intact, 100 B verified" in text
     assert f"{tmp_path / 'step-2' / SHARD} is damaged: extent 0 (bytes 0 to 100)" in text
-    assert f"{tmp_path / 'step-3' / SHARD} has 50 bytes, expected 100" in text
+    assert f"{tmp_path / 'step-3' / SHARD} has 50 bytes. Expected 100: " in text
     assert f"{tmp_path / 'step-4' / 'manifest.json'} is damaged" in text
     for broken in ("step-2", "step-3", "step-4"):
         assert run(capsys, "verify", tmp_path / broken)[0] == 1
@@ -151,7 +167,7 @@ def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_json_for_programs(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path, "10", "20!")
 
     def parse(*argv: object) -> tuple[int, Any]:
@@ -160,7 +176,10 @@ def test_json_for_programs(step: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
     code, entries = parse("ls", tmp_path)
     assert code == 0
-    assert [(entry["name"], entry["kind"]) for entry in entries] == [("step-10", "full"), ("step-20", "DAMAGED")]
+    assert [(entry["name"], entry["kind"]) for entry in entries] == [
+        ("step-10", "full"),
+        ("step-20", "DAMAGED"),
+    ]
     assert entries[0]["num_bytes"] > 100 and entries[0]["notes"] == []
     code, results = parse("verify", tmp_path)
     assert code == 1
@@ -177,13 +196,15 @@ def test_json_for_programs(step: Path, tmp_path: Path, capsys: pytest.CaptureFix
 # ---- diff
 
 
-def test_diff_finds_settings_names_shapes_and_numbers(
+def test_diff_reports_settings_names_shapes_and_numbers(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "diff", step, step) == (0, "23 of 23 common tensors are equal bit for bit\n")
     other = tmp_path / "other"
     other.mkdir()
-    config = json.loads((step / "manifest.json").read_text())["config"].replace("n_layers = 2", "n_layers = 3")
+    config = json.loads((step / "manifest.json").read_text())["config"].replace(
+        "n_layers = 2", "n_layers = 3"
+    )
     state: dict[str, Any] = open_contents(step).read_all()
     state["model.norm.weight"][3] += 0.5
     state["model.output.weight"] = state["model.output.weight"].bfloat16()
@@ -202,7 +223,9 @@ def test_diff_finds_settings_names_shapes_and_numbers(
     ]
 
 
-def test_diff_compares_values_that_are_not_tensors(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_values_that_are_not_tensors(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, position in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         state = {"model.w": torch.ones(2), "train_state.json": json.dumps({"position": position})}
@@ -220,46 +243,66 @@ def test_diff_compares_values_that_are_not_tensors(step: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp", "pt"])
-def test_weights_come_back_bit_for_bit_from_every_format(
+def test_conversion_to_every_format_and_back_is_exact(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
     config = ["--config", step / "config.toml"]
-    assert run(capsys, "convert", step, tmp_path / "there", "--to", to)[0] == 0
-    assert run(capsys, "convert", tmp_path / "there", tmp_path / "back", "--to", "native", *config)[0] == 0
+    assert run(capsys, "convert", step, tmp_path / "converted", "--to", to)[0] == 0
+    assert (
+        run(
+            capsys, "convert", tmp_path / "converted", tmp_path / "back", "--to", "native", *config
+        )[0]
+        == 0
+    )
     code, text = run(capsys, "diff", step, tmp_path / "back")
     assert text.splitlines()[-1] == "21 of 21 common tensors are equal bit for bit"
     assert run(capsys, "verify", tmp_path / "back")[0] == 0
-    code, text = run(capsys, "diff", step, tmp_path / "there", *config)
+    code, text = run(capsys, "diff", step, tmp_path / "converted", *config)
     assert text.splitlines()[-1] == "21 of 21 common tensors are equal bit for bit"
-    assert sorted(os.listdir(tmp_path)) == ["back", "there"]
+    assert sorted(os.listdir(tmp_path)) == ["back", "converted"]
 
 
-def test_the_two_ends_of_a_tied_weight_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_weight_is_converted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = make_step(tmp_path / "step-7", {**MODEL, "enable_weight_tying": "true"})
     assert run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")[0] == 0
     config = ("--config", step / "config.toml")
-    assert run(capsys, "convert", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0] == 0
+    assert (
+        run(capsys, "convert", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0]
+        == 0
+    )
     weights = open_contents(tmp_path / "back").read_all()
     assert "model.output.weight" not in weights
-    assert all(torch.equal(tensor, open_contents(step).read(name)) for name, tensor in weights.items())
+    assert all(
+        torch.equal(tensor, open_contents(step).read(name)) for name, tensor in weights.items()
+    )
 
 
-def test_torchs_files_have_metas_order_of_rows(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "convert", step, tmp_path / "m.pt", "--to", "pt")
-    run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
-    meta, theirs = torch.load(tmp_path / "m.pt"), load_file(tmp_path / "hf" / "model.safetensors")
-    halves = theirs["model.layers.0.self_attn.q_proj.weight"].view(4, 2, 4, 32)
-    assert torch.equal(meta["layers.0.attention.wq.weight"], halves.transpose(1, 2).reshape(32, 32))
-    assert torch.equal(meta["layers.0.attention.wv.weight"], theirs["model.layers.0.self_attn.v_proj.weight"])
-
-
-def test_an_export_in_another_dtype_keeps_everything_else(
+def test_pt_files_have_the_row_order_of_meta(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only dtypes change, for any model. Integers keep theirs, and the index has the new size."""
-    source = tmp_path / "theirs"
+    run(capsys, "convert", step, tmp_path / "m.pt", "--to", "pt")
+    run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
+    meta, external = torch.load(tmp_path / "m.pt"), load_file(tmp_path / "hf" / "model.safetensors")
+    halves = external["model.layers.0.self_attn.q_proj.weight"].view(4, 2, 4, 32)
+    assert torch.equal(meta["layers.0.attention.wq.weight"], halves.transpose(1, 2).reshape(32, 32))
+    assert torch.equal(
+        meta["layers.0.attention.wv.weight"], external["model.layers.0.self_attn.v_proj.weight"]
+    )
+
+
+def test_a_change_of_dtype_keeps_everything_else(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only floating-point dtypes change, for any model. The index has the new size."""
+    source = tmp_path / "source"
     source.mkdir()
-    tensors = {"a.weight": torch.randn(30, 10), "a.count": torch.arange(5), "b.mask": torch.tensor([True, False])}
+    tensors = {
+        "a.weight": torch.randn(30, 10),
+        "a.count": torch.arange(5),
+        "b.mask": torch.tensor([True, False]),
+    }
     parts = {
         "model-00001-of-00002.safetensors": ["a.weight", "b.mask"],
         "model-00002-of-00002.safetensors": ["a.count"],
@@ -276,9 +319,11 @@ def test_an_export_in_another_dtype_keeps_everything_else(
     assert run(capsys, "convert", source, out, "--to", "hf", "--dtype", "bfloat16")[0] == 0
     assert (out / "original/tokenizer.model").read_text() == "YQ== 0"
     assert run(capsys, "verify", out)[0] == 0
-    found = {name: tensor for file in parts for name, tensor in load_file(out / file).items()}
-    assert torch.equal(found["a.weight"], tensors["a.weight"].bfloat16())
-    assert torch.equal(found["a.count"], tensors["a.count"]) and torch.equal(found["b.mask"], tensors["b.mask"])
+    converted = {name: tensor for file in parts for name, tensor in load_file(out / file).items()}
+    assert torch.equal(converted["a.weight"], tensors["a.weight"].bfloat16())
+    assert torch.equal(converted["a.count"], tensors["a.count"]) and torch.equal(
+        converted["b.mask"], tensors["b.mask"]
+    )
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index == {"metadata": {"total_size": 600 + 40 + 2}, "weight_map": weight_map}
     assert json.loads((out / "config.json").read_text()) == {
@@ -287,16 +332,38 @@ def test_an_export_in_another_dtype_keeps_everything_else(
     assert (out / "tokenizer.json").read_text() == "{}"
 
 
-def test_a_torch_file_keeps_its_format_without_the_storage_behind_slices(
+def test_a_converted_pt_file_stores_only_the_sliced_elements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = torch.randn(1000, 1000)
-    saved = {"model": {"w": large[3], "n": torch.tensor(3)}, "groups": [{"lr": 0.1, "w": large[:, 5]}]}
+    saved = {
+        "model": {"w": large[3], "n": torch.tensor(3)},
+        "groups": [{"lr": 0.1, "w": large[:, 5]}],
+    }
     torch.save(saved, tmp_path / "large.pt")
-    assert run(capsys, "convert", tmp_path / "large.pt", tmp_path / "small.pt", "--to", "pt")[0] == 0
-    assert (tmp_path / "large.pt").stat().st_size > 4_000_000 > 20_000 > (tmp_path / "small.pt").stat().st_size
+    assert (
+        run(capsys, "convert", tmp_path / "large.pt", tmp_path / "small.pt", "--to", "pt")[0] == 0
+    )
+    assert (
+        (tmp_path / "large.pt").stat().st_size
+        > 4_000_000
+        > 20_000
+        > (tmp_path / "small.pt").stat().st_size
+    )
     assert run(capsys, "convert", tmp_path / "small.pt", tmp_path / "dcp", "--to", "dcp")[0] == 0
-    assert run(capsys, "convert", tmp_path / "dcp", tmp_path / "back.pt", "--to", "pt", "--dtype", "float16")[0] == 0
+    assert (
+        run(
+            capsys,
+            "convert",
+            tmp_path / "dcp",
+            tmp_path / "back.pt",
+            "--to",
+            "pt",
+            "--dtype",
+            "float16",
+        )[0]
+        == 0
+    )
     back = torch.load(tmp_path / "back.pt")
     assert torch.equal(back["model"]["w"], large[3].half())
     assert torch.equal(back["groups"][0]["w"], large[:, 5].half())
@@ -306,11 +373,17 @@ def test_a_torch_file_keeps_its_format_without_the_storage_behind_slices(
 def test_a_native_step_in_bfloat16_is_half_as_large(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(capsys, "convert", step, tmp_path / "out", "--to", "native", "--dtype", "bfloat16")[0] == 0
+    assert (
+        run(capsys, "convert", step, tmp_path / "out", "--to", "native", "--dtype", "bfloat16")[0]
+        == 0
+    )
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["kind"], manifest["step"]) == ("weights", 7)
     text = run(capsys, "show", tmp_path / "out")[1]
-    assert "float32" not in text.split("model.", 1)[1] and "optimizer" not in text.split("model.", 1)[1]
+    assert (
+        "float32" not in text.split("model.", 1)[1]
+        and "optimizer" not in text.split("model.", 1)[1]
+    )
 
 
 def test_tensors_of_a_wider_dtype_keep_their_precision(
@@ -318,24 +391,48 @@ def test_tensors_of_a_wider_dtype_keep_their_precision(
 ) -> None:
     """Weights in bfloat16, norms in float32."""
     run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
-    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    external = load_file(tmp_path / "hf" / "model.safetensors")
     save_file(
-        {n: t + 1e-4 if "norm" in n else t.bfloat16() for n, t in theirs.items()}, tmp_path / "hf/model.safetensors"
+        {n: t + 1e-4 if "norm" in n else t.bfloat16() for n, t in external.items()},
+        tmp_path / "hf/model.safetensors",
     )
-    for file in ("manifest.json", "config.toml"):  # from now on not written by this program
+    for file in ("manifest.json", "config.toml"):  # as if another program wrote the checkpoint
         (tmp_path / "hf" / file).unlink()
     config = ["--config", step / "config.toml"]
-    assert run(capsys, "convert", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
-    found, before = open_contents(tmp_path / "out"), open_contents(step)
-    assert torch.equal(found.read("model.norm.weight"), before.read("model.norm.weight") + 1e-4)
-    assert torch.equal(found.read("model.output.weight"), before.read("model.output.weight").bfloat16().float())
+    assert (
+        run(capsys, "convert", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
+    )
+    after, before = open_contents(tmp_path / "out"), open_contents(step)
+    assert torch.equal(after.read("model.norm.weight"), before.read("model.norm.weight") + 1e-4)
+    assert torch.equal(
+        after.read("model.output.weight"), before.read("model.output.weight").bfloat16().float()
+    )
 
 
-def test_overflow_of_a_narrower_dtype_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch.save({"fits": torch.tensor([65504.0]), "deep": {"not": torch.tensor([1.0, -1e5])}}, tmp_path / "m.pt")
+def test_overflow_of_a_narrower_dtype_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(
+        {"fits": torch.tensor([65504.0]), "deep": {"not": torch.tensor([1.0, -1e5])}},
+        tmp_path / "m.pt",
+    )
     for dtype, text in (("bfloat16", ""), ("float16", "1 tensors overflow to infinity in float16")):
         caplog.clear()
-        assert main(["ckpt", "convert", str(tmp_path / "m.pt"), str(tmp_path / dtype), "--to", "pt", "--dtype", dtype]) == 0
+        assert (
+            main(
+                [
+                    "ckpt",
+                    "convert",
+                    str(tmp_path / "m.pt"),
+                    str(tmp_path / dtype),
+                    "--to",
+                    "pt",
+                    "--dtype",
+                    dtype,
+                ]
+            )
+            == 0
+        )
         assert text in caplog.text and ("deep.not" in caplog.text) == bool(text)
 
 
@@ -359,7 +456,7 @@ def test_a_failed_conversion_leaves_no_file(
     assert sorted(os.listdir(tmp_path)) == ["m.pt", "text.pt"]
 
 
-def test_damage_is_found_before_anything_is_written(
+def test_damage_is_reported_before_anything_is_written(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(step, tmp_path / "step")
@@ -383,21 +480,26 @@ def test_offload_copies_complete_steps_and_keeps_the_newest(
     options = ["--command", command] if command else []
     text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options, "--dry-run")[1]
     assert text.count("would be verified and copied") == 6 and not os.listdir(archive)
-    assert [line.split()[0] for line in text.splitlines() if "removed" in line] == [str(run_folder / "step-20")]
+    assert [line.split()[0] for line in text.splitlines() if "removed" in line] == [
+        str(run_folder / "step-20")
+    ]
     assert run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[0] == 0
     steps = ["step-0", "step-10", "step-20", "step-40", "step-50", "step-60"]
     assert sorted(os.listdir(archive)) == sorted([*steps, *(f"{name}.sha256" for name in steps)])
-    # Gone is only 20: 0 is where the run began, 10 is pinned, 40 is the newest full one, 50 and 60 are the newest.
+    # Only 20 is removed: 0 is the start, 10 is pinned, 40 is the newest full checkpoint, and 50 and
+    # 60 are the newest.
     assert sorted(os.listdir(run_folder)) == [
         "step-0", "step-10", "step-30", "step-40", "step-50", "step-60", "step-70",
     ]  # fmt: skip
     for name in steps:
-        subprocess.run(["sha256sum", "--check", "--strict", f"{name}.sha256"], cwd=archive, check=True)
+        subprocess.run(
+            ["sha256sum", "--check", "--strict", f"{name}.sha256"], cwd=archive, check=True
+        )
     text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[1]
     assert "copied" not in text
 
 
-def test_offload_continues_after_an_interrupted_one(
+def test_offload_continues_after_an_interruption(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder, archive = tmp_path / "run", tmp_path / "archive"
@@ -406,7 +508,9 @@ def test_offload_continues_after_an_interrupted_one(
     assert run(capsys, "offload", run_folder, archive, "--keep", 1)[0] == 0
     assert (archive / "step-10.sha256").exists() and sorted(os.listdir(run_folder)) == ["step-30"]
     make_steps(run_folder, "40", "50")
-    shutil.copytree(run_folder / "step-50", archive / "step-40")  # for example of another run
+    shutil.copytree(
+        run_folder / "step-50", archive / "step-40"
+    )  # for example, step 40 of another run
     code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
     assert code == 2 and "step-40 differs from" in text and (run_folder / "step-40").exists()
 
@@ -414,11 +518,14 @@ def test_offload_continues_after_an_interrupted_one(
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("echo {source}", "expected {src}, {dst} and {name}"),
-        ("echo 'a", "expected {src}, {dst} and {name}"),
+        ("echo {source}", "Expected {src}, {dst} and {name}"),
+        ("echo 'a", "Expected {src}, {dst} and {name}"),
         ("false", "false failed with exit code 1"),
         ("true", "differs from"),
-        ("sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'", "shard-00000.bin"),
+        (
+            "sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'",
+            "shard-00000.bin",
+        ),
     ],
 )
 def test_a_wrong_copy_removes_no_step(
@@ -426,7 +533,9 @@ def test_a_wrong_copy_removes_no_step(
 ) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
     (tmp_path / "archive").mkdir()
-    code, output = run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1, "--command", command)
+    code, output = run(
+        capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1, "--command", command
+    )
     assert code == 2 and text in output
     assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
     assert not list((tmp_path / "archive").glob("*.sha256"))
@@ -438,11 +547,16 @@ def test_a_damaged_step_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixt
     flip_bit(tmp_path / "run" / "step-10" / SHARD, 9)
     code, text = run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1)
     assert code == 1 and "extent 0" in text
-    assert sorted(p.name for p in (tmp_path / "archive").iterdir() if p.is_dir()) == ["step-20", "step-30"]
+    assert sorted(p.name for p in (tmp_path / "archive").iterdir() if p.is_dir()) == [
+        "step-20",
+        "step-30",
+    ]
     assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-30"]
 
 
-@pytest.mark.parametrize("fault", ["written again here", "gone there", "damaged there"])
+@pytest.mark.parametrize(
+    "fault", ["rewritten in the run", "missing in the archive", "damaged in the archive"]
+)
 def test_an_earlier_copy_is_verified_before_the_step_is_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
@@ -450,22 +564,24 @@ def test_an_earlier_copy_is_verified_before_the_step_is_removed(
     archive.mkdir()
     make_steps(run_folder, "10", "20", "30")
     assert run(capsys, "offload", run_folder, archive, "--keep", 3)[0] == 0
-    if fault == "written again here":  # the run went back, and this is another step 10
+    if fault == "rewritten in the run":  # it resumed from an earlier step
         shutil.rmtree(run_folder / "step-10")
         make_steps(run_folder, "10w")
-    elif fault == "gone there":
+    elif fault == "missing in the archive":
         shutil.rmtree(archive / "step-10")
     else:
         flip_bit(archive / "step-10" / SHARD, 50)
     code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
-    assert code == 2 and "step-10 differs from" in text and "step-10.sha256 to another folder" in text
+    assert (
+        code == 2 and "step-10 differs from" in text and "step-10.sha256 to another folder" in text
+    )
     assert sorted(os.listdir(run_folder)) == ["step-10", "step-20", "step-30"]
 
 
 def test_a_step_rewritten_during_the_copy_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run goes back to step 10, and is at 40 again; of its new step 20 there is no copy."""
+    """The run resumes from step 10 and reaches 40 again. Its new step 20 has no copy."""
     folder, archive_step = tmp_path / "run", tools_offload.archive_step
 
     def archive_slowly(step: StepFolder, target: Path, command: str | None) -> None:
@@ -481,7 +597,9 @@ def test_a_step_rewritten_during_the_copy_is_kept(
     assert [number for number, _ in numbered_folders(folder)] == [20, 40]
 
 
-def test_a_damaged_step_does_not_count_as_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_step_does_not_count_as_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
     (tmp_path / "archive").mkdir()
     flip_bit(tmp_path / "run" / "step-30" / SHARD, 9)
@@ -489,10 +607,19 @@ def test_a_damaged_step_does_not_count_as_kept(tmp_path: Path, capsys: pytest.Ca
     assert sorted(os.listdir(tmp_path / "run")) == ["step-20", "step-30"]
 
 
-def test_a_copy_that_cannot_be_verified_removes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_that_cannot_be_verified_removes_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_steps(tmp_path / "run", "10", "20", "30")
     code, text = run(
-        capsys, "offload", tmp_path / "run", "s3://bucket/run", "--keep", 1, "--command", "true {src} {dst}"
+        capsys,
+        "offload",
+        tmp_path / "run",
+        "s3://bucket/run",
+        "--keep",
+        1,
+        "--command",
+        "true {src} {dst}",
     )
     assert code == 0 and text.count("the copy cannot be verified") == 3
     assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
@@ -502,32 +629,56 @@ def test_a_copy_that_cannot_be_verified_removes_no_step(tmp_path: Path, capsys: 
 # ---- interval
 
 
-def test_a_time_between_failures_is_above_0(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, "interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 0)
-    assert code == 2 and text == "--mtbf-hours 0: expected more than 0\n"
+def test_the_time_between_failures_must_be_above_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 0)
+    message = "argument --mtbf-hours: it is '0'. Expected a number above 0: correct it\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
-def test_the_best_interval_is_youngs_formula(capsys: pytest.CaptureFixture[str]) -> None:
-    """sqrt(2 * 40 s * 43,200 s) = 1,859 s = 744 steps; a save of 40 s is then 2.1 % of the time."""
-    argv = ["interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 12, "--interval", 500]
+def test_the_best_interval_follows_youngs_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    """sqrt(2 * 40 s * 43,200 s) = 1,859 s = 744 steps. Saving then takes 2.1 % of the time."""
+    argv = [
+        "interval",
+        "--save-seconds",
+        40,
+        "--step-seconds",
+        2.5,
+        "--mtbf-hours",
+        12,
+        "--interval",
+        500,
+    ]
     lines = run(capsys, *argv)[1].splitlines()
     assert lines[3].split() == ["500", "21", "min", "3.10%", "11", "min", "4.59%", "<-", "given"]
     assert lines[4].split() == "744 31 min 2.11% 16 min 4.30% <- best (Young, Daly)".split()
-    in_all = [float(line.split("%")[1].split()[-1]) for line in lines[1:]]
-    assert min(in_all) == 4.30
+    totals = [float(line.split("%")[1].split()[-1]) for line in lines[1:]]
+    assert min(totals) == 4.30
 
 
-def test_the_times_of_a_run_are_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two full saves of 30 and 50 s among steps of 2.5 s; what was written in other forms, and a gap, do not count."""
-    rows = [{"step": n, "time": 2.5 * n + (900 if n > 300 else 0)} for n in range(1, 401) if n != 200]
-    saves = [{"event": "save", "form": form, "seconds": s} for form, s in (("full", 30), ("hf", 999), ("full", 50))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti')
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}]))
+def test_interval_reads_the_times_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Full checkpoints took 30 and 50 s, steps 2.5 s. Gaps and other formats do not count."""
+    rows = [
+        {"step": n, "time": 2.5 * n + (900 if n > 300 else 0)} for n in range(1, 401) if n != 200
+    ]
+    saves = [
+        {"event": "save", "form": form, "seconds": s}
+        for form, s in (("full", 30), ("hf", 999), ("full", 50))
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti'
+    )
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}])
+    )
     lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
     assert lines[0] == f"40 s per save, 2.5 s per step, from 2 saves and 397 steps of {tmp_path}"
     assert lines[4].split()[0] == "744"
     assert run(capsys, "interval", "--run", tmp_path / "nowhere", "--mtbf-hours", 12)[0] == 2
     assert run(capsys, "interval", "--mtbf-hours", 12) == (
         2,
-        "no times of a save and a step are given. Expected --save-seconds and --step-seconds, or --run\n",
+        "The times of a save and of a step are unknown. Expected --save-seconds and "
+        "--step-seconds, or --run: add them\n",
     )

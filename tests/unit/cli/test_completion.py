@@ -15,7 +15,7 @@ from torchtitan_like.cli import COMMANDS, main
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash."""
+    """Write the completion script for bash. Return its path."""
     file = tmp_path_factory.mktemp("completion") / "titan.bash"
     with file.open("w") as stream, contextlib.redirect_stdout(stream):
         assert main(["completion", "bash"]) == 0
@@ -23,7 +23,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(script: Path, *words: str) -> set[str]:
-    """Return what bash offers for the last of `words`."""
+    """Return bash's completions of the last word."""
     line = " ".join(map(shlex.quote, words))
     commands = (
         f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _titan; "
@@ -54,7 +54,7 @@ def test_options_and_settings_are_completed(script: Path) -> None:
 
 
 def test_files_are_left_to_the_shell(script: Path) -> None:
-    """An empty answer lets bash complete files, by `-o default`."""
+    """`-o default` makes bash complete files if the function returns nothing."""
     assert complete(script, "titan", "train", "debug") == set()
     assert complete(script, "titan", "ckpt", "verify", "") == set()
     assert "complete -o default -F _titan titan" in script.read_text()

@@ -1,4 +1,4 @@
-"""`titan data tiny` makes tokenizers, datasets and models that behave as the large ones do."""
+"""`titan data tiny` makes small tokenizers, datasets and models that behave like large ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
-TEXTS = [json.loads(line)["text"] for line in DATASETS["shakespeare"].file.read_text().splitlines()[:8]]
+TEXTS = [
+    json.loads(line)["text"] for line in DATASETS["shakespeare"].file.read_text().splitlines()[:8]
+]
 
 
 def trained(model: Any, trainer: Any, pre_tokenizer: Any, decoder: Any, **parts: Any) -> Tokenizer:
@@ -45,7 +47,7 @@ def trained(model: Any, trainer: Any, pre_tokenizer: Any, decoder: Any, **parts:
 
 
 def gpt2() -> Tokenizer:
-    """Its one special token is the vocabulary's last entry, and an added token too."""
+    """The only special token is an added token and the last entry of the vocabulary."""
     trainer = trainers.BpeTrainer(
         vocab_size=1500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -58,7 +60,7 @@ def gpt2() -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """What is in no entry falls back on bytes; nothing cuts the text into words."""
+    """BPE on characters with byte fallback. No pre-tokenizer splits the text into words."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=names[:3], show_progress=False)
     content = json.loads(trained(models.BPE(), trainer, pre_tokenizers.Metaspace(), None).to_str())
@@ -67,16 +69,24 @@ def llama2() -> Tokenizer:
     content["model"]["vocab"] = {name: number for number, name in enumerate(entries)}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.pre_tokenizer = None
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     strip = decoders.Strip(content=" ", left=1)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 
 def bert() -> Tokenizer:
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=1500, special_tokens=names[:5], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=1500, special_tokens=names[:5], show_progress=False
+    )
     tokenizer = trained(
         models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(),
         normalizer=normalizers.BertNormalizer(),
@@ -89,17 +99,28 @@ def bert() -> Tokenizer:
 def t5() -> Tokenizer:
     names = ["<pad>", "</s>", "<unk>"]
     trainer = trainers.UnigramTrainer(
-        vocab_size=1500, special_tokens=names, unk_token="<unk>", show_progress=False, initial_alphabet=list(ALPHABET)
+        vocab_size=1500,
+        special_tokens=names,
+        unk_token="<unk>",
+        show_progress=False,
+        initial_alphabet=list(ALPHABET),
     )
     tokenizer = trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), decoders.Metaspace())
-    tokenizer.add_special_tokens(["<extra_id_0>"])  # behind all others, as T5's are
+    tokenizer.add_special_tokens(["<extra_id_0>"])  # after all others, as in T5
     end = tokenizer.token_to_id("</s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", end)]
+    )
     return tokenizer
 
 
 ALPHABET = "".join(map(chr, range(0x21, 0x7F)))
-KINDS: dict[str, Callable[[], Tokenizer]] = {"BPE": gpt2, "BPE on characters": llama2, "WordPiece": bert, "Unigram": t5}
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "BPE": gpt2,
+    "BPE on characters": llama2,
+    "WordPiece": bert,
+    "Unigram": t5,
+}
 
 
 def run(*arguments: object) -> int:
@@ -112,18 +133,23 @@ def test_a_small_tokenizer_decodes_to_the_same_text_as_the_large_one(
 ) -> None:
     large = KINDS[kind]()
     large.save(str(tmp_path / "tokenizer.json"))
-    assert run("tokenizer", tmp_path, tmp_path / "small", "--keep", 400) == 0, capsys.readouterr().err
+    assert run("tokenizer", tmp_path, tmp_path / "small", "--keep", 400) == 0, (
+        capsys.readouterr().err
+    )
     small = Tokenizer.from_file(str(tmp_path / "small" / "tokenizer.json"))
     assert small.get_vocab_size() == 400 < large.get_vocab_size()
     assert sorted(small.get_vocab().values()) == list(range(400))
     for text in ("Whether 'tis nobler in the mind", *TEXTS[:2]):
         ids = [one.encode(text, add_special_tokens=False).ids for one in (small, large)]
         assert small.decode(ids[0]) == large.decode(ids[1])
-        assert len(ids[1]) <= len(ids[0]) < len(text), "it joins characters, if fewer"
+        assert len(ids[1]) <= len(ids[0]) < len(text), "fewer merges than the large one"
     specials = [token.content for _, token in sorted(large.get_added_tokens_decoder().items())]
-    found = [token.content for _, token in sorted(small.get_added_tokens_decoder().items())]
-    assert found == specials
-    ends = [[token for token in one.encode("one two").tokens if token in specials] for one in (small, large)]
+    actual = [token.content for _, token in sorted(small.get_added_tokens_decoder().items())]
+    assert actual == specials
+    ends = [
+        [token for token in one.encode("one two").tokens if token in specials]
+        for one in (small, large)
+    ]
     assert ends[0] == ends[1]
     for name in specials:
         number = small.token_to_id(name)
@@ -131,7 +157,7 @@ def test_a_small_tokenizer_decodes_to_the_same_text_as_the_large_one(
         assert f"{name} {number}" in capsys.readouterr().out or name != specials[0]
 
 
-def test_the_end_of_text_of_gpt2_stays_the_last_entry(tmp_path: Path) -> None:
+def test_the_end_of_text_token_of_gpt2_stays_the_last_entry(tmp_path: Path) -> None:
     gpt2().save(str(tmp_path / "tokenizer.json"))
     assert run("tokenizer", tmp_path, tmp_path / "small", "--keep", 300) == 0
     small = load_tokenizer(tmp_path / "small")
@@ -150,7 +176,7 @@ def test_other_tokenizer_files_are_copied(tmp_path: Path) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """600 documents in 3 files and about 30 pieces; one in six is empty."""
+    """600 documents in 3 files and about 30 pieces. One in six is empty."""
     monkeypatch.setattr(documents, "PIECE_BYTES", 500)
     (tmp_path / "corpus").mkdir()
     for part in range(3):
@@ -164,36 +190,46 @@ def texts_of(file: Path) -> list[str]:
     return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_documents_come_from_all_parts_and_are_drawn_by_the_seed(
+def test_documents_are_sampled_evenly_by_seed(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn = {}
+    samples = {}
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         options = ("--n", 100, "--text-field", "body", "--seed", seed)
-        assert run("dataset", corpus, tmp_path / f"{name}.jsonl", *options) == 0, capsys.readouterr().err
-        drawn[name] = texts_of(tmp_path / f"{name}.jsonl")
-    assert len(set(drawn["one"])) == 100 and "" not in drawn["one"]
-    places = [tuple(map(int, text.split()[0].split("."))) for text in drawn["one"]]
-    assert places == sorted(places), "in the order of the source"
-    spread = Counter((file, number // 50) for file, number in places)
-    assert len(spread) == 12 and max(spread.values()) <= 16, spread
-    assert drawn["again"] == drawn["one"] != drawn["other"]
+        assert run("dataset", corpus, tmp_path / f"{name}.jsonl", *options) == 0, (
+            capsys.readouterr().err
+        )
+        samples[name] = texts_of(tmp_path / f"{name}.jsonl")
+    assert len(set(samples["one"])) == 100 and "" not in samples["one"]
+    indices = [tuple(map(int, text.split()[0].split("."))) for text in samples["one"]]
+    assert indices == sorted(indices), "expected the order of the source"
+    counts = Counter((file, number // 50) for file, number in indices)
+    assert len(counts) == 12 and max(counts.values()) <= 16, counts
+    assert samples["again"] == samples["one"] != samples["other"]
 
 
-def test_a_source_with_too_few_documents_gives_all_of_them(
+def test_all_documents_of_a_small_source_are_used(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("dataset", corpus, tmp_path / "all.jsonl", "--text-field", "body") == 0
-    assert len(set(texts_of(tmp_path / "all.jsonl"))) == 3 * 166 and "(all there are)" in capsys.readouterr().out
+    assert (
+        len(set(texts_of(tmp_path / "all.jsonl"))) == 3 * 166
+        and "(all there are)" in capsys.readouterr().out
+    )
 
 
-def test_other_formats_are_sources_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_may_have_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_table(tmp_path / "a.parquet", [f"row {number}" for number in range(50)])
     assert run("dataset", tmp_path / "a.parquet", tmp_path / "rows.jsonl", "--n", 7) == 0
-    assert len(rows := texts_of(tmp_path / "rows.jsonl")) == 7 and all(row.startswith("row ") for row in rows)
-    tokenizer, found = load_tokenizer(ASSETS), documents.find_corpus(str(tmp_path / "rows.jsonl"))
+    assert len(rows := texts_of(tmp_path / "rows.jsonl")) == 7 and all(
+        row.startswith("row ") for row in rows
+    )
+    tokenizer, rows_corpus = (
+        load_tokenizer(ASSETS),
+        documents.find_corpus(str(tmp_path / "rows.jsonl")),
+    )
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    tokens = cached_tokens(found, policy, entry_of(found, "own", policy),
+    tokens = cached_tokens(rows_corpus, policy, entry_of(rows_corpus, "own", policy),
                            cache_folder=str(tmp_path / "tokens"), dump_folder="unused")  # fmt: skip
     options = ("--format", "tokens", "--tokenizer", ASSETS)
     assert run("dataset", tokens.folder, tmp_path / "decoded.jsonl", *options) == 0
@@ -203,7 +239,8 @@ def test_other_formats_are_sources_too(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("config", "architecture"), [("llama3_8b", "LlamaForCausalLM"), ("qwen3_0.6b", "Qwen3ForCausalLM")]
+    ("config", "architecture"),
+    [("llama3_8b", "LlamaForCausalLM"), ("qwen3_0.6b", "Qwen3ForCausalLM")],
 )
 def test_transformers_loads_a_tiny_model_of_the_family(
     tmp_path: Path, repo_root: Path, config: str, architecture: str
@@ -211,59 +248,99 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     transformers = pytest.importorskip("transformers")
     settings = ("--model.hf_assets_path", ASSETS, "--model.args.n_layers", 3)
     for name in ("one", "two"):
-        assert run("model", repo_root / f"train_configs/{config}.toml", tmp_path / name, *settings) == 0
+        assert (
+            run("model", repo_root / f"train_configs/{config}.toml", tmp_path / name, *settings)
+            == 0
+        )
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
-    assert weights[0] == weights[1], "random, but always the same"
+    assert weights[0] == weights[1], "expected equal random weights"
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "one", output_loading_info=True, dtype="auto"
     )
     assert type(model).__name__ == architecture and not any(report.values()), report
-    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (3, 64, 2048)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (
+        3,
+        64,
+        2048,
+    )
     assert model.num_parameters() < 1_000_000
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "one")
     ids = tokenizer("To be, or not to be", return_tensors="pt")["input_ids"]
     loss = model(ids, labels=ids).loss.item()
-    assert 5 < loss < 15, "a guess among 2,048: log 2048 = 7.6"
-    # The same weights as a checkpoint of ours.
+    assert 5 < loss < 15, "an untrained model: log 2048 = 7.6"
+    # step-0 has the same weights as a native checkpoint.
     step = tmp_path / "one/step-0"
-    ours = open_contents(step)
-    assert ours.format == "native" and ours.manifest["kind"] == "weights" and len(ours.tensors) > 20
+    native = open_contents(step)
+    assert (
+        native.format == "native"
+        and native.manifest["kind"] == "weights"
+        and len(native.tensors) > 20
+    )
     embedding = model.get_input_embeddings().weight.detach()
-    assert tensor_difference(ours.read("model.tok_embeddings.weight"), embedding) is None
+    assert tensor_difference(native.read("model.tok_embeddings.weight"), embedding) is None
     assert titan(["generate", str(step), "--prompt", "To be", "--num-tokens", "3"]) == 0
     # The printed command works in any folder: relative paths refer to the folder of the first call.
     command = (tmp_path / "one/make.sh").read_text()
     assert command.startswith(f"cd {shlex.quote(os.getcwd())} &&\n    titan data tiny model ")
-    named = shlex.join([f"{repo_root}/train_configs/{config}.toml", f"{tmp_path}/one"])
-    assert f" {named} --dtype float32 " in command
+    paths = shlex.join([f"{repo_root}/train_configs/{config}.toml", f"{tmp_path}/one"])
+    assert f" {paths} --dtype float32 " in command
 
 
 FAULTS: dict[str, tuple[list[str], str]] = {
     "no tokenizer": (["tokenizer", "{tmp}", "{tmp}/out"], "no tokenizer.json at"),
-    "tiktoken": (["tokenizer", "{assets}/tokenizer.model", "{tmp}/out"], "(tiktoken has none)"),
-    "too few": (["tokenizer", "{assets}", "{tmp}/out", "--keep", "200"], "--keep 200: expected 258 or more"),
-    "another kind": (["tokenizer", "{tmp}/word.json", "{tmp}/out"], "of the kind WordLevel: expected BPE"),
-    "exists": (["tokenizer", "{assets}", "{tmp}"], "exists already: give another name"),
+    "tiktoken": (
+        ["tokenizer", "{assets}/tokenizer.model", "{tmp}/out"],
+        "Expected the file, or its folder, not a tiktoken file",
+    ),
+    "too few": (
+        ["tokenizer", "{assets}", "{tmp}/out", "--keep", "200"],
+        "--keep is 200. Expected 258 or more",
+    ),
+    "another kind": (
+        ["tokenizer", "{tmp}/word.json", "{tmp}/out"],
+        "of the kind WordLevel. Expected BPE",
+    ),
+    "exists": (
+        ["tokenizer", "{assets}", "{tmp}"],
+        "exists already. Expected a new path: give another name",
+    ),
     "no data": (["dataset", "{tmp}/none.jsonl", "{tmp}/out"], "no data at"),
     "no text": (["dataset", "{tmp}/empty.jsonl", "{tmp}/out"], "no text in"),
     "tokens": (["dataset", "{tmp}", "{tmp}/out", "--format", "tokens"], "Expected --tokenizer"),
-    "unknown": (["dataset", "{tmp}", "{tmp}/out", "--nn", "3"], "unknown arguments: --nn 3"),
+    "unknown": (
+        ["dataset", "{tmp}", "{tmp}/out", "--nn", "3"],
+        "does not know --nn 3. Expected the options in",
+    ),
     "no config": (["model", "{tmp}/none.toml", "{tmp}/out"], "none.toml"),
-    "no such size": (["model", "{debug}", "{tmp}/out", "--model.args.dim", "20"], "expected a multiple of"),
-    "no assets": (["model", "{debug}", "{tmp}/out", "--model.hf_assets_path", "{tmp}"], "no tokenizer at"),
+    "no such size": (
+        ["model", "{debug}", "{tmp}/out", "--model.args.dim", "20"],
+        "expected a multiple of",
+    ),
+    "no assets": (
+        ["model", "{debug}", "{tmp}/out", "--model.hf_assets_path", "{tmp}"],
+        "no tokenizer at",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_errors_return_2_and_leave_no_file(
-    tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str], name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    repo_root: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(repo_root)
     arguments, message = FAULTS[name]
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "word.json"))
     before = sorted(tmp_path.iterdir())
-    places = {"tmp": tmp_path, "assets": ASSETS, "debug": repo_root / "train_configs/debug_model.toml"}
-    assert run(*(argument.format(**places) for argument in arguments)) == 2
+    paths = {
+        "tmp": tmp_path,
+        "assets": ASSETS,
+        "debug": repo_root / "train_configs/debug_model.toml",
+    }
+    assert run(*(argument.format(**paths) for argument in arguments)) == 2
     assert message in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before

@@ -1,4 +1,4 @@
-"""`titan data tokenize` writes the files of the token cache, also after kills."""
+"""`titan data tokenize` writes the same files as the token cache, even after kills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
-SMALL_PIECE = 500  # bytes: the corpus makes tens of pieces
+SMALL_PIECE = 500  # bytes, so that the corpus has tens of pieces
 
 
 @pytest.fixture
@@ -28,19 +28,32 @@ def corpus(tmp_path: Path) -> Path:
     folder.mkdir()
     for part in range(3):
         texts = [f"{part}.{number} to be or not to be" for number in range(20)]
-        (folder / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / f"{part}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     return folder
 
 
-def tokenize(source: Path, output: Path, *more: str) -> int:
-    return main(["data", "tokenize", str(source), "--tokenizer", str(ASSETS), "--output", str(output), *more])
+def tokenize(source: Path, output: Path, *options: str) -> int:
+    return main(
+        [
+            "data",
+            "tokenize",
+            str(source),
+            "--tokenizer",
+            str(ASSETS),
+            "--output",
+            str(output),
+            *options,
+        ]
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# The command with small pieces. PAUSE_AFTER: pieces after which it prints "paused" and waits.
+# The command with small pieces. After PAUSE_AFTER pieces, it prints "paused" and waits.
 RUNNER = """
 import os, sys
 from torchtitan_like.data.tokens import token_file
@@ -59,10 +72,21 @@ if __name__ == "__main__":
 """
 
 
-def start(corpus: Path, output: Path, root: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
-    script = corpus.parent / "runner.py"  # a file: spawned workers import it again
+def start(
+    corpus: Path, output: Path, root: Path, *options: str, **environment: str
+) -> subprocess.Popen[str]:
+    script = corpus.parent / "runner.py"  # a file, because spawned workers import it
     script.write_text(RUNNER.format(piece_bytes=SMALL_PIECE))
-    command = [sys.executable, str(script), str(corpus), "--tokenizer", str(ASSETS), "--output", str(output), *more]
+    command = [
+        sys.executable,
+        str(script),
+        str(corpus),
+        "--tokenizer",
+        str(ASSETS),
+        "--output",
+        str(output),
+        *options,
+    ]
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(root), **environment},
@@ -73,16 +97,20 @@ def start(corpus: Path, output: Path, root: Path, *more: str, **environment: str
     )
 
 
-def test_formats_equal_those_of_a_source() -> None:
+def test_formats_equal_the_formats_of_a_source() -> None:
     assert FORMATS == ("auto", *ENDINGS)
 
 
-def test_output_equals_the_token_cache_of_a_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_equals_the_token_cache_of_a_run(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tokenize(corpus, tmp_path / "out tokens") == 0
     tokenizer = load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    found = find_corpus(str(corpus))
-    cached = cached_tokens(found, policy, entry_of(found, "own", policy), cache_folder=None, dump_folder="unused")
+    inputs = find_corpus(str(corpus))
+    cached = cached_tokens(
+        inputs, policy, entry_of(inputs, "own", policy), cache_folder=None, dump_folder="unused"
+    )
     assert contents(tmp_path / "out tokens") == contents(cached.folder)
     printed = capsys.readouterr().out
     assert "is complete: 60 documents" in printed
@@ -91,12 +119,14 @@ def test_output_equals_the_token_cache_of_a_run(corpus: Path, tmp_path: Path, ca
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out tokens"]
 
 
-def test_a_killed_command_resumes_to_the_same_bytes_with_any_workers(
+def test_a_killed_command_resumes_to_the_same_bytes(
     corpus: Path, tmp_path: Path, repo_root: Path
 ) -> None:
     with start(corpus, tmp_path / "one", repo_root, "--workers", "1") as process:
         first, _ = process.communicate("", timeout=100)
-    assert process.returncode == 0 and "tokenized: 60 documents" in first and " tokens/s" in first, first
+    assert (
+        process.returncode == 0 and "tokenized: 60 documents" in first and " tokens/s" in first
+    ), first
     with start(corpus, tmp_path / "two", repo_root, "--workers", "2", PAUSE_AFTER="3") as process:
         assert process.stdout is not None
         assert any(line == "paused\n" for line in process.stdout)
@@ -130,7 +160,10 @@ def test_a_complete_folder_is_reused_and_never_overwritten(
     assert tokenize(corpus, tmp_path / "out") == 0
     assert "tokenizing" not in capsys.readouterr().out
     assert tokenize(corpus, tmp_path / "out", "--no-bos") == 2
-    assert "it was built from other data or with other settings. Delete the folder" in capsys.readouterr().err
+    assert (
+        "it was built from other data or with other settings. Delete the folder"
+        in capsys.readouterr().err
+    )
     assert contents(tmp_path / "out") == before
     assert tokenize(tmp_path / "corpus" / "0.jsonl", corpus) == 2
     assert "exists already and has no meta.json" in capsys.readouterr().err
@@ -140,7 +173,9 @@ def test_without_bos_and_eos_only_the_text_is_tokenized(corpus: Path, tmp_path: 
     assert tokenize(corpus, tmp_path / "out", "--no-bos", "--no-eos") == 0
     texts = [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
     expected = [token for text in texts for token in load_tokenizer(ASSETS).encode(text)]
-    assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(
+        t.to_bytes(2, "little") for t in expected
+    )
 
 
 def test_several_inputs_are_read_in_the_order_given(corpus: Path, tmp_path: Path) -> None:
@@ -149,7 +184,9 @@ def test_several_inputs_are_read_in_the_order_given(corpus: Path, tmp_path: Path
     assert main(["data", "tokenize", *files, *options, "--no-bos", "--no-eos"]) == 0
     texts = [f"{part}.{number} to be or not to be" for part in (2, 0) for number in range(20)]
     expected = [token for text in texts for token in load_tokenizer(ASSETS).encode(text)]
-    assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(t.to_bytes(2, "little") for t in expected)
+    assert (tmp_path / "out" / "tokens.bin").read_bytes() == b"".join(
+        t.to_bytes(2, "little") for t in expected
+    )
 
 
 def test_bad_records_are_skipped_as_in_a_run(
@@ -161,9 +198,11 @@ def test_bad_records_are_skipped_as_in_a_run(
     assert "1.jsonl, line 21: malformed JSON" in capsys.readouterr().err
     assert tokenize(corpus, tmp_path / "out", "--on-bad-record", "skip") == 0
     assert "60 documents, 1 bad records skipped" in capsys.readouterr().out
-    tokenizer, found = load_tokenizer(ASSETS), find_corpus(str(corpus), on_bad_record="skip")
+    tokenizer, inputs = load_tokenizer(ASSETS), find_corpus(str(corpus), on_bad_record="skip")
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    cached = cached_tokens(found, policy, entry_of(found, "own", policy), cache_folder=None, dump_folder="unused")
+    cached = cached_tokens(
+        inputs, policy, entry_of(inputs, "own", policy), cache_folder=None, dump_folder="unused"
+    )
     assert contents(tmp_path / "out") == contents(cached.folder)
 
 
@@ -172,21 +211,35 @@ FAULTS = {
     "no tokenizer": (["{tmp}/corpus", "--tokenizer", "{tmp}"], "no tokenizer at"),
     "given twice": (["{tmp}/corpus", "{tmp}/corpus/0.jsonl"], "0.jsonl is given twice"),
     "formats": (["{tmp}/corpus", "{tmp}/a.txt"], "inputs of several formats: jsonl"),
-    "workers": (["{tmp}/corpus", "--workers", "0"], "--workers 0: expected at least 1"),
     "no field": (["{tmp}/corpus", "--text-field", "body"], 'no field "body"'),
-    "no BOS": (["{tmp}/corpus", "--tokenizer", "{tmp}/plain"], "has no BOS token. Expected one: give --no-bos"),
+    "no BOS": (
+        ["{tmp}/corpus", "--tokenizer", "{tmp}/plain"],
+        "has no BOS token. Expected one: give --no-bos",
+    ),
 }
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "two"])
+def test_workers_must_be_above_0(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["corpus", "--tokenizer", "assets", "--output", "out", "--workers", workers]
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "tokenize", *arguments])
+    message = f"argument --workers: it is '{workers}'. Expected an integer above 0: correct it\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_errors_return_2(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    given, message = FAULTS[name]
+    options, message = FAULTS[name]
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
     (tmp_path / "plain" / "tokenizer_config.json").write_text('{"bos_token": null}')
     arguments = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "out")]
-    assert main(["data", "tokenize", *arguments, *(part.format(tmp=tmp_path) for part in given)]) == 2
+    assert (
+        main(["data", "tokenize", *arguments, *(part.format(tmp=tmp_path) for part in options)])
+        == 2
+    )
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Deprecated scripts still work, and name the command that replaces them."""
+"""Deprecated scripts still work and name their replacement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.checkpoint.folders import make_steps
 def test_a_script_runs_its_command(
     tmp_path: Path, script: str, arguments: list[str], command: str
 ) -> None:
-    """Its working folder is not searched for modules."""
+    """Python does not search the working folder for modules."""
     make_steps(tmp_path, "10")
     (tmp_path / "argparse.py").write_text("raise SystemExit('imported from the working folder')")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`titan download`: which files it selects, where it writes them, what it reports if it fails."""
+"""`titan download`: selected files, output folder, and errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_selected_files_are_downloaded_by_commit_into_the_models_folder(
 
 
 def test_a_dry_run_lists_files_and_downloads_none(hub, tmp_path, capsys) -> None:
-    """Options may be spelled as TorchTitan spells them."""
+    """TorchTitan's spelling of options is accepted."""
     command = ["download", "--repo_id", "owner/m", "--local_dir", str(tmp_path)]
     assert main([*command, "--assets", "safetensors", "--dry_run"]) == 0
     assert hub.downloads == []
@@ -89,7 +89,10 @@ def response(status: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (errors.GatedRepoError("no", response=response(403)), "Accept its license"),
+        (
+            errors.GatedRepoError("no", response=response(403)),
+            "accept it at https://huggingface.co/owner/m",
+        ),
         (errors.RepositoryNotFoundError("no", response=response(404)), "the model does not exist"),
         (errors.RevisionNotFoundError("no", response=response(404)), "no revision 'main'"),
         (errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),

@@ -1,4 +1,4 @@
-"""The examples in the help of `titan` commands work as they are printed."""
+"""Run the examples in the help of `titan` commands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
@@ -60,18 +62,18 @@ def folder(tmp_path: Path) -> Path:
 
 def example_of(name: str) -> str:
     """Return the example in the help of a command."""
-    (command,) = (one for one in cli.executable_commands() if one.name == name)
+    (command,) = (item for item in cli.executable_commands() if item.name == name)
     example: str = importlib.import_module(f"torchtitan_like.cli.{command.module}").EXAMPLE
     return example
 
 
 def run_example(name: str, folder: Path, **env: str) -> str:
-    """Run the example of a command in `folder`, in a process of its own. Returns its stdout."""
+    """Run the example of a command in `folder`, in a new process. Returns its stdout."""
     return run_titan(example_of(name), folder, **env)
 
 
 def run_titan(command: str, folder: Path, **env: str) -> str:
-    """Run a command in `folder`, in a process of its own. Returns its stdout."""
+    """Run a command in `folder`, in a new process. Returns its stdout."""
     words = shlex.split(command)
     assert words[0] == "titan"
     done = subprocess.run(
@@ -103,7 +105,7 @@ TESTED_ELSEWHERE = (
 
 
 def test_every_example_has_a_test() -> None:
-    """A test of this file has the name of its command."""
+    """Each test in this file is named after its command."""
     for name in {command.name for command in cli.executable_commands()} - {*TESTED_ELSEWHERE}:
         test = "test_" + name.replace(" ", "_").replace("-", "_")
         assert callable(globals().get(test)), test
@@ -117,7 +119,7 @@ class Example(Protocol):
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
-    """Saves the seconds that a process needs to import torch."""
+    """Run examples in this process, which has already imported torch."""
 
     def run(name: str, folder: Path, code: int = 0) -> str:
         monkeypatch.chdir(folder)
@@ -125,6 +127,81 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return capsys.readouterr().out
 
     return run
+
+
+# ---- an output that cannot be written
+
+# Commands that print a result and change no file.
+PRINTING = (
+    *("check", "plan", "completion", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
+    *("ckpt interval", "data show", "run ls", "run watch", "run compare", "node check"),
+    *("slurm before", "slurm after", "generate"),
+)
+# Commands that write files, or train.
+WRITING = (
+    *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
+    *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run save", "run stop"),
+    *("node bench", "slurm init", "slurm watchdog"),
+)
+FULL_DISK = (
+    "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "
+    "free space. Send the output elsewhere.\n"
+)
+WITH_JSON = {"ckpt ls", "ckpt show", "ckpt verify", "data show", "run ls", "run compare"}
+
+
+def printing_words() -> list[str]:
+    """Return the words after `titan` of every printing command, and of every --help."""
+    examples = [example_of(name).removeprefix("titan ") for name in PRINTING]
+    of_json = [f"{example_of(name).removeprefix('titan ')} --json" for name in sorted(WITH_JSON)]
+    names = [command.name for command in cli.executable_commands()]
+    return [
+        "--help",
+        "--version",
+        "ckpt --help",
+        *examples,
+        *of_json,
+        *(f"{n} --help" for n in names),
+    ]
+
+
+def test_every_command_prints_or_writes() -> None:
+    names = [command.name for command in cli.executable_commands()]
+    assert sorted([*PRINTING, *WRITING]) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "num_messages"),
+    [(closed_pipe, 128 + signal.SIGPIPE, 0), (full_disk, 74, 1)],
+    ids=["closed pipe", "full disk"],
+)
+def test_a_command_ends_if_its_output_cannot_be_written(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    output: Callable[[], AbstractContextManager[int]],
+    code: int,
+    num_messages: int,
+) -> None:
+    monkeypatch.chdir(trained)
+    for name in ("outputs_a", "outputs_b"):
+        if not Path(name).exists():
+            Path(name).symlink_to("outputs")
+    for words in printing_words():
+        words, _, source = words.partition(" < ")
+        capsys.readouterr()
+        with (
+            open(source or os.devnull) as stdin,
+            output() as number,
+            open(number, "w", closefd=False) as stdout,
+            monkeypatch.context() as streams,
+        ):
+            streams.setattr(sys, "stdin", stdin)
+            streams.setattr(sys, "stdout", stdout)
+            assert cli.main(shlex.split(words)) == code, words
+        messages = capsys.readouterr().err
+        assert messages.count(FULL_DISK) == num_messages, words
+        assert "Traceback" not in messages and "Errno" not in messages, words
 
 
 # ---- titan train, check, generate
@@ -247,7 +324,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Answers as the Hub does for one model: its list of files, and each of them."""
+    """Serve one model as the Hub does: the list of its files, and each file."""
 
     protocol_version = "HTTP/1.1"
 
@@ -286,7 +363,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def local_hub() -> Iterator[str]:
-    """Start a server that answers as the Hub. Yields its address."""
+    """Start a server that replaces the Hub. Yields its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()

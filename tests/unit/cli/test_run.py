@@ -1,4 +1,4 @@
-"""`titan run ls|watch|save|stop`: reports on good and damaged run directories, and switch files."""
+"""`titan run ls|watch|save|stop`: reports on intact and damaged runs, and switch files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOW = 1_000_000.0
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Ten steps of 100, two seconds each; two checkpoints of 3 files an hour apart."""
+    """A run at step 10 of 100, with 2 s per step and two checkpoints an hour apart."""
     return write_run(tmp_path / "runs/a", NOW)
 
 
@@ -60,7 +60,7 @@ def write_run(folder: Path, now: float) -> Path:
     return folder
 
 
-def beat(
+def write_heartbeat(
     run: Path, rank: int, step: int, micro_batch: int, seconds: float, attempt: int = 2
 ) -> None:
     file = run / f"attempts/{attempt}/heartbeat/rank-{rank}.json"
@@ -82,18 +82,18 @@ def titan_run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[i
 
 def test_progress_and_time_left(run: Path) -> None:
     text = "\n".join(status.status_lines(run, NOW))
-    assert "step 10 of 100 (2 s ago), 640 tokens" in text, "the last row is half written"
+    assert "step 10 of 100 (2 s ago), 640 tokens" in text, "expected no half-written row"
     assert "loss 3.5000" in text
     assert "1,234 tokens/s on each device, 5.00 TFLOP/s, 41.2 % MFU, 7.50 GiB" in text
     assert "2 s per step: 3:00 min left" in text
     assert "ended" not in text and "ranks" not in text
 
 
-def test_ranks_are_grouped_by_position(run: Path) -> None:
-    beat(run, 0, step=99, micro_batch=9, seconds=0, attempt=1)  # of an earlier attempt
+def test_ranks_are_grouped_by_step_and_micro_batch(run: Path) -> None:
+    write_heartbeat(run, 0, step=99, micro_batch=9, seconds=0, attempt=1)  # of an earlier attempt
     for rank in (0, 1, 3):
-        beat(run, rank, step=11, micro_batch=2, seconds=1)
-    beat(run, 2, step=11, micro_batch=1, seconds=90)
+        write_heartbeat(run, rank, step=11, micro_batch=2, seconds=1)
+    write_heartbeat(run, 2, step=11, micro_batch=1, seconds=90)
     lines = status.heartbeat_lines(run, NOW)
     start = "1 of 4 ranks in step 11 micro-batch 1 train"
     assert lines[0] == f"{start}, last heartbeat up to 1:30 min ago: 2"
@@ -103,15 +103,15 @@ def test_ranks_are_grouped_by_position(run: Path) -> None:
 
 
 def test_a_malformed_heartbeat_is_ignored(run: Path) -> None:
-    beat(run, 0, step=11, micro_batch=2, seconds=1)
+    write_heartbeat(run, 0, step=11, micro_batch=2, seconds=1)
     for rank, content in enumerate(("{", "[]", "{}"), start=1):
         (run / f"attempts/2/heartbeat/rank-{rank}.json").write_text(content)
     (line,) = status.heartbeat_lines(run, NOW)
     assert line.startswith("1 of 1 ranks in step 11")
 
 
-def test_the_reason_of_the_end_is_shown(run: Path) -> None:
-    beat(run, 0, step=11, micro_batch=0, seconds=1e5)
+def test_watch_shows_why_a_run_ended(run: Path) -> None:
+    write_heartbeat(run, 0, step=11, micro_batch=0, seconds=1e5)
     (run / "exit.json").write_text('{"reason": "requeue", "code": 75, "step": 10}')
     text = "\n".join(status.status_lines(run, NOW))
     assert "ended at step 10: requeue (code 75)" in text and "SILENT" not in text
@@ -121,7 +121,7 @@ def test_the_reason_of_the_end_is_shown(run: Path) -> None:
     ("seconds", "text"),
     [(7, "7 s"), (306, "5:06 min"), (14_700, "4:05 h"), (273_900, "3 d 04:05 h")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_format_of_durations(seconds: float, text: str) -> None:
     assert status.format_clock(seconds) == text
 
 
@@ -134,7 +134,7 @@ def test_only_the_newest_rows_of_a_long_file_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["watch", "save", "stop"])
-def test_a_folder_that_is_not_a_run(
+def test_a_folder_that_is_not_a_run_is_refused(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = ["--once"] if verb == "watch" else []
@@ -173,7 +173,7 @@ def test_states_of_runs(run: Path) -> None:
     (done / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')
     silent = write_run(run.parent / "silent", NOW - 100)
     alive = write_run(run.parent / "zeta", NOW - 100)  # no new row, but a heartbeat
-    beat(alive, 0, step=11, micro_batch=0, seconds=5)
+    write_heartbeat(alive, 0, step=11, micro_batch=0, seconds=5)
     damaged = write_run(run.parent / "damaged", NOW)
     (damaged / "exit.json").write_text("[]")
     (run.parent / ".hidden").mkdir()
@@ -207,14 +207,16 @@ def test_ls_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (content["path"], content["loss"], content["checkpoint"]) == (str(run), "nan", 10)
 
 
-def test_ls_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_refuses_a_folder_without_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         code, text = titan_run(capsys, "ls", folder)
         assert code == 2 and text.startswith(f"{folder} contains no run")
 
 
-def test_ls_needs_little_time_and_no_torch(run: Path) -> None:
-    """Seconds of CPU time of one process, with the interpreter's start."""
+def test_ls_takes_half_a_second_without_torch(run: Path) -> None:
+    """CPU time of one process, including the start of the interpreter."""
     arguments = [sys.executable, "-X", "importtime", "-m", "torchtitan_like", "run", "ls", str(run)]
     log = run / "imports"
     with log.open("w") as file, open(os.devnull, "w") as null:
@@ -235,7 +237,7 @@ def test_ls_needs_little_time_and_no_torch(run: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["ls", "watch", "compare", "save", "stop"])
-def test_the_example_of_the_help_works(
+def test_the_example_in_the_help_works(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("outputs", "outputs_a", "outputs_b"):
@@ -262,10 +264,12 @@ def test_requests_reach_the_trainer(run: Path, capsys: pytest.CaptureFixture[str
     assert switches.read() == [Request.KILL] == switches.read()
     assert titan_run(capsys, "stop", run, "--clear")[0] == 0
     assert switches.read() == []
-    assert titan_run(capsys, "stop", run, "--clear")[0] == 0, "nothing to remove"
+    assert titan_run(capsys, "stop", run, "--clear")[0] == 0, (
+        "expected success without a file to remove"
+    )
 
 
-def test_switch_paths_of_the_configuration_are_used(
+def test_switch_paths_are_read_from_the_configuration(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = Resilience(kill_switch_path=str(tmp_path / "END"), save_switch_path="NOW")
@@ -277,7 +281,7 @@ def test_switch_paths_of_the_configuration_are_used(
     assert Switches(run, section).read() == [Request.KILL, Request.SAVE]
 
 
-def test_a_save_that_the_run_would_ignore_is_refused(
+def test_a_request_that_the_run_would_ignore_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')

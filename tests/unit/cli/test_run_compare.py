@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
 
 
 def write(folder: Path, num_steps: int, **changed: dict[int, Any]) -> str:
-    """Write a run. Rows equal those of other runs, except ``changed``: key -> step -> value."""
+    """Write a run. All runs are equal, except for ``changed``: key -> step -> value."""
     folder.mkdir()
     rows = []
     for step in range(1, num_steps + 1):
@@ -38,7 +38,7 @@ def write(folder: Path, num_steps: int, **changed: dict[int, Any]) -> str:
     return str(folder)
 
 
-def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_return_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write(tmp_path / "a", 5), write(tmp_path / "b", 7)]) == 0
     output = capsys.readouterr().out
     assert (
@@ -49,7 +49,7 @@ def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_loss           in no step of both" in output
 
 
-def test_the_first_difference_of_each_number(
+def test_the_first_difference_of_each_key_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = {"data_digest": {4: "ff", 5: "fe"}, "loss": {3: 4.0 / 3 * 1.5, 5: 0.8 * 1.25}}
@@ -69,7 +69,7 @@ def test_the_first_difference_of_each_number(
     assert "loss" not in capsys.readouterr().out.replace("max_loss", "")
 
 
-def test_only_the_loss_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_only_ignores_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / "a", 5), write(tmp_path / "b", 5, loss={2: float("nan")})]
     assert main([*runs, "--data-only"]) == 0
     assert main(runs) == 1
@@ -102,7 +102,9 @@ def test_a_half_written_last_row_is_ignored(tmp_path: Path) -> None:
     assert main(runs) == 0
 
 
-def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_common_steps_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([write(tmp_path / "a", 5), str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
@@ -123,7 +125,7 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ('{"loss": 1.0}', "has a row without step"),
     ],
 )
-def test_damaged_metrics(
+def test_damaged_metrics_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     runs = [write(tmp_path / "a", 2), write(tmp_path / "b", 2)]
@@ -133,10 +135,8 @@ def test_damaged_metrics(
     assert f"{runs[1]}/metrics.jsonl {message}" in capsys.readouterr().err
 
 
-def test_a_run_without_some_keys_is_compared_by_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run of another trainer may log step and loss only."""
+def test_missing_keys_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another trainer may log only step and loss."""
     (tmp_path / "b").mkdir()
     (tmp_path / "b/metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
     assert main([write(tmp_path / "a", 2), str(tmp_path / "b")]) == 0
@@ -187,7 +187,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_equal_environments(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_environments_return_0(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs / "a"), str(runs / "b/attempts/2"), "--environment"]) == 0
     output = capsys.readouterr().out.splitlines()
     assert {
@@ -210,7 +210,7 @@ def test_the_time_is_not_compared(runs: Path, capsys: pytest.CaptureFixture[str]
     assert "facts.json: 1 differences\n  torch\n    A 1.0\n    B " in output
 
 
-def test_environments_of_the_newest_attempts(
+def test_environments_of_the_newest_attempts_are_compared(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(runs / "a"), str(runs / "b"), "--environment"]) == 1
@@ -225,7 +225,7 @@ def test_environments_of_the_newest_attempts(
     assert "  hash of uncommitted.diff\n" in output
 
 
-def test_no_environment_to_compare(
+def test_a_folder_without_environment_is_refused(
     tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(runs / "a"), str(tmp_path), "--environment"]) == 2

@@ -33,13 +33,13 @@ def test_the_name_of_a_bundled_config_becomes_its_path(
     assert log == [f"Using the bundled configuration {BUNDLED}"]
 
 
-@pytest.mark.parametrize("config", ["nowhere.toml", "folder/debug_model.toml", "./mine.toml"])
-def test_any_other_path_stays(config: str) -> None:
+@pytest.mark.parametrize("config", ["nowhere.toml", "folder/debug_model.toml", "./my.toml"])
+def test_other_paths_do_not_change(config: str) -> None:
     log: list[str] = []
     assert with_config(config, [], log.append) == ["--job.config_file", config]
     assert log == []
 
 
-def test_a_file_of_the_user_wins(tmp_path: Path) -> None:
+def test_a_file_in_the_working_folder_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "debug_model.toml").write_text("")
     assert with_config("debug_model.toml", [], print)[1] == "debug_model.toml"

@@ -28,7 +28,9 @@ def parser_of(command: cli.Command) -> argparse.ArgumentParser:
     return parser
 
 
-def test_help_fits_on_one_screen_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_on_one_screen_and_names_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= SCREEN[0] and max(map(len, lines)) <= SCREEN[1]
@@ -38,14 +40,16 @@ def test_help_fits_on_one_screen_and_names_every_command(capsys: pytest.CaptureF
 
 def test_commands_of_a_group_are_listed_together() -> None:
     groups = [command.group for command in cli.COMMANDS]
-    changes = [group for group, previous in zip(groups, [None, *groups], strict=False) if group != previous]
+    changes = [
+        group for group, previous in zip(groups, [None, *groups], strict=False) if group != previous
+    ]
     assert len(changes) == len(set(groups))
     names = [command.name for command in cli.executable_commands()]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("command", cli.executable_commands(), ids=lambda command: command.name)
-def test_a_command_explains_itself_with_an_example(
+def test_the_help_of_a_command_has_an_example(
     command: cli.Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -62,9 +66,12 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("chekc", "Did you mean `titan check`?"), ("xyzzy", "Run `titan --help` for the list.")]
+    ("name", "remedy"),
+    [("chekc", "Did you mean `titan check`?"), ("xyzzy", "Run `titan --help` for the list.")],
 )
-def test_an_unknown_command_is_refused(name: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(
+    name: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([name]) == 2
     assert capsys.readouterr().err == f"titan: there is no command {name!r}. {remedy}\n"
 
@@ -97,21 +104,25 @@ WITHOUT_TORCH = [
     ("torchtitan_like", "data tiny model --help"),
     ("torchtitan_like", "data train-tokenizer --help"),
     ("torchtitan_like", "ckpt ls tests/assets/checkpoints/v2"),
+    ("torchtitan_like", "ckpt show tests/assets/checkpoints/v2/step-3"),
     ("torchtitan_like", "ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"),
 ]
 
 
-@pytest.mark.parametrize(("program", "words"), WITHOUT_TORCH)
-def test_these_import_no_torch(program: str, words: str) -> None:
+@pytest.mark.parametrize(("program", "line"), WITHOUT_TORCH)
+def test_commands_start_without_torch(program: str, line: str) -> None:
     code = (
-        f"import sys, runpy; sys.argv[1:] = {shlex.split(words)}\n"
+        f"import sys, runpy; sys.argv[1:] = {shlex.split(line)}\n"
         f"try: runpy.run_module({program!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "sys.exit(bool({'torch', 'numpy', 'datasets', 'pyarrow'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert any(text in done.stdout for text in ("usage:", "[training]", "_titan()", "step-3", "steps"))
+    assert any(
+        text in done.stdout
+        for text in ("usage:", "[training]", "_titan()", "step-3", "steps", "tensors")
+    )
 
 
 def test_a_command_with_verbs_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,24 +131,52 @@ def test_a_command_with_verbs_lists_them(capsys: pytest.CaptureFixture[str]) -> 
     assert captured.startswith("usage: titan ckpt COMMAND") and "  ckpt verify" in captured
     assert cli.main(["ckpt"]) == 2
     assert cli.main(["ckpt", "verfy"]) == 2
-    assert "titan ckpt: there is no command 'verfy'. Did you mean `titan ckpt verify`?" in capsys.readouterr().err
+    assert (
+        "titan ckpt: there is no command 'verfy'. Did you mean `titan ckpt verify`?"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["completion", "bash"]])
-def test_a_closed_pipe_ends_a_command_quietly(words: list[str], tmp_path: Path) -> None:
-    """As in `titan train --help | head`."""
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [
+        (closed_pipe, 128 + signal.SIGPIPE, ""),
+        (full_disk, 74, "Cannot write to stdout: No space left on device."),
+    ],
+    ids=["closed pipe", "full disk"],
+)
+def test_an_output_that_cannot_be_written_ends_a_process(
+    words: list[str],
+    output: Callable[[], AbstractContextManager[int]],
+    code: int,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    """As in `titan train --help | head`. `test_examples.py` runs all commands in one process."""
     command = [sys.executable, "-m", "torchtitan_like", *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with closed_pipe() as stdout:
-        done = subprocess.run(command, cwd=tmp_path, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    with output() as stdout:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == code
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == bool(message)
 
 
 @pytest.mark.parametrize("output", [closed_pipe, full_disk])
 def test_a_broken_configuration_returns_78_without_stderr(
     output: Callable[[], AbstractContextManager[int]],
 ) -> None:
-    command = [sys.executable, "-m", "torchtitan_like", "check", "debug_model.toml", "--no.key", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_like",
+        "check",
+        "debug_model.toml",
+        "--no.key",
+        "1",
+    ]
     with output() as stderr:
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr)
     assert (done.returncode, done.stdout) == (78, b"")

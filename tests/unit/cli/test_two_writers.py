@@ -1,4 +1,4 @@
-"""Two commands write one output at the same time: one completes it, the other refuses clearly."""
+"""If two commands write one output, one completes it and the other one refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ckpt(arguments: list[str]) -> int:
 
 @dataclass
 class Writers:
-    """A command that several threads run at once on one output."""
+    """A command that several threads run on one output at the same time."""
 
     main: Callable[[list[str]], int]
     arguments: list[str]
@@ -71,14 +71,17 @@ def writers(request: pytest.FixtureRequest, step: Path, tmp_path: Path) -> Write
 def pause_first_writer(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
 ) -> tuple[threading.Event, threading.Event]:
-    """Stop the first writer before or after `owner.name`. Returns (it has arrived, it may go on)."""
-    arrived, may_go_on = threading.Event(), threading.Event()
+    """Pause the first writer before or after `owner.name`.
+
+    Returns two events: the writer has arrived, and it may continue.
+    """
+    arrived, may_continue = threading.Event(), threading.Event()
     original = getattr(owner, name)
 
     def pause() -> None:
-        if threading.current_thread().name == FIRST and not may_go_on.is_set():
+        if threading.current_thread().name == FIRST and not may_continue.is_set():
             arrived.set()
-            assert may_go_on.wait(WAIT_SECONDS)
+            assert may_continue.wait(WAIT_SECONDS)
 
     def paused(*args: Any, **options: Any) -> Any:
         if when == "before":
@@ -89,7 +92,7 @@ def pause_first_writer(
         return result
 
     monkeypatch.setattr(owner, name, paused)
-    return arrived, may_go_on
+    return arrived, may_continue
 
 
 def start(main: Callable[[], int], codes: dict[str, int], name: str) -> threading.Thread:
@@ -106,19 +109,19 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_second_writer_refuses_and_the_first_one_completes(
+def test_the_first_writer_completes_and_the_second_one_refuses(
     writers: Writers,
     point: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arrived, may_go_on = pause_first_writer(monkeypatch, *POINTS[point])
+    arrived, may_continue = pause_first_writer(monkeypatch, *POINTS[point])
     codes: dict[str, int] = {}
     first = start(lambda: writers.main(writers.arguments), codes, FIRST)
     assert arrived.wait(WAIT_SECONDS)
     assert writers.main(writers.arguments) == 2
     assert "belongs to a process that is alive" in capsys.readouterr().err
-    may_go_on.set()
+    may_continue.set()
     first.join(WAIT_SECONDS)
     assert codes == {FIRST: 0}
     writers.assert_complete()
@@ -127,10 +130,10 @@ def test_a_second_writer_refuses_and_the_first_one_completes(
 def test_two_offloads_do_not_remove_steps_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each copies to an archive of its own."""
+    """They copy to different archives."""
     folder = tmp_path / "run"
     make_steps(folder, "10", "20", "30")
-    arrived, may_go_on = pause_first_writer(monkeypatch, shutil, "rmtree", "before")
+    arrived, may_continue = pause_first_writer(monkeypatch, shutil, "rmtree", "before")
     codes: dict[str, int] = {}
 
     def offload(archive: str) -> int:
@@ -140,7 +143,7 @@ def test_two_offloads_do_not_remove_steps_together(
     assert arrived.wait(WAIT_SECONDS)
     assert offload("b") == 2
     assert "only one offload may remove" in capsys.readouterr().err
-    may_go_on.set()
+    may_continue.set()
     first.join(WAIT_SECONDS)
     assert codes == {FIRST: 0} and os.listdir(folder) == ["step-30"]
     assert offload("b") == 0
@@ -158,21 +161,21 @@ def test_writers_that_start_at_any_time_leave_one_complete_output(
     for thread in threads:
         thread.join(WAIT_SECONDS)
     output = capsys.readouterr().err
-    is_offload = writers.arguments[0] == "offload"  # a later one finds everything copied
+    is_offload = writers.arguments[0] == "offload"  # a later offload has nothing to copy
     assert sorted(codes.values()) in ([[0, 2]] + [[0, 0]] * is_offload), output
     assert 2 not in codes.values() or any(words in output for words in REFUSALS), output
     writers.assert_complete()
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "missing file"])
-def test_an_export_damaged_while_it_is_written_is_not_published(
+def test_an_export_damaged_during_writing_is_not_published(
     step: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fault: str,
 ) -> None:
-    """By a faulty disk, or a program that removes files."""
+    """A faulty disk or another program may damage files."""
 
     def damage(write: Callable[..., Any]) -> Callable[..., Any]:
         def write_and_damage(folder: Path, *args: Any, **options: Any) -> Any:
@@ -184,9 +187,7 @@ def test_an_export_damaged_while_it_is_written_is_not_published(
         return write_and_damage
 
     monkeypatch.setattr(export, "write_model", damage(export.write_model))
-    monkeypatch.setattr(
-        convert, "write_model", damage(convert.write_model)
-    )
+    monkeypatch.setattr(convert, "write_model", damage(convert.write_model))
     out = tmp_path / "out" / "model"
     to_hf = ["convert", str(step), str(out), "--to", "hf"]
     assert ckpt(["export", str(step), str(out)]) == 2

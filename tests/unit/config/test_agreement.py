@@ -1,4 +1,4 @@
-"""Ranks with different settings end together and name them. Each node may have paths of its own."""
+"""All ranks refuse settings that differ between ranks, except for paths."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torchtitan_like.config.agreement import check_agreement, shared_settings
 from torchtitan_like.config.fields import all_settings
 
 
-def compared(one: str, other: str) -> str:
-    """Return the error of the first of two ranks. Each has the settings of one command line."""
+def error_of(one: str, other: str) -> str:
+    """Return the error of rank 0 if two ranks have these command lines."""
     first, second = (load_config(line.split()) for line in (one, other))
 
     def gather(value: Any) -> list[Any]:
@@ -26,18 +26,24 @@ def compared(one: str, other: str) -> str:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ("--optimizer.lr 0.1", "optimizer.lr = 0.0008: expected the same on every rank; rank 1 has 0.1"),
+        (
+            "--optimizer.lr 0.1",
+            "optimizer.lr = 0.0008: expected the same on every rank; rank 1 has 0.1",
+        ),
         ("--model.args.dim 64", "model.args.dim: expected the same on every rank; rank 1 has 64"),
-        ("--data.sources.a.path x", "data.sources.a.weight: expected the same on every rank; rank 1 has 1.0"),
+        (
+            "--data.sources.a.path x",
+            "data.sources.a.weight: expected the same on every rank; rank 1 has 1.0",
+        ),
         ("--debug.seed 1", "debug.seed: expected the same on every rank; rank 1 has 1"),
     ],
 )
-def test_different_settings_are_reported_by_name(other: str, message: str) -> None:
-    assert message in compared("--training.steps 3", f"--training.steps 3 {other}")
+def test_a_different_setting_is_reported(other: str, message: str) -> None:
+    assert message in error_of("--training.steps 3", f"--training.steps 3 {other}")
 
 
-def test_only_the_order_of_sources_matters() -> None:
-    """500000 equals 500000.0."""
+def test_the_order_of_settings_may_differ_except_for_sources() -> None:
+    """Integers equal floats: 500000 and 500000.0."""
     one, other = (
         "--model.args.dim 256 --model.args.rope_theta 500000",
         "--model.args.rope_theta 500000.0 --model.args.dim 256",
@@ -47,9 +53,12 @@ def test_only_the_order_of_sources_matters() -> None:
         first,
         lambda value: [value, shared_settings(second) if isinstance(value, dict) else b"another"],
     )
-    one, other = (f"--validation.sources.{a}.path x --validation.sources.{b}.path x" for a, b in ("ab", "ba"))
-    assert 'validation.sources = ["a", "b"]: expected the same on every rank; rank 1 has ["b", "a"]' in compared(
-        one, other
+    one, other = (
+        f"--validation.sources.{a}.path x --validation.sources.{b}.path x" for a, b in ("ab", "ba")
+    )
+    assert (
+        'validation.sources = ["a", "b"]: expected the same on every rank; rank 1 has ["b", "a"]'
+        in error_of(one, other)
     )
 
 
@@ -60,7 +69,9 @@ def test_each_node_may_have_its_own_paths() -> None:
 
 
 def test_all_other_settings_are_compared() -> None:
-    keys = {setting.key for setting in all_settings() if "<" not in setting.key and not setting.is_free}
+    keys = {
+        setting.key for setting in all_settings() if "<" not in setting.key and not setting.is_free
+    }
     keys -= {"data.sources", "validation.sources"}
     may_differ = {key.rsplit(".", 1)[1] for key in keys - shared_settings(load_config([])).keys()}
     assert may_differ == {

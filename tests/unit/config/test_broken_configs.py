@@ -1,4 +1,4 @@
-"""Every problem is reported before the job starts: key, value, expectation, remedy, all at once."""
+"""Every problem is reported before the job starts, with key, value, expectation and remedy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CASES = [
            origin="command line"),
     Broken("small number in quotes", '[optimizer]\nlr = "1e-3"', [("optimizer.lr", "remove the quotes: 1e-3")]),
     Broken("fraction for a count", "[training]\nsteps = 3.5", [("training.steps", "expected an integer > 0")]),
-    Broken("word for a switch", '[checkpoint]\nenable = "yes"', [("checkpoint.enable", "expected true or false")]),
-    Broken("switch for a number", "[optimizer]\nlr = true", [("optimizer.lr", "expected a number > 0")]),
+    Broken("word for a boolean", '[checkpoint]\nenable = "yes"', [("checkpoint.enable", "expected true or false")]),
+    Broken("boolean for a number", "[optimizer]\nlr = true", [("optimizer.lr", "expected a number > 0")]),
     Broken("not a finite number", "[optimizer]\nlr = inf", [("optimizer.lr", "expected a number > 0")]),
     Broken(
         "string for a list",
@@ -52,7 +52,7 @@ CASES = [
     Broken("bad choice in a list", '[compile]\ncomponents = ["modell"]',
            [("compile.components", 'did you mean "model"?')]),
     Broken("out of range", "[training]\nsteps = -3", [("training.steps", "= -3: expected an integer > 0")]),
-    Broken("zero where -1 is meant", "[parallelism]\ndata_parallel_shard_degree = 0",
+    Broken("zero instead of -1", "[parallelism]\ndata_parallel_shard_degree = 0",
            [("parallelism.data_parallel_shard_degree", "expected -1 or an integer > 0")]),
     Broken("only one checkpoint kept", "[checkpoint]\nkeep_latest_k = 1",
            [("checkpoint.keep_latest_k", "expected 0 or an integer >= 2")]),
@@ -71,13 +71,13 @@ CASES = [
            [("data.sources.wiki.path", "add `path = ...`")]),
     Broken("sources without a weight", '[data.sources.wiki]\npath = "tests/assets/tokenizer/tokenizer.json"\nweight = 0',
            [("data.sources", "give one source a weight")]),
-    Broken("weights without order",
+    Broken("unordered weight steps",
            '[data.sources.wiki]\npath = "tests/assets/tokenizer/tokenizer.json"\nweight_from = [[20, 1.0], [10, 2.0]]',
            [("data.sources.wiki.weight_from", "in order of the steps")]),
     Broken("a weight that is not a number",
            '[data.sources.wiki]\npath = "tests/assets/tokenizer/tokenizer.json"\nweight_from = [[20, "much"]]',
            [("data.sources.wiki.weight_from", "a list of pairs, [[step, weight], ...]")]),
-    Broken("skipped steps without an end", "[training]\nskip_steps = [[100]]",
+    Broken("skipped steps without a last step", "[training]\nskip_steps = [[100]]",
            [("training.skip_steps", "pairs of steps, 1 <= first <= last")]),
     Broken("skipped steps that are not pairs", "[training]\nskip_steps = [100]",
            [("training.skip_steps", "a list of pairs of steps, [[first, last], ...]")]),
@@ -89,7 +89,7 @@ CASES = [
            [("training.global_batch_size", "4 x 2 = 8")]),
     Broken("missing tokenizer", '[model]\nhf_assets_path = "./nowhere"',
            [("model.hf_assets_path", "there is nothing at nowhere below")]),
-    Broken("missing text", '[training]\ndataset_path = "./nowhere.txt"',
+    Broken("missing dataset", '[training]\ndataset_path = "./nowhere.txt"',
            [("training.dataset_path", "there is nothing at nowhere.txt below")]),
     Broken("glob without files", '[data.sources.wiki]\npath = "./no/*.jsonl"',
            [("data.sources.wiki.path", "there is nothing at")]),
@@ -102,7 +102,7 @@ CASES = [
     Broken("unknown model", '[model]\nname = "llama33"', [("model.name", "'llama3'")]),
     Broken("unknown flavor", '[model]\nflavor = "debugmodl"', [("model.flavor", 'did you mean "debugmodel"?')]),
     Broken("unknown model argument", "[model.args]\ndimm = 128", [("model.args", "(perhaps 'dim')")]),
-    Broken("heads do not divide the width", "[model.args]\nn_heads = 7",
+    Broken("heads do not divide the dimension", "[model.args]\nn_heads = 7",
            [("model.args", "expected a multiple of 2 x n_heads = 14")]),
     Broken("kv heads do not divide the heads", "[model.args]\nn_kv_heads = 3",
            [("model.args", "expected a divisor of n_heads = 16")]),
@@ -117,8 +117,8 @@ CASES = [
     Broken("layout does not fit the world", "[parallelism]\ndata_parallel_shard_degree = 3",
            [("parallelism", "but the world has 2 ranks")]),
     Broken("missing base", 'extends = "nowhere.toml"', [("extends", "contains: broken.toml")]),
-    Broken("base is not a path", "extends = 3", [("extends", "the path of one TOML file")]),
-    Broken("extends itself", 'extends = "broken.toml"', [("extends", "broken.toml -> broken.toml")]),
+    Broken("base that is not a path", "extends = 3", [("extends", "the path of one TOML file")]),
+    Broken("file that extends itself", 'extends = "broken.toml"', [("extends", "broken.toml -> broken.toml")]),
     Broken("TOML syntax", "[training]\nsteps = \n", [("", "valid TOML; Invalid value (at line 2, column 9)")]),
     Broken("accumulation with the optimizer in backward",
            "[optimizer]\nearly_step_in_backward = true\n[training]\nglobal_batch_size = 32",
@@ -135,14 +135,14 @@ CASES = [
            [("resilience.max_runtime_minutes", 'a number of minutes >= 0 and <= 100000000, or "auto"')]),
     Broken("a timeout of too many seconds", "[comm]\ninit_timeout_seconds = 100_000_000_000_000",
            [("comm.init_timeout_seconds", "an integer > 0 and <= 1000000000")]),
-    Broken("a run that ends after all valid dates", "[resilience]\nmax_runtime_minutes = 1e12",
+    Broken("a run time beyond all valid dates", "[resilience]\nmax_runtime_minutes = 1e12",
            [("resilience.max_runtime_minutes", "a number of minutes >= 0 and <= 100000000")]),
     Broken("traced steps below one", "[debug]\ndetect_overflow = true\ntrace_batch_nums = [0]",
            [("debug.trace_batch_nums", "which are counted from 1")]),
-    Broken("recording of partly recomputed blocks",
+    Broken("debug mode with selective recomputation",
            '[activation_checkpoint]\nselective_ac_option = "op"\ndebug = true',
            [("activation_checkpoint.debug", 'or selective_ac_option = "1"')]),
-    Broken("recording inside compiled code",
+    Broken("debug mode with compiled code",
            '[activation_checkpoint]\nmode = "full"\ndebug = true\n[compile]\nenable = true',
            [("activation_checkpoint.debug", "set it to false, or compile.enable = false")]),
     Broken("memory budget without a partitioner",
@@ -162,7 +162,7 @@ CASES = [
            origin="command line"),
     Broken("CLI: no value", "", [("training.steps", "write --training.steps VALUE")], ("--training.steps",),
            origin="command line"),
-    Broken("CLI: word without a flag", "", [("", 'not the word "now"')], ("--checkpoint.enable", "now"),
+    Broken("CLI: word without an option", "", [("", 'not the word "now"')], ("--checkpoint.enable", "now"),
            origin="command line"),
     Broken("CLI: bytes that are not UTF-8", "", [("", r'UTF-8 text, not "--job.dump_folder=\xff"')],
            ("--job.dump_folder=\udcff",), origin="command line"),
@@ -171,7 +171,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def problems_of(tmp_path: Path, toml: str, arguments: tuple[str, ...] = (), world_size: int = 2) -> list[Problem]:
+def problems_of(
+    tmp_path: Path, toml: str, arguments: tuple[str, ...] = (), world_size: int = 2
+) -> list[Problem]:
     file = tmp_path / "broken.toml"
     file.write_text(toml)
     with pytest.raises(ConfigError) as caught:
@@ -180,17 +182,23 @@ def problems_of(tmp_path: Path, toml: str, arguments: tuple[str, ...] = (), worl
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_broken_config(case: Broken, tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_config_is_refused(
+    case: Broken, tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(repo_root)
     problems = problems_of(tmp_path, case.toml, case.arguments, case.world_size)
-    assert sorted(problem.key for problem in problems) == sorted(key for key, _ in case.expected), problems
+    assert sorted(problem.key for problem in problems) == sorted(key for key, _ in case.expected), (
+        problems
+    )
     for key, part in case.expected:
         assert any(problem.key == key and part in str(problem) for problem in problems), problems
     assert all(problem.origin.endswith(case.origin) for problem in problems)
 
 
-def test_all_problems_are_reported_together(tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema, conflicts within a section, layout, model, files and the command line in one round."""
+def test_all_problems_are_reported_together(
+    tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One error covers schema, sections, layout, model, files and the command line."""
     monkeypatch.chdir(repo_root)
     toml = """
         [training]
@@ -219,13 +227,13 @@ def test_all_problems_are_reported_together(tmp_path: Path, repo_root: Path, mon
 def test_a_refused_value_causes_no_other_problem(
     tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules do not read the default of a refused value: 30 is not a multiple of 2 x 8."""
+    """Rules skip refused values. With the default of 8, 30 would also break a rule."""
     monkeypatch.chdir(repo_root)
     problems = problems_of(tmp_path, '[training]\nlocal_batch_size = "5"\nglobal_batch_size = 30')
     assert [problem.key for problem in problems] == ["training.local_batch_size"]
 
 
-def test_circle_of_three_files(tmp_path: Path) -> None:
+def test_a_circle_of_three_files_is_refused(tmp_path: Path) -> None:
     for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
         (tmp_path / f"{name}.toml").write_text(f'extends = "{base}.toml"')
     with pytest.raises(ConfigError, match=r"b\.toml -> c\.toml -> b\.toml"):
@@ -238,6 +246,6 @@ def test_a_missing_config_file_lists_the_files_in_its_folder(tmp_path: Path) -> 
         load_checked(["--job.config_file", str(tmp_path / "debgu.toml")], None, training=False)
 
 
-def test_text_of_a_problem() -> None:
+def test_format_of_a_problem() -> None:
     problem = Problem("training.steps", -3, "an integer > 0", "use 10", "debug.toml")
     assert str(problem) == "debug.toml: training.steps = -3: expected an integer > 0 -> use 10"

@@ -14,16 +14,38 @@ from torchtitan_like.config.sections_scale import Checkpoint
 HF_LAST, FULL_LAST = "--last_save_in_hf", "--no_last_save_model_only"
 SEED, ON = "--create_seed_checkpoint", "--enable"
 
-# One line for each rule, in their order: the arguments in addition to `--enable`, the key
-# to blame, words of the remedy.
+# One row per rule, in the order of the rules: arguments in addition to `--enable`, reported key,
+# part of the remedy.
 CONTRADICTIONS = [
     (f"{HF_LAST} {FULL_LAST}", "last_save_in_hf", "set checkpoint.last_save_model_only = true"),
     (f"--export_dtype bfloat16 {FULL_LAST}", "export_dtype", "leave export_dtype out"),
-    ("--initial_load_in_hf --no_initial_load_model_only", "initial_load_model_only", "initial_load_model_only = true"),
-    ("--initial_load_in_hf_quantized", "initial_load_in_hf_quantized", "set checkpoint.initial_load_in_hf = true"),
+    (
+        "--initial_load_in_hf --no_initial_load_model_only",
+        "initial_load_model_only",
+        "initial_load_model_only = true",
+    ),
+    (
+        "--initial_load_in_hf_quantized",
+        "initial_load_in_hf_quantized",
+        "set checkpoint.initial_load_in_hf = true",
+    ),
+    ("--initial_load_upcycle", "initial_load_upcycle", "the path of a dense checkpoint"),
+    (
+        "--initial_load_upcycle --initial_load_path x --no_initial_load_model_only",
+        "initial_load_model_only",
+        "initial_load_model_only = true",
+    ),
     ("--start warm", "start", "set checkpoint.initial_load_path"),
-    ("--start warm --initial_load_path x --no_initial_load_model_only", "initial_load_model_only", 'start = "auto"'),
-    ("--start warm --initial_load_path x --exclude_from_loading model", "exclude_from_loading", 'start = "scratch"'),
+    (
+        "--start warm --initial_load_path x --no_initial_load_model_only",
+        "initial_load_model_only",
+        'start = "auto"',
+    ),
+    (
+        "--start warm --initial_load_path x --exclude_from_loading model",
+        "exclude_from_loading",
+        'start = "scratch"',
+    ),
     ("--start scratch --initial_load_path x", "start", 'set checkpoint.start = "warm"'),
     ("--start scratch --load_step 5", "load_step", 'set checkpoint.start = "resume"'),
     (f"--no_enable {SEED}", "create_seed_checkpoint", "set checkpoint.enable = true"),
@@ -33,9 +55,13 @@ CONTRADICTIONS = [
     (f"{SEED} --load_step 5", "load_step", "remove one of the two settings"),
     ("--interval 10 --keep_every 25", "keep_every", "set it to a multiple"),
     ("--folder s3://bucket/run", "folder", "titan ckpt offload"),
-    ("--initial_load_path gs://bucket/step-5", "initial_load_path", "copy that checkpoint to a local or shared folder first"),
+    (
+        "--initial_load_path gs://bucket/step-5",
+        "initial_load_path",
+        "copy that checkpoint to a local or shared folder first",
+    ),
 ]
-# More ways to break a row.
+# More contradictions.
 OTHERS = [
     ("--start scratch --initial_load_in_hf", "start", "or remove them"),
     ("--start warm --initial_load_path=", "start", "set checkpoint.initial_load_path"),
@@ -56,12 +82,14 @@ def arguments(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS + OTHERS)
-def test_contradictions(line: str, key: str, remedy: str) -> None:
+def test_contradictions_are_refused(line: str, key: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(arguments(line if "--no_enable" in line else f"{ON} {line}"))
     keys = [problem.key for problem in caught.value.problems]
     assert f"checkpoint.{key}" in keys
-    (problem,) = [problem for problem in caught.value.problems if problem.key == f"checkpoint.{key}"]
+    (problem,) = [
+        problem for problem in caught.value.problems if problem.key == f"checkpoint.{key}"
+    ]
     assert remedy in problem.remedy and "\n" not in str(problem)
 
 
@@ -72,22 +100,31 @@ def test_every_rule_has_a_case() -> None:
     assert len({rule.name for rule in CHECKPOINT_RULES}) == len(CHECKPOINT_RULES)
 
 
-def test_a_run_folder_is_not_a_uri() -> None:
-    with pytest.raises(ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*offload"):
+def test_a_uri_as_run_folder_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*offload"
+    ):
         load_config(["--job.dump_folder", "s3://bucket"])
 
 
-def saves() -> Iterator[tuple[str, bool]]:
-    """Yield arguments for async x HF x weights-only x dtype x HF exports, and True if they are valid."""
-    choices = ("disabled", "async", "async_with_pinned_mem"), ("", HF_LAST), ("", FULL_LAST), ("", "bfloat16"), (0, 5)
+def save_settings() -> Iterator[tuple[str, bool]]:
+    """Yield arguments for async x HF x weights-only x dtype x exports, and if they are valid."""
+    choices = (
+        ("disabled", "async", "async_with_pinned_mem"),
+        ("", HF_LAST),
+        ("", FULL_LAST),
+        ("", "bfloat16"),
+        (0, 5),
+    )
     for mode, hf, full, dtype, hf_interval in product(*choices):
-        line = f"{ON} --async_mode {mode} {hf} {full} {f'--export_dtype {dtype}' * bool(dtype)} --hf_interval {hf_interval}"
+        export = f"--export_dtype {dtype}" * bool(dtype)
+        line = f"{ON} --async_mode {mode} {hf} {full} {export} --hf_interval {hf_interval}"
         yield line, not full or not (hf or (dtype and not hf_interval))
 
 
-@pytest.mark.parametrize(("line", "is_right"), list(saves()))
-def test_saves(line: str, is_right: bool) -> None:
-    if is_right:
+@pytest.mark.parametrize(("line", "is_valid"), list(save_settings()))
+def test_combinations_of_save_settings(line: str, is_valid: bool) -> None:
+    if is_valid:
         assert load_config(arguments(line)).checkpoint.enable
     else:
         with pytest.raises(ConfigError):
@@ -113,11 +150,11 @@ def test_saves(line: str, is_right: bool) -> None:
         "--start scratch --initial_load_path=",
     ],
 )
-def test_valid_combinations(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     load_config(arguments(line))
 
 
-# What switches off the feature that a rule is about, by the key to blame.
+# Arguments that disable the feature of a rule, by reported key.
 LOADS_OWN_STEP = "--start resume"
 OFF = {
     "last_save_in_hf": "--load_only",
@@ -125,6 +162,7 @@ OFF = {
     "keep_every": "--load_only",
     "initial_load_path": LOADS_OWN_STEP,
     "initial_load_in_hf_quantized": LOADS_OWN_STEP,
+    "initial_load_upcycle": LOADS_OWN_STEP,
 }
 
 

@@ -1,4 +1,4 @@
-"""Help and reference are written from the schema."""
+"""Help and reference are generated from the schema."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: titan train X.toml") and text.endswith(help_text())
-    missing = [s.key for s in all_settings() if not s.is_named_tables and f"  --{s.key}" not in text]
+    missing = [
+        s.key for s in all_settings() if not s.is_named_tables and f"  --{s.key}" not in text
+    ]
     assert missing == []
     assert "one of " in text and "default: 0.0008." in text

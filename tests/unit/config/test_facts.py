@@ -1,4 +1,4 @@
-"""Every setting declares its facts: what it affects, what it needs, and if ranks may differ."""
+"""Every setting declares its facts: effect on checkpoints, requirements, agreement of ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchtitan_like.config.fields import Setting, all_settings, settings_of
 from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.schema import JobConfig
 
-# Their new settings may change on resume without a word. A new setting of any other section must
-# declare what it affects, or is refused with the state of its section.
+# New settings of these sections may change on resume without a warning. A new setting of any other
+# section must declare what it affects. Otherwise a change is refused as a change of its section.
 SECTIONS_WITHOUT_STATE = {
     "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Data", "DataLoader", "DataSource", "FaultTolerance",
     "Job", "Loss", "MemoryEstimation", "Metrics", "Parallelism", "Profiling", "Resilience", "Validation",
@@ -46,7 +46,7 @@ def test_a_setting_without_a_declared_state_is_an_error(monkeypatch: pytest.Monk
         _ = seed.affects
 
 
-def test_a_setting_has_the_needs_of_its_sections_and_then_its_own() -> None:
+def test_needs_of_sections_precede_needs_of_the_setting() -> None:
     needs = {setting.key: list(map(str, setting.needs)) for setting in all_settings()}
     assert needs["validation.dataloader.prefetch_factor"] == [
         "validation.enable = true",
@@ -57,7 +57,7 @@ def test_a_setting_has_the_needs_of_its_sections_and_then_its_own() -> None:
     assert needs["checkpoint.keep_every"] == [
         "checkpoint.enable = true",
         "checkpoint.keep_latest_k > 0: nothing is deleted",
-        "checkpoint.load_only = false: nothing is saved",
+        "checkpoint.load_only = false: the run saves no checkpoints",
     ]
 
 
@@ -67,10 +67,12 @@ def test_the_first_unmet_need_is_reported() -> None:
     assert messages["checkpoint.keep_every"].endswith("it needs checkpoint.enable = true")
     line = "--checkpoint.enable --checkpoint.keep_every 1000 --checkpoint.load_only"
     config = load_config(line.split())
-    assert not list(without_effect(config))  # both were written in the same layer
+    assert not list(without_effect(config))  # the same layer sets both
     (problem,) = without_effect(config, every_layer=True)
     assert problem.key == "checkpoint.keep_every"
-    assert problem.expected.endswith("it needs checkpoint.load_only = false: nothing is saved")
+    assert problem.expected.endswith(
+        "it needs checkpoint.load_only = false: the run saves no checkpoints"
+    )
 
 
 def test_conditions_of_needs() -> None:

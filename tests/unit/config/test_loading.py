@@ -1,4 +1,4 @@
-"""Files and arguments become one configuration."""
+"""Files and arguments are merged into one configuration."""
 
 from __future__ import annotations
 
@@ -66,20 +66,32 @@ ARGUMENTS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("line", "key", "value"), ARGUMENTS)
-def test_command_line(line: str, key: str, value: Any) -> None:
+def test_arguments_are_parsed(line: str, key: str, value: Any) -> None:
     loaded = load_config(line.split(" ")).value_of(key)
     assert (loaded, type(loaded)) == (value, type(value))
 
 
 ALIASES: list[tuple[str, str, Any]] = [
     ("[checkpoint]\nenable_checkpoint = true", "checkpoint.enable", True),
-    ("[checkpoint]\nlast_save_model_weights_only = false", "checkpoint.last_save_model_only", False),
-    ("[checkpoint]\ninitial_load_model_weights_only = false", "checkpoint.initial_load_model_only", False),
+    (
+        "[checkpoint]\nlast_save_model_weights_only = false",
+        "checkpoint.last_save_model_only",
+        False,
+    ),
+    (
+        "[checkpoint]\ninitial_load_model_weights_only = false",
+        "checkpoint.initial_load_model_only",
+        False,
+    ),
     ("[checkpoint]\nlast_save_in_safetensors_format = true", "checkpoint.last_save_in_hf", True),
     ("[training]\nbatch_size = 4", "training.local_batch_size", 4),
     ("[training]\ncompile = true", "compile.enable", True),
     ("[experimental]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree", 2),
-    ('[experimental]\npipeline_parallel_schedule = "GPipe"', "parallelism.pipeline_parallel_schedule", "GPipe"),
+    (
+        '[experimental]\npipeline_parallel_schedule = "GPipe"',
+        "parallelism.pipeline_parallel_schedule",
+        "GPipe",
+    ),
     ("[training]\ntensor_parallel_degree = 2", "parallelism.tensor_parallel_degree", 2),
     ("[float8]\nemulate = true", "quantize.linear.float8.emulate", True),
     ('[model]\nconverters = ["float8"]', "model.converters", ["quantize.linear.float8"]),
@@ -87,7 +99,9 @@ ALIASES: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("toml", "key", "value"), ALIASES)
-def test_older_names_are_accepted_with_a_notice(toml: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_older_names_are_accepted_with_a_notice(
+    toml: str, key: str, value: Any, tmp_path: Path
+) -> None:
     (tmp_path / "old.toml").write_text(toml)
     config = load_config(["--job.config_file", str(tmp_path / "old.toml")])
     assert config.value_of(key) == value
@@ -99,9 +113,15 @@ def test_older_names_are_accepted_with_a_notice(toml: str, key: str, value: Any,
 def test_precedence_and_origin(tmp_path: Path) -> None:
     """Command line > file > extended file (relative to the file that extends it) > default."""
     (tmp_path / "bases").mkdir()
-    (tmp_path / "bases/root.toml").write_text("[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\n[model.args]\ndim = 1")
-    (tmp_path / "bases/base.toml").write_text('extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 2')
-    (tmp_path / "top.toml").write_text('extends = "bases/base.toml"\n[training]\nsteps = 3\n[model.args]\nn_layers = 3')
+    (tmp_path / "bases/root.toml").write_text(
+        "[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\n[model.args]\ndim = 1"
+    )
+    (tmp_path / "bases/base.toml").write_text(
+        'extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 2'
+    )
+    (tmp_path / "top.toml").write_text(
+        'extends = "bases/base.toml"\n[training]\nsteps = 3\n[model.args]\nn_layers = 3'
+    )
     top = str(tmp_path / "top.toml")
     config = load_config(["--job.config_file", top, "--training.local_batch_size", "4"])
     assert (config.training.steps, config.training.seq_len, config.training.gc_freq) == (3, 2, 1)
@@ -114,26 +134,44 @@ def test_precedence_and_origin(tmp_path: Path) -> None:
 
 
 def test_a_config_of_the_package_can_be_extended(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('extends = "debug_model.toml"\n[training]\nsteps = 3')
-    config = load_config(["--job.config_file", str(tmp_path / "mine.toml")])
+    (tmp_path / "my.toml").write_text('extends = "debug_model.toml"\n[training]\nsteps = 3')
+    config = load_config(["--job.config_file", str(tmp_path / "my.toml")])
     assert (config.training.steps, config.model.flavor) == (3, "debugmodel")
-    (tmp_path / "debug_model.toml").write_text("[training]\nseq_len = 7")  # a file next to it takes precedence
-    assert load_config(["--job.config_file", str(tmp_path / "mine.toml")]).training.seq_len == 7
+    # A file in the same folder takes precedence.
+    (tmp_path / "debug_model.toml").write_text("[training]\nseq_len = 7")
+    assert load_config(["--job.config_file", str(tmp_path / "my.toml")]).training.seq_len == 7
 
 
-def test_a_path_may_start_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`~` is replaced once, so that checks, files and logs have the same path."""
+def test_a_path_may_start_with_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`~` is expanded on loading, so that checks, files and logs have the same path."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "base.toml").write_text('[job]\ndump_folder = "~/outputs"\n[data.sources.a]\npath = "~/a.jsonl"')
-    (tmp_path / "top.toml").write_text('extends = "~/base.toml"\n[checkpoint]\ninitial_load_path = "~/other"')
-    config = load_config(["--job.config_file=~/top.toml", "--data.cache_folder=~/cache", "--model.hf_assets_path=~"])
+    (tmp_path / "base.toml").write_text(
+        '[job]\ndump_folder = "~/outputs"\n[data.sources.a]\npath = "~/a.jsonl"'
+    )
+    (tmp_path / "top.toml").write_text(
+        'extends = "~/base.toml"\n[checkpoint]\ninitial_load_path = "~/other"'
+    )
+    config = load_config(
+        ["--job.config_file=~/top.toml", "--data.cache_folder=~/cache", "--model.hf_assets_path=~"]
+    )
     assert config.job.dump_folder == str(tmp_path / "outputs")
     assert config.data.sources["a"].path == str(tmp_path / "a.jsonl")
     assert config.checkpoint.initial_load_path == str(tmp_path / "other")
-    assert (config.data.cache_folder, config.model.hf_assets_path) == (str(tmp_path / "cache"), str(tmp_path))
+    assert (config.data.cache_folder, config.model.hf_assets_path) == (
+        str(tmp_path / "cache"),
+        str(tmp_path),
+    )
     assert "~" not in dump_toml(config)
-    named = [one for one in all_settings() if one.kind is str and one.path[-1].endswith(("path", "folder", "csv"))]
-    assert len(named) > 10 and all(AfterValidator(expanduser) in _metadata(one) for one in named)
+    path_settings = [
+        setting
+        for setting in all_settings()
+        if setting.kind is str and setting.path[-1].endswith(("path", "folder", "csv"))
+    ]
+    assert len(path_settings) > 10 and all(
+        AfterValidator(expanduser) in _metadata(setting) for setting in path_settings
+    )
 
 
 def _metadata(setting: Setting) -> list[Any]:
@@ -146,23 +184,32 @@ def test_a_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert load_config(["--job.config_file", str(tmp_path / "top.toml")]).training.steps == 5
 
 
-def test_nan_is_not_taken_for_a_renamed_value() -> None:
+def test_nan_is_not_reported_as_a_renamed_value() -> None:
     for name in ("optimizer.lr", "lr_scheduler.lr_min"):
         with pytest.raises(ConfigError) as caught:
             load_config([f"--{name}", "nan"])
-        assert not [one for one in caught.value.problems if "is read as" in str(one) or "another value" in str(one)]
+        assert not [
+            problem
+            for problem in caught.value.problems
+            if "is read as" in str(problem) or "another value" in str(problem)
+        ]
 
 
-def test_a_config_file_in_a_file_warns(tmp_path: Path) -> None:
+def test_a_config_file_key_inside_a_file_is_warned_about(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('[job]\nconfig_file = "other.toml"')
     (notice,) = load_config(["--job.config_file", str(tmp_path / "one.toml")]).notices
     assert notice.origin.endswith("one.toml") and 'write `extends = "..."`' in str(notice)
 
 
-def test_the_word_none_unsets_a_value_of_the_base(tmp_path: Path) -> None:
+def test_none_unsets_a_value_of_the_base(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[lr_scheduler]\ntotal_steps = 5")
-    (tmp_path / "top.toml").write_text('extends = "base.toml"\n[lr_scheduler]\ntotal_steps = "None"')
-    assert load_config(["--job.config_file", str(tmp_path / "top.toml")]).lr_scheduler.total_steps is None
+    (tmp_path / "top.toml").write_text(
+        'extends = "base.toml"\n[lr_scheduler]\ntotal_steps = "None"'
+    )
+    assert (
+        load_config(["--job.config_file", str(tmp_path / "top.toml")]).lr_scheduler.total_steps
+        is None
+    )
 
 
 def test_integers_are_numbers_and_nothing_else_is_converted(tmp_path: Path) -> None:
@@ -180,7 +227,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def _values(setting: Setting) -> st.SearchStrategy[Any]:
-    """Return values of a key. Several keys may conflict."""
+    """Return a strategy for values of one key. Values of several keys may conflict."""
     text = st.text(min_size=1, max_size=8)
     by_kind = {
         bool: st.booleans(),
@@ -194,22 +241,34 @@ def _values(setting: Setting) -> st.SearchStrategy[Any]:
         list[list[int | float]]: st.just([[3, 0.5], [9, 2]]),
     }
     if setting.is_free:
-        scalar = st.one_of(st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), text)
-        return st.dictionaries(text, st.one_of(scalar, st.lists(scalar, max_size=3)), min_size=1, max_size=3)
+        scalar = st.one_of(
+            st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), text
+        )
+        return st.dictionaries(
+            text, st.one_of(scalar, st.lists(scalar, max_size=3)), min_size=1, max_size=3
+        )
     if setting.choices:
         choice = st.sampled_from(setting.choices)
-        values: st.SearchStrategy[Any] = st.lists(choice, max_size=2) if isinstance(setting.default, list) else choice
+        values: st.SearchStrategy[Any] = (
+            st.lists(choice, max_size=2) if isinstance(setting.default, list) else choice
+        )
     else:
         values = by_kind[setting.kind]
     return st.one_of(st.none(), values) if setting.optional else values
 
 
-SETTINGS = [setting for setting in all_settings() if not setting.is_named_tables and setting.key != "job.config_file"]
+SETTINGS = [
+    setting
+    for setting in all_settings()
+    if not setting.is_named_tables and setting.key != "job.config_file"
+]
 
 
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
-    chosen = draw(st.lists(st.sampled_from(SETTINGS), max_size=12, unique_by=lambda setting: setting.path))
+    chosen = draw(
+        st.lists(st.sampled_from(SETTINGS), max_size=12, unique_by=lambda setting: setting.path)
+    )
     sources = [setting for setting in chosen if "<name>" in setting.path]
     leaves = [(_named(setting.path), draw(_values(setting))) for setting in chosen]
     leaves += [((*_named(setting.path)[:-1], "path"), "x") for setting in sources]
@@ -217,19 +276,19 @@ def layers(draw: st.DrawFn) -> Layer:
 
 
 def _named(path: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple("my-text" if part == "<name>" else part for part in path)
+    return tuple("my-source" if part == "<name>" else part for part in path)
 
 
 @given(layers())
 def test_dumped_toml_loads_as_the_same_configuration(layer: Layer) -> None:
-    config = _valid_part(layer)
+    config = _build_valid_part(layer)
     text = dump_toml(config)
     again = build_config([Layer("dumped", list(leaves(parse_toml(text))))])
     assert again.model_dump() == config.model_dump()
     assert dump_toml(again) == text
 
 
-def _valid_part(layer: Layer) -> JobConfig:
+def _build_valid_part(layer: Layer) -> JobConfig:
     try:
         return build_config([layer])
     except ConfigError as error:

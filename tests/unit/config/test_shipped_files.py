@@ -1,4 +1,4 @@
-"""Files of TorchTitan are accepted unchanged. Bundled files fit the hardware that they name."""
+"""TorchTitan's files are accepted unchanged. Bundled files fit their stated hardware."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.config import JobConfig
+from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.preflight import load_checked
 
-TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128}
-LLAMA = {"llama3_1b": 8, "llama3_3b": 8, "llama3_8b": 64, "llama3_70b": 256, "llama3_405b": 512, "llama3_8b_128k": 64}
-QWEN = {"qwen3_0.6b": 8, "qwen3_1.7b": 8, "qwen3_32b": 64}
-OURS = {"debug_model": 2, **LLAMA, **QWEN}
+TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128,
+              "qwen3_moe_debug": 2, "deepseek_v3_debug_model": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512,
+              "gpt_oss_debug_model": 2, "llama4_debug_model": 2, "llama4_17bx16e": 64}  # fmt: skip
+LLAMA = {
+    "llama3_1b": 8,
+    "llama3_3b": 8,
+    "llama3_8b": 64,
+    "llama3_70b": 256,
+    "llama3_405b": 512,
+    "llama3_8b_128k": 64,
+}
+QWEN = {
+    "qwen3_0.6b": 8,
+    "qwen3_1.7b": 8,
+    "qwen3_32b": 64,
+    "qwen3_moe_debug": 2,
+    "qwen3_30b_a3b": 64,
+}
+DEEPSEEK = {"deepseek_v3_debug": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512}
+BUNDLED = {"debug_model": 2, "gpt_oss_debug": 2, "llama4_debug": 2, **LLAMA, **QWEN, **DEEPSEEK}
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +45,32 @@ def test_torchtitan_files_pass(name: str, world_size: int) -> None:
     load(f"tests/assets/torchtitan/{name}.toml", world_size)
 
 
+def test_torchtitans_file_with_too_few_micro_batches_is_refused() -> None:
+    """TorchTitan's own schedule refuses it too: a step has 1 micro-batch for 4 stages."""
+    arguments = ["--job.config_file", "tests/assets/torchtitan/llama4_17bx128e.toml"]
+    with pytest.raises(ConfigError, match=r"(?s)1 problem.*1 are fewer than the 4 stages") as error:
+        load_checked(arguments, 64, training=False)
+    assert "pipeline_parallel_microbatch_size" in str(error.value)
+    load_checked([*arguments, "--training.local_batch_size", "4"], 64, training=False)
+
+
 def test_values_of_torchtitan_files_are_loaded() -> None:
     config = load("tests/assets/torchtitan/llama3_405b.toml", 128)
-    assert (config.model.flavor, config.optimizer.lr, config.lr_scheduler.warmup_steps) == ("405B", 8e-5, 600)
+    assert (config.model.flavor, config.optimizer.lr, config.lr_scheduler.warmup_steps) == (
+        "405B",
+        8e-5,
+        600,
+    )
     assert config.model.converters == ["quantize.linear.float8"]
     assert config.quantize.linear.float8.filter_fqns == ["output"]
     assert config.parallelism.enable_async_tensor_parallel and config.compile.enable
 
 
 def test_every_bundled_file_is_checked(repo_root: Path) -> None:
-    assert {file.stem for file in (repo_root / "train_configs").glob("*.toml")} == OURS.keys()
+    assert {file.stem for file in (repo_root / "train_configs").glob("*.toml")} == BUNDLED.keys()
 
 
-@pytest.mark.parametrize(("name", "world_size"), OURS.items())
+@pytest.mark.parametrize(("name", "world_size"), BUNDLED.items())
 def test_bundled_files_pass(name: str, world_size: int, repo_root: Path) -> None:
     file = repo_root / f"train_configs/{name}.toml"
     load(str(file), world_size)
@@ -50,5 +79,7 @@ def test_bundled_files_pass(name: str, world_size: int, repo_root: Path) -> None
 
 
 def test_the_first_run_has_no_warnings() -> None:
-    _, warnings = load_checked(["--job.config_file", "train_configs/debug_model.toml"], 2, training=True)
+    _, warnings = load_checked(
+        ["--job.config_file", "train_configs/debug_model.toml"], 2, training=True
+    )
     assert warnings == []

@@ -1,4 +1,4 @@
-"""A setting of a disabled feature is never refused. One warning lists all of them."""
+"""Settings of disabled features are never refused. One warning lists all of them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ OFF = {
     "training.gc_freq": ["--training.gc_freq=0"],
     "activation_checkpoint.mode": ["--activation_checkpoint.mode=none"],
 }
-# These settings are switches too: they request something that another switch makes possible.
-SWITCHES_TOO = ("checkpoint.create_seed_checkpoint",)
+# These settings enable a feature that itself needs another enabled feature.
+DEPENDENT_SWITCHES = ("checkpoint.create_seed_checkpoint",)
 WORDS = ("nonsense", "s3://bucket/x", "3")
 
 
@@ -61,8 +61,8 @@ def values_of(setting: Setting) -> Iterator[Any]:
         yield from WORDS
 
 
-def accepted(key: str, value: str) -> bool:
-    """Return True if the value is valid by itself."""
+def is_accepted(key: str, value: str) -> bool:
+    """Return True if the value is valid without other settings."""
     try:
         load_config([f"--{key}", value])
     except (ConfigError, ValidationError):
@@ -74,7 +74,7 @@ def settings_by_need() -> dict[str, tuple[Need, list[Setting]]]:
     """Return every need, by its text, with the settings that have it."""
     groups: dict[str, tuple[Need, list[Setting]]] = {}
     for setting in all_settings():
-        if "<name>" not in setting.path and setting.key not in SWITCHES_TOO:
+        if "<name>" not in setting.path and setting.key not in DEPENDENT_SWITCHES:
             for need in setting.needs:
                 groups.setdefault(f"{need.key}: {need}", (need, []))[1].append(setting)
     return groups
@@ -83,10 +83,10 @@ def settings_by_need() -> dict[str, tuple[Need, list[Setting]]]:
 NEEDS = settings_by_need()
 
 
-def ways_to_set(settings: list[Setting]) -> Iterator[list[str]]:
+def argument_variants(settings: list[Setting]) -> Iterator[list[str]]:
     """Yield arguments that set every setting to a value other than its default."""
     valid = {
-        setting.key: [value for value in values_of(setting) if accepted(setting.key, value)]
+        setting.key: [value for value in values_of(setting) if is_accepted(setting.key, value)]
         for setting in settings
     }
     for number in range(max(map(len, valid.values()))):
@@ -95,12 +95,12 @@ def ways_to_set(settings: list[Setting]) -> Iterator[list[str]]:
 
 
 def arguments_without(need: Need) -> list[str]:
-    """Return arguments with which a need is not met."""
+    """Return arguments that do not meet a need."""
     for line in ("", *OFF.get(need.key, ())):
         config = load_config(line.split())
         if not need.is_met(config.value_of(need.key), config):
             return line.split()
-    raise AssertionError(f"with all lines of OFF, {need} is met")
+    raise AssertionError(f"no line of OFF disables {need}")
 
 
 @pytest.fixture(autouse=True)
@@ -113,16 +113,16 @@ def test_a_disabled_feature_refuses_none_of_its_settings(name: str) -> None:
     need, settings = NEEDS[name]
     arguments = ["--training.steps", "1000", *arguments_without(need)]
     keys = {setting.key for setting in settings}
-    for ways in ways_to_set(settings):
-        config = load_config([*arguments, *ways])
+    for variant in argument_variants(settings):
+        config = load_config([*arguments, *variant])
         problems = preflight.check(config, None, training=True, device_type="cpu")
         errors = [problem for problem in problems if problem.severity == "error"]
         refused = [problem for problem in errors if problem.key in keys]
-        assert not refused, [*ways, *map(str, refused)]
+        assert not refused, [*variant, *map(str, refused)]
         assert not keys & {rule.key for rule in broken_rules(NOT_AVAILABLE, config)}
 
 
-def test_settings_without_effect_make_one_warning(tmp_path: Path) -> None:
+def test_one_warning_lists_settings_without_effect(tmp_path: Path) -> None:
     file = tmp_path / "base.toml"
     file.write_text(
         '[training]\nsteps = 1000\n[quantize.linear.float8]\nfilter_fqns = ["output"]\n'
@@ -141,7 +141,7 @@ def test_settings_without_effect_make_one_warning(tmp_path: Path) -> None:
     assert "checkpoint.load_only = true (command line, it needs checkpoint.enable = true)" in text
 
 
-# The settings of TorchTitan's three dense Qwen3 presets that once were refused or warned about.
+# Settings of TorchTitan's three dense Qwen3 presets. Earlier versions refused them or warned.
 PRESETS = {
     "0.6B": (4, "selective", "op", 8),
     "1.7B": (4, "selective", "op", 8),

@@ -1,4 +1,4 @@
-"""Small corpora, the shipped tokenizer, and sections with the settings that matter here."""
+"""Small corpora, the shipped tokenizer, and training batches built from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 
 TEXTS = [
     "To be, or not to be, that is the question.",
-    "",  # has no token: skipped
+    "",  # no tokens: skipped
     "Whether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune,",
     "x",
     "Or to take arms against a sea of troubles — and by opposing end them. 🙂 <|end_of_text|> is only text here.",
@@ -35,13 +35,17 @@ def tokenizer() -> Tokenizer:
 
 def write_jsonl(file: Path, texts: Iterable[str], field: str = "text") -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts), encoding="utf-8"
+    )
     return file
 
 
 def flip_bit(path: Path, offset: int) -> None:
-    """Damage one byte as a disk would: size and modification time stay. A negative offset counts
-    from the end."""
+    """Flip one bit but keep size and modification time, as a failing disk does.
+
+    A negative offset counts from the end.
+    """
     status, content = path.stat(), bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
@@ -50,22 +54,26 @@ def flip_bit(path: Path, offset: int) -> None:
 
 @pytest.fixture(autouse=True)
 def users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test writes to the real one."""
+    """Redirect the user's cache folder, so that no test writes to the real one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return tmp_path / "xdg" / "torchtitan_like" / "token_cache"
 
 
 @pytest.fixture
 def corpus_file(tmp_path: Path) -> Path:
-    """30 documents, two of seven of them empty or blank."""
+    """Write four copies of `TEXTS`; two of its seven texts are empty or blank."""
     return write_jsonl(
-        tmp_path / "corpus" / "part.jsonl", [f"{number} {text}" * bool(text) for number in range(4) for text in TEXTS]
+        tmp_path / "corpus" / "part.jsonl",
+        [f"{number} {text}" * bool(text) for number in range(4) for text in TEXTS],
     )
 
 
 @pytest.fixture
 def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
-    """``build(path, seq_len=..., data={...}, dp=(rank, size), ...)``: training batches of the text at ``path``."""
+    """Return ``build(path, seq_len=..., data={...}, dp=(rank, size))``.
+
+    It builds the training batches of one rank from the corpus at ``path``.
+    """
 
     def build_batches(
         path: Path,

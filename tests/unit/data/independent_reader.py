@@ -1,8 +1,8 @@
-"""A second implementation of docs/guides/data.md in plain Python: from documents to the rows of every step.
+"""A second implementation of docs/guides/data.md in plain Python.
 
-It shares no code with torchtitan_like/data and aims at being obvious, not fast: lists, exact
-integers, one loop for one rule. `Source` gives a source's documents as they lie in its files, in the
-order of the files; `steps` gives what each step of a run must read.
+It shares no code with torchtitan_like/data and is simple, not fast: lists, exact integers, one
+loop for each rule. `Source` holds the documents of a source in the order of its files. `steps`
+returns the rows that each step of a run must read.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ NUM_PATTERN = 65_536  # positions of a mixture's pattern
 MASK64 = 2**64 - 1
 
 
-# ---- what is given
+# ---- inputs
 
 
 @dataclass
 class Source:
     """A source as a user configures it.
 
-    blocks: documents as lists of token ids, BOS and EOS included; a cached source has one block, a
-    streamed one as many as its files divide into. num_bytes: bytes of text of a streamed source, as
-    its files' sizes tell. seq_len is the run's.
+    blocks: documents as lists of token ids, including BOS and EOS. A cached source has one block;
+    the files of a streamed source are divided into several.
     """
 
     name: str
@@ -42,9 +41,10 @@ class Source:
 
 @dataclass
 class Run:
-    """The settings that decide what is read.
+    """The settings that decide which samples each step reads.
 
-    step_sizes: (first step, samples a step) from step 1 on. skip_steps: as training.skip_steps.
+    step_sizes: pairs (first step, samples per step), starting with step 1.
+    skip_steps: the value of training.skip_steps.
     """
 
     sources: list[Source]
@@ -59,7 +59,7 @@ class Run:
 
 @dataclass
 class Row:
-    """One sample as a rank must be fed it; ``tokens`` and ``labels`` have seq_len entries."""
+    """One sample as a rank must receive it; ``tokens`` and ``labels`` have seq_len entries."""
 
     source: int
     tokens: list[int]
@@ -68,9 +68,9 @@ class Row:
     real: list[int]
 
     def digest(self, position: int) -> int:
-        """Of the real tokens at a position of the stream."""
-        words = np.array(self.real, "<u4").tobytes()
-        return int(xxhash.xxh3_64_intdigest(words, splitmix(position)))
+        """Hash the real tokens, with the position in the stream as the seed."""
+        token_bytes = np.array(self.real, "<u4").tobytes()
+        return int(xxhash.xxh3_64_intdigest(token_bytes, splitmix(position)))
 
 
 # ---- the keyed permutation of an epoch
@@ -85,7 +85,7 @@ def splitmix(value: int) -> int:
 
 
 def feistel(value: int, bits: int, key: int) -> int:
-    """Eight half rounds over the low bits // 2 bits and the rest."""
+    """Run eight half rounds between the low ``bits // 2`` bits and the high bits."""
     low_bits = bits // 2
     low, high = value & ((1 << low_bits) - 1), value >> low_bits
     for half_round in range(0, 8, 2):
@@ -97,7 +97,7 @@ def feistel(value: int, bits: int, key: int) -> int:
 
 
 def permute(value: int, size: int, key: int) -> int:
-    """Walk the cycle of the network on the next power of two until it is below ``size``."""
+    """Apply the network on the next power of two until the value is below ``size``."""
     bits = (size - 1).bit_length()
     value = feistel(value, bits, key)
     while value >= size:
@@ -106,29 +106,32 @@ def permute(value: int, size: int, key: int) -> int:
 
 
 def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
-    """The sample at ``index`` of an epoch: blocks of 64 permuted, then samples in windows of 256 blocks."""
+    """Return the sample at ``index`` of an epoch.
+
+    Two permutations: blocks of 64 samples, then the samples in windows of 256 blocks.
+    """
     block, window_size = 64, 64 * 256
     epoch_key = splitmix(splitmix(seed & MASK64) ^ epoch)
-    window, inside = divmod(index, window_size)
-    size_here = min(window_size, size - window * window_size)
-    inside = permute(inside, size_here, splitmix(splitmix(epoch_key ^ 3) ^ window))
-    slot = window * 256 + inside // block
+    window, offset = divmod(index, window_size)
+    num_in_window = min(window_size, size - window * window_size)
+    offset = permute(offset, num_in_window, splitmix(splitmix(epoch_key ^ 3) ^ window))
+    slot = window * 256 + offset // block
     if slot < size // block:
         slot = permute(slot, size // block, splitmix(epoch_key ^ 2))
     rotation = splitmix(epoch_key ^ 1) % size
-    return (slot * block + inside % block + rotation) % size
+    return (slot * block + offset % block + rotation) % size
 
 
 def key_of(name: str, seed: int) -> int:
-    """A source with a name has an order of its own."""
+    """Derive the shuffle key of a source; an unnamed source uses the seed itself."""
     return int(xxhash.xxh3_64_intdigest(name.encode(), seed & MASK64)) if name else seed
 
 
 # ---- from documents to samples
 
 
-class Text:
-    """The samples of some documents, as one epoch of a cached source or one window of a stream has them."""
+class PackedDocuments:
+    """The samples of a list of documents: an epoch of a cached source or a window of a stream."""
 
     def __init__(self, documents: Sequence[list[int]], run: Run, source: int) -> None:
         self.run = run
@@ -141,11 +144,15 @@ class Text:
 
     @property
     def num_labels(self) -> int:
-        """Labels of all samples that are learned."""
+        """The number of labels in all samples that contribute to the loss."""
         return sum(label != IGNORED for row in self.samples for label in row.labels)
 
     def _row(self, real: list[int], ignored: set[int], restarts: set[int]) -> Row:
-        """ignored: indices in ``real`` that are no label; restarts: those whose position is 0."""
+        """Build a row from ``real`` tokens.
+
+        ignored: indices in ``real`` that are masked as labels.
+        restarts: indices in ``real`` whose position is 0.
+        """
         seq_len = self.run.seq_len
         labels = [IGNORED if i in ignored else real[i] for i in range(1, len(real))]
         positions = [0]
@@ -157,20 +164,20 @@ class Text:
 
     def _concat(self) -> list[Row]:
         seq_len, rows = self.run.seq_len, []
-        for begin in range(0, len(self.flat) - 1, seq_len):
-            real = self.flat[begin : begin + seq_len + 1]
-            here = {i for i in range(seq_len + 1) if begin + i in self.starts}
-            rows.append(self._row(real, here if self.run.mask_document_starts else set(), here))
+        for offset in range(0, len(self.flat) - 1, seq_len):
+            real = self.flat[offset : offset + seq_len + 1]
+            starts = {i for i in range(seq_len + 1) if offset + i in self.starts}
+            rows.append(self._row(real, starts if self.run.mask_document_starts else set(), starts))
         return rows
 
     def _best_fit(self) -> list[Row]:
         seq_len = self.run.seq_len
-        pieces = []  # in the order of the text
+        pieces = []  # in the order of the documents
         for document in self.documents:
-            for begin in range(0, len(document) - 1, seq_len):
-                pieces.append(document[begin : begin + seq_len + 1])
+            for offset in range(0, len(document) - 1, seq_len):
+                pieces.append(document[offset : offset + seq_len + 1])
         room: list[int] = []
-        content: list[list[int]] = []  # numbers of the pieces of each sample
+        content: list[list[int]] = []  # piece numbers of each sample
         for number in sorted(range(len(pieces)), key=lambda number: -len(pieces[number])):
             size = len(pieces[number])
             fitting = [sample for sample in range(len(room)) if room[sample] >= size]
@@ -183,18 +190,19 @@ class Text:
             room[sample] -= size
             content[sample].append(number)
         rows = []
-        for numbers in sorted(content, key=lambda numbers: numbers[0]):  # the longest went in first
+        # Each sample lists the number of its longest piece first.
+        for numbers in sorted(content, key=lambda numbers: numbers[0]):
             real: list[int] = []
-            begins = set()
+            starts = set()
             for number in sorted(numbers):
-                begins.add(len(real))
+                starts.add(len(real))
                 real += pieces[number]
-            rows.append(self._row(real, begins, begins))
+            rows.append(self._row(real, starts, starts))
         return rows
 
 
 class Reader:
-    """The samples of one source, one after the other, without an end unless ``max_epochs`` sets one."""
+    """The samples of one source in order, for ``max_epochs`` epochs (0: endless)."""
 
     def __init__(self, run: Run, index: int) -> None:
         self.run = run
@@ -202,9 +210,9 @@ class Reader:
         self.source = run.sources[index]
         self.key = key_of(self.source.name, run.seed)
         if not self.source.is_stream:
-            self.text = Text(self.source.blocks[0], run, index)
-            self.num_samples = len(self.text.samples)
-            self.labels_per_sample = self.text.num_labels / self.num_samples
+            self.packed = PackedDocuments(self.source.blocks[0], run, index)
+            self.num_samples = len(self.packed.samples)
+            self.labels_per_sample = self.packed.num_labels / self.num_samples
             self.limit = self.source.max_epochs * self.num_samples or None
         else:
             self.labels_per_sample = float(run.seq_len)
@@ -213,7 +221,7 @@ class Reader:
             self._read: list[Row] = []
 
     def sample(self, count: int) -> Row | None:
-        """The sample behind ``count`` others; None behind the end of a stream."""
+        """Return the sample with index ``count``, or None after the end of a stream."""
         if self.source.is_stream:
             while len(self._read) <= count:
                 window = next(self._windows, None)
@@ -224,13 +232,13 @@ class Reader:
         epoch, within = divmod(count, self.num_samples)
         if self.run.shuffle:
             within = shuffled(within, self.num_samples, self.key, epoch)
-        return self.text.samples[within]
+        return self.packed.samples[within]
 
     def _all_windows(self) -> Iterator[list[Row]]:
         source, blocks = self.source, self.source.blocks
         size = source.blocks_per_window
         per_epoch = -(-len(blocks) // size)
-        keys = {what: key_of(what, self.key) for what in ("blocks", "documents", "samples")}
+        keys = {level: key_of(level, self.key) for level in ("blocks", "documents", "samples")}
         number = 0
         while not source.max_epochs or number < source.max_epochs * per_epoch:
             epoch, window = divmod(number, per_epoch)
@@ -240,14 +248,17 @@ class Reader:
             documents = [document for block in chosen for document in blocks[block] if document]
             if self.run.shuffle and documents:
                 order = [
-                    shuffled(i, len(documents), keys["documents"], number) for i in range(len(documents))
+                    shuffled(i, len(documents), keys["documents"], number)
+                    for i in range(len(documents))
                 ]
                 documents = [documents[i] for i in order]
-            rows = Text(documents, self.run, self.index).samples if documents else []
+            rows = PackedDocuments(documents, self.run, self.index).samples if documents else []
             if not any(label != IGNORED for row in rows for label in row.labels):
-                rows = []  # a window without anything to learn has no samples
+                rows = []  # a window without valid labels has no samples
             if self.run.shuffle:
-                rows = [rows[shuffled(i, len(rows), keys["samples"], number)] for i in range(len(rows))]
+                rows = [
+                    rows[shuffled(i, len(rows), keys["samples"], number)] for i in range(len(rows))
+                ]
             yield rows
             number += 1
 
@@ -256,12 +267,15 @@ class Reader:
 
 
 def pattern_of(shares: Sequence[float]) -> Iterator[int]:
-    """The source of each position of a pattern: shares rounded by largest remainder, then Tijdeman's rule."""
+    """Yield the source of each position of a pattern.
+
+    The shares are rounded by largest remainder and then spread by Tijdeman's rule.
+    """
     total = sum(shares)
-    wanted = [share / total * NUM_PATTERN for share in shares]
-    counts = [int(number) for number in wanted]
-    by_rest = sorted(range(len(wanted)), key=lambda i: counts[i] - wanted[i])
-    for i in by_rest[: NUM_PATTERN - sum(counts)]:
+    exact_counts = [share / total * NUM_PATTERN for share in shares]
+    counts = [int(number) for number in exact_counts]
+    by_remainder = sorted(range(len(exact_counts)), key=lambda i: counts[i] - exact_counts[i])
+    for i in by_remainder[: NUM_PATTERN - sum(counts)]:
         counts[i] += 1
     k = max(2, sum(count > 0 for count in counts))
     slack = Fraction(1, 2 * k - 2)
@@ -278,7 +292,10 @@ def pattern_of(shares: Sequence[float]) -> Iterator[int]:
 
 
 def stream(run: Run, change_at: dict[int, dict[int, float]]) -> Iterator[Row]:
-    """The rows of the training stream. change_at: weights by source that hold from a position on."""
+    """Yield the rows of the training stream.
+
+    change_at: for a position, the new weights of some sources from that position on.
+    """
     readers = [Reader(run, index) for index in range(len(run.sources))]
     weights = [source.weight for source in run.sources]
     counts = [0] * len(readers)
@@ -293,16 +310,19 @@ def stream(run: Run, change_at: dict[int, dict[int, float]]) -> Iterator[Row]:
             done = [reader.limit == count for reader, count in zip(readers, counts, strict=True)]
             if any(is_done and weights[i] for i, is_done in enumerate(done)):
                 pattern = None
-            weights = [0.0 if is_done else weight for is_done, weight in zip(done, weights, strict=True)]
+            weights = [
+                0.0 if is_done else weight for is_done, weight in zip(done, weights, strict=True)
+            ]
         if not any(weights):
             return
         if pattern is None:
             shares = [
-                weight / reader.labels_per_sample for weight, reader in zip(weights, readers, strict=True)
+                weight / reader.labels_per_sample
+                for weight, reader in zip(weights, readers, strict=True)
             ]
             pattern = pattern_of(shares)
         index = next(pattern, None)
-        if index is None:  # the pattern is over: it restarts
+        if index is None:  # end of the pattern: restart it
             pattern = None
             continue
         row = readers[index].sample(counts[index])
@@ -314,7 +334,7 @@ def stream(run: Run, change_at: dict[int, dict[int, float]]) -> Iterator[Row]:
 
 
 def step_positions(run: Run, num_steps: int) -> list[range]:
-    """The positions of the first ``num_steps`` steps: a plain grid, from which skipped steps are taken out."""
+    """Return the positions of the first ``num_steps`` steps, after removing skipped steps."""
     num_skipped = sum(last - first + 1 for first, last in run.skip_steps)
     grid, position = [], 0
     for step in range(1, num_steps + num_skipped + 1):
@@ -327,21 +347,22 @@ def step_positions(run: Run, num_steps: int) -> list[range]:
 
 
 def steps(run: Run, num_steps: int) -> Iterator[dict[int, Row]]:
-    """Rows by position for each step; fewer steps, and a shorter last one, if the text ends."""
-    horizon = step_positions(run, max([num_steps, *(s for source in run.sources for s, _ in source.weight_from)]))
+    """Yield each step's rows by position; at the end of the data, a step may be shorter."""
+    horizon = step_positions(
+        run, max([num_steps, *(s for source in run.sources for s, _ in source.weight_from)])
+    )
     change_at: dict[int, dict[int, float]] = {}
     for index, source in enumerate(run.sources):
         for step, weight in source.weight_from:
             change_at.setdefault(horizon[step - 1].start, {})[index] = weight
     rows: list[Row] = []
-    endless = stream(run, change_at)
+    row_stream = stream(run, change_at)
     for positions in horizon[:num_steps]:
         while len(rows) < positions.stop:
-            row = next(endless, None)
+            row = next(row_stream, None)
             if row is None:
                 break
             rows.append(row)
         if len(rows) <= positions.start:
             return
         yield {position: rows[position] for position in positions if position < len(rows)}
-

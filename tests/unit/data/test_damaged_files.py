@@ -1,7 +1,7 @@
-"""Files with bytes that are not as they were: they are read, or refused by name; nothing else, and never for long.
+"""Damaged files are read or refused by name: no crash, no hang, no other error.
 
-Each format's valid files are damaged in many ways, drawn from a seed. All of it runs in one process of its own, because what
-must not happen includes the end of the process.
+The test damages valid files of each format in many ways, drawn from a seed. It runs in a separate
+process, because a crash of that process must fail the test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .conftest import ASSETS, TEXTS, write_jsonl
 from .test_documents import write_table
 from .token_writers import DOCUMENTS, TOKENS, open_source, write_flat, write_megatron, write_npy
 
-SECONDS = 10  # for one file of a few KB: reading takes milliseconds
+TIMEOUT_SECONDS = 10  # for a file of a few KB, which takes milliseconds to read
 
 
 def write_text(file: Path) -> Path:
@@ -54,15 +54,15 @@ def tokenizer() -> Tokenizer:
 
 
 def read_tokens(file: Path, _: str) -> object:
-    """Every token of ``file``, and where documents begin."""
-    found = open_source(file, tokenizer(), with_documents=True)
-    starts = np.asarray(found.offsets).tolist()
-    assert starts[0] == 0 and starts[-1] == len(found.tokens) and starts == sorted(set(starts))
-    assert int(found.tokens[0 : len(found.tokens)].max()) < 2048
+    """Check the tokens of ``file`` and return the offsets of its documents."""
+    source = open_source(file, tokenizer(), with_documents=True)
+    starts = np.asarray(source.offsets).tolist()
+    assert starts[0] == 0 and starts[-1] == len(source.tokens) and starts == sorted(set(starts))
+    assert int(source.tokens[0 : len(source.tokens)].max()) < 2048
     return starts
 
 
-# name of the damaged file: function that writes it (and related files), function that reads it
+# File to damage: (function that writes it and related files, function that reads it)
 FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]]] = {
     "a.jsonl": (lambda file: write_jsonl(file, TEXTS), read_texts),
     "a.jsonl.gz": (lambda file: pack(write_jsonl(file, TEXTS)), read_texts),
@@ -81,32 +81,34 @@ FORMATS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]
 
 
 def damaged(raw: bytes, draw: random.Random) -> bytes:
-    """Return ``raw`` with one to three kinds of damage, most often at its ends, where headers are."""
+    """Return ``raw`` with up to three kinds of damage, mostly near its ends, where headers are."""
     content = bytearray(raw)
     for _ in range(draw.randint(1, 3)):
         size = len(content)
         near = draw.choice([size, min(size, 64)])
-        place = draw.randrange(near) if draw.random() < 0.5 else size - 1 - draw.randrange(near)
+        offset = draw.randrange(near) if draw.random() < 0.5 else size - 1 - draw.randrange(near)
         match draw.randrange(6):
             case 0:
-                content[place] = draw.randrange(256)
+                content[offset] = draw.randrange(256)
             case 1:
-                content[place] ^= 1 << draw.randrange(8)
+                content[offset] ^= 1 << draw.randrange(8)
             case 2:
-                del content[place:]
+                del content[offset:]
             case 3:
-                del content[place : place + draw.randrange(1, 9)]
+                del content[offset : offset + draw.randrange(1, 9)]
             case 4:
-                content[place:place] = draw.randbytes(draw.randrange(1, 9))
+                content[offset:offset] = draw.randbytes(draw.randrange(1, 9))
             case _:
-                content[place : place + 8] = draw.choice([b"\xff" * 8, b"\0" * 8, b"\xff" * 7 + b"\x7f"])
+                content[offset : offset + 8] = draw.choice(
+                    [b"\xff" * 8, b"\0" * 8, b"\xff" * 7 + b"\x7f"]
+                )
         if not content:
             break
     return bytes(content)
 
 
 def fuzz(folder: Path, name: str, num_cases: int, seed: int = 0) -> dict[str, int]:
-    """How often the damaged file was read and refused. Raises what must not be raised, with the case's number."""
+    """Count how often the damaged file was read or refused. Raises any other error."""
     write, read = FORMATS[name]
     file = folder / name
     write(file)
@@ -115,35 +117,41 @@ def fuzz(folder: Path, name: str, num_cases: int, seed: int = 0) -> dict[str, in
     for case in range(seed * num_cases, (seed + 1) * num_cases):
         draw = random.Random(f"{name} {case}")
         file.write_bytes(damaged(raw, draw))
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        faulthandler.dump_traceback_later(TIMEOUT_SECONDS, exit=True)
         print(f"{name} case {case}", file=sys.stderr)
         try:
             read(file, draw.choice(["error", "skip"]))
             counts["read"] += 1
         except DataError as error:
-            assert file.stem in str(error), f"case {case} of {name} is refused without its name: {error}"
+            assert file.stem in str(error), f"case {case}: the error does not name {name}: {error}"
             counts["refused"] += 1
         faulthandler.cancel_dump_traceback_later()
     return counts
 
 
-def test_damaged_files_of_every_format_are_read_or_refused_by_name(tmp_path: Path, repo_root: Path) -> None:
+def test_damaged_files_of_every_format_are_read_or_refused_by_name(
+    tmp_path: Path, repo_root: Path
+) -> None:
     command = [sys.executable, "-m", "tests.unit.data.test_damaged_files", str(tmp_path), "50"]
-    ran = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    counts = json.loads(ran.stdout)
+    result = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    counts = json.loads(result.stdout)
     assert list(counts) == list(FORMATS)
-    assert all(count["read"] + count["refused"] == 50 and count["refused"] for count in counts.values()), counts
+    assert all(
+        count["read"] + count["refused"] == 50 and count["refused"] for count in counts.values()
+    ), counts
     assert sum(count["read"] for count in counts.values()) > 50, counts
 
 
 def main(folder: str, num_cases: str, *names: str) -> None:
-    """Print how often the file of each format was read and refused; FUZZ_SEED gives other cases."""
+    """Print how often each format was read and refused. FUZZ_SEED selects the cases."""
     counts = {}
     for name in names or FORMATS:
-        place = Path(folder, name)
-        place.mkdir()
-        counts[name] = fuzz(place, name, int(num_cases), int(os.environ.get("FUZZ_SEED", "0")))
+        case_folder = Path(folder, name)
+        case_folder.mkdir()
+        counts[name] = fuzz(
+            case_folder, name, int(num_cases), int(os.environ.get("FUZZ_SEED", "0"))
+        )
     print(json.dumps(counts))
 
 

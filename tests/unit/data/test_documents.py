@@ -1,4 +1,4 @@
-"""Documents: every format gives the same texts however the files are cut, and faults are named with file and line."""
+"""Every format yields the same texts for any piece size; errors name the file and line."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ def read(path: Path | str, format_name: str = "auto", text_field: str = "text") 
     return texts  # type: ignore[return-value]
 
 
-def write_table(file: Path, texts: list[str | None], *, rows: int = 3, kind: str = "string") -> Path:
-    """A column "text" of ``kind``: parquet, Arrow file (if so named) or Arrow stream, in chunks of ``rows``."""
+def write_table(
+    file: Path, texts: list[str | None], *, rows: int = 3, kind: str = "string"
+) -> Path:
+    """Write a table with the column "text" of ``kind``, in chunks of ``rows``.
+
+    The name selects parquet (".parquet"), Arrow file ("file...") or Arrow stream.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -41,8 +46,8 @@ def write_table(file: Path, texts: list[str | None], *, rows: int = 3, kind: str
     if file.suffix == ".parquet":
         pyarrow.parquet.write_table(table, file, row_group_size=rows)
         return file
-    new = pyarrow.ipc.new_file if file.name.startswith("file") else pyarrow.ipc.new_stream
-    with new(str(file), table.schema) as writer:
+    new_writer = pyarrow.ipc.new_file if file.name.startswith("file") else pyarrow.ipc.new_stream
+    with new_writer(str(file), table.schema) as writer:
         writer.write_table(table, max_chunksize=rows)
     return file
 
@@ -54,7 +59,9 @@ def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow"])
-def test_pieces_of_every_format_yield_the_texts_in_order(tmp_path: Path, name: str, piece_bytes: int) -> None:
+def test_pieces_of_every_format_yield_the_texts_in_order(
+    tmp_path: Path, name: str, piece_bytes: int
+) -> None:
     file = tmp_path / name
     write_jsonl(file, TEXTS) if "json" in name else write_table(file, TEXTS)
     assert read(file) == TEXTS
@@ -66,25 +73,31 @@ def test_all_kinds_of_string_columns_are_read(tmp_path: Path, name: str, kind: s
     assert read(write_table(tmp_path / name, TEXTS, kind=kind)) == TEXTS
 
 
-def test_a_saved_hugging_face_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
-    # In a process of its own: the library is slow to import and must not be needed for reading.
+def test_a_saved_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
+    # In a separate process: the library is slow to import, and reading must not need it.
     script = (
         "import sys, json, datasets; d = datasets.Dataset.from_dict({'text': json.loads(sys.argv[2])});"
-        "d.save_to_disk(sys.argv[1] + '/one', num_shards=3);"  # of which files stay
+        "d.save_to_disk(sys.argv[1] + '/one', num_shards=3);"  # its files remain after the next save
         "d.select(range(1, len(d))).save_to_disk(sys.argv[1] + '/one', num_shards=2);"
         "datasets.DatasetDict({'train': d, 'test': d}).save_to_disk(sys.argv[1] + '/splits');"
-        # Reading it with the library may leave its rows there a second time.
+        # The library may write a cache with the same rows into the folder.
         "datasets.load_from_disk(sys.argv[1] + '/one').map(lambda row: {'size': len(row['text'])})"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path), json.dumps(TEXTS)], check=True, capture_output=True)
-    found = sorted(file.name[:6] for file in (tmp_path / "one").glob("*.arrow"))
-    assert found == ["cache-"] + ["data-0"] * 5
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), json.dumps(TEXTS)],
+        check=True,
+        capture_output=True,
+    )
+    prefixes = sorted(file.name[:6] for file in (tmp_path / "one").glob("*.arrow"))
+    assert prefixes == ["cache-"] + ["data-0"] * 5
     assert read(tmp_path / "one") == read(tmp_path / "one" / "*.arrow") == TEXTS[1:]
     assert read(tmp_path / "splits" / "train") == TEXTS
     with pytest.raises(DataError, match=r"several splits \(test, train\)"):
         read(tmp_path / "splits")
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match=r"one lacks data-00001-of-00002.arrow, which its state.json lists"):
+    with pytest.raises(
+        DataError, match=r"one lacks data-00001-of-00002.arrow, which its state.json lists"
+    ):
         read(tmp_path / "one")
 
 
@@ -96,22 +109,33 @@ def test_a_text_file_of_any_size_is_one_document(tmp_path: Path, piece_bytes: in
 
 
 @given(
-    st.lists(st.text(alphabet='aé\n🙂\\"', max_size=30), max_size=12), st.integers(1, 60), st.booleans(), st.booleans()
+    st.lists(st.text(alphabet='aé\n🙂\\"', max_size=30), max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+    st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
 def test_lines_are_read_once_wherever_pieces_end(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], step: int, ascii_only: bool, last_newline: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    step: int,
+    ascii_only: bool,
+    last_newline: bool,
 ) -> None:
     lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts]
     file = tmp_path_factory.mktemp("lines") / "a.jsonl"
     file.write_bytes("\n\r\n".join(lines).encode() + b"\n" * last_newline)
     size = file.stat().st_size
     corpus = Corpus(file.parent, (file,), "jsonl", "text")
-    spans = [Span(str(file), start, min(start + step, size), step) for start in range(0, size, step)]
+    spans = [
+        Span(str(file), start, min(start + step, size), step) for start in range(0, size, step)
+    ]
     assert [text for span in spans for text in read_piece(corpus, (span,))] == texts
 
 
-def test_small_files_share_a_piece_and_large_ones_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_share_a_piece_and_large_ones_are_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 1000)
     for number in range(50):
         write_jsonl(tmp_path / f"{number:02}.jsonl", ["x" * 70])
@@ -121,7 +145,9 @@ def test_small_files_share_a_piece_and_large_ones_are_split(tmp_path: Path, monk
     assert max(map(documents.piece_size, pieces)) <= 1000
 
 
-def test_paths_expand_to_files_sorted_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_expand_to_files_sorted_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [
         "b/2.jsonl",
         "a.jsonl",
@@ -149,32 +175,34 @@ def test_paths_expand_to_files_sorted_by_name(tmp_path: Path, monkeypatch: pytes
     assert read("links") == folder[1:]
 
 
-def fault(path: Path | str, **kwargs: str) -> str:
+def read_error(path: Path | str, **kwargs: str) -> str:
     with pytest.raises(DataError) as caught:
         read(path, **kwargs)
     return str(caught.value)
 
 
 def test_a_broken_link_is_reported(tmp_path: Path) -> None:
-    """As links into the Hub's cache, if a cluster deletes files that were not read for long."""
+    """Links into the Hub's cache break when a cluster deletes old files."""
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "blob")
     for path in (tmp_path, tmp_path / "*.jsonl"):
-        assert "b.jsonl is a broken link" in fault(path)
+        assert "b.jsonl is a broken link" in read_error(path)
 
 
 def test_missing_data_is_reported(tmp_path: Path) -> None:
-    assert f"no data at '{tmp_path}/none.jsonl': it is not a file" in fault(tmp_path / "none.jsonl")
-    assert "matching glob" in fault(tmp_path / "*.jsonl")
-    assert "a folder without files of a known ending" in fault(tmp_path)
+    assert f"no data at '{tmp_path}/none.jsonl': it is not a file" in read_error(
+        tmp_path / "none.jsonl"
+    )
+    assert "matching glob" in read_error(tmp_path / "*.jsonl")
+    assert "a folder without files of a known ending" in read_error(tmp_path)
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text")
-    assert "unknown format of" in fault(tmp_path / "a.csv")
+    assert "unknown format of" in read_error(tmp_path / "a.csv")
     write_jsonl(tmp_path / "b.jsonl", ["b"])
     (tmp_path / "c.txt").write_text("c")
-    message = fault(tmp_path)
+    message = read_error(tmp_path)
     assert "files of several formats" in message and "b.jsonl" in message and "c.txt" in message
     assert read(tmp_path, "text") == ["c"]
 
@@ -182,13 +210,13 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 GOOD = b'{"text": "good"}\n'
 BAD_LINES = {
     "malformed": (b'{"text": "x"\n', "malformed JSON"),
-    "cut": (b'{"text": "abc', "malformed JSON"),
+    "truncated": (b'{"text": "abc', "malformed JSON"),
     "a list": (b'["x"]\n', "it is a JSON list"),
     "no field": (b'{"body": "x", "id": 3}\n', "no field \"text\" among 'body', 'id'"),
     "null": (b'{"text": null}\n', '"text" is null'),
     "number": (b'{"text": 5}\n', '"text" is 5'),
     "not UTF-8": (b'{"text": "caf\xe9 x"}\n', "is not UTF-8"),
-    "UTF-8 cut": (b'{"text": "\xe2\x82"}\n', "is not UTF-8"),
+    "truncated UTF-8": (b'{"text": "\xe2\x82"}\n', "is not UTF-8"),
     "half a surrogate pair": (b'{"text": "x\\ud83d"}\n', "half of a surrogate pair at character 2"),
     "NUL bytes": (b"\0\0\0\0\n", "malformed JSON"),
     "endless number": (b'{"id": ' + b"9" * 5000 + b"}\n", "JSON that cannot be read"),
@@ -197,12 +225,14 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("case", BAD_LINES)
 @pytest.mark.parametrize("num_before", [0, 3])
-def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, case: str, num_before: int, piece_bytes: int) -> None:
+def test_errors_name_the_file_and_line_of_a_bad_record(
+    tmp_path: Path, case: str, num_before: int, piece_bytes: int
+) -> None:
     line, message = BAD_LINES[case]
     file = tmp_path / "bad.jsonl"
     file.write_bytes(GOOD * num_before + b"\n" + line)
-    found = fault(file)
-    assert found.startswith(f"{file}, line {num_before + 2}: ") and message in found
+    error = read_error(file)
+    assert error.startswith(f"{file}, line {num_before + 2}: ") and message in error
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
@@ -212,14 +242,17 @@ def test_bad_lines_are_skipped_on_request(tmp_path: Path, case: str, piece_bytes
     file.write_bytes(GOOD + b"\n" + line.rstrip(b"\n") + b"\n" + GOOD * 2)
     good, bad = read_skipping(file)
     assert good == ["good"] * 3
-    assert len(bad) == 1 and bad[0].startswith(f"{file}, byte {len(GOOD) + 1}: ") and message in bad[0]
+    assert (
+        len(bad) == 1 and bad[0].startswith(f"{file}, byte {len(GOOD) + 1}: ") and message in bad[0]
+    )
 
 
 def read_skipping(path: Path) -> tuple[list[str], list[str]]:
-    """The texts, and what is said of the bad records between them."""
+    """Return the texts, and the messages about bad records."""
     corpus = find_corpus(str(path), on_bad_record="skip")
-    found = [one for piece in plan_pieces(corpus) for one in read_piece(corpus, piece)]
-    return [one for one in found if isinstance(one, str)], [str(one) for one in found if not isinstance(one, str)]
+    records = [record for piece in plan_pieces(corpus) for record in read_piece(corpus, piece)]
+    texts = [record for record in records if isinstance(record, str)]
+    return texts, [str(record) for record in records if not isinstance(record, str)]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
@@ -233,46 +266,54 @@ def test_bad_rows_are_reported_or_skipped(tmp_path: Path, name: str, kind: str) 
         f"{file}, row 2: the text is not UTF-8 (invalid start byte)",
         f'{file}, row 3: "text" is null, expected text',
     ]
-    assert fault(file).startswith(bad[0])
+    assert read_error(file).startswith(bad[0])
 
 
 def test_a_text_file_that_is_not_utf8_is_skipped_on_request(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
     (tmp_path / "b.txt").write_bytes(b"b")
     good, bad = read_skipping(tmp_path)
-    assert good == ["b"] and bad[0].startswith(f"{tmp_path}/a.txt, byte 6: byte 0xe9 at 6 is not UTF-8")
+    assert good == ["b"] and bad[0].startswith(
+        f"{tmp_path}/a.txt, byte 6: byte 0xe9 at 6 is not UTF-8"
+    )
 
 
-def test_a_line_that_would_exhaust_the_stack_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_line_nested_too_deeply_to_parse(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD + b'{"text": ' + b"[" * 200_000)
-    assert fault(tmp_path / "a.jsonl").startswith(f"{tmp_path / 'a.jsonl'}, line 2: ")
+    assert read_error(tmp_path / "a.jsonl").startswith(f"{tmp_path / 'a.jsonl'}, line 2: ")
 
 
-def test_text_that_is_not_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
+def test_the_error_names_the_line_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "latin.txt"
     file.write_bytes(b"one\ntwo\ncaf\xe9\n")
-    assert fault(file).startswith(f"{file}, line 3: byte 0xe9 at 11 is not UTF-8")
+    assert read_error(file).startswith(f"{file}, line 3: byte 0xe9 at 11 is not UTF-8")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
-def test_bad_tables_are_named(tmp_path: Path, name: str) -> None:
+def test_errors_name_the_bad_table(tmp_path: Path, name: str) -> None:
     file = write_table(tmp_path / name, ["a", "b", "c", "d", None, "f"])
-    assert fault(file).startswith(f'{file}, row 5: "text" is null, expected text')
-    assert 'has no column "body" but id, text' in fault(file, text_field="body")
-    assert 'column "text" is int64, expected string' in fault(write_table(tmp_path / name, ["a"], kind="int"))
+    assert read_error(file).startswith(f'{file}, row 5: "text" is null, expected text')
+    assert 'has no column "body" but id, text' in read_error(file, text_field="body")
+    assert 'column "text" is int64, expected string' in read_error(
+        write_table(tmp_path / name, ["a"], kind="int")
+    )
     content = write_table(tmp_path / name, ["abc" * 100] * 50).read_bytes()
     file.write_bytes(content[: len(content) // 2])
-    assert str(file) in fault(file)
+    assert str(file) in read_error(file)
     file.write_bytes(b"no table")
-    assert "is not a readable" in fault(file)
+    assert "is not a readable" in read_error(file)
 
 
-def test_reading_jsonl_needs_neither_datasets_nor_pyarrow(corpus_file: Path, repo_root: Path) -> None:
+def test_reading_jsonl_needs_neither_datasets_nor_pyarrow(
+    corpus_file: Path, repo_root: Path
+) -> None:
     script = (
         "import sys; from torchtitan_like.data.text.documents import *; c = find_corpus(sys.argv[1]);"
         "n = sum(1 for p in plan_pieces(c) for _ in read_piece(c, p));"
         "print(n, [m for m in ('datasets', 'pyarrow', 'pandas', 'torch', 'numpy') if m in sys.modules])"
     )
     command = [sys.executable, "-c", script, str(corpus_file)]
-    printed = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, cwd=repo_root, capture_output=True, text=True, check=True
+    ).stdout
     assert printed == "28 []\n"

@@ -1,4 +1,4 @@
-"""tiktoken's engine for tokenizer.json: the same ids as the `tokenizers` library for any text, or it is not used."""
+"""The fast encoder (tiktoken's engine) returns the same ids as the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -30,13 +30,18 @@ Content = dict[str, Any]
 @functools.cache
 def training_texts() -> list[str]:
     lines = DATASETS["shakespeare_validation"].file.read_text(encoding="utf-8").splitlines()
-    ours = ["Größe naïve déjà vu ПРИВЕТ привет мир 中文中文 日本語 🙂🙂 12 123 1234 2024 \n\n\n    x\t\ty aaa aaaa"] * 5
-    return [json.loads(line)["text"] for line in lines] + ours
+    texts = [
+        "Größe naïve déjà vu ПРИВЕТ привет мир 中文中文 日本語 🙂🙂 12 123 1234 2024 \n\n\n    x\t\ty aaa aaaa"
+    ] * 5
+    return [json.loads(line)["text"] for line in lines] + texts
 
 
 @functools.cache
 def trained(style: str) -> str:
-    """The text of a tokenizer.json of 1,000 tokens. `<|endoftext|>` comes first or last, as it does in published ones."""
+    """Return the content of a tokenizer.json with 1,000 tokens.
+
+    `<|endoftext|>` is the first or the last token, as in published tokenizers.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     if style == "GPT-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +60,7 @@ def trained(style: str) -> str:
 
 
 def shuffled(content: Content) -> None:
-    """Ids in no order, as no library gives them: the order of the merges is what counts."""
+    """Shuffle the ids: only the order of the merges must matter."""
     vocabulary = content["model"]["vocab"]
     ids = sorted(vocabulary.values())
     random.Random(3).shuffle(ids)
@@ -63,15 +68,17 @@ def shuffled(content: Content) -> None:
 
 
 def converted(content: Content) -> None:
-    """As the files made from a tiktoken vocabulary: all pairs that spell a token are listed, words that are tokens stay
-    whole, and there are tokens that their merges do not make.
+    """Imitate a file converted from a tiktoken vocabulary.
+
+    It lists all pairs that spell a token and sets ignore_merges. Some tokens are not the result of
+    any merge.
     """
     model = content["model"]
     vocabulary: dict[str, int] = model["vocab"]
     for token in ("heref", "Ġreven", "ĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠ", "ousands"):
         vocabulary.setdefault(token, 2000 + len(vocabulary))
     ranked = sorted(vocabulary, key=lambda token: vocabulary[token])
-    pairs = [[token[:cut], token[cut:]] for token in ranked for cut in range(1, len(token))]
+    pairs = [[token[:end], token[end:]] for token in ranked for end in range(1, len(token))]
     model["merges"] = [pair for pair in pairs if vocabulary.keys() >= set(pair)]
     model["ignore_merges"] = True
 
@@ -82,9 +89,12 @@ def unchanged(content: Content) -> None:
 
 CASES: dict[str, tuple[str, Callable[[Content], None]]] = {
     **{style: (style, unchanged) for style in PATTERNS},
-    "GPT-2, ids in no order": ("GPT-2", shuffled),
+    "GPT-2, shuffled ids": ("GPT-2", shuffled),
     "Llama 3, converted": ("Llama 3", converted),
-    "gpt-oss, ignore_merges": ("gpt-oss", lambda content: content["model"].update(ignore_merges=True)),
+    "gpt-oss, ignore_merges": (
+        "gpt-oss",
+        lambda content: content["model"].update(ignore_merges=True),
+    ),
 }
 
 
@@ -113,7 +123,10 @@ PARTS = ["the", "ing", "an", " ", "  ", "\n", "\r\n", "\t", "th", "heref", " rev
 
 
 @pytest.mark.parametrize("case", ["shipped", *CASES])
-@given(st.text(max_size=100) | st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"])).map("".join))
+@given(
+    st.text(max_size=100)
+    | st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"])).map("".join)
+)
 @settings(max_examples=60, deadline=None)
 def test_ids_equal_those_of_the_library_for_any_text(case: str, text: str) -> None:
     fast, library = engines(case)
@@ -129,14 +142,18 @@ def test_ids_equal_those_of_the_library_for_a_longer_text(case: str) -> None:
 
 
 def test_difficult_cases_are_covered() -> None:
-    """Ids in no order need a table; a converted vocabulary has tokens that its merges do not make."""
-    assert engines("GPT-2, ids in no order")[0]._id_of_rank is not None
+    """Shuffled ids need a table. A converted vocabulary has tokens that no merge produces."""
+    assert engines("GPT-2, shuffled ids")[0]._id_of_rank is not None
     assert engines("Qwen 2")[0]._id_of_rank is None
-    assert engines("Qwen 2")[0].accepts("中文 мир é 🙂") and not engines("Qwen 2")[0].accepts("\U00020000")
+    assert engines("Qwen 2")[0].accepts("中文 мир é 🙂") and not engines("Qwen 2")[0].accepts(
+        "\U00020000"
+    )
     vocabulary = engines("Llama 3, converted")[1].get_vocab(with_added_tokens=False)
     model = json.loads(engines("Llama 3, converted")[1].to_str())["model"]
-    not_made = vocabulary.keys() - fast_bpe._mergeable_tokens(vocabulary, fast_bpe.merges_of(model))
-    assert "ousands" in not_made and engines("Llama 3, converted")[0].encode("ousands") == [vocabulary["ousands"]]
+    unmerged = vocabulary.keys() - fast_bpe._mergeable_tokens(vocabulary, fast_bpe.merges_of(model))
+    assert "ousands" in unmerged and engines("Llama 3, converted")[0].encode("ousands") == [
+        vocabulary["ousands"]
+    ]
 
 
 @given(
@@ -146,21 +163,21 @@ def test_difficult_cases_are_covered() -> None:
     st.lists(st.text("abc", min_size=1, max_size=14), min_size=20, max_size=20),
 )
 @settings(max_examples=200, deadline=None)
-def test_any_vocabulary_that_is_accepted_gives_the_ids_of_the_library(
-    joins: list[tuple[int, int]], ignore_merges: bool, more: list[str], words: list[str]
+def test_every_accepted_vocabulary_returns_the_ids_of_the_library(
+    joins: list[tuple[int, int]], ignore_merges: bool, extra_tokens: list[str], words: list[str]
 ) -> None:
-    """Merges at random, few of which a trainer would make: of the rule's cases no published file shows most."""
+    """Random merges cover cases of the acceptance rule that no published file contains."""
     content = shipped()
-    model, made, merges = content["model"], ["a", "b", "c"], []
+    model, tokens, merges = content["model"], ["a", "b", "c"], []
     for first, second in joins:
-        pair = [made[first % len(made)], made[second % len(made)]]
+        pair = [tokens[first % len(tokens)], tokens[second % len(tokens)]]
         if pair not in merges:
             merges.append(pair)
-            made.append("".join(pair))
-    tokens = dict.fromkeys([*fast_bpe.bytes_of_characters(), *made, *more])
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(more) == 1:  # as converted files do: all pairs, in the order of the tokens they spell
-        pairs = [[token[:cut], token[cut:]] for token in vocabulary for cut in range(1, len(token))]
+            tokens.append("".join(pair))
+    all_tokens = dict.fromkeys([*fast_bpe.bytes_of_characters(), *tokens, *extra_tokens])
+    vocabulary = {token: token_id for token_id, token in enumerate(all_tokens)}
+    if len(extra_tokens) == 1:  # as in converted files: all pairs, in the order of their tokens
+        pairs = [[token[:end], token[end:]] for token in vocabulary for end in range(1, len(token))]
         merges = [pair for pair in pairs if vocabulary.keys() >= set(pair)]
     model.update(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
     library = library_of(content)
@@ -193,18 +210,39 @@ SETTINGS: dict[str, tuple[Callable[[Content], object], str]] = {
         lambda c: c.update(pre_tokenizer={"type": "Whitespace"}),
         "its pre-tokenizer is Whitespace",
     ),
-    "adds a space before": (lambda c: of_byte_level(c, add_prefix_space=True), "add_prefix_space"),
+    "adds a leading space": (lambda c: of_byte_level(c, add_prefix_space=True), "add_prefix_space"),
     "two patterns": (lambda c: of_byte_level(c, use_regex=True), "splits text into words twice"),
-    "no pattern": (lambda c: c.update(pre_tokenizer=c["pre_tokenizer"]["pretokenizers"][1]), "or never"),
-    "words joined": (lambda c: of_split(c, behavior="MergedWithPrevious"), "does not isolate the words"),
-    "inverted": (lambda c: of_split(c, behavior="Isolated", invert=True), "does not isolate the words"),
-    "unknown pattern": (lambda c: of_split(c, pattern={"Regex": r"\w+|\W+"}), "its pattern is not one of"),
-    "cut by a string": (lambda c: of_split(c, pattern={"String": " "}), "its pattern is not one of"),
+    "no pattern": (
+        lambda c: c.update(pre_tokenizer=c["pre_tokenizer"]["pretokenizers"][1]),
+        "or never",
+    ),
+    "words joined": (
+        lambda c: of_split(c, behavior="MergedWithPrevious"),
+        "does not isolate the words",
+    ),
+    "inverted": (
+        lambda c: of_split(c, behavior="Isolated", invert=True),
+        "does not isolate the words",
+    ),
+    "unknown pattern": (
+        lambda c: of_split(c, pattern={"Regex": r"\w+|\W+"}),
+        "its pattern is not one of",
+    ),
+    "split by a string": (
+        lambda c: of_split(c, pattern={"String": " "}),
+        "its pattern is not one of",
+    ),
     "other model": (lambda c: c["model"].update(type="Unigram"), "its model is Unigram, not BPE"),
     "dropout": (lambda c: c["model"].update(dropout=0.1), "dropout = 0.1"),
     "unknown token": (lambda c: c["model"].update(unk_token="!"), "unk_token = '!'"),
-    "prefix": (lambda c: c["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix = '##'"),
-    "suffix": (lambda c: c["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix = '</w>'"),
+    "prefix": (
+        lambda c: c["model"].update(continuing_subword_prefix="##"),
+        "continuing_subword_prefix = '##'",
+    ),
+    "suffix": (
+        lambda c: c["model"].update(end_of_word_suffix="</w>"),
+        "end_of_word_suffix = '</w>'",
+    ),
     "byte fallback": (lambda c: c["model"].update(byte_fallback=True), "byte_fallback = True"),
 }
 
@@ -221,12 +259,14 @@ def test_settings_that_may_change_the_ids_are_refused(name: str) -> None:
 
 def without_a_byte(content: Content) -> None:
     model = content["model"]
-    model["vocab"] = {token: token_id for token, token_id in model["vocab"].items() if "\u0122" not in token}
+    model["vocab"] = {
+        token: token_id for token, token_id in model["vocab"].items() if "\u0122" not in token
+    }
     model["merges"] = [pair for pair in model["merges"] if "\u0122" not in "".join(pair)]
 
 
 def with_merges(content: Content, *merges: str) -> None:
-    """More merges, with the tokens they need, in a vocabulary whose words that are tokens stay whole."""
+    """Add merges and the tokens they need, and set ignore_merges."""
     model = content["model"]
     for token in (merge.replace(" ", "") for merge in merges):
         model["vocab"].setdefault(token, 3000 + len(model["vocab"]))
@@ -236,17 +276,27 @@ def with_merges(content: Content, *merges: str) -> None:
 
 VOCABULARIES: dict[str, tuple[Callable[[Content], object], str]] = {
     "a byte missing": (without_a_byte, "1 of the 256 bytes have no token"),
-    "same id": (lambda c: c["model"]["vocab"].update({"a": c["model"]["vocab"]["b"]}), "two tokens have the same id"),
-    "merges apart": (lambda c: with_merges(c, "t he"), "the merges of 'the' are not consecutive"),
+    "same id": (
+        lambda c: c["model"]["vocab"].update({"a": c["model"]["vocab"]["b"]}),
+        "two tokens have the same id",
+    ),
+    "merges not consecutive": (
+        lambda c: with_merges(c, "t he"),
+        "the merges of 'the' are not consecutive",
+    ),
     "pairs not listed": (
-        lambda c: c["model"].update(ignore_merges=True, vocab={**c["model"]["vocab"], "qzxj": 4000, "zxj": 4001}),
+        lambda c: c["model"].update(
+            ignore_merges=True, vocab={**c["model"]["vocab"], "qzxj": 4000, "zxj": 4001}
+        ),
         "its merges do not produce 'qzxj', and not all pairs that spell it are listed",
     ),
-    "pairs overlap": (  # q alone, twice, 3 and 5 times make 8 in two ways, but 8 are joined to four times two
-        lambda c: with_merges(c, "q q", "q qq", "qq q", "qq qqq", "qqq qq", "qqq qqqqq", "qqqqq qqq"),
+    "pairs overlap": (  # two pairs spell eight q, but merging eight q yields four times "qq"
+        lambda c: with_merges(
+            c, "q q", "q qq", "qq q", "qq qqq", "qqq qq", "qqq qqqqq", "qqqqq qqq"
+        ),
         "its merges do not produce 'qqqqqqqq', and pairs that spell it overlap",
     ),
-    "part of a lower rank": (  # z and x are joined first; qzxj is made only where something else stands between
+    "part of a lower rank": (  # z and x merge first, so no sequence of merges produces qzxj
         lambda c: with_merges(c, "z x", "q z", "x j", "qzxj k", "qz xj"),
         "'qzxj', which its merges do not produce, is part of 'qzxjk' of a lower rank",
     ),
@@ -262,7 +312,7 @@ def test_vocabularies_that_may_change_the_ids_are_refused(name: str) -> None:
         FastBPE(content, library_of(content))
 
 
-def test_tokens_that_no_merge_makes_are_accepted() -> None:
+def test_tokens_that_no_merge_produces_are_accepted() -> None:
     content = shipped()
     content["model"]["vocab"] |= {"qzxj": 4000, "zxj": 4001}
     library = library_of(content)
@@ -277,8 +327,8 @@ def test_added_tokens_that_match_in_text_are_refused() -> None:
         FastBPE(shipped(), library)
 
 
-def test_difficult_texts_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the proof wrong: here the two have different patterns."""
+def test_construction_compares_the_ids_of_difficult_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A safety net for errors in the proof: the test gives the two engines different patterns."""
     monkeypatch.setattr(fast_bpe, "_pattern", lambda content: PATTERNS["GPT-2"])
     with pytest.raises(Unproven, match=r"the ids of '.*' differ"):
         FastBPE(shipped(), library_of(shipped()))
@@ -287,16 +337,24 @@ def test_difficult_texts_are_compared_first(monkeypatch: pytest.MonkeyPatch) -> 
 def test_characters_that_the_engines_treat_differently_use_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An older table, in which two letters are none."""
+    """The test simulates an older Unicode table without two letters."""
     replace = tokenizers.normalizers.Replace
-    older = Regex(r"[\p{L}&&[^жЩ]]")
-    monkeypatch.setattr(tokenizers.normalizers, "Replace", lambda pattern, content: replace(older, content))
-    others = fast_bpe._other_characters.__wrapped__((r"\p{L}",))
-    found = [character for character in map(chr, [*range(0xD800), *range(0xE000, 0x20010)]) if others.search(character)]
-    assert found == ["Щ", "ж", *map(chr, range(0x20000, 0x20010))]
+    older_letters = Regex(r"[\p{L}&&[^жЩ]]")
+    monkeypatch.setattr(
+        tokenizers.normalizers, "Replace", lambda pattern, content: replace(older_letters, content)
+    )
+    unsupported = fast_bpe._other_characters.__wrapped__((r"\p{L}",))
+    characters = [
+        character
+        for character in map(chr, [*range(0xD800), *range(0xE000, 0x20010)])
+        if unsupported.search(character)
+    ]
+    assert characters == ["Щ", "ж", *map(chr, range(0x20000, 0x20010))]
 
 
-def test_the_tokenizer_uses_fast_bpe_or_falls_back_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_uses_fast_bpe_or_falls_back_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer: Any = load_tokenizer(ASSETS)
     texts = ["to be", "мир", "\U00020000", "a" * 26_000, "x " * 9_000 + "\n" * 26_000]
     expected = [tokenizer._inner.encode(text, add_special_tokens=False).ids for text in texts]
@@ -305,29 +363,31 @@ def test_the_tokenizer_uses_fast_bpe_or_falls_back_to_the_library(monkeypatch: p
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [[1], [1], *expected[2:]]
 
 
-def test_texts_are_encoded_alike_during_construction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of several streams are made in threads, and the first text of one of them makes the engine."""
+def test_ids_stay_the_same_while_the_fast_encoder_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams encode in threads, and the first text in one of them builds the encoder."""
     content = json.loads(trained(CASES["Llama 3, converted"][0]))
     CASES["Llama 3, converted"][1](content)
     library = library_of(content)
-    expected, seen = library.encode("ousands").ids, []
-    make = fast_bpe._mergeable_tokens
+    expected, encoded = library.encode("ousands").ids, []
+    original = fast_bpe._mergeable_tokens
 
-    def made(vocabulary: dict[str, int], *given: Any) -> set[str]:
+    def watched_tokens(vocabulary: dict[str, int], *arguments: Any) -> set[str]:
         class Watched(dict[str, int]):
             def items(self) -> Any:
                 for item in super().items():
-                    seen.append(library.encode("ousands").ids)
+                    encoded.append(library.encode("ousands").ids)
                     yield item
 
-        return make(Watched(vocabulary), *given)
+        return original(Watched(vocabulary), *arguments)
 
-    monkeypatch.setattr(fast_bpe, "_mergeable_tokens", made)
+    monkeypatch.setattr(fast_bpe, "_mergeable_tokens", watched_tokens)
     FastBPE(content, library)
-    assert seen and all(ids == expected for ids in seen)
+    assert encoded and all(ids == expected for ids in encoded)
 
 
-def test_the_reason_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_the_fallback_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     tokenizer = load_tokenizer(ASSETS)
     assert tokenizer.encode_batch(["a", "b"]) and not caplog.messages

@@ -1,7 +1,7 @@
-"""Random data settings: what ranks are fed must equal what an independent reader reads.
+"""With random settings, ranks receive the batches that an independent reader computes.
 
-A seed decides the files (formats, sizes, damage), the settings, the layout, and where the run is
-resumed on another layout. To look at one: pytest tests/unit/data/test_fuzz.py -m "" -k "fuzz and 123".
+The seed selects the files (formats, sizes, damage), the settings, the layouts, and the step of the
+restart. To run one seed: pytest tests/unit/data/test_fuzz.py -m "" -k "fuzz and 123".
 """
 
 from __future__ import annotations
@@ -32,13 +32,27 @@ from .independent_reader import Row, Run, Source, steps
 from .token_writers import write_flat, write_megatron, write_npy
 
 NUM_IN_EVERY_RUN, NUM_NIGHTLY = 50, 550
-WORDS = ["to", "be", "or", "not", "Whether", "'tis", "nobler", "—", "🙂", "sea of troubles,", "x", "\n", "  "]
-BLOCK_BYTES, WINDOW_BYTES = 300, 1_000  # of streams: small, so that small files have many
+WORDS = [
+    "to",
+    "be",
+    "or",
+    "not",
+    "Whether",
+    "'tis",
+    "nobler",
+    "—",
+    "🙂",
+    "sea of troubles,",
+    "x",
+    "\n",
+    "  ",
+]
+BLOCK_BYTES, WINDOW_BYTES = 300, 1_000  # small, so that streams of small files have many
 
 
 @cache
 def inner_tokenizer() -> tokenizers.Tokenizer:
-    """The tokenizer's file as its own library reads it."""
+    """Load the tokenizer with the `tokenizers` library, without the package's wrapper."""
     inner = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
     inner.encode_special_tokens = True
     return inner
@@ -53,7 +67,7 @@ class Layout:
 
 @dataclass
 class Case:
-    """One random run: its settings as a user gives them, and as the independent reader takes them."""
+    """One random run: the user's settings, and the same settings for the independent reader."""
 
     run: Run
     training: dict[str, Any]
@@ -66,7 +80,7 @@ class Case:
 
 
 class CaseMaker:
-    """Draws a case, and writes its files into ``folder``."""
+    """Draws a case and writes its files into ``folder``."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
@@ -87,9 +101,9 @@ class CaseMaker:
         num_sources = draw.choice([1, 1, 2, 2, 3, 5])
         names = ["web", "code", "books", "prose", "verse"][:num_sources]
         num_steps = 150 if self.ends else draw.randint(4, 14)
-        written = [self._source(name, is_alone=num_sources == 1) for name in names]
-        sources = [source for source, _ in written]
-        settings = {source.name: given for source, given in written}
+        drawn = [self._source(name, is_alone=num_sources == 1) for name in names]
+        sources = [source for source, _ in drawn]
+        settings = {source.name: options for source, options in drawn}
         if num_sources > 1:
             for source in sources:
                 self._draw_weights(source, settings[source.name], num_steps)
@@ -112,7 +126,14 @@ class CaseMaker:
         }
         training |= {"seq_len": self.seq_len, "skip_steps": [list(pair) for pair in skip_steps]}
         return Case(
-            run, training, data, layouts, num_steps, draw.randint(1, min(num_steps - 1, 10)), self._often(0.5), self.kinds
+            run,
+            training,
+            data,
+            layouts,
+            num_steps,
+            draw.randint(1, min(num_steps - 1, 10)),
+            self._often(0.5),
+            self.kinds,
         )
 
     def _draw_weights(self, source: Source, settings: dict[str, Any], num_steps: int) -> None:
@@ -121,10 +142,15 @@ class CaseMaker:
         if self._often(0.25):
             first = draw.randint(2, min(num_steps, 10))
             source.weight_from = [(first, draw.choice([0.5, 4.0]))]
-        settings |= {"weight": source.weight, "weight_from": [list(pair) for pair in source.weight_from]}
+        settings |= {
+            "weight": source.weight,
+            "weight_from": [list(pair) for pair in source.weight_from],
+        }
 
-    def _draw_batch(self, num_steps: int) -> tuple[dict[str, Any], tuple[Layout, Layout], list[tuple[int, int]]]:
-        """A global batch that both layouts divide, perhaps with a ramp towards it."""
+    def _draw_batch(
+        self, num_steps: int
+    ) -> tuple[dict[str, Any], tuple[Layout, Layout], list[tuple[int, int]]]:
+        """Draw a global batch size that two layouts divide, sometimes with a batch ramp."""
         draw = self.random
         unit = draw.choice([1, 2, 4, 6])
         layouts_of_unit = [(dp, unit // dp) for dp in (1, 2, 4) if unit % dp == 0]
@@ -135,7 +161,11 @@ class CaseMaker:
             return {"global_batch_size": total}, (first, second), [(1, total)]
         samples = draw.randint(1, total * min(num_steps, 10))
         ramp = [unit, unit, samples]
-        return {"global_batch_size": total, "batch_ramp": ramp}, (first, second), ramp_sizes(ramp, total)
+        return (
+            {"global_batch_size": total, "batch_ramp": ramp},
+            (first, second),
+            ramp_sizes(ramp, total),
+        )
 
     def _draw_skips(self, num_steps: int) -> list[tuple[int, int]]:
         pairs, first = [], 1
@@ -159,7 +189,9 @@ class CaseMaker:
         settings: dict[str, Any] = {"path": str(folder)}
         source = Source(name, [])
         if not kind.startswith("stream") or is_alone:
-            source.max_epochs = settings["max_epochs"] = draw.choice([1, 2] if self.ends else [0, 0, 1, 2, 3])
+            source.max_epochs = settings["max_epochs"] = draw.choice(
+                [1, 2] if self.ends else [0, 0, 1, 2, 3]
+            )
         if kind in ("npy", "flat", "megatron"):
             settings |= {"format": "tokens"}
             source.blocks = [self._token_files(kind, folder)]
@@ -167,8 +199,8 @@ class CaseMaker:
             self._text_files(kind, folder, source, settings)
         return source, settings
 
-    def _words(self, most: int) -> str:
-        return " ".join(self.random.choices(WORDS, k=self.random.randint(1, most)))
+    def _words(self, max_words: int) -> str:
+        return " ".join(self.random.choices(WORDS, k=self.random.randint(1, max_words)))
 
     def _encoded(self, text: str) -> list[int]:
         inner = inner_tokenizer()
@@ -177,9 +209,12 @@ class CaseMaker:
         return [*bos, *ids, *([self.eos] if self.add_eos else [])] if ids else []
 
     def _token_files(self, kind: str, folder: Path) -> list[list[int]]:
-        """Documents of token ids; those of files without an index end with the EOS or with the file."""
+        """Write token files and return their documents.
+
+        In files without an index, a document ends at EOS or at the end of the file.
+        """
         draw = self.random
-        found = []
+        all_documents = []
         for number in range(draw.randint(1, 3)):
             documents = [
                 [draw.randrange(100, 1900) for _ in range(draw.randint(1, 50))] + [self.eos]
@@ -190,17 +225,21 @@ class CaseMaker:
                 write_megatron(file, [[document] for document in documents])
             else:
                 if self._often(0.5):
-                    documents[-1].pop()  # the file ends its last document
+                    documents[-1].pop()  # the last document ends at the end of the file
                 documents = [document for document in documents if document]
                 flat = [token for document in documents for token in document]
                 if kind == "npy":
-                    write_npy(file.with_suffix(".npy"), flat, draw.choice(["<u2", "<i4", "<i8", "<u4"]))
+                    write_npy(
+                        file.with_suffix(".npy"), flat, draw.choice(["<u2", "<i4", "<i8", "<u4"])
+                    )
                 else:
                     write_flat(file.with_suffix(".bin"), flat)
-            found += documents
-        return found
+            all_documents += documents
+        return all_documents
 
-    def _text_files(self, kind: str, folder: Path, source: Source, settings: dict[str, Any]) -> None:
+    def _text_files(
+        self, kind: str, folder: Path, source: Source, settings: dict[str, Any]
+    ) -> None:
         draw = self.random
         field_name = draw.choice(["text", "text", "content"])
         if not kind.endswith("text"):
@@ -221,7 +260,9 @@ class CaseMaker:
                 blocks.append([self._encoded(content.decode())])
             elif kind == "parquet":
                 rows = draw.randint(1, 8)
-                pq.write_table(pa.table({field_name: texts}), folder / f"{name}.parquet", row_group_size=rows)
+                pq.write_table(
+                    pa.table({field_name: texts}), folder / f"{name}.parquet", row_group_size=rows
+                )
                 blocks.append([self._encoded(text) for text in texts])
                 continue
             else:
@@ -233,27 +274,38 @@ class CaseMaker:
                     num_bytes += len(packed) * 5 // 2
                     continue
                 (folder / f"{name}.jsonl").write_bytes(content)
-                of_file: list[list[list[int]]] = [[] for _ in range(-(-len(content) // BLOCK_BYTES))]
-                for begin, text in lines:
-                    of_file[begin // BLOCK_BYTES].append(self._encoded(text))
-                blocks += of_file
+                file_blocks: list[list[list[int]]] = [
+                    [] for _ in range(-(-len(content) // BLOCK_BYTES))
+                ]
+                for offset, text in lines:
+                    file_blocks[offset // BLOCK_BYTES].append(self._encoded(text))
+                blocks += file_blocks
             num_bytes += len(content)
         if not is_stream:
             source.blocks = [[document for block in blocks for document in block]]
             return
         source.blocks = blocks
         window_bytes = max(WINDOW_BYTES, 4 * self.seq_len)
-        source.blocks_per_window = min(max(1, round(window_bytes * len(blocks) / num_bytes)), len(blocks))
+        source.blocks_per_window = min(
+            max(1, round(window_bytes * len(blocks) / num_bytes)), len(blocks)
+        )
 
     def _json_lines(self, texts: list[str], field_name: str) -> tuple[bytes, list[tuple[int, str]]]:
-        """The file's content, and of each readable line where it begins and its text."""
+        """Return the file's content, and the byte offset and text of each readable line."""
         draw = self.random
         content, lines = b"", []
         for text in texts:
             if self._often(0.1):
                 content += draw.choice([b"\n", b"   \n"])
             if self.skips_bad_records and self._often(0.15):
-                content += draw.choice([b"no json\n", b'{"other": 1}\n', b'{"text": 5, "content": []}\n', b"\xff\xfe\n"])
+                content += draw.choice(
+                    [
+                        b"no json\n",
+                        b'{"other": 1}\n',
+                        b'{"text": 5, "content": []}\n',
+                        b"\xff\xfe\n",
+                    ]
+                )
             lines.append((len(content), text))
             row = {"id": len(lines), field_name: text}
             content += json.dumps(row, ensure_ascii=self._often(0.5)).encode() + b"\n"
@@ -261,13 +313,15 @@ class CaseMaker:
 
 
 def ramp_sizes(ramp: list[int], total: int) -> list[tuple[int, int]]:
-    """Steps by steps: the size grows whenever the next part of the ramp's samples has been read."""
+    """Return pairs (first step, batch size), computed one step at a time."""
     start, increment, samples = ramp
     num_increments = (total - start) // increment
     sizes: list[tuple[int, int]] = []
     step, num_read, size = 1, 0, start
     while size < total:
-        parts_read = sum(num_read * num_increments >= part * samples for part in range(1, num_increments + 1))
+        parts_read = sum(
+            num_read * num_increments >= part * samples for part in range(1, num_increments + 1)
+        )
         size = start + parts_read * increment
         if not sizes or sizes[-1][1] != size:
             sizes.append((step, size))
@@ -289,69 +343,82 @@ def build(case: Case, tokenizer: Tokenizer, layout: Layout, rank: int) -> TrainB
     )
 
 
-def rows_fed(batches: list[TrainBatches], case: Case, layout: Layout) -> Iterator[tuple[dict[int, Row], int]]:
-    """What all ranks together are fed in each step: rows by position without padding, and the step's digest."""
+def rows_fed(
+    batches: list[TrainBatches], case: Case, layout: Layout
+) -> Iterator[tuple[dict[int, Row], int]]:
+    """Yield the rows of all ranks by position, and the digest, for each step."""
     while True:
-        of_ranks = []
+        rank_batches = []
         for rank in batches:
             batch = next(rank, None)
             if batch is None:
                 break
-            of_ranks.append(batch)
-        if not of_ranks:
+            rank_batches.append(batch)
+        if not rank_batches:
             return
-        assert len(of_ranks) == layout.dp, "all ranks end at the same step"
+        assert len(rank_batches) == layout.dp, "some ranks ended before the others"
         rows = {}
-        for batch in of_ranks:
+        for batch in rank_batches:
             for micro, first in enumerate(batch.first_samples):
                 for index in range(layout.local):
                     labels = batch.labels[micro, index].tolist()
                     source = int(batch.sources[micro, index])
                     tokens = batch.tokens[micro, index].tolist()
-                    positions = [] if batch.positions is None else batch.positions[micro, index].tolist()
+                    positions = (
+                        [] if batch.positions is None else batch.positions[micro, index].tolist()
+                    )
                     rows[first + index] = Row(source, tokens, labels, positions, [])
-        assert len({(batch.position, batch.num_samples) for batch in of_ranks}) == 1
+        assert len({(batch.position, batch.num_samples) for batch in rank_batches}) == 1
         num_valid = sum(label != -100 for row in rows.values() for label in row.labels)
-        assert sum(batch.num_valid_tokens for batch in of_ranks) == num_valid
-        yield rows, sum(batch.digest for batch in of_ranks) % 2**64
+        assert sum(batch.num_valid_tokens for batch in rank_batches) == num_valid
+        yield rows, sum(batch.digest for batch in rank_batches) % 2**64
 
 
 def check(case: Case, tokenizer: Tokenizer) -> None:
     expected = list(steps(case.run, case.num_steps))
-    layout, other = case.layouts
+    layout, second_layout = case.layouts
     ranks = [build(case, tokenizer, layout, rank) for rank in range(layout.dp)]
     fed = rows_fed(ranks, case, layout)
-    for step, wanted in enumerate(expected, start=1):
+    for step, expected_rows in enumerate(expected, start=1):
         rows, digest = next(fed)
-        assert digest == sum(row.digest(position) for position, row in wanted.items()) % 2**64, f"step {step}"
+        assert (
+            digest == sum(row.digest(position) for position, row in expected_rows.items()) % 2**64
+        ), f"step {step}"
         for position, row in rows.items():
-            if position not in wanted:
-                assert set(row.labels) == {-100}, f"step {step} learns from position {position}"
+            if position not in expected_rows:
+                assert set(row.labels) == {-100}, f"step {step} has labels at position {position}"
                 continue
-            right = wanted[position]
-            assert row.tokens == right.tokens, f"step {step}, position {position}"
-            assert row.labels == right.labels, f"step {step}, position {position}"
+            expected_row = expected_rows[position]
+            assert row.tokens == expected_row.tokens, f"step {step}, position {position}"
+            assert row.labels == expected_row.labels, f"step {step}, position {position}"
             if case.with_positions:
-                # Positions of padding have no effect.
-                num_real = min(len(right.real), case.run.seq_len)
-                assert row.positions[:num_real] == right.positions[:num_real], f"step {step}, position {position}"
-            assert row.source == right.source
-        assert wanted.keys() <= rows.keys(), f"step {step}"
+                # Positions of padding are irrelevant.
+                num_real = min(len(expected_row.real), case.run.seq_len)
+                assert row.positions[:num_real] == expected_row.positions[:num_real], (
+                    f"step {step}, position {position}"
+                )
+            assert row.source == expected_row.source
+        assert expected_rows.keys() <= rows.keys(), f"step {step}"
         if step == case.resume_after and step < len(expected):
             state = json.loads(json.dumps(ranks[0].state_dict()))
-            ranks = [build(case, tokenizer, other, rank) for rank in range(other.dp)]
+            ranks = [
+                build(case, tokenizer, second_layout, rank) for rank in range(second_layout.dp)
+            ]
             for rank in ranks:
                 rank.load_state_dict(state)
-            fed = rows_fed(ranks, case, other)
+            fed = rows_fed(ranks, case, second_layout)
     if len(expected) < case.num_steps:
-        assert next(fed, None) is None, "the text has ended"
+        assert next(fed, None) is None, "batches after the end of the data"
 
 
 @pytest.mark.parametrize(
     "seed",
     [
         *range(NUM_IN_EVERY_RUN),
-        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(NUM_IN_EVERY_RUN, NUM_NIGHTLY)),
+        *(
+            pytest.param(seed, marks=pytest.mark.nightly)
+            for seed in range(NUM_IN_EVERY_RUN, NUM_NIGHTLY)
+        ),
     ],
 )
 def test_fuzzed_settings_equal_the_independent_reader(
@@ -364,7 +431,7 @@ def test_fuzzed_settings_equal_the_independent_reader(
 
 
 def test_cases_cover_every_setting(tmp_path: Path) -> None:
-    """The drawn settings of every run have each feature several times: a generator that lost one would not be seen."""
+    """Without this check, a generator that stops drawing a feature would go unnoticed."""
     cases = []
     for seed in range(NUM_IN_EVERY_RUN):
         (tmp_path / str(seed)).mkdir()
@@ -375,10 +442,11 @@ def test_cases_cover_every_setting(tmp_path: Path) -> None:
         "ramp": sum("batch_ramp" in case.training for case in cases),
         "skips": sum(bool(case.run.skip_steps) for case in cases),
         "weights that change": sum(any(s.weight_from for s in case.run.sources) for case in cases),
-        "an end": sum(len(list(steps(case.run, case.num_steps))) < case.num_steps for case in cases),
+        "an end": sum(
+            len(list(steps(case.run, case.num_steps))) < case.num_steps for case in cases
+        ),
         "another layout": sum(case.layouts[0].dp != case.layouts[1].dp for case in cases),
         "best fit": sum(case.run.best_fit for case in cases),
         "seq_len 1": sum(case.run.seq_len == 1 for case in cases),
     }
     assert min(features.values()) >= 2, features
-

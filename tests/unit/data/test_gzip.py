@@ -1,4 +1,4 @@
-"""Text compressed with gzip yields the same documents for any pieces. Damage is reported or skipped."""
+"""Gzip text yields the same documents for any piece size; damage is reported or skipped."""
 
 from __future__ import annotations
 
@@ -20,29 +20,34 @@ from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 
 from .conftest import ASSETS, TEXTS, write_jsonl
 
-MANY = [f"{number} {text}" for number in range(30) for text in TEXTS]
+MANY_TEXTS = [f"{number} {text}" for number in range(30) for text in TEXTS]
 
 
 def write_gzip(file: Path, texts: list[str], num_members: int = 1) -> Path:
-    """As ``cat a.gz b.gz`` or bgzip make it, where there are several members."""
+    """Write a gzip file of several members, as ``cat a.gz b.gz`` or bgzip produce it."""
     raw = write_jsonl(file, texts).read_bytes()
-    cuts = [len(raw) * member // num_members for member in range(num_members + 1)]
-    parts = [gzip.compress(raw[first:behind], mtime=0) for first, behind in zip(cuts[:-1], cuts[1:], strict=True)]
+    offsets = [len(raw) * member // num_members for member in range(num_members + 1)]
+    parts = [
+        gzip.compress(raw[start:end], mtime=0)
+        for start, end in zip(offsets[:-1], offsets[1:], strict=True)
+    ]
     file.write_bytes(b"".join(parts))
     return file
 
 
-def cut_into(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def split_into_parts(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "GZIP_BYTES", part_bytes)
     monkeypatch.setattr(documents, "PIECE_BYTES", 1)
 
 
 def read(path: Path, on_bad_record: str = "error") -> list[str]:
-    """Return the texts of the pieces of a cache, which must equal those of the blocks of a stream; and bad records."""
+    """Read texts and bad records by cache pieces; check that stream blocks yield the same."""
     corpus = find_corpus(str(path), on_bad_record=on_bad_record)  # type: ignore[arg-type]
     by_pieces = [str(text) for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
     blocks = Blocks(corpus)
-    assert [str(text) for number in range(len(blocks)) for text in read_piece(corpus, [blocks[number]])] == by_pieces
+    assert [
+        str(text) for number in range(len(blocks)) for text in read_piece(corpus, [blocks[number]])
+    ] == by_pieces
     return by_pieces
 
 
@@ -52,12 +57,14 @@ def read(path: Path, on_bad_record: str = "error") -> list[str]:
 def test_pieces_of_a_gzip_file_yield_its_texts_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, num_members: int, ending: str
 ) -> None:
-    cut_into(part_bytes, monkeypatch)
-    file = write_gzip(tmp_path / f"a{ending}", MANY, num_members)
-    assert read(file) == read(tmp_path) == MANY
+    split_into_parts(part_bytes, monkeypatch)
+    file = write_gzip(tmp_path / f"a{ending}", MANY_TEXTS, num_members)
+    assert read(file) == read(tmp_path) == MANY_TEXTS
     spans = [span for piece in plan_pieces(find_corpus(str(file))) for span in piece]
     assert len(spans) == -(-file.stat().st_size * 5 // 2 // part_bytes)
-    assert sum(span.size for span in spans) == pytest.approx(file.stat().st_size * 2.5, abs=len(spans))
+    assert sum(span.size for span in spans) == pytest.approx(
+        file.stat().st_size * 2.5, abs=len(spans)
+    )
 
 
 def test_gzip_and_plain_files_form_one_source_and_small_files_share_a_piece(tmp_path: Path) -> None:
@@ -85,54 +92,65 @@ def test_a_bad_line_is_reported_with_its_line_number(tmp_path: Path) -> None:
 def test_a_truncated_gzip_file_is_reported_or_its_rest_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    cut_into(part_bytes, monkeypatch)
-    # In members, so that what is before the cut can be unpacked.
-    file = write_gzip(tmp_path / "a.jsonl.gz", MANY, num_members=10)
+    split_into_parts(part_bytes, monkeypatch)
+    # With several members, the data before the truncation can be decompressed.
+    file = write_gzip(tmp_path / "a.jsonl.gz", MANY_TEXTS, num_members=10)
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 5])
     with pytest.raises(
-        DataError, match=rf"^{file}, line \d+: cannot be decompressed from here on .*truncated \(data.on_bad"
+        DataError,
+        match=rf"^{file}, line \d+: cannot be decompressed from here on .*truncated \(data.on_bad",
     ):
         read(file)
-    found = read(file, "skip")
-    texts = [text for text in found if text in MANY]
-    errors = found[len(texts) :]
-    assert texts == MANY[: len(texts)] and 0.5 * len(MANY) < len(texts) < 0.65 * len(MANY)
+    records = read(file, "skip")
+    texts = [text for text in records if text in MANY_TEXTS]
+    errors = records[len(texts) :]
+    assert texts == MANY_TEXTS[: len(texts)] and 0.5 * len(MANY_TEXTS) < len(texts) < 0.65 * len(
+        MANY_TEXTS
+    )
     num_parts = len(Blocks(find_corpus(str(file))))
-    assert 1 <= len(errors) <= num_parts and all("cannot be decompressed" in one and str(file) in one for one in errors)
+    assert 1 <= len(errors) <= num_parts and all(
+        "cannot be decompressed" in error and str(file) in error for error in errors
+    )
 
 
 def test_a_file_that_is_not_gzip_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_text(json.dumps({"text": "plain"}))
-    with pytest.raises(DataError, match=r"a.json.gz, line 1: cannot be decompressed from here on \(Not a gzipped file"):
+    with pytest.raises(
+        DataError,
+        match=r"a.json.gz, line 1: cannot be decompressed from here on \(Not a gzipped file",
+    ):
         read(tmp_path)
 
 
 def test_gzip_and_plain_text_have_the_same_token_cache(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(formats, "GZIP_BYTES", 2000)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    plain, packed = (tmp_path / name / "a.jsonl" for name in ("plain", "packed"))
-    write_jsonl(plain, MANY)
-    write_gzip(packed.with_name("a.jsonl.gz"), MANY)
+    plain, compressed = (tmp_path / name / "a.jsonl" for name in ("plain", "compressed"))
+    write_jsonl(plain, MANY_TEXTS)
+    write_gzip(compressed.with_name("a.jsonl.gz"), MANY_TEXTS)
 
-    def made(folder: Path, on_bad_record: str = "error") -> tuple[bytes, int, int]:
+    def make_cache(folder: Path, on_bad_record: str = "error") -> tuple[bytes, int, int]:
         corpus = find_corpus(str(folder), on_bad_record=on_bad_record)  # type: ignore[arg-type]
         file = cached_tokens(corpus, policy, entry_of(corpus, "own", policy),
                              cache_folder=None, dump_folder=str(tmp_path), num_workers=1)  # fmt: skip
         return (file.folder / "tokens.bin").read_bytes(), file.meta.text_digest, file.meta.num_bad
 
-    whole = made(plain.parent)
-    assert made(packed.parent) == whole
+    complete = make_cache(plain.parent)
+    assert make_cache(compressed.parent) == complete
     output = ["--tokenizer", str(ASSETS), "--output", str(tmp_path / "tokens"), "--workers", "1"]
-    assert titan(["data", "tokenize", str(packed.parent), *output]) == 0
-    assert (tmp_path / "tokens/tokens.bin").read_bytes() == whole[0]
+    assert titan(["data", "tokenize", str(compressed.parent), *output]) == 0
+    assert (tmp_path / "tokens/tokens.bin").read_bytes() == complete[0]
 
-    file = packed.with_name("a.jsonl.gz")
-    write_gzip(file, MANY, num_members=10)
+    file = compressed.with_name("a.jsonl.gz")
+    write_gzip(file, MANY_TEXTS, num_members=10)
     file.write_bytes(file.read_bytes()[:-400])
-    shutil.rmtree(packed.with_name(".token_cache"))
+    shutil.rmtree(compressed.with_name(".token_cache"))
     caplog.set_level(logging.WARNING)
-    tokens, _, num_bad = made(packed.parent, "skip")
-    assert whole[0].startswith(tokens) and num_bad >= 1
+    tokens, _, num_bad = make_cache(compressed.parent, "skip")
+    assert complete[0].startswith(tokens) and num_bad >= 1
     assert f"skipped {num_bad} bad records, the first of them: {file}, byte " in caplog.text

@@ -1,4 +1,4 @@
-"""Texts of the Hub: downloaded once, whole, of one state; faults of the network are waited out."""
+"""Hub datasets are downloaded once, at one commit, with retries after network errors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ PATH = "hf://datasets/own/tales@v1/en/*.jsonl"
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """``downloads(faults)``: a Hub that fails in these ways first; returns a file with one line for each download."""
+    """Return ``downloads(*errors)``, which installs a fake Hub.
 
-    def make(*faults: Exception, listed: Sequence[str] = ("en/a.jsonl",)) -> Path:
-        log, left = tmp_path / "log", list(faults)
+    The Hub raises the errors first. The call returns a log file with one line for each download.
+    """
+
+    def make(*errors: Exception, listed: Sequence[str] = ("en/a.jsonl",)) -> Path:
+        log, pending_errors = tmp_path / "log", list(errors)
         log.touch()
 
-        def download(repo: str, **given: Any) -> str:
-            assert (repo, given) == (
+        def download(repo: str, **options: Any) -> str:
+            assert (repo, options) == (
                 "own/tales", {"repo_type": "dataset", "revision": "c0ffee", "allow_patterns": ["en/*.jsonl"]},
             )  # fmt: skip
-            if left:
-                raise left.pop(0)
+            if pending_errors:
+                raise pending_errors.pop(0)
             time.sleep(0.1)
             write_jsonl(tmp_path / "snapshot/en/a.jsonl", ["one", "two"])
             with log.open("a") as out:
@@ -54,7 +57,9 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return make
 
 
-def test_one_process_downloads_and_the_others_wait(downloads: Callable[..., Path], tmp_path: Path) -> None:
+def test_one_process_downloads_and_the_others_wait(
+    downloads: Callable[..., Path], tmp_path: Path
+) -> None:
     log = downloads()
     fork = multiprocessing.get_context("fork")
     others = [fork.Process(target=find_corpus, args=(PATH,)) for _ in range(3)]
@@ -67,36 +72,48 @@ def test_one_process_downloads_and_the_others_wait(downloads: Callable[..., Path
     assert log.read_text().splitlines() == ["downloaded"]
 
 
-def test_later_starts_need_no_network(downloads: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_starts_need_no_network(
+    downloads: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     downloads()
     first = find_corpus(PATH)
     monkeypatch.delattr(huggingface_hub, "snapshot_download")
     assert find_corpus(PATH) == first
 
 
-def test_downloads_are_retried_after_network_errors(downloads: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_downloads_are_retried_after_network_errors(
+    downloads: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
     downloads(*[ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1))
     assert find_corpus(PATH).format == "jsonl"
     assert caplog.text.count("reset by peer. Trying again") == hub.ATTEMPTS - 1
 
 
 @pytest.mark.parametrize(
-    ("path", "faults", "message"),
+    ("path", "errors", "message"),
     [
-        (PATH, [ConnectionError("no route")] * hub.ATTEMPTS, "not downloaded in 6 attempts: ConnectionError: no route"),
+        (
+            PATH,
+            [ConnectionError("no route")] * hub.ATTEMPTS,
+            "not downloaded in 6 attempts: ConnectionError: no route",
+        ),
         (PATH, [OfflineModeIsEnabled("offline")], "cannot be downloaded: offline.*HF_HUB_OFFLINE"),
-        ("hf://datasets/own/tales/en/*.jsonl", [], "Expected hf://datasets/OWNER/NAME@REVISION/PATTERN"),
+        (
+            "hf://datasets/own/tales/en/*.jsonl",
+            [],
+            "Expected hf://datasets/OWNER/NAME@REVISION/PATTERN",
+        ),
     ],
 )
 def test_a_failed_download_is_reported(
-    downloads: Callable[..., Path], path: str, faults: list[Exception], message: str
+    downloads: Callable[..., Path], path: str, errors: list[Exception], message: str
 ) -> None:
-    downloads(*faults)
+    downloads(*errors)
     with pytest.raises(DataError, match=message):
         find_corpus(path)
 
 
-def test_missing_files_of_the_listing_are_reported(downloads: Callable[..., Path]) -> None:
+def test_listed_files_that_were_not_downloaded_are_reported(downloads: Callable[..., Path]) -> None:
     downloads(listed=("en/a.jsonl", "en/b.jsonl"))
     with pytest.raises(DataError, match=r"1 of 2 files are missing, such as en/b.jsonl"):
         find_corpus(PATH)

@@ -1,4 +1,4 @@
-"""A stream of files on the Hub: each is downloaded when it is read, few are kept, and the samples are the same ever after."""
+"""Streaming from the Hub downloads each file on demand, keeps few, and yields stable samples."""
 
 from __future__ import annotations
 
@@ -37,49 +37,59 @@ Build = Callable[..., TrainBatches]
 
 
 class Hub:
-    """In place of the network: the files of a folder. log: what was asked for; faults: what is raised first."""
+    """A fake Hub that serves the files of a folder.
+
+    log: a file with one line for each request. errors: exceptions that the next requests raise.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.log, self.faults = folder, folder.with_name("log"), list[Exception]()
+        self.folder = folder
+        self.log = folder.with_name("log")
+        self.errors: list[Exception] = []
         self.log.touch()
 
     def dataset_info(self, repo: str, *, revision: str, expand: list[str]) -> Any:
         assert (repo, revision, expand) == ("own/tales", "v1", ["sha"])
         return SimpleNamespace(sha="c0ffee")
 
-    def list_repo_tree(self, repo: str, path_in_repo: str | None, **given: Any) -> Iterator[Any]:
-        assert given == {"recursive": False, "revision": "c0ffee", "repo_type": "dataset"} and path_in_repo == "en"
-        self._count("list")
+    def list_repo_tree(self, repo: str, path_in_repo: str | None, **options: Any) -> Iterator[Any]:
+        assert (
+            options == {"recursive": False, "revision": "c0ffee", "repo_type": "dataset"}
+            and path_in_repo == "en"
+        )
+        self._log_request("list")
         yield SimpleNamespace(path="en/deeper")  # a folder has no size
         for file in sorted((self.folder / path_in_repo).iterdir(), reverse=True):
             yield SimpleNamespace(path=f"{path_in_repo}/{file.name}", size=file.stat().st_size)
 
-    def hf_hub_download(self, repo: str, name: str, *, repo_type: str, revision: str, local_dir: Path) -> str:
+    def hf_hub_download(
+        self, repo: str, name: str, *, repo_type: str, revision: str, local_dir: Path
+    ) -> str:
         assert (repo, repo_type, revision) == ("own/tales", "dataset", "c0ffee")
-        self._count(Path(name).name)
+        self._log_request(Path(name).name)
         time.sleep(0.01)
         target = local_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.folder / name, target)
         return str(target)
 
-    def _count(self, what: str) -> None:
+    def _log_request(self, name: str) -> None:
         with self.log.open("a") as out:
-            out.write(what + "\n")
-        if self.faults:
-            raise self.faults.pop(0)
+            out.write(name + "\n")
+        if self.errors:
+            raise self.errors.pop(0)
 
     @property
-    def asked(self) -> list[str]:
+    def requests(self) -> list[str]:
         return self.log.read_text().splitlines()
 
 
 @pytest.fixture
 def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """Files of JSON lines, compressed, of which each is cut into a few blocks, and a window holds one."""
-    found = Hub(tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", found.hf_hub_download)
+    """A Hub with compressed JSON-lines files of a few blocks each; a window is one block."""
+    fake = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fake.hf_hub_download)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(hub, "NUM_KEPT", 2)
@@ -89,62 +99,63 @@ def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr(streaming, "WINDOW_BYTES", 300)
     monkeypatch.setattr(streaming, "MIN_SAMPLES", 1)
     monkeypatch.setattr(streaming, "NUM_AHEAD", 0)
-    write_files(found.folder / "en", ".json.gz")
-    write_jsonl(found.folder / "en/other.jsonl", ["not asked for"])
-    return found
+    write_files(fake.folder / "en", ".json.gz")
+    write_jsonl(fake.folder / "en/other.jsonl", ["not asked for"])
+    return fake
 
 
 def texts_of(number: int) -> list[str]:
     return [f"{number} {row} {text}" for row in range(6 + number) for text in TEXTS]
 
 
-def write_files(folder: Path, ending: str) -> None:
+def write_files(folder: Path, suffix: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for number in range(NUM_FILES):
-        file = folder / f"part-{number}{ending}"
-        if ending == ".parquet":
+        file = folder / f"part-{number}{suffix}"
+        if suffix == ".parquet":
             write_table(file, list(texts_of(number)), rows=5)
-        elif ending == ".txt":
+        elif suffix == ".txt":
             file.write_text("\n".join(texts_of(number)))
         else:
             write_jsonl(file, texts_of(number))
-        if ending == ".json.gz":
+        if suffix == ".json.gz":
             file.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
 
 
 def labels_of(batches: TrainBatches) -> Counter[int]:
-    found = Counter(label for batch in batches for label in batch.labels.flatten().tolist())
-    del found[-100]
-    return found
+    counts = Counter(label for batch in batches for label in batch.labels.flatten().tolist())
+    del counts[-100]
+    return counts
 
 
-@pytest.mark.parametrize("ending", [".json.gz", ".jsonl", ".parquet", ".txt"])
-def test_an_epoch_reads_every_file_in_its_own_order(
-    build: Build, the_hub: Hub, tmp_path: Path, ending: str
+@pytest.mark.parametrize("suffix", [".json.gz", ".jsonl", ".parquet", ".txt"])
+def test_an_epoch_reads_every_file_in_shuffled_order(
+    build: Build, the_hub: Hub, tmp_path: Path, suffix: str
 ) -> None:
-    write_files(the_hub.folder / "en", ending)
-    expected = labels_of(build(the_hub.folder / "en" / f"part-*{ending}", max_epochs=1))
+    write_files(the_hub.folder / "en", suffix)
+    expected = labels_of(build(the_hub.folder / "en" / f"part-*{suffix}", max_epochs=1))
     batches = build(PATH, streaming=True, max_epochs=1)  # type: ignore[arg-type]
-    assert the_hub.asked == ["list"]
+    assert the_hub.requests == ["list"]
     (part,) = batches._streams.values()
-    assert part.windows_per_epoch > (NUM_FILES if ending != ".txt" else 2)
-    read, most = Counter[int](), 0
+    assert part.windows_per_epoch > (NUM_FILES if suffix != ".txt" else 2)
+    label_counts, max_kept = Counter[int](), 0
     for batch in batches:
-        read.update(batch.labels.flatten().tolist())
-        most = max(most, len(list((tmp_path / "run").rglob(f"part-*{ending}"))))
-    del read[-100]
-    # The first token of a window without text before it is not a label: at most one for each window.
-    assert not read - expected and (expected - read).total() < part.windows_per_epoch
+        label_counts.update(batch.labels.flatten().tolist())
+        max_kept = max(max_kept, len(list((tmp_path / "run").rglob(f"part-*{suffix}"))))
+    del label_counts[-100]
+    # The first token of a window is not a label: at most one token per window is missing.
+    assert not label_counts - expected
+    assert (expected - label_counts).total() < part.windows_per_epoch
     seed = xxhash.xxh3_64_intdigest(b"blocks", xxhash.xxh3_64_intdigest(b"own", 7))
     order = shuffled(np.arange(NUM_FILES), NUM_FILES, seed, 0).tolist()
     assert order != sorted(order)
-    downloads = the_hub.asked[1:]
-    if ending == ".txt":  # a window of several files reads them in the order of their names
-        assert sorted(downloads) == sorted(f"part-{number}{ending}" for number in order)
+    downloads = the_hub.requests[1:]
+    if suffix == ".txt":  # a window of several files reads them in name order
+        assert sorted(downloads) == sorted(f"part-{number}{suffix}" for number in order)
     else:
-        assert downloads == [f"part-{number}{ending}" for number in order]
-    assert most <= hub.NUM_KEPT
+        assert downloads == [f"part-{number}{suffix}" for number in order]
+    assert max_kept <= hub.NUM_KEPT
 
 
 def digests(ranks: list[TrainBatches], num_steps: int) -> list[int]:
@@ -158,28 +169,33 @@ def test_layouts_restarts_and_lost_files_do_not_change_the_stream(
         layout: dict[str, Any] = {"local_batch_size": 8 // size, "streaming": True}
         return [build(PATH, dp=(rank, size), **layout) for rank in range(size)]  # type: ignore[arg-type]
 
-    whole = digests(ranks(1), 300)  # some epochs
-    assert the_hub.asked.count("part-5.json.gz") > 1
+    expected = digests(ranks(1), 300)  # several epochs
+    assert the_hub.requests.count("part-5.json.gz") > 1
     first = ranks(2)
-    assert digests(first, 40) == whole[:40]
+    assert digests(first, 40) == expected[:40]
     state = json.loads(json.dumps(first[0].state_dict()))
-    assert the_hub.asked.count("list") == 1
+    assert the_hub.requests.count("list") == 1
     shutil.rmtree(tmp_path / "run")
-    num_asked = len(the_hub.asked)
-    again = ranks(4)
-    for rank in again:
+    num_requests = len(the_hub.requests)
+    resumed = ranks(4)
+    for rank in resumed:
         rank.load_state_dict(state)
-    assert digests(again, 1) == whole[40:41]
-    assert [name == "list" for name in the_hub.asked[num_asked:]] in ([True, False], [True, False, False])
-    assert digests(again, 30) == whole[41:71]
+    assert digests(resumed, 1) == expected[40:41]
+    assert [name == "list" for name in the_hub.requests[num_requests:]] in (
+        [True, False],
+        [True, False, False],
+    )
+    assert digests(resumed, 30) == expected[41:71]
 
 
-def test_another_revision_has_another_fingerprint(build: Build, the_hub: Hub, tmp_path: Path) -> None:
+def test_the_revision_changes_the_fingerprint(build: Build, the_hub: Hub, tmp_path: Path) -> None:
     first = build(PATH, streaming=True)  # type: ignore[arg-type]
-    (kept,) = (tmp_path / "run").rglob("files.json")
-    kept.write_text(kept.read_text().replace("c0ffee", "decade"))
+    (listing_file,) = (tmp_path / "run").rglob("files.json")
+    listing_file.write_text(listing_file.read_text().replace("c0ffee", "decade"))
     other = build(PATH, streaming=True)  # type: ignore[arg-type]
-    differing = [key for key in first.fingerprint if first.fingerprint[key] != other.fingerprint[key]]
+    differing = [
+        key for key in first.fingerprint if first.fingerprint[key] != other.fingerprint[key]
+    ]
     assert differing == ["sources.own.files"]
 
 
@@ -194,73 +210,101 @@ def test_one_process_downloads_and_the_others_wait(the_hub: Hub, tmp_path: Path)
     for process in others:
         process.join()
     assert [process.exitcode for process in others] == [0] * 3
-    assert the_hub.asked == ["list", "part-0.json.gz"]
+    assert the_hub.requests == ["list", "part-0.json.gz"]
     assert file.read_bytes() == gzip.decompress((the_hub.folder / "en/part-0.json.gz").read_bytes())
     assert not list(listing.folder.rglob("*.gz"))
 
 
 def test_network_errors_and_truncated_files_are_retried(the_hub: Hub, tmp_path: Path) -> None:
-    the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
+    the_hub.errors = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
     listing = hub.list_files(PATH, tmp_path)
     file = next(iter(listing.sizes))
     source = the_hub.folder / "en/part-0.json.gz"
     raw = source.read_bytes()
     source.write_bytes(raw[:-9])
     with pytest.raises(
-        DataError, match=rf"part-0.json.gz of {PATH[:30]}.* not downloaded in 6 .*expected {len(raw):,}"
+        DataError,
+        match=rf"part-0.json.gz of {PATH[:30]}.* not downloaded in 6 .*expected {len(raw):,}",
     ):
         listing.fetch(file)
     assert not file.exists()
     source.write_bytes(raw)
-    the_hub.faults = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
+    the_hub.errors = [ConnectionError("reset by peer")] * (hub.ATTEMPTS - 1)
     listing.fetch(file)
     assert file.read_bytes() == gzip.decompress(raw)
 
 
-def test_a_file_damaged_on_the_hub_is_reported_without_a_retry(the_hub: Hub, tmp_path: Path) -> None:
+def test_a_file_damaged_on_the_hub_is_reported_without_a_retry(
+    the_hub: Hub, tmp_path: Path
+) -> None:
     source = the_hub.folder / "en/part-0.json.gz"
     source.write_bytes(source.read_bytes()[:-9])
     listing = hub.list_files(PATH, tmp_path)
     file = next(iter(listing.sizes))
     with pytest.raises(
-        DataError, match=r"en/part-0.json.gz of hf://.* cannot be decompressed \(Compressed file ended before"
+        DataError,
+        match=r"en/part-0.json.gz of hf://.* cannot be decompressed \(Compressed file ended before",
     ):
         listing.fetch(file)
-    assert the_hub.asked == ["list", "part-0.json.gz"] and not file.exists()
+    assert the_hub.requests == ["list", "part-0.json.gz"] and not file.exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "here"),
-    [("a.json.gz", "a.json.gz.json"), ("x/a.txt.gz", "x/a.txt.gz.txt"), ("a.gz", "a.gz.unpacked"), ("a.parquet",) * 2],
-)
-def test_a_decompressed_file_has_its_own_name(tmp_path: Path, name: str, here: str) -> None:
-    listing = hub.Listing("", "", "", tmp_path, {})
-    assert hub._local_name(name) == here
-    assert listing._hub_name(tmp_path / here) == name and listing.is_gzip(tmp_path / here) == name.endswith(".gz")
-
-
-@pytest.mark.parametrize(
-    ("path", "fault", "message"),
+    ("name", "local_name"),
     [
-        (PATH, EntryNotFoundError("404"), f"{PATH[:-1]}. cannot be downloaded: 404.*check the name"),
-        ("hf://datasets/own/tales@v1/en/*.arrow", None, "en/.*arrow matches no file of the dataset own/tales"),
-        ("hf://datasets/own/tales/en/*.jsonl", None, "Expected hf://datasets/OWNER/NAME@REVISION/PATTERN"),
+        ("a.json.gz", "a.json.gz.json"),
+        ("x/a.txt.gz", "x/a.txt.gz.txt"),
+        ("a.gz", "a.gz.unpacked"),
+        ("a.parquet",) * 2,
+    ],
+)
+def test_a_decompressed_file_has_its_own_name(tmp_path: Path, name: str, local_name: str) -> None:
+    listing = hub.Listing("", "", "", tmp_path, {})
+    assert hub._local_name(name) == local_name
+    assert listing._hub_name(tmp_path / local_name) == name and listing.is_gzip(
+        tmp_path / local_name
+    ) == name.endswith(".gz")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        (
+            PATH,
+            EntryNotFoundError("404"),
+            f"{PATH[:-1]}. cannot be downloaded: 404.*check the name",
+        ),
+        (
+            "hf://datasets/own/tales@v1/en/*.arrow",
+            None,
+            "en/.*arrow matches no file of the dataset own/tales",
+        ),
+        (
+            "hf://datasets/own/tales/en/*.jsonl",
+            None,
+            "Expected hf://datasets/OWNER/NAME@REVISION/PATTERN",
+        ),
     ],
 )
 def test_a_failed_listing_is_reported(
-    the_hub: Hub, tmp_path: Path, path: str, fault: Exception | None, message: str
+    the_hub: Hub, tmp_path: Path, path: str, error: Exception | None, message: str
 ) -> None:
-    the_hub.faults = [fault] if fault else []
+    the_hub.errors = [error] if error else []
     with pytest.raises(DataError, match=message):
         hub.list_files(path, tmp_path)
 
 
-def test_a_missing_network_is_reported_immediately(build: Build, the_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_reported_without_a_retry(
+    build: Build, the_hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = build(PATH, streaming=True)  # type: ignore[arg-type]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"part-\d.json.gz of hf://datasets/own/tales.*HF_HUB_OFFLINE must not be set"):
+    with pytest.raises(
+        DataError,
+        match=r"part-\d.json.gz of hf://datasets/own/tales.*HF_HUB_OFFLINE must not be set",
+    ):
         next(batches)
-    assert the_hub.asked == ["list"]
+    assert the_hub.requests == ["list"]
 
 
 @pytest.mark.parametrize(
@@ -273,16 +317,16 @@ def test_a_missing_network_is_reported_immediately(build: Build, the_hub: Hub, m
     ],
 )
 def test_patterns_are_globs(tmp_path: Path, pattern: str, names: set[str]) -> None:
-    known = ["a.gz", "en/a.gz", "en/x/b.gz", "en/c.txt"]
-    for name in known:
+    all_names = ["a.gz", "en/a.gz", "en/x/b.gz", "en/c.txt"]
+    for name in all_names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert {name for name in known if hub._matches(name, pattern)} == names
+    assert {name for name in all_names if hub._matches(name, pattern)} == names
     assert {file.relative_to(tmp_path).as_posix() for file in tmp_path.glob(pattern)} == names
 
 
 def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Path) -> None:
-    """What is downloaded ahead is left as it is: without an error, and without waiting for it."""
+    """The process does not wait for a prefetch and ends without an error."""
     code = """if 1:
         import os, sys, threading, time
         os.environ["HF_HUB_OFFLINE"] = "0"
@@ -294,22 +338,22 @@ def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Pa
         from torchtitan_like.data.samples import streaming
         from torchtitan_like.data.text import formats, tokenizer
         formats.GZIP_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
-        hub, begun, first = Hub(Path(sys.argv[1])), threading.Event(), []
-        def slow(*args, **given):
-            if first:
-                begun.set()
+        hub, started, calls = Hub(Path(sys.argv[1])), threading.Event(), []
+        def slow(*args, **options):
+            if calls:
+                started.set()
                 time.sleep(60)
-            first.append(args)
-            return hub.hf_hub_download(*args, **given)
+            calls.append(args)
+            return hub.hf_hub_download(*args, **options)
         huggingface_hub.HfApi, huggingface_hub.hf_hub_download = lambda: hub, slow
         batches = build.build_train_batches(
             Training(seq_len=16), Data(sources={"own": {"path": PATH, "streaming": True}}),
             tokenizer=tokenizer.load_tokenizer(sys.argv[3]), dump_folder=sys.argv[2], seed=1,
             dp_rank=0, dp_size=1, num_accumulation=1)
         next(batches)
-        begun.wait()
+        started.wait()
         print("downloading", flush=True)
     """
     command = [sys.executable, "-c", code, str(the_hub.folder), str(tmp_path / "run"), str(ASSETS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "downloading\n", "")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "downloading\n", "")

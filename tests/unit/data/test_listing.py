@@ -1,4 +1,4 @@
-"""Thousands of ranks and thousands of files: one rank looks for all, and nothing is held open."""
+"""One rank lists the files for all ranks, and few files are open at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_FILES = 5
 
 
 class Ranks(HostGroup):
-    """Two ranks in turn: the first lists the files, the second receives the list."""
+    """Simulates two ranks in turn: the first lists the files, the second receives the list."""
 
     def __init__(self) -> None:
         super().__init__([0], timedelta(0))
@@ -38,7 +38,7 @@ class Ranks(HostGroup):
         self.restart()
 
     def restart(self) -> Ranks:
-        """The next rank begins."""
+        """Switch to the next rank."""
         self._next = iter([*self._answers])
         return self
 
@@ -50,124 +50,147 @@ class Ranks(HostGroup):
         return pickle.loads(answer)
 
 
-def text(folder: Path) -> Path:
+def write_text(folder: Path) -> Path:
     for number in range(NUM_FILES):
         write_jsonl(folder / f"{number}.jsonl", [f"document {number}.{line}" for line in range(4)])
     return folder
 
 
-def npy(folder: Path) -> Path:
+def write_npy_files(folder: Path) -> Path:
     folder.mkdir()
     for number in range(NUM_FILES):
         write_npy(folder / f"{number}.npy", [number, 2, 3, 4])
     return folder
 
 
-def megatron(folder: Path) -> Path:
+def write_megatron_files(folder: Path) -> Path:
     folder.mkdir()
     for number in range(NUM_FILES):
         write_megatron(folder / str(number), [[[number, 2]], [[3, 4], [5]]])
     return folder
 
 
-WRITERS = {"text": text, "npy": npy, "megatron": megatron}
+WRITERS = {"text": write_text, "npy": write_npy_files, "megatron": write_megatron_files}
 
 
 @pytest.fixture(params=WRITERS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> DataSource:
     return DataSource(
-        path=str(WRITERS[request.param](tmp_path / "data")), format="auto" if request.param == "text" else "tokens"
+        path=str(WRITERS[request.param](tmp_path / "data")),
+        format="auto" if request.param == "text" else "tokens",
     )
 
 
-def opened(source: DataSource, tokenizer: Tokenizer, tmp_path: Path, group: HostGroup | None = None) -> TokenFile:
+def open_tokens(
+    source: DataSource, tokenizer: Tokenizer, tmp_path: Path, group: HostGroup | None = None
+) -> TokenFile:
     named, folder = NamedSource("own", source), str(tmp_path / "run")
     return data_build._tokens(named, Data(), tokenizer, folder, True, group or HostGroup.alone())
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((data_build, "find_corpus"), (token_sources, "open_part"), (token_sources, "find_token_files")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the files"))
+def forbid_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        (data_build, "find_corpus"),
+        (token_sources, "open_part"),
+        (token_sources, "find_token_files"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("the rank listed the files"))
 
 
 def test_only_one_rank_lists_the_files(
     source: DataSource, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks()
-    first = opened(source, tokenizer, tmp_path, ranks.restart())
-    refuse(monkeypatch)
-    second = opened(source, tokenizer, tmp_path, ranks.restart())
+    first = open_tokens(source, tokenizer, tmp_path, ranks.restart())
+    forbid_listing(monkeypatch)
+    second = open_tokens(source, tokenizer, tmp_path, ranks.restart())
     assert first.meta == second.meta and first.folder == second.folder
-    assert np.array_equal(first.tokens[0 : len(first.tokens)], second.tokens[0 : len(second.tokens)])
+    assert np.array_equal(
+        first.tokens[0 : len(first.tokens)], second.tokens[0 : len(second.tokens)]
+    )
     assert np.array_equal(first.offsets, second.offsets)
 
 
-def test_a_rank_with_its_own_files_lists_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Where they lie may differ from node to node; that they are the same is compared afterwards."""
+def test_a_rank_lists_its_files_if_they_have_other_paths(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Paths may differ between nodes; the contents are compared afterwards."""
     for name, write in WRITERS.items():
         ranks, kind = Ranks(), "auto" if name == "text" else "tokens"
-        ours = DataSource(path=str(write(tmp_path / f"{name}-ours")), format=kind)
-        theirs = DataSource(path=str(write(tmp_path / f"{name}-theirs")), format=kind)
-        opened(ours, tokenizer, tmp_path, ranks.restart())
-        assert opened(theirs, tokenizer, tmp_path, ranks.restart()).folder.is_relative_to(tmp_path / f"{name}-theirs")
+        first = DataSource(path=str(write(tmp_path / f"{name}-first")), format=kind)
+        second = DataSource(path=str(write(tmp_path / f"{name}-second")), format=kind)
+        open_tokens(first, tokenizer, tmp_path, ranks.restart())
+        assert open_tokens(second, tokenizer, tmp_path, ranks.restart()).folder.is_relative_to(
+            tmp_path / f"{name}-second"
+        )
 
 
 @pytest.mark.parametrize("name", ["npy", "megatron"])
-def test_other_files_at_the_same_path_are_listed(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Each node may have a copy of its own, and that copy may be an older one."""
+def test_a_rank_lists_different_files_at_the_same_path(
+    name: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A node may have its own, older copy."""
     ranks, source = Ranks(), DataSource(path=str(WRITERS[name](tmp_path / "data")), format="tokens")
-    first = opened(source, tokenizer, tmp_path, ranks.restart())
+    first = open_tokens(source, tokenizer, tmp_path, ranks.restart())
     last = max((tmp_path / "data").glob("*.bin" if name == "megatron" else "*.npy"))
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.unlink()
     last.write_bytes(content)
-    assert opened(source, tokenizer, tmp_path, ranks.restart()).meta.text_digest != first.meta.text_digest
+    assert (
+        open_tokens(source, tokenizer, tmp_path, ranks.restart()).meta.text_digest
+        != first.meta.text_digest
+    )
 
 
 def test_a_file_that_changes_after_the_listing_is_not_read(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would go on with other data. A new start may read it."""
-    source = DataSource(path=str(npy(tmp_path / "data")), format="tokens")
-    run = opened(source, tokenizer, tmp_path)
+    """The run would continue with other data. A restart may read the changed file."""
+    source = DataSource(path=str(write_npy_files(tmp_path / "data")), format="tokens")
+    run = open_tokens(source, tokenizer, tmp_path)
     assert run.tokens[0:4].tolist() == [0, 2, 3, 4]
     changed = tmp_path / "data/0.npy"
     write_npy(changed, [5, 6, 7, 8])
-    os.utime(changed, ns=(0, 0))  # not within one tick of the clock
+    os.utime(changed, ns=(0, 0))  # the two writes may be within one clock tick
     checked_file._opened.cache_clear()
     with pytest.raises(DataError, match=r"0\.npy has changed since"):
         run.tokens[0:4]
-    assert opened(source, tokenizer, tmp_path).tokens[0:4].tolist() == [5, 6, 7, 8]
+    assert open_tokens(source, tokenizer, tmp_path).tokens[0:4].tolist() == [5, 6, 7, 8]
 
 
-def test_an_error_of_the_listing_rank_is_raised_on_all(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_all_ranks_raise_an_error_of_the_listing_rank(tokenizer: Tokenizer, tmp_path: Path) -> None:
     class Failing(Ranks):
         def leader_does(self, action: Callable[[], Any]) -> Any:
             raise DataError("no data")
 
     with pytest.raises(DataError, match="no data"):
-        opened(DataSource(path=str(text(tmp_path / "data"))), tokenizer, tmp_path, Failing())
+        open_tokens(
+            DataSource(path=str(write_text(tmp_path / "data"))), tokenizer, tmp_path, Failing()
+        )
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "[0-9]*.jsonl"])
 def test_listing_a_folder_does_not_examine_each_file(
     pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank of a run looks for the text before it joins the others."""
-    folder, looked_at, plain = text(tmp_path / "data"), [], os.stat
-    monkeypatch.setattr(
-        os, "stat", lambda path, *args, **kw: (looked_at.append(str(path)), plain(path, *args, **kw))[1]
-    )
+    """Each rank of a run lists the files before it joins the others."""
+    folder, paths, stat = write_text(tmp_path / "data"), [], os.stat
+
+    def recording_stat(path: Any, *args: Any, **keywords: Any) -> os.stat_result:
+        paths.append(str(path))
+        return stat(path, *args, **keywords)
+
+    monkeypatch.setattr(os, "stat", recording_stat)
     assert len(documents.find_corpus(str(folder / pattern)).files) == NUM_FILES
-    assert not [path for path in looked_at if path.endswith(("0.jsonl", "4.jsonl"))]
+    assert not [path for path in paths if path.endswith(("0.jsonl", "4.jsonl"))]
 
 
 def test_a_rank_that_builds_the_cache_lists_the_files_once(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two million files take seconds to list, and seconds for each look at their sizes."""
-    source = DataSource(path=str(text(tmp_path / "data")))
+    """Listing two million files takes seconds, and so does each query of their sizes."""
+    source = DataSource(path=str(write_text(tmp_path / "data")))
     listings, stats, find, stat = [], [], data_build.find_corpus, os.stat
 
     def counted_find(*args: Any) -> Any:
@@ -180,14 +203,23 @@ def test_a_rank_that_builds_the_cache_lists_the_files_once(
 
     monkeypatch.setattr(data_build, "find_corpus", counted_find)
     monkeypatch.setattr(os, "stat", counted_stat)
-    opened(source, tokenizer, tmp_path)
+    open_tokens(source, tokenizer, tmp_path)
     assert len(listings) == 1
-    # For the name of the cache, for the plan, and for the check that no file changed meanwhile.
+    # For the name of the cache, for the plan, and to check that no file changed in between.
     assert len([path for path in stats if path.endswith("3.jsonl")]) == 3
 
 
-def test_files_are_in_the_order_of_the_parts_of_their_paths(tmp_path: Path) -> None:
-    names = ["a-1/x.txt", "a.txt", "a/b.txt", "a/b/c.txt", "a/b-1.txt", "a0.txt", "\u00e9.txt", "B.txt"]
+def test_files_are_sorted_by_path_components(tmp_path: Path) -> None:
+    names = [
+        "a-1/x.txt",
+        "a.txt",
+        "a/b.txt",
+        "a/b/c.txt",
+        "a/b-1.txt",
+        "a0.txt",
+        "\u00e9.txt",
+        "B.txt",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(name)
@@ -197,17 +229,21 @@ def test_files_are_in_the_order_of_the_parts_of_their_paths(tmp_path: Path) -> N
     assert corpus.files == tuple(str(tmp_path / name) for name in by_parts)
 
 
-def test_there_may_be_more_files_than_descriptors(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """By default a process may have 1,024 files open; a terabyte of text may be 50,000 files."""
+def test_a_source_may_have_more_files_than_descriptors(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The default limit is 1,024 open files; a terabyte of text may be 50,000 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    here, limit = len(os.listdir("/proc/self/fd")), checked_file.MAX_OPEN_FILES + 100
+    num_open, limit = len(os.listdir("/proc/self/fd")), checked_file.MAX_OPEN_FILES + 100
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(limit):
         write_megatron(folder / f"{number:04}", [[[number % 100, 7]]])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (here + limit, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + limit, hard))
     try:
-        found = open_source(folder, tokenizer, with_documents=True)
-        assert found.tokens[0 : len(found.tokens)].tolist() == [x for n in range(limit) for x in (n % 100, 7)]
+        opened = open_source(folder, tokenizer, with_documents=True)
+        assert opened.tokens[0 : len(opened.tokens)].tolist() == [
+            x for n in range(limit) for x in (n % 100, 7)
+        ]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,4 +1,4 @@
-"""Worker processes change nothing but who reads: the same batches, the same state, the same ends and errors."""
+"""Batches, states, ends and errors are the same with and without worker processes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ Build = Callable[..., TrainBatches]
 
 @pytest.fixture
 def read_by(tokenizer: Tokenizer, corpus_file: Path) -> Iterator[Build]:
-    made: list[TrainBatches] = []
+    loaders: list[TrainBatches] = []
 
     def build(
         num_workers: int, *, max_epochs: int = 0, layout: tuple[int, int] = (0, 1), **loader: Any
     ) -> TrainBatches:
-        made.append(
+        loaders.append(
             build_train_batches(
-                Training(seq_len=16, local_batch_size=2, dataloader=DataLoader(num_workers=num_workers, **loader)),
+                Training(
+                    seq_len=16,
+                    local_batch_size=2,
+                    dataloader=DataLoader(num_workers=num_workers, **loader),
+                ),
                 Data(sources={"own": DataSource(path=str(corpus_file), max_epochs=max_epochs)}),
                 tokenizer=tokenizer,
                 dump_folder="unused",
@@ -53,17 +57,24 @@ def read_by(tokenizer: Tokenizer, corpus_file: Path) -> Iterator[Build]:
                 with_positions=True,
             )
         )
-        return made[-1]
+        return loaders[-1]
 
     yield build
-    for batches in made:
-        batches._reader = None  # ends the workers, now
+    for batches in loaders:
+        batches._reader = None  # stops the workers immediately
 
 
 def contents(batch: Batch) -> tuple[Any, ...]:
     assert batch.positions is not None
     tensors = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist())
-    return (*tensors, batch.digest, batch.num_valid_tokens, batch.first_samples, batch.position, batch.num_samples)
+    return (
+        *tensors,
+        batch.digest,
+        batch.num_valid_tokens,
+        batch.first_samples,
+        batch.position,
+        batch.num_samples,
+    )
 
 
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(1, None), (2, 1), (4, 3)])
@@ -71,26 +82,28 @@ def contents(batch: Batch) -> tuple[Any, ...]:
 def test_workers_do_not_change_batches(
     read_by: Build, num_workers: int, prefetch: int | None, layout: tuple[int, int]
 ) -> None:
-    """Over two ends of an epoch, to the end of the text."""
-    alone = read_by(0, max_epochs=2, layout=layout)
-    others = read_by(num_workers, max_epochs=2, layout=layout, prefetch_factor=prefetch)
-    assert [contents(batch) for batch in others] == [contents(batch) for batch in alone]
-    assert others.position == alone.position
+    """The run reads two epochs, to the end of the data."""
+    without_workers = read_by(0, max_epochs=2, layout=layout)
+    with_workers = read_by(num_workers, max_epochs=2, layout=layout, prefetch_factor=prefetch)
+    assert [contents(batch) for batch in with_workers] == [
+        contents(batch) for batch in without_workers
+    ]
+    assert with_workers.position == without_workers.position
 
 
 def test_the_state_counts_returned_batches_and_works_with_other_workers(read_by: Build) -> None:
     expected = [contents(batch) for batch in itertools.islice(read_by(0), 12)]
-    got, state = [], read_by(0).state_dict()
+    actual, state = [], read_by(0).state_dict()
     for num_workers, steps in ((2, 3), (0, 4), (1, 5)):
         batches = read_by(num_workers)
         batches.load_state_dict(state)
         for _ in range(steps):
             batch = next(batches)
-            got.append(contents(batch))
+            actual.append(contents(batch))
             assert batches.position == batch.position
         state = batches.state_dict()
-        assert state["position"] == 8 * len(got)
-    assert got == expected
+        assert state["position"] == 8 * len(actual)
+    assert actual == expected
 
 
 def workers() -> list[psutil.Process]:
@@ -101,19 +114,21 @@ def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Buil
     before = {child.pid for child in workers()}
     batches = read_by(2)
     expected = [contents(batch) for batch in itertools.islice(read_by(0), 6)]
-    got = [contents(next(batches))]
-    mine = [child for child in workers() if child.pid not in before]
-    assert len(mine) == 2
-    for child, number in itertools.product(mine, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
+    actual = [contents(next(batches))]
+    new_workers = [child for child in workers() if child.pid not in before]
+    assert len(new_workers) == 2
+    for child, number in itertools.product(
+        new_workers, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ):
         os.kill(child.pid, number)
-    got += [contents(next(batches)) for _ in range(5)]
-    assert got == expected
+    actual += [contents(next(batches)) for _ in range(5)]
+    assert actual == expected
     batches._reader = None
-    _, alive = psutil.wait_procs(mine, timeout=20)
+    _, alive = psutil.wait_procs(new_workers, timeout=20)
     assert not alive
 
 
-LEFT_BEHIND = """
+FAILING_SCRIPT = """
 import builtins, sys
 from torchtitan_like.config.sections_training import DataLoader
 from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
@@ -123,20 +138,28 @@ def plans():
 
 PlannedBatches.__getitem__ = lambda self, plan: plan
 batches = make_reader(PlannedBatches(None, 1, with_positions=False), plans, DataLoader(num_workers=3))()
-builtins.kept = batches  # as the traceback of an error keeps it
+builtins.kept = batches  # as a traceback would keep it alive
 assert next(batches) == 0
 raise ValueError("the error that ends the run")
 """
 
 
 def test_an_error_ends_a_process_whose_workers_are_reading() -> None:
-    """They ignore SIGTERM, and what Python and torch do at the end of a process waits for them."""
-    ended = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.rstrip().endswith("ValueError: the error that ends the run")
+    """Workers ignore SIGTERM, and Python and torch wait for them when a process exits."""
+    result = subprocess.run(
+        [sys.executable, "-c", FAILING_SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.rstrip().endswith("ValueError: the error that ends the run")
 
 
-def test_an_error_in_a_worker_is_raised_in_the_main_process(read_by: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_worker_is_raised_in_the_main_process(
+    read_by: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(self: PlannedBatches, plan: Any) -> Batch:
         raise DataError(f"file x, token {plan.positions[0]}")
 
@@ -144,12 +167,12 @@ def test_an_error_in_a_worker_is_raised_in_the_main_process(read_by: Build, monk
     for num_workers in (0, 2):
         with pytest.raises(DataError, match="file x, token 0") as failed:
             next(read_by(num_workers))
-        # They hold the workers, and where the collector finds a loader its workers are waited for in vain, 5 s each.
+        # The frames keep the loader alive. Its later deletion would wait 5 s for each worker.
         traceback.clear_frames(failed.tb)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_validation_reads_the_same_every_time(
+def test_every_validation_pass_with_workers_reads_the_same_batches(
     tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path, persistent: bool
 ) -> None:
     def sets(**loader: Any) -> Any:
@@ -157,34 +180,52 @@ def test_validation_reads_the_same_every_time(
             enable=True, seq_len=16, local_batch_size=3, steps=5, dataloader=DataLoader(**loader),
             sources={"own": DataSource(path=str(corpus_file))},
         )  # fmt: skip
-        made = build_validation_sets(
-            section, Data(), tokenizer=tokenizer, dump_folder=str(tmp_path), dp_rank=0, dp_size=1, with_positions=True
+        sets_by_name = build_validation_sets(
+            section,
+            Data(),
+            tokenizer=tokenizer,
+            dump_folder=str(tmp_path),
+            dp_rank=0,
+            dp_size=1,
+            with_positions=True,
         )
-        return made[""]
+        return sets_by_name[""]
 
     expected = [contents(batch) for batch in sets()]
     with_workers = sets(num_workers=2, persistent_workers=persistent)
     for _ in range(3):
         assert [contents(batch) for batch in with_workers] == expected
-    assert len(expected) == 5 and np.unique([digest for *_, digest, _, _, _, _ in expected]).size == 5
+    assert (
+        len(expected) == 5 and np.unique([digest for *_, digest, _, _, _, _ in expected]).size == 5
+    )
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_ranks", "num_cores", "wanted"),
+    ("num_workers", "num_ranks", "num_cores", "required"),
     [(2, 8, 27, 28), (2, 8, 28, None), (1, 1, 5, 6), (1, 1, 6, None), (0, 8, 2, None)],
 )
 def test_too_few_cores_for_ranks_and_workers_are_reported(
-    num_workers: int, num_ranks: int, num_cores: int, wanted: int | None
+    num_workers: int, num_ranks: int, num_cores: int, required: int | None
 ) -> None:
     problem = describe_core_shortage(num_workers, num_ranks, num_cores)
-    if wanted is None:
+    if required is None:
         assert problem is None
     else:
-        assert problem is not None and f"{num_cores} CPU cores are too few for {num_ranks} ranks" in problem
-        assert f"num_workers = {num_workers}. Expected ranks x (workers + 1) + 4 = {wanted} or more" in problem
+        assert (
+            problem is not None
+            and f"{num_cores} CPU cores are too few for {num_ranks} ranks" in problem
+        )
+        assert (
+            f"num_workers = {num_workers}. Expected ranks x (workers + 1) + 4 = {required} or more"
+            in problem
+        )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_single_core_is_reported_with_and_without_workers(num_workers: int) -> None:
     warning = describe_core_shortage(num_workers, 8, 1)
-    assert warning is not None and "Only 1 CPU core is available" in warning and "--cpus-per-task" in warning
+    assert (
+        warning is not None
+        and "Only 1 CPU core is available" in warning
+        and "--cpus-per-task" in warning
+    )

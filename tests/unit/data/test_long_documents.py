@@ -1,5 +1,4 @@
-"""A long document is encoded in parts only where its ids are provably the same, and refused where
-it cannot be cut."""
+"""Long documents are encoded in parts if the ids are provably the same, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ def split(pattern: str, behavior: str, invert: bool) -> Any:
     return pre_tokenizers.Sequence([words, byte_level(add_prefix_space=False, use_regex=False)])
 
 
-# Name: model, normalizer, pre-tokenizer. All may be cut.
-CUTTABLE: dict[str, tuple[Any, Any, Any]] = {
+# Name: (model, normalizer, pre-tokenizer). All of these tokenizers can encode a text in parts.
+SPLITTABLE: dict[str, tuple[Any, Any, Any]] = {
     "prefix space": (models.BPE, None, byte_level(add_prefix_space=True)),
     "removed and inverted": (models.BPE, None, split(PATTERNS["Qwen 2"], "removed", True)),
     "normalized": (models.BPE, normalizers.NFKC(), byte_level(add_prefix_space=False)),
@@ -63,9 +62,9 @@ TRAINERS = {
 }
 
 
-def made(folder: Path, parts: tuple[Any, Any, Any]) -> Tokenizer:
-    """A tokenizer of 400 tokens of these parts."""
-    model, normalizer, pre_tokenizer = parts
+def trained_tokenizer(folder: Path, components: tuple[Any, Any, Any]) -> Tokenizer:
+    """Train a tokenizer of 400 tokens with these components."""
+    model, normalizer, pre_tokenizer = components
     unknown = {} if model in (models.BPE, models.Unigram) else {"unk_token": "[UNK]"}
     library = tokenizers.Tokenizer(model(**unknown))
     if normalizer is not None:
@@ -96,7 +95,10 @@ LOADERS: dict[str, Callable[[Path], Tokenizer]] = {
     "shipped": lambda _: load_tokenizer(ASSETS),
     "tiktoken file": lambda _: load_tokenizer(ASSETS / "tokenizer.model"),
     **{name: published(name) for name in PATTERNS},
-    **{name: (lambda folder, parts=parts: made(folder, parts)) for name, parts in CUTTABLE.items()},
+    **{
+        name: (lambda folder, components=components: trained_tokenizer(folder, components))
+        for name, components in SPLITTABLE.items()
+    },
 }
 
 
@@ -131,7 +133,7 @@ def test_parts_have_the_ids_of_the_whole_document(
 ) -> None:
     tokenizer = LOADERS[name](tmp_path)
     monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 3)
-    draw, num_cuts = random.Random(1), 0
+    draw, num_parts = random.Random(1), 0
     for _ in range(150):
         text = difficult_text(draw)
         parts = list(tokenizer.parts(text))
@@ -139,37 +141,37 @@ def test_parts_have_the_ids_of_the_whole_document(
         assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(
             text
         ), repr(text)
-        num_cuts += len(parts)
-    assert num_cuts > 1000
+        num_parts += len(parts)
+    assert num_parts > 1000
 
 
-UNKNOWN: dict[str, Callable[[Any], None]] = {
+UNSPLITTABLE: dict[str, Callable[[Any], None]] = {
     "no pre-tokenizer": lambda library: setattr(library, "pre_tokenizer", None),
-    "a pattern of its own": lambda library: setattr(
+    "an unknown pattern": lambda library: setattr(
         library, "pre_tokenizer", split(r"\w+ \w+|.", "isolated", False)
     ),
     "words that are merged": lambda library: setattr(
         library, "pre_tokenizer", split(PATTERNS["GPT-2"], "merged_with_next", False)
     ),
     "a prefix": lambda library: setattr(library, "normalizer", normalizers.Prepend("▁")),
-    "an added token with a blank": lambda library: library.add_tokens(
+    "an added token with a space": lambda library: library.add_tokens(
         [AddedToken("to be", special=False)]
     ),
     "an added token that strips": lambda library: library.add_tokens(
         [AddedToken("<x>", rstrip=True, special=False)]
     ),
-    "one piece for all": lambda library: setattr(
+    "no splitting": lambda library: setattr(
         library, "pre_tokenizer", pre_tokenizers.Metaspace(split=False)
     ),
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("name", UNSPLITTABLE)
 def test_a_tokenizer_that_needs_the_whole_text_refuses_long_documents(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tokenizers.Tokenizer.from_str(trained("GPT-2"))
-    UNKNOWN[name](library)
+    UNSPLITTABLE[name](library)
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.split_pattern is None
@@ -223,8 +225,8 @@ def test_progress_counts_the_bytes_of_a_long_document(
     assert len(shares) >= 8 and shares == sorted(shares) and shares[0] < 20
 
 
-# Peak memory of a process that tokenizes one document, in MiB, over what it had before.
-PEAK = """
+# Prints the peak memory in MiB that tokenizing one document adds to a process.
+PEAK_MEMORY_PROGRAM = """
 import resource, sys
 from torchtitan_like.data.text.documents import find_corpus, plan_pieces
 from torchtitan_like.data.text.tokenizer import load_tokenizer
@@ -239,23 +241,25 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
 
 
 def peak_memory(file: Path, tokenizer: Path, repo_root: Path) -> float:
-    command = [sys.executable, "-c", PEAK, str(file), str(tokenizer)]
-    ran = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
-    return float(ran.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", PEAK_MEMORY_PROGRAM, str(file), str(tokenizer)]
+    result = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
+    return float(result.stdout.splitlines()[-1])
 
 
 CHARACTERS = ASSETS.parent / "checkpoints" / "tokenizer"  # a token for each character
 
 
 @pytest.mark.parametrize("size", [10, pytest.param(299, marks=pytest.mark.nightly)])
-def test_a_giant_document_needs_a_few_bytes_of_memory_per_byte(
+def test_a_giant_document_needs_six_bytes_of_memory_per_byte(
     size: int, tmp_path: Path, repo_root: Path
 ) -> None:
-    """6 bytes for each byte of text, and what a part takes; the `tokenizers` library took 310
-    where it encoded all at once."""
-    sentence = json.loads((CHARACTERS / "tokenizer.json").read_text())["model"]["vocab"]
+    """The limit is 6 bytes per byte of text, plus the memory of one part.
+
+    The `tokenizers` library took 310 bytes per byte for the whole document.
+    """
+    vocabulary = json.loads((CHARACTERS / "tokenizer.json").read_text())["model"]["vocab"]
     words = "".join(
-        character for character in sentence if len(character) == 1 and character.isalpha()
+        character for character in vocabulary if len(character) == 1 and character.isalpha()
     )
     text = f"{words} " * (size * 2**20 // (len(words) + 1))
     file = write_jsonl(tmp_path / "giant.jsonl", [text])

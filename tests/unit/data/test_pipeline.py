@@ -1,4 +1,4 @@
-"""Which text the configuration means, and the data shipped with the project."""
+"""The configuration selects the right dataset; the shipped corpus matches its description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from torchtitan_like.data.build import resolve_sources
 from torchtitan_like.data.errors import DataError
 
 
-def resolve(dataset: str = "shakespeare", path: str | None = None, **sources: str) -> tuple[str, str]:
+def resolve(
+    dataset: str = "shakespeare", path: str | None = None, **sources: str
+) -> tuple[str, str]:
     tables = {name: DataSource(path=source) for name, source in sources.items()}
     (named,) = resolve_sources("training", Training(dataset=dataset, dataset_path=path), tables)
     return named.name, named.source.path
@@ -29,10 +31,12 @@ def test_sources_override_dataset_path_which_overrides_the_name() -> None:
     assert resolve() == ("shakespeare", shipped)
     assert resolve(path="/own/*.jsonl") == ("shakespeare", "/own/*.jsonl")
     assert resolve("no name", path="/own") == ("no name", "/own")
-    assert resolve("no name", path="/own", mine="/mine") == ("mine", "/mine")
+    assert resolve("no name", path="/own", web="/web") == ("web", "/web")
 
 
-def test_c4_test_reads_the_shipped_text_and_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_c4_test_reads_the_shipped_corpus_and_logs_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     assert resolve("c4_test") == ("c4_test", str(DATASETS["shakespeare"].file))
     (message,) = caplog.messages
@@ -46,7 +50,9 @@ def test_c4_test_reads_the_shipped_text_and_logs_one_line(caplog: pytest.LogCapt
         ("validation", Validation(dataset="c4_validation"), "validation", False),
     ],
 )
-def test_c4_is_read_from_a_fixed_commit_of_the_hub(name: Any, section: Any, files: str, streaming: bool) -> None:
+def test_c4_is_read_from_a_fixed_commit_of_the_hub(
+    name: Any, section: Any, files: str, streaming: bool
+) -> None:
     (named,) = resolve_sources(name, section, {})
     commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
     assert named.source == DataSource(
@@ -70,17 +76,32 @@ def test_an_unreadable_source_is_refused(name: Any, section: Any, message: str) 
         resolve_sources(name, section, {})
 
 
-def test_the_shipped_text_matches_its_note(repo_root: Path) -> None:
-    note = (repo_root / "torchtitan_like/data/corpus/README.md").read_text(encoding="utf-8")
+def test_the_shipped_corpus_matches_its_readme(repo_root: Path) -> None:
+    readme = (repo_root / "torchtitan_like/data/corpus/README.md").read_text(encoding="utf-8")
     for name in ("shakespeare", "shakespeare_validation"):
         file = DATASETS[name].file
-        titles = [json.loads(line)["title"] for line in file.read_text(encoding="utf-8").splitlines()]
-        assert re.search(rf"`{file.name}`.*\b{len(titles)} documents, {file.stat().st_size / 1e6:.1f} MB", note)
-    assert "public domain" in note
+        titles = [
+            json.loads(line)["title"] for line in file.read_text(encoding="utf-8").splitlines()
+        ]
+        assert re.search(
+            rf"`{file.name}`.*\b{len(titles)} documents, {file.stat().st_size / 1e6:.1f} MB", readme
+        )
+    assert "public domain" in readme
 
 
-def test_the_data_package_imports_only_what_a_batch_needs(repo_root: Path) -> None:
-    heavy = ("datasets", "pyarrow", "pandas", "torch.distributed.tensor", "transformers", "tokenizers", "tiktoken")
+def test_the_data_package_imports_no_heavy_libraries(repo_root: Path) -> None:
+    heavy = (
+        "datasets",
+        "pyarrow",
+        "pandas",
+        "torch.distributed.tensor",
+        "transformers",
+        "tokenizers",
+        "tiktoken",
+    )
     script = f"import sys, torchtitan_like.data.build; print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-c", script]
-    assert subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )

@@ -1,5 +1,7 @@
-"""Token files of the user have no hashes: what a run has read of them is recorded, and compared
-when it reads there again."""
+"""A run records hashes of the token file extents that it reads, and verifies them later.
+
+Token files of the user have no hashes of their own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ EXTENT = 1024
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two files of tokens, a flat one and a Megatron pair, in extents of 1 KiB."""
+    """Write a flat token file and a Megatron pair, and set extents of 1 KiB."""
     monkeypatch.setattr(checked_file, "EXTENT_BYTES", EXTENT)
     (tmp_path / "data").mkdir()
     np.array(TOKENS, "<u2").tofile(tmp_path / "data" / "a.bin")
@@ -36,28 +38,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., TokenFile]:
-    """A start of the run opens the source."""
+    """Return a function that opens the source, as each start of the run does."""
     return lambda **options: open_source(folder, tokenizer, run=tmp_path / "run", **options)
 
 
-# Not among the bytes by which the source is identified, 16 KiB in eight places of each file.
-PLACE = 17_000
+# Outside the bytes that identify the source: 16 KiB at eight offsets of each file.
+OFFSET = 17_000
 
 
-def test_a_bit_that_flips_between_two_starts_is_found_before_training(
+def test_a_flipped_bit_is_detected_at_the_next_start(
     start: Callable[..., TokenFile], folder: Path, tmp_path: Path
 ) -> None:
     first = start()
     first.tokens[8_000:10_000]
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     with pytest.raises(
         DataError,
         match=r"a\.bin is damaged: bytes 16,384 to 17,407 have the hash .* recorded by this run",
     ):
         start()
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     assert start().tokens[8_000:10_000].tolist() == TOKENS[8_000:10_000]
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     next((tmp_path / "run" / "token_digests").glob("*.u32")).unlink()  # as the message advises
     start().tokens[8_000:10_000]
 
@@ -66,7 +68,7 @@ def test_files_not_verified_at_the_start_are_verified_when_read(
     start: Callable[..., TokenFile], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start().tokens[:]
-    flip_bit(folder / "b.bin", PLACE)
+    flip_bit(folder / "b.bin", OFFSET)
     monkeypatch.setattr(run_digests, "NUM_AT_START", 1)
     second = start()
     second.tokens[len(TOKENS) : len(TOKENS) + 8_000]
@@ -82,7 +84,7 @@ def test_the_records_of_all_processes_are_merged_and_bounded(
         start().tokens[:]
         start(is_recorder=False).tokens[:]
     (table,) = records.glob("*.u32")
-    assert len(list(records.iterdir())) == 1, "the logs are merged"
+    assert len(list(records.iterdir())) == 1, "the logs were not merged"
     num_extents = 2 * -(-2 * len(TOKENS) // EXTENT)
     assert table.stat().st_size == 4 * num_extents
     assert np.count_nonzero(np.fromfile(table, "<u4")) == num_extents
@@ -93,7 +95,7 @@ def test_a_second_source_with_the_same_files_keeps_the_record(
 ) -> None:
     training = start()
     training.tokens[:1_000]
-    start()  # such as a validation source; merges and removes the log of the first
+    start()  # such as a validation source: it merges and removes the first log
     training.tokens[:]
     start()
     (table,) = (tmp_path / "run" / "token_digests").glob("*.u32")
@@ -105,7 +107,7 @@ def test_processes_that_read_different_bytes_end_the_next_start(
 ) -> None:
     one, other = start(), start()
     one.tokens[8_000:10_000]
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     other.tokens[8_000:10_000]
     with pytest.raises(
         DataError,
@@ -114,35 +116,35 @@ def test_processes_that_read_different_bytes_end_the_next_start(
         start()
 
 
-def test_a_log_truncated_by_a_kill_is_used(
+def test_a_truncated_log_is_read_up_to_its_last_record(
     start: Callable[..., TokenFile], tmp_path: Path, folder: Path
 ) -> None:
     start().tokens[8_000:10_000]
     (log,) = (tmp_path / "run" / "token_digests").glob("*.log")
     with log.open("ab") as stream:
-        stream.write(b"\xff" * 8 + b"\0\0\0")  # an extent that is not there, and half a record
+        stream.write(b"\xff" * 8 + b"\0\0\0")  # an extent that does not exist, and half a record
     start()
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     with pytest.raises(DataError, match="is damaged"):
         start()
 
 
-def test_a_file_that_is_overwritten_or_truncated_during_the_run_ends_it(
+def test_overwriting_or_truncating_a_file_ends_the_run(
     start: Callable[..., TokenFile], folder: Path
 ) -> None:
     opened = start()
     opened.tokens[:]
     status = (folder / "a.bin").stat()
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     os.utime(folder / "a.bin", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(
         DataError,
         match=r"a\.bin has changed since the run opened it \(the same size, another modification time\)",
     ):
         opened.tokens[0:10]
-    flip_bit(folder / "a.bin", PLACE)
+    flip_bit(folder / "a.bin", OFFSET)
     opened = start()
-    os.truncate(folder / "a.bin", PLACE)
+    os.truncate(folder / "a.bin", OFFSET)
     with pytest.raises(
         DataError,
         match=r"a\.bin has changed since the run opened it \(17,000 bytes, expected 400,000\)",

@@ -1,4 +1,4 @@
-"""Which samples a step reads, with growing batches and skipped steps, compared with a loop over steps."""
+"""Steps with growing batches and skipped steps read the same samples as a plain loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchtitan_like.data.batches.training import StepPositions
 SIZES = [(1, 2), (4, 3), (6, 8)]
 
 
-def plain(sizes: Sequence[tuple[int, int]], num_steps: int) -> list[list[int]]:
-    """The positions of the first steps of a run that leaves nothing out."""
+def unskipped_steps(sizes: Sequence[tuple[int, int]], num_steps: int) -> list[list[int]]:
+    """Return the positions of the first steps of a run without skipped steps."""
     steps, position = [], 0
     for step in range(1, num_steps + 1):
         size = [size for first, size in sizes if first <= step][-1]
@@ -24,7 +24,7 @@ def plain(sizes: Sequence[tuple[int, int]], num_steps: int) -> list[list[int]]:
     return steps
 
 
-def walked(positions: StepPositions, num_steps: int, start: int = 0) -> list[list[int]]:
+def read_steps(positions: StepPositions, num_steps: int, start: int = 0) -> list[list[int]]:
     steps = []
     for _ in range(num_steps):
         steps.append(positions.positions_from(start).tolist())
@@ -38,7 +38,7 @@ growing = st.lists(st.integers(1, 4), max_size=3).flatmap(
     )
 )
 pairs = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3).map(
-    lambda found: sorted([first, first + more] for first, more in found)
+    lambda drawn: sorted([first, first + length] for first, length in drawn)
 )
 
 
@@ -46,32 +46,39 @@ pairs = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3).m
 def test_steps_read_the_samples_that_are_not_skipped(
     sizes: list[tuple[int, int]], skipped: list[list[int]]
 ) -> None:
-    kept = plain(sizes, 60)
-    for first, last in skipped:  # each pair counts the steps of a run with the pairs before it
+    kept = unskipped_steps(sizes, 60)
+    for first, last in skipped:  # each pair counts the steps that remain after earlier pairs
         del kept[first - 1 : last]
     positions = StepPositions(sizes, skipped)
-    assert walked(positions, 20) == kept[:20]
-    for step, read in enumerate(kept[:20], start=1):
-        assert positions.num_started(read[0]) == step - 1 and positions.num_started(read[-1] + 1) == step
-        assert positions.first_position(step) == read[0]
+    assert read_steps(positions, 20) == kept[:20]
+    for step, positions_read in enumerate(kept[:20], start=1):
+        assert (
+            positions.num_started(positions_read[0]) == step - 1
+            and positions.num_started(positions_read[-1] + 1) == step
+        )
+        assert positions.first_position(step) == positions_read[0]
 
 
 def test_reading_continues_from_a_position_between_two_steps() -> None:
-    assert walked(StepPositions(SIZES), 4, start=3) == [[3, 4], [5, 6], [7, 8, 9], [10, 11, 12]]
-    assert walked(StepPositions([(1, 4)], [[2, 3]]), 2, start=2) == [[2, 3, 12, 13], [14, 15, 16, 17]]
+    assert read_steps(StepPositions(SIZES), 4, start=3) == [[3, 4], [5, 6], [7, 8, 9], [10, 11, 12]]
+    assert read_steps(StepPositions([(1, 4)], [[2, 3]]), 2, start=2) == [
+        [2, 3, 12, 13],
+        [14, 15, 16, 17],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("ramp", "last"), [([8, 8, 100], 32), ([2, 3, 50], 20), ([4, 4, 1], 64), ([1, 1, 7], 2), ([16, 16, 10_000], 48)]
+    ("ramp", "last"),
+    [([8, 8, 100], 32), ([2, 3, 50], 20), ([4, 4, 1], 64), ([1, 1, 7], 2), ([16, 16, 10_000], 48)],
 )
-def test_a_batch_size_ramp_equals_megatrons(ramp: list[int], last: int) -> None:
-    """Counted sample by sample: a step has start + increment x (parts of the ramp that have been read), at most all."""
+def test_a_batch_size_ramp_equals_megatrons_ramp(ramp: list[int], last: int) -> None:
+    """A step has start + increment x (ramp parts already read) samples, at most the last size."""
     start, increment, samples = ramp
     num_increments = (last - start) // increment
     sizes = Training(batch_ramp=ramp, global_batch_size=last).batch_sizes(last)
     num_read = 0
-    for step, read in enumerate(plain(sizes, 2000), start=1):
+    for step, positions_read in enumerate(unskipped_steps(sizes, 2000), start=1):
         num_grown = min(num_read * num_increments // samples, num_increments)
-        assert len(read) == start + increment * num_grown, f"step {step}"
-        num_read += len(read)
+        assert len(positions_read) == start + increment * num_grown, f"step {step}"
+        num_read += len(positions_read)
     assert sizes[-1][1] == last and Training().batch_sizes(last) == [(1, last)]

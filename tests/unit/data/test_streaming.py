@@ -1,4 +1,4 @@
-"""Streamed sources equal a plain loop over the text, on every layout, from every position, to the last token."""
+"""Streamed sources equal a plain loop over the corpus on every layout and after every restart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from torchtitan_like.data.tokens.token_file import TokenFile
 ROOT = Path(__file__).parents[3]
 Build = Callable[..., TrainBatches]
 SEQ_LEN, SEED, BLOCK, WINDOW = 16, 7, 1000, 2000
-# (data-parallel size, accumulation, local batch): all read 8 samples a step
+# (data-parallel size, accumulation, local batch): each layout reads 8 samples per step
 LAYOUTS = [(1, 1, 8), (2, 2, 2), (4, 1, 2)]
 
 
@@ -60,9 +60,12 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Files of which one is empty and another has blocks without any token."""
+    """Write four files: one is empty, another has blocks without tokens."""
     folder = tmp_path / "corpus"
-    write_jsonl(folder / "a.jsonl", [f"{number} {text}" * bool(text) for number in range(4) for text in TEXTS])
+    write_jsonl(
+        folder / "a.jsonl",
+        [f"{number} {text}" * bool(text) for number in range(4) for text in TEXTS],
+    )
     write_jsonl(folder / "b.jsonl", [])
     write_jsonl(folder / "d.jsonl", [""] * 160)
     write_jsonl(folder / "c.jsonl", [f"verse {number}" * (number % 9) for number in range(90)])
@@ -71,21 +74,28 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
-    """``build(layout, rank, {name: source}, ...)``."""
-    made: list[TrainBatches] = []
+    """Return ``build(layout, rank, {name: source}, ...)``."""
+    loaders: list[TrainBatches] = []
     before = multiprocessing.active_children()
 
     def build_batches(
-        layout: tuple[int, int, int], rank: int, sources: dict[str, Any], num_workers: int = 0, **given: Any
+        layout: tuple[int, int, int],
+        rank: int,
+        sources: dict[str, Any],
+        num_workers: int = 0,
+        **options: Any,
     ) -> TrainBatches:
         dp_size, num_accumulation, local = layout
-        skip = {"skip_steps": given.pop("skip_steps")} if "skip_steps" in given else {}
-        seq_len = given.pop("seq_len", SEQ_LEN)
+        skip = {"skip_steps": options.pop("skip_steps")} if "skip_steps" in options else {}
+        seq_len = options.pop("seq_len", SEQ_LEN)
         loader = DataLoader(num_workers=num_workers)
-        made.append(
+        loaders.append(
             build_train_batches(
                 Training(seq_len=seq_len, local_batch_size=local, dataloader=loader, **skip),
-                Data(sources={name: DataSource(**source) for name, source in sources.items()}, **given),
+                Data(
+                    sources={name: DataSource(**source) for name, source in sources.items()},
+                    **options,
+                ),
                 tokenizer=tokenizer,
                 dump_folder=str(tmp_path / "run"),
                 seed=SEED,
@@ -95,88 +105,109 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
                 with_positions=True,
             )
         )
-        return made[-1]
+        return loaders[-1]
 
     yield build_batches
-    # A loader that is dropped waits five seconds for each of its workers.
+    # Deleting a loader waits five seconds for each of its workers.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in set(multiprocessing.active_children()) - set(before):
         worker.kill()
 
 
-def own(path: Path, **settings_: Any) -> dict[str, Any]:
+def streamed_source(path: Path, **settings_: Any) -> dict[str, Any]:
     return {"own": {"path": str(path), "streaming": True, **settings_}}
 
 
-def ranks_of(build: Build, layout: tuple[int, int, int], sources: dict[str, Any], **given: Any) -> list[TrainBatches]:
-    return [build(layout, rank, sources, **given) for rank in range(layout[0])]
+def ranks_of(
+    build: Build, layout: tuple[int, int, int], sources: dict[str, Any], **options: Any
+) -> list[TrainBatches]:
+    return [build(layout, rank, sources, **options) for rank in range(layout[0])]
 
 
-def key_of(what: str, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(what.encode(), seed)
+def key_of(name: str, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode(), seed)
 
 
 def windows_of(
     folder: Path, tokenizer: Tokenizer, shuffle: bool, name: str = "own"
 ) -> Iterator[tuple[list[int], set[int]]]:
-    """Tokens of endless windows, and where documents begin in them. A line is of the block in which it begins."""
+    """Yield the tokens and document starts of endless windows.
+
+    A line belongs to the block that contains its first byte.
+    """
     blocks: list[list[list[int]]] = []
     size = 0
     for file in sorted(folder.glob("*.jsonl")):
         raw = file.read_bytes()
         size += len(raw)
         own_blocks: list[list[list[int]]] = [[] for _ in range(-(-len(raw) // BLOCK))]
-        place = 0
+        offset = 0
         for line in raw.splitlines(keepends=True):
             ids = tokenizer.encode(json.loads(line)["text"])
             if ids:
-                own_blocks[place // BLOCK].append([tokenizer.bos_id, *ids, tokenizer.eos_id])  # type: ignore[list-item]
-            place += len(line)
+                document = [tokenizer.bos_id, *ids, tokenizer.eos_id]
+                own_blocks[offset // BLOCK].append(document)  # type: ignore[arg-type]
+            offset += len(line)
         blocks += own_blocks
-    at_once = round(max(WINDOW, 4 * SEQ_LEN) * len(blocks) / size)
+    blocks_per_window = round(max(WINDOW, 4 * SEQ_LEN) * len(blocks) / size)
     seed = key_of(name, SEED)
     for epoch in itertools.count():
-        for window, first in enumerate(range(0, len(blocks), at_once)):
-            chosen = list(range(first, min(first + at_once, len(blocks))))
-            number = epoch * -(-len(blocks) // at_once) + window
+        for window, first in enumerate(range(0, len(blocks), blocks_per_window)):
+            chosen = list(range(first, min(first + blocks_per_window, len(blocks))))
+            number = epoch * -(-len(blocks) // blocks_per_window) + window
             if shuffle:
-                chosen = sorted(shuffled(np.array(chosen), len(blocks), key_of("blocks", seed), epoch).tolist())
-            found = [document for block in chosen for document in blocks[block]]
-            if shuffle and found:
-                order = shuffled(np.arange(len(found)), len(found), key_of("documents", seed), number)
-                found = [found[index] for index in order.tolist()]
+                chosen = sorted(
+                    shuffled(np.array(chosen), len(blocks), key_of("blocks", seed), epoch).tolist()
+                )
+            window_documents = [document for block in chosen for document in blocks[block]]
+            if shuffle and window_documents:
+                order = shuffled(
+                    np.arange(len(window_documents)),
+                    len(window_documents),
+                    key_of("documents", seed),
+                    number,
+                )
+                window_documents = [window_documents[index] for index in order.tolist()]
             tokens, starts = [], set()
-            for document in found:
+            for document in window_documents:
                 starts.add(len(tokens))
                 tokens += document
             yield tokens, starts
 
 
-def stream(folder: Path, tokenizer: Tokenizer, mask: bool = False, shuffle: bool = True) -> Iterator[Row]:
-    """The samples of endless epochs, one after the other."""
+def stream(
+    folder: Path, tokenizer: Tokenizer, mask: bool = False, shuffle: bool = True
+) -> Iterator[Row]:
+    """Yield the samples of endless epochs in order."""
     position = 0
     for number, (tokens, starts) in enumerate(windows_of(folder, tokenizer, shuffle)):
         num_samples = -(-(len(tokens) - 1) // SEQ_LEN)
         key = key_of("samples", key_of("own", SEED))
         order = np.arange(num_samples)
         order = shuffled(order, num_samples, key, number) if shuffle and num_samples else order
-        in_file = list(itertools.islice(samples_of(tokens, starts, SEQ_LEN, None, mask), num_samples))
+        window_rows = list(
+            itertools.islice(samples_of(tokens, starts, SEQ_LEN, None, mask), num_samples)
+        )
         for index in order.tolist():
-            yield in_file[index].at(position)
+            yield window_rows[index].at_position(position)
             position += 1
 
 
-@pytest.mark.parametrize(("layout", "mask"), [(LAYOUTS[0], True), (LAYOUTS[1], False), (LAYOUTS[2], True)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "mask"), [(LAYOUTS[0], True), (LAYOUTS[1], False), (LAYOUTS[2], True)], ids=str
+)
 def test_every_layout_reads_the_samples_of_a_plain_loop(
     build: Build, corpus: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], mask: bool
 ) -> None:
-    ranks = ranks_of(build, layout, own(corpus), mask_document_starts=mask)
+    ranks = ranks_of(build, layout, streamed_source(corpus), mask_document_starts=mask)
     expected = stream(corpus, tokenizer, mask)
     for step in range(70):  # more than two epochs
         shares, rows = [next(rank) for rank in ranks], list(itertools.islice(expected, 8))
         check_step(shares, rows)
-        counted = torch.stack([share.positions for share in shares if share.positions is not None], 1).flatten(0, 2)
-        assert counted.tolist() == [row.positions for row in rows]
+        positions = torch.stack(
+            [share.positions for share in shares if share.positions is not None], 1
+        ).flatten(0, 2)
+        assert positions.tolist() == [row.positions for row in rows]
         assert {(share.position, share.num_samples) for share in shares} == {(8 * step + 8, 8)}
     (part,) = ranks[0]._streams.values()
     assert part._first + len(part._starts) - 1 > 2 * part.windows_per_epoch > 6
@@ -184,16 +215,24 @@ def test_every_layout_reads_the_samples_of_a_plain_loop(
 
 @given(
     shuffle=st.booleans(),
-    legs=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 12)), min_size=2, max_size=5),
+    restarts=st.lists(
+        st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 12)), min_size=2, max_size=5
+    ),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_restarts_on_other_layouts_continue_at_the_same_sample(
-    build: Build, corpus: Path, tokenizer: Tokenizer, shuffle: bool, legs: list[tuple[tuple[int, int, int], int]]
+    build: Build,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    shuffle: bool,
+    restarts: list[tuple[tuple[int, int, int], int]],
 ) -> None:
     expected = stream(corpus, tokenizer, shuffle=shuffle)
     state: dict[str, Any] | None = None
-    for layout, num_steps in legs:
-        ranks = ranks_of(build, layout, own(corpus), shuffle=shuffle)
+    for layout, num_steps in restarts:
+        ranks = ranks_of(build, layout, streamed_source(corpus), shuffle=shuffle)
         for rank in ranks if state else []:
             rank.load_state_dict(state)
         for _ in range(num_steps):
@@ -215,62 +254,75 @@ def contents(batch: Batch) -> tuple[Any, ...]:
 
 
 def test_workers_do_not_change_batches(build: Build, corpus: Path) -> None:
-    """To the end of the text; then a restart in the middle, of what was handed out and not of what was read ahead."""
-    layout, source = (2, 2, 2), own(corpus, max_epochs=1)
-    alone = [contents(batch) for batch in build(layout, 1, source)]
-    others = build(layout, 1, source, num_workers=4)
-    half = [next(others) for _ in range(len(alone) // 2)]
-    state = others.state_dict(half[-2].position)
-    assert [contents(batch) for batch in (*half, *others)] == alone
+    """A restart in the middle repeats prefetched batches that were not returned."""
+    layout, source = (2, 2, 2), streamed_source(corpus, max_epochs=1)
+    expected = [contents(batch) for batch in build(layout, 1, source)]
+    with_workers = build(layout, 1, source, num_workers=4)
+    first_half = [next(with_workers) for _ in range(len(expected) // 2)]
+    state = with_workers.state_dict(first_half[-2].position)
+    assert [contents(batch) for batch in (*first_half, *with_workers)] == expected
     resumed = build(layout, 1, source, num_workers=1)
     resumed.load_state_dict(state)
-    assert [contents(batch) for batch in resumed] == alone[len(half) - 1 :]
+    assert [contents(batch) for batch in resumed] == expected[len(first_half) - 1 :]
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_epochs", "pack"),
+    ("layout", "num_epochs", "packing"),
     [((1, 1, 8), 2, "concat"), ((4, 1, 2), 1, "concat"), ((2, 2, 2), 2, "best_fit")],
     ids=str,
 )
 def test_all_ranks_end_the_last_epoch_together_after_every_token(
-    build: Build, corpus: Path, tokenizer: Tokenizer, layout: tuple[int, int, int], num_epochs: int, pack: str
+    build: Build,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    layout: tuple[int, int, int],
+    num_epochs: int,
+    packing: str,
 ) -> None:
-    ranks = ranks_of(build, layout, own(corpus, max_epochs=num_epochs), packing=pack)
+    ranks = ranks_of(build, layout, streamed_source(corpus, max_epochs=num_epochs), packing=packing)
     steps = [list(rank) for rank in ranks]
     (length,) = {len(batches) for batches in steps}
     (end,) = {rank.position for rank in ranks}
     assert {batches[-1].position for batches in steps} == {end} and -(-end // 8) == length
     assert sum(batch.num_samples for batch in steps[0]) == end
 
-    read = Counter(label for batches in steps for batch in batches for label in batch.labels.flatten().tolist())
-    in_text: Counter[int] = Counter()
+    label_counts = Counter(
+        label for batches in steps for batch in batches for label in batch.labels.flatten().tolist()
+    )
+    expected_counts: Counter[int] = Counter()
     (part,) = ranks[0]._streams.values()
-    for tokens, starts in itertools.islice(windows_of(corpus, tokenizer, True), num_epochs * part.windows_per_epoch):
-        left_out = starts if pack == "best_fit" else {0}
-        in_text.update(token for place, token in enumerate(tokens) if place not in left_out)
-    del read[-100]
-    assert read == in_text
+    for tokens, starts in itertools.islice(
+        windows_of(corpus, tokenizer, True), num_epochs * part.windows_per_epoch
+    ):
+        ignored = starts if packing == "best_fit" else {0}
+        expected_counts.update(token for index, token in enumerate(tokens) if index not in ignored)
+    del label_counts[-100]
+    assert label_counts == expected_counts
     for rank in ranks:
         with pytest.raises(StopIteration):
             next(rank)
-    resumed = ranks_of(build, layout, own(corpus, max_epochs=num_epochs), packing=pack)[-1]
+    resumed = ranks_of(
+        build, layout, streamed_source(corpus, max_epochs=num_epochs), packing=packing
+    )[-1]
     resumed.load_state_dict(ranks[0].state_dict())
     with pytest.raises(StopIteration):
         next(resumed)
     assert resumed.state_dict() == ranks[0].state_dict()
-    longer = build(layout, 0, own(corpus, max_epochs=num_epochs + 1), packing=pack)
+    longer = build(layout, 0, streamed_source(corpus, max_epochs=num_epochs + 1), packing=packing)
     longer.load_state_dict(ranks[0].state_dict())
     assert next(longer).num_samples == 8
 
 
-def test_a_distant_position_costs_one_window(build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distant_position_builds_one_window(
+    build: Build, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "NUM_AHEAD", 0)
-    batches = build((1, 1, 8), 0, own(corpus))
+    batches = build((1, 1, 8), 0, streamed_source(corpus))
     (part,) = batches._streams.values()
-    made, make = [], part._make
+    built_windows, make = [], part._make
 
     def count(folder: Path, key: dict[str, Any]) -> TokenFile:
-        made.append(key["window"])
+        built_windows.append(key["window"])
         return make(folder, key)
 
     monkeypatch.setattr(part, "_make", count)
@@ -278,36 +330,44 @@ def test_a_distant_position_costs_one_window(build: Build, corpus: Path, monkeyp
     batches.load_state_dict(state)
     batch = next(batches)
     assert batch.first_samples == [10**7] and batch.num_valid_tokens == 8 * SEQ_LEN
-    assert made == [2_000_001]
+    assert built_windows == [2_000_001]
 
 
-def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_rebuilt(build: Build, corpus: Path) -> None:
-    batches, steps = build((1, 1, 8), 0, own(corpus)), []
+def test_only_windows_near_the_reader_are_kept_and_a_missing_one_is_rebuilt(
+    build: Build, corpus: Path
+) -> None:
+    batches, steps = build((1, 1, 8), 0, streamed_source(corpus)), []
     (part,) = batches._streams.values()
     for _ in range(60):
         steps.append(next(batches))
-        kept = [folder for folder in part._folder.glob("window-*") if not folder.name.startswith(".")]
+        kept = [
+            folder for folder in part._folder.glob("window-*") if not folder.name.startswith(".")
+        ]
         assert len(kept) <= streaming.NUM_AHEAD + 3 and len(part._open) <= streaming.NUM_AHEAD + 1
     assert part._thread is not None
     part._thread.join()
     assert len(list(part._folder.glob(".*"))) <= streaming.NUM_AHEAD + 4  # locks
-    again = build((1, 1, 8), 0, own(corpus))
-    assert [next(again).digest for _ in range(60)] == [batch.digest for batch in steps]
+    restarted = build((1, 1, 8), 0, streamed_source(corpus))
+    assert [next(restarted).digest for _ in range(60)] == [batch.digest for batch in steps]
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 8), (4, 1, 2)], ids=str)
-def test_streams_and_cached_texts_are_mixed(build: Build, corpus: Path, layout: tuple[int, int, int]) -> None:
-    """Each source is read as if it were alone, sample after sample, through a restart."""
+def test_streamed_and_cached_sources_can_be_mixed(
+    build: Build, corpus: Path, layout: tuple[int, int, int]
+) -> None:
+    """The mixture reads each source's samples in the order of a single-source run."""
     sources: dict[str, Any] = {
         "own": {"path": str(corpus), "streaming": True, "weight": 5},
         "other": {"path": str(corpus / "c.jsonl"), "streaming": True, "weight": 2},
         "small": {"path": str(corpus / "c.jsonl"), "weight": 1, "weight_from": [[10, 3]]},
     }
-    alone = {
+    single_source_rows = {
         name: (row for batch in build((1, 1, 1), 0, {name: source}) for row in rows_of([batch]))
-        for name, source in ((name, {**source, "weight": 1, "weight_from": []}) for name, source in sources.items())
+        for name, source in (
+            (name, {**source, "weight": 1, "weight_from": []}) for name, source in sources.items()
+        )
     }
-    read: Counter[str] = Counter()
+    num_read: Counter[str] = Counter()
     state = None
     for _ in range(3):
         ranks = ranks_of(build, layout, sources)
@@ -316,43 +376,50 @@ def test_streams_and_cached_texts_are_mixed(build: Build, corpus: Path, layout: 
         for _ in range(8):
             number, _ = ranks[0].order.locate(ranks[0].next_positions())
             names = [ranks[0].order.supplies[index].key for index in number.tolist()]
-            expected = [next(alone[name]) for name in names]
+            expected = [next(single_source_rows[name]) for name in names]
             shares = [next(rank) for rank in ranks]
             assert rows_of(shares) == expected
             row_sources = torch.stack([share.sources for share in shares], 1).flatten()
             assert row_sources.tolist() == number.tolist()
-            read.update(names)
+            num_read.update(names)
         state = json.loads(json.dumps(ranks[-1].state_dict()))
-    assert state["counts"] == read and min(read.values()) > 10
+    assert state["counts"] == num_read and min(num_read.values()) > 10
 
 
 def test_skipped_steps_are_not_read(build: Build, corpus: Path) -> None:
-    plain = build((1, 1, 8), 0, own(corpus, max_epochs=1))
-    expected = [contents(batch) for number, batch in enumerate(plain, start=1) if not 3 <= number <= 12]
-    skipping = build((1, 1, 8), 0, own(corpus, max_epochs=1), skip_steps=[[3, 12]])
+    plain = build((1, 1, 8), 0, streamed_source(corpus, max_epochs=1))
+    expected = [
+        contents(batch) for number, batch in enumerate(plain, start=1) if not 3 <= number <= 12
+    ]
+    skipping = build((1, 1, 8), 0, streamed_source(corpus, max_epochs=1), skip_steps=[[3, 12]])
     assert [contents(batch) for batch in skipping] == expected
 
 
-def test_other_files_are_another_stream(build: Build, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = build((1, 1, 8), 0, own(corpus))
+def test_resume_refuses_a_stream_of_other_files(
+    build: Build, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = build((1, 1, 8), 0, streamed_source(corpus))
     for _ in range(30):
         next(first)
     write_jsonl(corpus / "z.jsonl", ["one more"] * 99)
-    here = build((1, 1, 8), 0, own(corpus))
+    changed = build((1, 1, 8), 0, streamed_source(corpus))
     with pytest.raises(
-        DataMismatch, match=r"(?s)sources.own.files: saved '4 files, .*now '5 files, .*sources.own.order: "
+        DataMismatch,
+        match=r"(?s)sources.own.files: saved '4 files, .*now '5 files, .*sources.own.order: ",
     ):
-        here.load_state_dict(first.state_dict())
-    allowing = build((1, 1, 8), 0, own(corpus), allow_change=["sources.own.*"])
+        changed.load_state_dict(first.state_dict())
+    allowing = build((1, 1, 8), 0, streamed_source(corpus), allow_change=["sources.own.*"])
     allowing.load_state_dict(first.state_dict())
     assert next(allowing).position == first.position + 8
     (old,), (new,) = first._streams.values(), allowing._streams.values()
-    # The new stream continues with the first window that the old one has not read.
+    # The new stream starts at the first window that the old one has not read.
     assert new._first == old.cursor(first.position)[0]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "text"])
-def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
+def test_a_block_is_a_row_group_a_record_batch_or_a_text_file(
+    build: Build, tmp_path: Path, tokenizer: Tokenizer, kind: str
+) -> None:
     texts = [f"{number} {text}" for number in range(8) for text in TEXTS if text.strip()]
     folder = tmp_path / kind
     folder.mkdir()
@@ -360,31 +427,41 @@ def test_row_groups_batches_and_files_are_blocks(build: Build, tmp_path: Path, t
     if kind == "parquet":
         pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=5)
     elif kind == "arrow":
-        with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as out:
+        with (
+            pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink,
+            pyarrow.ipc.new_file(sink, table.schema) as out,
+        ):
             out.write_table(table, max_chunksize=5)
     else:
         for number, text in enumerate(texts):
             (folder / f"{number}.txt").write_text(text)
     cached = {"own": {"path": str(folder), "max_epochs": 1}}
-    read, expected = (
-        Counter(label for batch in build((1, 1, 8), 0, sources) for label in batch.labels.flatten().tolist())
-        for sources in (own(folder, max_epochs=1), cached)
+    label_counts, expected = (
+        Counter(
+            label
+            for batch in build((1, 1, 8), 0, sources)
+            for label in batch.labels.flatten().tolist()
+        )
+        for sources in (streamed_source(folder, max_epochs=1), cached)
     )
-    batches = build((1, 1, 8), 0, own(folder))
+    batches = build((1, 1, 8), 0, streamed_source(folder))
     (part,) = batches._streams.values()
-    assert len(part._blocks) == (-(-len(texts) // 5) if kind != "text" else len(texts)) and part.windows_per_epoch > 1
-    del read[-100], expected[-100]
-    missing = expected - read  # the first token of a window without text before it is not a label
-    assert not read - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}
+    assert (
+        len(part._blocks) == (-(-len(texts) // 5) if kind != "text" else len(texts))
+        and part.windows_per_epoch > 1
+    )
+    del label_counts[-100], expected[-100]
+    missing = expected - label_counts  # the first token of a window is not a label
+    assert not label_counts - expected and missing == {tokenizer.bos_id: part.windows_per_epoch - 1}
 
 
-def test_errors_in_the_text_are_reported(build: Build, corpus: Path) -> None:
+def test_errors_in_streamed_files_are_reported(build: Build, corpus: Path) -> None:
     (corpus / "d.jsonl").write_text('{"text": "good"}\n{"text": 7}\n')
     with pytest.raises(DataError, match=r'd.jsonl, line 2: "text" is 7'):
-        list(build((1, 1, 8), 0, own(corpus, max_epochs=1)))
+        list(build((1, 1, 8), 0, streamed_source(corpus, max_epochs=1)))
     write_jsonl(corpus / "nothing" / "a.jsonl", [""] * 300)
     with pytest.raises(DataError, match="the 1 files of .*nothing contain no labels"):
-        next(build((1, 1, 8), 0, own(corpus / "nothing")))
+        next(build((1, 1, 8), 0, streamed_source(corpus / "nothing")))
 
 
 def test_the_config_check_refuses_sources_that_cannot_be_streamed() -> None:
@@ -399,11 +476,14 @@ def test_the_config_check_refuses_sources_that_cannot_be_streamed() -> None:
 
 
 def test_a_fork_releases_the_locks_of_other_threads(tmp_path: Path) -> None:
-    """A loader's workers may be forked while a thread makes the next window."""
+    """A loader may fork its workers while a thread builds the next window."""
     with token_cache._locked(tmp_path / "lock", tmp_path, wait=True):
         worker = multiprocessing.get_context("fork").Process(target=signal.pause)
         worker.start()
-        with pytest.raises(BlockingIOError), token_cache._locked(tmp_path / "lock", tmp_path, wait=False):
+        with (
+            pytest.raises(BlockingIOError),
+            token_cache._locked(tmp_path / "lock", tmp_path, wait=False),
+        ):
             pass
     try:
         with token_cache._locked(tmp_path / "lock", tmp_path, wait=False):
@@ -414,7 +494,7 @@ def test_a_fork_releases_the_locks_of_other_threads(tmp_path: Path) -> None:
 
 
 def test_a_process_can_end_while_windows_are_built(corpus: Path, tmp_path: Path) -> None:
-    """What is made ahead is left as it is, without an error and at once."""
+    """The process does not wait for windows built ahead and ends without an error."""
     code = """if 1:
         import sys, threading
         from torchtitan_like.config.sections_training import Data, Training
@@ -422,37 +502,43 @@ def test_a_process_can_end_while_windows_are_built(corpus: Path, tmp_path: Path)
         from torchtitan_like.data.samples import streaming
         from torchtitan_like.data.text import documents, tokenizer
         documents.BLOCK_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 1000, 5000, 1
-        encode, begun = streaming.encode_piece, threading.Event()
-        def slow(*given):
+        encode, started = streaming.encode_piece, threading.Event()
+        def slow(*arguments):
             if threading.current_thread() is not threading.main_thread():
-                print("making", flush=True)
-                begun.set()
+                print("building", flush=True)
+                started.set()
                 threading.main_thread().join()
-            return encode(*given)
+            return encode(*arguments)
         streaming.encode_piece = slow
         batches = build.build_train_batches(
             Training(seq_len=16), Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
             tokenizer=tokenizer.load_tokenizer("tests/assets/tokenizer"), dump_folder=sys.argv[2], seed=1,
             dp_rank=0, dp_size=1, num_accumulation=1)
         next(batches)
-        begun.wait()
+        started.wait()
     """
     command = [sys.executable, "-c", code, str(corpus), str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "making\n", "")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "building\n", "")
 
 
 def test_bad_records_end_a_stream_or_are_skipped_and_reported(
     build: Build, corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = [contents(batch)[:2] for batch in build((1, 1, 8), 0, own(corpus / "c.jsonl", max_epochs=1), shuffle=False)]
+    expected = [
+        contents(batch)[:2]
+        for batch in build(
+            (1, 1, 8), 0, streamed_source(corpus / "c.jsonl", max_epochs=1), shuffle=False
+        )
+    ]
     with (corpus / "c.jsonl").open("a") as file:
         file.write('{"text": 7}\n')
-    source = own(corpus / "c.jsonl", max_epochs=1)
+    source = streamed_source(corpus / "c.jsonl", max_epochs=1)
     with pytest.raises(
-        DataError, match=r'c.jsonl, line 91: .* \(data.on_bad_record = "skip" leaves such records out\)'
+        DataError,
+        match=r'c.jsonl, line 91: .* \(data.on_bad_record = "skip" leaves such records out\)',
     ):
         list(build((1, 1, 8), 0, source, shuffle=False))
-    left = build((1, 1, 8), 0, source, shuffle=False, on_bad_record="skip")
-    assert [contents(batch)[:2] for batch in left] == whole
+    skipping = build((1, 1, 8), 0, source, shuffle=False, on_bad_record="skip")
+    assert [contents(batch)[:2] for batch in skipping] == expected
     assert "skipped 1 bad records, such as" in caplog.text

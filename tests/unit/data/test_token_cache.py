@@ -1,4 +1,4 @@
-"""The token cache: built once, by one process, found again in no time, and never seen half-built."""
+"""One process builds the token cache once; an unfinished cache is never visible."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from torchtitan_like.data.tokens.token_file import TokenFile
 
 from .conftest import ASSETS, flip_bit, write_jsonl
 
-SMALL_PIECE = 500  # bytes: the test corpora make tens of pieces
+SMALL_PIECE = 500  # bytes: splits the test corpora into tens of pieces
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """60 documents in three files."""
+    """Write 60 documents in three files."""
     for part in range(3):
         texts = [f"{part}.{number} to be or not to be" for number in range(20)]
         write_jsonl(tmp_path / "corpus" / f"{part}.jsonl", texts)
@@ -47,13 +47,16 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def cache(
-    path: Path, tokenizer: Tokenizer | None = None, on_bad_record: OnBadRecord = "error", **options: Any
+    path: Path,
+    tokenizer: Tokenizer | None = None,
+    on_bad_record: OnBadRecord = "error",
+    **options: Any,
 ) -> TokenFile:
     tokenizer = tokenizer or load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    places = {"cache_folder": None, "dump_folder": str(path.parent / "run"), **options}
-    found = find_corpus(str(path), on_bad_record=on_bad_record)
-    return cached_tokens(found, policy, entry_of(found, "own", policy), **places)
+    folders = {"cache_folder": None, "dump_folder": str(path.parent / "run"), **options}
+    corpus = find_corpus(str(path), on_bad_record=on_bad_record)
+    return cached_tokens(corpus, policy, entry_of(corpus, "own", policy), **folders)
 
 
 def contents(file: TokenFile) -> dict[str, bytes]:
@@ -64,7 +67,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_documents_are_stored_one_after_the_other(corpus: Path, tokenizer: Tokenizer) -> None:
+def test_documents_are_stored_in_order(corpus: Path, tokenizer: Tokenizer) -> None:
     file = cache(corpus)
     assert file.folder.parent == corpus / ".token_cache"
     assert visible(corpus / ".token_cache") == [file.folder.name]
@@ -72,7 +75,10 @@ def test_documents_are_stored_one_after_the_other(corpus: Path, tokenizer: Token
     assert sorted(path.name for path in file.folder.iterdir()) == names
     expected = [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
     assert file.tokens.dtype == np.uint16 and file.meta.max_id == tokenizer.eos_id
-    assert (len(file.tokens), len(file.offsets)) == (file.meta.num_tokens, file.meta.num_documents + 1)
+    assert (len(file.tokens), len(file.offsets)) == (
+        file.meta.num_tokens,
+        file.meta.num_documents + 1,
+    )
     for text, start, stop in zip(expected, file.offsets[:-1], file.offsets[1:], strict=True):
         ids = file.tokens[start:stop].tolist()
         assert ids == [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
@@ -85,16 +91,16 @@ def test_ids_beyond_16_bits_are_stored_in_32() -> None:
 def test_pieces_and_workers_do_not_change_the_cache(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = cache(corpus, cache_folder=str(tmp_path / "whole"))
+    one_piece = cache(corpus, cache_folder=str(tmp_path / "one_piece"))
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
-    with monkeypatch.context() as alone:
-        alone.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
+    with monkeypatch.context() as without_workers:
+        without_workers.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
         pieces = cache(corpus, cache_folder=str(tmp_path / "pieces"))
     workers = cache(corpus, cache_folder=str(tmp_path / "workers"))
-    assert contents(whole) == contents(pieces) == contents(workers)
+    assert contents(one_piece) == contents(pieces) == contents(workers)
 
 
-def test_a_cache_is_reused_without_reading_the_text(
+def test_a_cache_is_reused_without_reading_the_corpus(
     corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = cache(corpus)
@@ -102,12 +108,14 @@ def test_a_cache_is_reused_without_reading_the_text(
     caplog.set_level(logging.INFO)
     tokenizer = load_tokenizer(ASSETS)
     started = time.process_time()
-    again = cache(corpus, tokenizer)
+    second = cache(corpus, tokenizer)
     assert time.process_time() - started < 0.05  # measured: under 1 ms
-    assert again.folder == first.folder and not caplog.messages
+    assert second.folder == first.folder and not caplog.messages
 
 
-def test_a_cache_can_move_with_its_data(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_can_move_with_its_data(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = cache(corpus).folder.name
     shutil.move(corpus, tmp_path / "elsewhere")
     monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
@@ -132,7 +140,7 @@ def rename_file(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_text, change_same_size, add_file, rename_file])
-def test_another_source_has_another_cache(corpus: Path, change: Any) -> None:
+def test_a_changed_source_has_a_new_cache(corpus: Path, change: Any) -> None:
     before = cache(corpus)
     change(corpus)
     after = cache(corpus)
@@ -140,34 +148,40 @@ def test_another_source_has_another_cache(corpus: Path, change: Any) -> None:
     assert after.meta.text_digest != before.meta.text_digest
 
 
-def test_a_touched_source_is_rebuilt_and_recognized_as_the_same_text(corpus: Path) -> None:
+def test_a_new_modification_time_rebuilds_the_cache_but_not_the_digest(corpus: Path) -> None:
     before = cache(corpus)
     os.utime(corpus / "0.jsonl", (1, 1))
     after = cache(corpus)
     assert after.folder != before.folder and after.meta == before.meta
 
 
-def test_another_policy_has_another_cache(corpus: Path, tokenizer: Tokenizer) -> None:
+def test_each_token_policy_has_its_own_cache(corpus: Path, tokenizer: Tokenizer) -> None:
     policies = [TokenPolicy(tokenizer, bos, eos) for bos in (None, 2046) for eos in (None, 2047)]
     policies.append(TokenPolicy(load_tokenizer(ASSETS / "tokenizer.model"), 2046, 2047))
-    found = find_corpus(str(corpus))
+    text = find_corpus(str(corpus))
     files = [
-        cached_tokens(found, one, entry_of(found, "own", one), cache_folder=None, dump_folder="unused")
-        for one in policies
+        cached_tokens(
+            text, policy, entry_of(text, "own", policy), cache_folder=None, dump_folder="unused"
+        )
+        for policy in policies
     ]
     assert len({file.folder for file in files}) == 5
     assert len({file.meta.text_digest for file in files}) == 1
     assert np.array_equal(files[3].tokens, files[4].tokens)
 
 
-def test_documents_without_a_token_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_documents_without_a_token_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     file = cache(write_jsonl(tmp_path / "a" / "a.jsonl", ["one", "", "two", ""]))
     assert (file.meta.num_documents, file.meta.num_empty, file.meta.text_bytes) == (2, 2, 6)
     assert "2 documents (2 empty ones skipped)" in caplog.text
 
 
-@pytest.mark.parametrize(("texts", "message"), [(["", ""], r"no text in .*a\.jsonl\."), ([], r"no text in .*a\.jsonl\.")])
+@pytest.mark.parametrize(
+    ("texts", "message"), [(["", ""], r"no text in .*a\.jsonl\."), ([], r"no text in .*a\.jsonl\.")]
+)
 def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str], message: str) -> None:
     file = write_jsonl(tmp_path / "a" / "a.jsonl", texts)
     with pytest.raises(DataError, match=message):
@@ -175,11 +189,14 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str], mess
     assert visible(file.parent / ".token_cache") == []
 
 
-def test_a_faulty_text_leaves_no_cache_and_builds_once_repaired(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_with_errors_leaves_no_cache_until_it_is_repaired(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
     lines = (corpus / "2.jsonl").read_text()
     (corpus / "2.jsonl").write_text(lines + "{oops\n")
-    with pytest.raises(DataError, match=r"2\.jsonl, line 21: malformed JSON"):  # raised in a worker process
+    # A worker process raises the error.
+    with pytest.raises(DataError, match=r"2\.jsonl, line 21: malformed JSON"):
         cache(corpus)
     assert [path.suffix for path in (corpus / ".token_cache").iterdir()] == [".lock"]
     (corpus / "2.jsonl").write_text(lines)
@@ -189,24 +206,29 @@ def test_a_faulty_text_leaves_no_cache_and_builds_once_repaired(corpus: Path, mo
 def test_bad_records_are_skipped_and_counted_once_on_request(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    as_they_were = cache(corpus)
+    expected = cache(corpus)
     lines = (corpus / "1.jsonl").read_text().splitlines(keepends=True)
-    (corpus / "1.jsonl").write_text("{oops\n" + "".join(lines[:9]) + '{"text": 5}\n' + "".join(lines[9:]))
-    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)  # by workers
-    found = cache(corpus, on_bad_record="skip")
-    assert (found.meta.num_bad, found.meta.num_documents) == (2, 60)
-    assert found.meta.text_digest == as_they_were.meta.text_digest
-    assert np.array_equal(found.tokens, as_they_were.tokens)
+    (corpus / "1.jsonl").write_text(
+        "{oops\n" + "".join(lines[:9]) + '{"text": 5}\n' + "".join(lines[9:])
+    )
+    monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)  # starts workers
+    file = cache(corpus, on_bad_record="skip")
+    assert (file.meta.num_bad, file.meta.num_documents) == (2, 60)
+    assert file.meta.text_digest == expected.meta.text_digest
+    assert np.array_equal(file.tokens, expected.tokens)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "skipped 2 bad records, the first of them: " in warnings[0]
     assert f"{corpus / '1.jsonl'}, byte 0: malformed JSON" in warnings[0]
-    with pytest.raises(DataError, match="1.jsonl, line 1: malformed JSON"):  # that cache is of another policy
+    # The default policy does not use that cache.
+    with pytest.raises(DataError, match="1.jsonl, line 1: malformed JSON"):
         cache(corpus)
 
 
-def test_files_that_change_while_they_are_read_are_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_change_while_they_are_read_are_refused(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = documents.plan_pieces
-    monkeypatch.setattr(token_cache, "plan_pieces", lambda found: [plan(found), add_line(corpus)][0])
+    monkeypatch.setattr(token_cache, "plan_pieces", lambda text: [plan(text), add_line(corpus)][0])
     with pytest.raises(DataError, match="changed during tokenization"):
         cache(corpus)
     assert visible(corpus / ".token_cache") == []
@@ -218,7 +240,7 @@ def add_line(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin"])
-@pytest.mark.parametrize("damage", ["missing", "cut"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_damaged_cache_is_refused(corpus: Path, name: str, damage: str) -> None:
     path = cache(corpus).folder / name
     path.unlink() if damage == "missing" else os.truncate(path, path.stat().st_size - 2)
@@ -227,46 +249,55 @@ def test_a_damaged_cache_is_refused(corpus: Path, name: str, damage: str) -> Non
 
 
 @pytest.mark.parametrize("offset", [0, 1, 500, -1])
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "tokens.bin.xxh3", "offsets.bin.xxh3"])
-def test_a_flipped_bit_is_found_when_its_extent_is_read(corpus: Path, name: str, offset: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokens.bin", "offsets.bin", "tokens.bin.xxh3", "offsets.bin.xxh3"]
+)
+def test_reading_an_extent_detects_its_flipped_bit(corpus: Path, name: str, offset: int) -> None:
     path = cache(corpus).folder / name
     flip_bit(path, offset % path.stat().st_size)
     damaged = path.with_name(name.removesuffix(".xxh3"))
-    with pytest.raises(DataError, match=rf"{damaged} is damaged: bytes 0 to .*\. Expected .*(d|D)elete the folder"):
+    with pytest.raises(
+        DataError, match=rf"{damaged} is damaged: bytes 0 to .*\. Expected .*(d|D)elete the folder"
+    ):
         cache(corpus).tokens[:]
 
 
-def test_each_flipped_bit_of_meta_json_is_refused_or_changes_nothing(corpus: Path) -> None:
+def test_a_flipped_bit_in_meta_json_is_refused_or_has_no_effect(corpus: Path) -> None:
     file = cache(corpus)
     path, key = file.folder / "meta.json", token_file.key_of(file.folder)
-    whole = path.read_bytes()
-    for offset in range(0, len(whole), 3):
-        changed = bytearray(whole)
+    content = path.read_bytes()
+    for offset in range(0, len(content), 3):
+        changed = bytearray(content)
         changed[offset] ^= 1 << offset % 7
         path.write_bytes(changed)
         try:
-            found = token_file.open_token_file(file.folder, key)
-            assert found is not None and found.meta == file.meta  # white space between two values
+            reopened = token_file.open_token_file(file.folder, key)
+            # The flip changed white space between two values.
+            assert reopened is not None and reopened.meta == file.meta
         except DataError as error:
             assert "is damaged: meta.json" in str(error)
 
 
-def test_only_the_extents_that_are_read_are_verified(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_verify_only_the_extents_that_they_touch(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checked_file, "EXTENT_BYTES", 64)
     file = cache(corpus)
     verified: list[int] = []
     verify = checked_file.CheckedFile.verify
     monkeypatch.setattr(
-        checked_file.CheckedFile, "verify", lambda self, extent: [verified.append(extent), verify(self, extent)]
+        checked_file.CheckedFile,
+        "verify",
+        lambda self, extent: [verified.append(extent), verify(self, extent)],
     )
     assert file.tokens[100:140].tolist() == file.tokens[100:140].tolist()
     assert verified == [3, 4]  # 32 tokens each
     flip_bit(file.folder / "tokens.bin", 64 * 5)
-    again = cache(corpus)
+    reopened = cache(corpus)
     verified.clear()
-    assert again.tokens[100:140].tolist() == file.tokens[100:140].tolist()
+    assert reopened.tokens[100:140].tolist() == file.tokens[100:140].tolist()
     with pytest.raises(DataError, match=r"tokens\.bin is damaged: bytes 320 to 383 have the hash"):
-        again.tokens[150:170]
+        reopened.tokens[150:170]
 
 
 def test_a_file_that_is_truncated_or_written_to_during_the_run_is_refused(corpus: Path) -> None:
@@ -279,7 +310,7 @@ def test_a_file_that_is_truncated_or_written_to_during_the_run_is_refused(corpus
 
 
 def without_hashes(folder: Path) -> Path:
-    """As an earlier version made it."""
+    """Convert a cache to the format of an earlier version."""
     for table in folder.glob("*.xxh3"):
         table.unlink()
     content = json.loads((folder / "meta.json").read_text())
@@ -301,25 +332,28 @@ def test_a_cache_of_an_earlier_version_is_hashed_once(
     for _ in range(2):
         file = cache(corpus)
         assert file.folder == folder and contents(file) == expected
-    assert len([line for line in caplog.messages if line.startswith("hashing ")]) == 2  # tokens and offsets
+    # One line for the tokens and one for the offsets.
+    assert len([line for line in caplog.messages if line.startswith("hashing ")]) == 2
     flip_bit(folder / "tokens.bin", 77)
     with pytest.raises(DataError, match=r"tokens\.bin is damaged: bytes 0 to"):
         cache(corpus).tokens[:]
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, 1), (-1, 2), (5, 2**63), (5, 0)])
+@pytest.mark.parametrize(("index", "value"), [(0, 1), (-1, 2), (5, 2**63), (5, 0)])
 def test_unordered_document_offsets_of_an_earlier_version_are_refused(
-    corpus: Path, place: int, value: int
+    corpus: Path, index: int, value: int
 ) -> None:
     folder = without_hashes(cache(corpus).folder)
     offsets = np.fromfile(folder / "offsets.bin", np.uint64)
-    offsets[place] = value
+    offsets[index] = value
     offsets.tofile(folder / "offsets.bin")
-    with pytest.raises(DataError, match=r"is damaged: offsets.bin does not list 60 documents.*Delete the folder"):
+    with pytest.raises(
+        DataError, match=r"is damaged: offsets.bin does not list 60 documents.*Delete the folder"
+    ):
         cache(corpus)
 
 
-def test_a_long_list_of_documents_is_searched_without_reading_all_of_it(
+def test_searching_a_long_list_of_documents_reads_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checked_file, "IN_MEMORY_BYTES", 0)
@@ -328,29 +362,40 @@ def test_a_long_list_of_documents_is_searched_without_reading_all_of_it(
     numbers = np.cumsum(draw.integers(0, 3, 50_000)).astype(np.uint64)
     numbers.tofile(tmp_path / "numbers")
     array = CheckedArray(CheckedFile(RawFile(tmp_path / "numbers")), numbers.dtype)
-    for values in (draw.integers(0, int(numbers[-1]) + 2, 300).astype(np.uint64), numbers[::999], numbers[:1]):
+    for values in (
+        draw.integers(0, int(numbers[-1]) + 2, 300).astype(np.uint64),
+        numbers[::999],
+        numbers[:1],
+    ):
         for side in ("left", "right"):
-            assert array.searchsorted(values, side).tolist() == np.searchsorted(numbers, values, side).tolist()
+            assert (
+                array.searchsorted(values, side).tolist()
+                == np.searchsorted(numbers, values, side).tolist()
+            )
     indices = draw.integers(0, len(numbers), (3, 40))
     assert np.array_equal(array[indices], numbers[indices])
     assert (int(array[-1]), int(array[7])) == (int(numbers[-1]), int(numbers[7]))
     fresh = CheckedArray(CheckedFile(RawFile(tmp_path / "numbers")), numbers.dtype)
-    read = []
-    monkeypatch.setattr(fresh, "fill", lambda out, first: read.append(first) or CheckedArray.fill(fresh, out, first))
+    reads = []
+    monkeypatch.setattr(
+        fresh,
+        "fill",
+        lambda out, first: reads.append(first) or CheckedArray.fill(fresh, out, first),
+    )
     fresh.searchsorted(numbers[100:101])
-    assert len(read) <= 5  # of 13 blocks: a binary search, and the block itself
+    assert len(reads) <= 5  # a binary search over 13 blocks, then the block itself
 
 
 @contextlib.contextmanager
 def as_user_without_rights() -> Iterator[None]:
-    """Root may write anywhere: become the user nobody for a while."""
+    """Run as the user nobody, because root may write anywhere."""
     if os.geteuid() != 0:
         yield
         return
     try:
         os.seteuid(65534)
     except OSError:
-        pytest.skip("this root has no other user beside it")
+        pytest.skip("root cannot switch to another user")
     try:
         yield
     finally:
@@ -359,7 +404,7 @@ def as_user_without_rights() -> Iterator[None]:
 
 @pytest.fixture
 def read_only_corpus(corpus: Path) -> Iterator[tuple[Path, Path]]:
-    """A corpus in a folder where nothing can be written, and a writable folder; for a user without rights too."""
+    """Create a corpus in a read-only folder, and a folder that every user can write to."""
     top = Path(tempfile.mkdtemp())
     shutil.copytree(corpus, top / "corpus")
     (top / "run").mkdir()
@@ -372,7 +417,7 @@ def read_only_corpus(corpus: Path) -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("has_home", [True, False])
-def test_the_cache_of_read_only_data_goes_to_the_users_cache_folder_or_else_to_the_run(
+def test_the_cache_of_read_only_data_is_in_the_users_cache_folder_or_the_run_folder(
     read_only_corpus: tuple[Path, Path],
     tokenizer: Tokenizer,
     has_home: bool,
@@ -388,7 +433,9 @@ def test_the_cache_of_read_only_data_goes_to_the_users_cache_folder_or_else_to_t
     expected = run / "home/torchtitan_like/token_cache" if has_home else run / "token_cache"
     assert file.folder.parent == expected
     (line,) = [line for line in caplog.messages if "cannot be written" in line]
-    assert line.startswith(f"the token cache of {corpus} goes to {expected}: {corpus / '.token_cache'} cannot be written")
+    assert line.startswith(
+        f"the token cache of {corpus} goes to {expected}: {corpus / '.token_cache'} cannot be written"
+    )
 
 
 def test_an_existing_cache_in_a_read_only_folder_is_used(
@@ -408,11 +455,14 @@ def test_a_named_cache_folder_that_cannot_be_written_is_an_error(
     read_only_corpus: tuple[Path, Path], tokenizer: Tokenizer
 ) -> None:
     corpus, run = read_only_corpus
-    with as_user_without_rights(), pytest.raises(DataError, match=r"cannot be written.*set data\.cache_folder"):
-        cache(corpus, tokenizer, cache_folder=str(corpus / "mine"), dump_folder=str(run))
+    with (
+        as_user_without_rights(),
+        pytest.raises(DataError, match=r"cannot be written.*set data\.cache_folder"),
+    ):
+        cache(corpus, tokenizer, cache_folder=str(corpus / "cache"), dump_folder=str(run))
 
 
-# A process that builds a cache and stops to report: after {commits} pieces it prints "paused" and waits for a line.
+# A process that builds a cache. After {commits} pieces it prints "paused" and waits for a line.
 BUILDER = """
 import logging, sys
 from torchtitan_like.data.tokens import token_file
@@ -442,7 +492,11 @@ def builder(
     corpus: Path, repo_root: Path, *, commits: int, piece_bytes: int = SMALL_PIECE
 ) -> Iterator[subprocess.Popen[str]]:
     script = corpus.parent / f"builder_{commits}.py"  # a file: spawned workers import it again
-    script.write_text(BUILDER.format(commits=commits, piece_bytes=piece_bytes, assets=str(ASSETS), corpus=str(corpus)))
+    script.write_text(
+        BUILDER.format(
+            commits=commits, piece_bytes=piece_bytes, assets=str(ASSETS), corpus=str(corpus)
+        )
+    )
     process = subprocess.Popen(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(repo_root)},
@@ -458,7 +512,7 @@ def builder(
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:
-    """Read the process's lines until one that begins with ``text``."""
+    """Read the process's output until a line starts with ``text``."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -468,8 +522,12 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
     pytest.fail(f"ended without {text!r}: {''.join(lines)}")
 
 
-def test_a_killed_build_is_invisible_and_resumes(
-    corpus: Path, tmp_path: Path, repo_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_build_publishes_nothing_and_resumes(
+    corpus: Path,
+    tmp_path: Path,
+    repo_root: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with builder(corpus, repo_root, commits=3) as process:
         wait_for(process, "paused")
@@ -482,8 +540,11 @@ def test_a_killed_build_is_invisible_and_resumes(
     folder = corpus / ".token_cache"
     assert visible(folder) == []
     (staging,) = [path for path in folder.iterdir() if path.is_dir()]
-    # What a kill in the middle of a write leaves behind: tokens and half a line without a commit.
-    with (staging / "tokens.bin").open("ab") as tokens, (staging / "journal.jsonl").open("ab") as journal:
+    # A kill during a write may leave uncommitted tokens and half a line of the journal.
+    with (
+        (staging / "tokens.bin").open("ab") as tokens,
+        (staging / "journal.jsonl").open("ab") as journal,
+    ):
         tokens.write(b"torn" * 10_000)
         journal.write(b'{"num_pieces": 9')
 
@@ -495,25 +556,28 @@ def test_a_killed_build_is_invisible_and_resumes(
 
 
 def test_one_process_builds_while_the_others_wait(corpus: Path, repo_root: Path) -> None:
-    whole = documents.PIECE_BYTES
+    piece_bytes = documents.PIECE_BYTES
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(builder(corpus, repo_root, commits=1, piece_bytes=whole))
-        wait_for(first, "paused")  # it holds the lock
-        others = [stack.enter_context(builder(corpus, repo_root, commits=2, piece_bytes=whole)) for _ in range(2)]
+        first = stack.enter_context(builder(corpus, repo_root, commits=1, piece_bytes=piece_bytes))
+        wait_for(first, "paused")  # the process holds the lock
+        others = [
+            stack.enter_context(builder(corpus, repo_root, commits=2, piece_bytes=piece_bytes))
+            for _ in range(2)
+        ]
         for other in others:
             wait_for(other, "waiting for another process to build")
         printed = [process.communicate("go on\n", timeout=60)[0] for process in (first, *others)]
     (name,) = visible(corpus / ".token_cache")
     assert all(text.splitlines()[-1].endswith(name) for text in printed)
     assert "tokenized: 60 documents" in printed[0]
-    assert not any("tokenis" in text for text in printed[1:])
+    assert not any("tokenized" in text for text in printed[1:])
 
 
-def test_a_waiting_process_takes_over_from_one_that_is_killed(corpus: Path, repo_root: Path) -> None:
-    whole = documents.PIECE_BYTES
-    with builder(corpus, repo_root, commits=1, piece_bytes=whole) as first:
+def test_a_waiting_process_takes_over_from_a_killed_one(corpus: Path, repo_root: Path) -> None:
+    piece_bytes = documents.PIECE_BYTES
+    with builder(corpus, repo_root, commits=1, piece_bytes=piece_bytes) as first:
         wait_for(first, "paused")
-        with builder(corpus, repo_root, commits=2, piece_bytes=whole) as second:
+        with builder(corpus, repo_root, commits=2, piece_bytes=piece_bytes) as second:
             wait_for(second, "waiting for another process")
             first.kill()
             printed, _ = second.communicate("", timeout=60)
@@ -523,19 +587,27 @@ def test_a_waiting_process_takes_over_from_one_that_is_killed(corpus: Path, repo
 
 def test_a_build_ends_if_another_node_takes_over_its_folder(corpus: Path, tmp_path: Path) -> None:
     tokens = np.arange(4, dtype=np.uint16)
-    piece = token_file.EncodedPiece(tokens, np.array([4], np.uint64), np.array([9], np.uint64), 0, 5)
+    piece = token_file.EncodedPiece(
+        tokens, np.array([4], np.uint64), np.array([9], np.uint64), 0, 5
+    )
     first = token_file.Staging(tmp_path / "staging", tokens.dtype)
     first.append(piece)
     second = token_file.Staging(tmp_path / "staging", tokens.dtype)
     with pytest.raises(token_file.StagingTaken, match="another node also builds"):
         first.append(piece)
     second.append(piece)
-    second.publish(tmp_path / "done", {"a": 1})
-    done = token_file.open_token_file(tmp_path / "done", {"a": 1})
-    assert done is not None and done.tokens.tolist() == [*range(4)] * 2 and done.offsets.tolist() == [0, 4, 8]
+    second.publish(tmp_path / "published", {"a": 1})
+    file = token_file.open_token_file(tmp_path / "published", {"a": 1})
+    assert (
+        file is not None
+        and file.tokens.tolist() == [*range(4)] * 2
+        and file.offsets.tolist() == [0, 4, 8]
+    )
 
 
-def test_a_full_disk_is_reported_and_finished_work_is_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_finished_work_is_kept(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
     monkeypatch.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
     sync, calls = os.fsync, iter(range(1000))
@@ -547,7 +619,9 @@ def test_a_full_disk_is_reported_and_finished_work_is_kept(corpus: Path, monkeyp
 
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", full_disk)
-        message = "cannot write the token cache .*No space left on device. The finished part is kept"
+        message = (
+            "cannot write the token cache .*No space left on device. The finished part is kept"
+        )
         with pytest.raises(DataError, match=message):
             cache(corpus)
     assert visible(corpus / ".token_cache") == []
@@ -567,16 +641,17 @@ def test_progress_shows_percentage_rates_and_remaining_time() -> None:
 
 
 def test_other_readers_see_an_unchanged_data_folder(corpus: Path) -> None:
-    """A reader of the folder must not take our files for data."""
+    """Other programs that read the folder must not treat cache files as data."""
     datasets = pytest.importorskip("datasets")
-
-    def loaded() -> list[str]:
-        found = datasets.load_dataset(str(corpus), split="train", cache_dir=str(corpus.parent / "datasets"))
-        return list(found["text"])
-
     names = visible(corpus)
     tokens = cache(corpus)
     best_fit.pack(tokens, 8, Data(packing="best_fit"), str(corpus.parent / "run"))
     assert visible(corpus) == names
-    assert len(list((corpus / ".token_cache").glob("[!.]*"))) == 3  # the tokens, a plan and its hashes
-    assert loaded() == [f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)]
+    # The tokens, a packing plan and its hashes.
+    assert len(list((corpus / ".token_cache").glob("[!.]*"))) == 3
+    dataset = datasets.load_dataset(
+        str(corpus), split="train", cache_dir=str(corpus.parent / "datasets")
+    )
+    assert list(dataset["text"]) == [
+        f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)
+    ]

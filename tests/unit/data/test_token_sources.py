@@ -1,4 +1,4 @@
-"""Files of token ids: every format, any split over files, and the refusal of malformed files."""
+"""Token files of every format, split over files in any way, yield the same samples."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from .token_writers import (
     EOS,
     TOKENS,
     VOCAB,
-    cut,
     eos_starts,
     index_starts,
     open_source,
+    truncate,
     write_flat,
     write_megatron,
     write_npy,
@@ -49,16 +49,21 @@ SEQ_LEN = 16
 
 
 def check_equal(batches: TrainBatches, tokens: list[int], starts: set[int], mask: bool) -> None:
-    """One epoch, in the order of the files, is what a plain loop reads."""
+    """Check that one epoch in file order equals a plain loop."""
     num_samples = batches.order.supplies[0].num_samples
     assert num_samples == -(-(len(tokens) - 1) // SEQ_LEN)
     expected = list(itertools.islice(samples_of(tokens, starts, SEQ_LEN, None, mask), num_samples))
-    read = list(batches)
+    batches_read = list(batches)
     for key in ("tokens", "labels", "positions"):
-        found = torch.cat([getattr(batch, key)[0] for batch in read])[:num_samples]
-        assert found.tolist() == [getattr(row, key) for row in expected], key
-    assert sum(batch.digest for batch in read) % 2**64 == sum(row.digest for row in expected) % 2**64
-    assert sum(batch.num_valid_tokens for batch in read) == len(tokens) - 1 - mask * len(starts - {0})
+        actual = torch.cat([getattr(batch, key)[0] for batch in batches_read])[:num_samples]
+        assert actual.tolist() == [getattr(row, key) for row in expected], key
+    assert (
+        sum(batch.digest for batch in batches_read) % 2**64
+        == sum(row.digest for row in expected) % 2**64
+    )
+    assert sum(batch.num_valid_tokens for batch in batches_read) == len(tokens) - 1 - mask * len(
+        starts - {0}
+    )
 
 
 def read_once(build: Build, path: Path, mask: bool = False, **source: Any) -> TrainBatches:
@@ -69,7 +74,7 @@ def read_once(build: Build, path: Path, mask: bool = False, **source: Any) -> Tr
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("code", [3, 4, 5, 8])
-def test_megatron_pairs_are_read_with_the_documents_of_their_index(
+def test_megatron_files_have_the_documents_of_their_index(
     build: Build, tmp_path: Path, code: int, mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = write_megatron(tmp_path / "wiki_text_document", DOCUMENTS, code)
@@ -80,28 +85,38 @@ def test_megatron_pairs_are_read_with_the_documents_of_their_index(
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_megatron_pairs_of_bytes(build: Build, tmp_path: Path, code: int) -> None:
+def test_megatron_files_may_store_tokens_as_bytes(build: Build, tmp_path: Path, code: int) -> None:
     documents = [[[*range(100)]], [[1, 2], [3] * 30]]
     tokens = [*range(100), 1, 2, *[3] * 30]
-    check_equal(read_once(build, write_megatron(tmp_path / "bytes", documents, code)), tokens, {0, 100}, False)
+    check_equal(
+        read_once(build, write_megatron(tmp_path / "bytes", documents, code)),
+        tokens,
+        {0, 100},
+        False,
+    )
 
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("kind", ["auto", "uint16", "uint32", "<u2", "<u4", "<i4", "<i8"])
-def test_files_without_an_index_have_documents_that_end_with_eos(
+def test_in_files_without_an_index_documents_end_with_eos(
     build: Build, tmp_path: Path, kind: str, mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_formats, "CHUNK", 7)
     starts = eos_starts(TOKENS)
     assert len(starts) == 4
     if kind.startswith("<"):
-        check_equal(read_once(build, write_npy(tmp_path / "a.npy", TOKENS, kind), mask), TOKENS, starts, mask)
+        check_equal(
+            read_once(build, write_npy(tmp_path / "a.npy", TOKENS, kind), mask),
+            TOKENS,
+            starts,
+            mask,
+        )
     else:
         file = write_flat(tmp_path / "a.bin", TOKENS, "I" if kind == "uint32" else "H")
         check_equal(read_once(build, file, mask, token_dtype=kind), TOKENS, starts, mask)
 
 
-def test_auto_reads_32_bits_for_a_large_vocabulary_and_logs_it(
+def test_auto_selects_uint32_for_a_large_vocabulary_and_logs_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, tokenizer: Tokenizer
 ) -> None:
     class Large:
@@ -118,28 +133,44 @@ def test_auto_reads_32_bits_for_a_large_vocabulary_and_logs_it(
     assert "token_dtype has no effect" in caplog.text
 
 
-def test_our_own_token_cache_is_a_source(build: Build, corpus_file: Path, tmp_path: Path) -> None:
-    text = build(corpus_file, with_positions=True, max_epochs=1, data={"mask_document_starts": True})
+def test_a_token_cache_can_be_a_source(build: Build, corpus_file: Path, tmp_path: Path) -> None:
+    text = build(
+        corpus_file, with_positions=True, max_epochs=1, data={"mask_document_starts": True}
+    )
     moved = tmp_path / "moved"
     shutil.copytree(corpus_file.parent / ".token_cache", moved)
     data = {"mask_document_starts": True}
     (cache,) = moved.glob("[!.]*")
     for path in (moved, cache, cache / "tokens.bin"):
         tokens = build(path, with_positions=True, max_epochs=1, data=data, format="tokens")
-        tokens_alone = build(path, with_positions=True, max_epochs=1, data={**data, "add_bos": False}, format="tokens")
-        assert tokens.fingerprint == tokens_alone.fingerprint and tokens.fingerprint["sources.own.bos"] is None
-        for one, other in zip(tokens, text, strict=True):
-            assert torch.equal(one.labels, other.labels) and one.digest == other.digest
-            assert torch.equal(one.positions, other.positions)
+        without_bos = build(
+            path,
+            with_positions=True,
+            max_epochs=1,
+            data={**data, "add_bos": False},
+            format="tokens",
+        )
+        assert (
+            tokens.fingerprint == without_bos.fingerprint
+            and tokens.fingerprint["sources.own.bos"] is None
+        )
+        for cached_batch, text_batch in zip(tokens, text, strict=True):
+            assert (
+                torch.equal(cached_batch.labels, text_batch.labels)
+                and cached_batch.digest == text_batch.digest
+            )
+            assert torch.equal(cached_batch.positions, text_batch.positions)
         text.load_state_dict(text.state_dict(0))
-    assert not (moved / ".token_cache").exists(), "its own list of documents is used"
+    assert not (moved / ".token_cache").exists(), "the list of documents was built again"
 
 
 def test_a_token_cache_of_another_tokenizer_is_refused(build: Build, corpus_file: Path) -> None:
     build(corpus_file)
     (cache,) = (corpus_file.parent / ".token_cache").glob("[!.]*")
     other = load_tokenizer(ASSETS / "tokenizer.model")
-    with pytest.raises(DataError, match=rf"made with another tokenizer \(fingerprint .*{other.fingerprint}"):
+    with pytest.raises(
+        DataError, match=rf"made with another tokenizer \(fingerprint .*{other.fingerprint}"
+    ):
         open_source(cache, other)
     meta = json.loads((cache / "meta.json").read_text())
     meta["key"]["format_version"] = 99
@@ -164,17 +195,31 @@ def test_paths_may_be_files_folders_or_patterns(tmp_path: Path, tokenizer: Token
     def read(path: Path | str) -> list[int]:
         return open_source(Path(path), tokenizer).tokens[:].tolist()
 
-    for one in (prefix, f"{prefix}.bin", f"{prefix}.idx", folder / "b.*", folder / "[b]*"):
-        assert read(one) == [1, 2, 3]
-    assert read(folder) == read(f"{tmp_path}/a*") == read(folder / "[abc]*") == [4, 5, 1, 2, 3, 6, 7]
+    for path in (prefix, f"{prefix}.bin", f"{prefix}.idx", folder / "b.*", folder / "[b]*"):
+        assert read(path) == [1, 2, 3]
+    assert (
+        read(folder) == read(f"{tmp_path}/a*") == read(folder / "[abc]*") == [4, 5, 1, 2, 3, 6, 7]
+    )
     assert read(folder / "a") == [4, 5] == read(folder / "**" / "[xz].bin")
     assert read(folder / ".token_cache" / "*.bin") == [9]
-    for path, message in ((folder / "no", "no token files at"), (folder / "README.md", "is not a token file")):
+    for path, message in (
+        (folder / "no", "no token files at"),
+        (folder / "README.md", "is not a token file"),
+    ):
         with pytest.raises(DataError, match=f"{message}.*Expected .bin"):
             read(path)
 
 
-KINDS = ["megatron 3", "megatron 5", "megatron 8", "flat", "npy <u2", "npy <u4", "npy <i4", "npy <i8"]
+KINDS = [
+    "megatron 3",
+    "megatron 5",
+    "megatron 8",
+    "flat",
+    "npy <u2",
+    "npy <u4",
+    "npy <i4",
+    "npy <i8",
+]
 
 
 def write_kind(folder: Path, number: int, kind: str, tokens: list[int]) -> None:
@@ -189,15 +234,20 @@ def write_kind(folder: Path, number: int, kind: str, tokens: list[int]) -> None:
 
 @given(
     pieces=st.lists(
-        st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, VOCAB - 1) | st.just(EOS), min_size=1, max_size=60)),
+        st.tuples(
+            st.sampled_from(KINDS),
+            st.lists(st.integers(0, VOCAB - 1) | st.just(EOS), min_size=1, max_size=60),
+        ),
         min_size=1,
         max_size=6,
     ).filter(lambda pieces: sum(len(tokens) for _, tokens in pieces) > 1),
     seq_len=st.integers(1, 40),
     mask=st.booleans(),
-    places=st.lists(st.floats(0, 0.999), max_size=20),
+    fractions=st.lists(st.floats(0, 0.999), max_size=20),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_the_split_over_files_does_not_change_the_stream(
     build: Build,
     tokenizer: Tokenizer,
@@ -205,84 +255,112 @@ def test_the_split_over_files_does_not_change_the_stream(
     pieces: list[tuple[str, list[int]]],
     seq_len: int,
     mask: bool,
-    places: list[float],
+    fractions: list[float],
 ) -> None:
     folder = tmp_path_factory.mktemp("split")
     tokens: list[int] = []
     starts: set[int] = set()
     for number, (kind, part) in enumerate(pieces):
         write_kind(folder, number, kind, part)
-        inside = {0} if kind.startswith("megatron") else eos_starts(part)
-        starts |= {len(tokens) + start for start in inside}
+        file_starts = {0} if kind.startswith("megatron") else eos_starts(part)
+        starts |= {len(tokens) + start for start in file_starts}
         tokens += part
-    assume(not mask or len(starts) < len(tokens))  # else there is nothing to be learnt, which is refused
+    assume(not mask or len(starts) < len(tokens))  # a source without labels is refused
     data = {"mask_document_starts": mask, "shuffle": False}
     batches = build(
-        folder, seq_len=seq_len, with_positions=True, data=data, format="tokens", max_epochs=1, token_dtype="uint16"
+        folder,
+        seq_len=seq_len,
+        with_positions=True,
+        data=data,
+        format="tokens",
+        max_epochs=1,
+        token_dtype="uint16",
     )
     num_samples = batches.order.supplies[0].num_samples
-    read = list(batches)
+    batches_read = list(batches)
     rows = list(itertools.islice(samples_of(tokens, starts, seq_len, None, mask), num_samples))
     for key in ("tokens", "labels", "positions"):
-        found = torch.cat([getattr(batch, key)[0] for batch in read])[:num_samples]
-        assert found.tolist() == [getattr(row, key) for row in rows], key
-    assert sum(batch.digest for batch in read) % 2**64 == sum(row.digest for row in rows) % 2**64
+        actual = torch.cat([getattr(batch, key)[0] for batch in batches_read])[:num_samples]
+        assert actual.tolist() == [getattr(row, key) for row in rows], key
+    assert (
+        sum(batch.digest for batch in batches_read) % 2**64
+        == sum(row.digest for row in rows) % 2**64
+    )
 
     stream = open_source(folder, tokenizer, token_dtype="uint16").tokens
     assert isinstance(stream, TokenStream) and len(stream) == len(tokens)
-    some = np.array([int(place * len(tokens)) for place in places], np.int64)
-    assert stream[some].tolist() == [tokens[place] for place in some]
-    low, high = sorted([*some.tolist(), 0, len(tokens)])[:2]
+    indices = np.array([int(fraction * len(tokens)) for fraction in fractions], np.int64)
+    assert stream[indices].tolist() == [tokens[index] for index in indices]
+    low, high = sorted([*indices.tolist(), 0, len(tokens)])[:2]
     assert stream[low:high].tolist() == tokens[low:high] and stream[high:].tolist() == tokens[high:]
 
 
 def test_validation_reads_token_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    sources = {"held": DataSource(path=str(write_flat(tmp_path / "a.bin", TOKENS)), format="tokens")}
+    sources = {
+        "validation": DataSource(path=str(write_flat(tmp_path / "a.bin", TOKENS)), format="tokens")
+    }
     validation = Validation(enable=True, seq_len=SEQ_LEN, local_batch_size=2, sources=sources)
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}
-    labels = torch.cat([batch.labels.flatten() for batch in build_validation_sets(validation, Data(), **shared)[""]])
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "dump_folder": str(tmp_path),
+        "dp_rank": 0,
+        "dp_size": 1,
+    }
+    labels = torch.cat(
+        [
+            batch.labels.flatten()
+            for batch in build_validation_sets(validation, Data(), **shared)[""]
+        ]
+    )
     assert labels[labels >= 0].tolist() == TOKENS[1:]
 
 
-def write_both(folder: Path) -> Path:
-    """A pair and a flat file, 150 KiB each: more than is examined of a file."""
+def write_two_formats(folder: Path) -> Path:
+    """Write a Megatron pair and a flat file of 150 KiB each: more than the identity hash covers."""
     tokens = [number % 2040 for number in range(80_000)]
     write_megatron(folder / "a", [[tokens[:1000]], [tokens[1000:]]])
     write_flat(folder / "b.bin", tokens)
     return folder
 
 
-def edit(file: Path, place: int, value: bytes) -> None:
+def edit(file: Path, offset: int, value: bytes) -> None:
     with file.open("r+b") as stream:
-        stream.seek(place)
+        stream.seek(offset)
         stream.write(value)
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "the first token": lambda folder: edit(folder / "b.bin", 0, b"\x07\x00"),
-    "the last token": lambda folder: edit(folder / "b.bin", 159_998, b"\x07\x00"),
+    "first token": lambda folder: edit(folder / "b.bin", 0, b"\x07\x00"),
+    "last token": lambda folder: edit(folder / "b.bin", 159_998, b"\x07\x00"),
     "tokens in the middle": lambda folder: edit(folder / "a.bin", 64_000, b"\x07\x00" * 8192),
-    "the documents": lambda folder: write_megatron(folder / "a", [[[n % 2040 for n in range(80_000)][:999]], [
-        [n % 2040 for n in range(80_000)][999:]]]),
-    "the order": lambda folder: (folder / "b.bin").rename(folder / "0.bin"),
-    "one more": lambda folder: write_flat(folder / "c.bin", [1]),
-    "one less": lambda folder: (folder / "b.bin").unlink(),
-    "the type": lambda folder: write_flat(folder / "b.bin", [n % 2040 for n in range(80_000)], "I"),
+    "documents": lambda folder: write_megatron(
+        folder / "a", [[[n % 2040 for n in range(999)]], [[n % 2040 for n in range(999, 80_000)]]]
+    ),
+    "order": lambda folder: (folder / "b.bin").rename(folder / "0.bin"),
+    "another file": lambda folder: write_flat(folder / "c.bin", [1]),
+    "a missing file": lambda folder: (folder / "b.bin").unlink(),
+    "dtype": lambda folder: write_flat(folder / "b.bin", [n % 2040 for n in range(80_000)], "I"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_source_has_another_fingerprint(build: Build, tmp_path: Path, change: str) -> None:
-    saved = read_once(build, write_both(tmp_path / "data"), token_dtype="uint16").state_dict()
+def test_resume_refuses_a_changed_source(build: Build, tmp_path: Path, change: str) -> None:
+    state = read_once(
+        build, write_two_formats(tmp_path / "data"), token_dtype="uint16"
+    ).state_dict()
     CHANGES[change](tmp_path / "data")
-    here = read_once(build, tmp_path / "data", token_dtype="uint32" if change == "the type" else "uint16")
+    changed = read_once(
+        build, tmp_path / "data", token_dtype="uint32" if change == "dtype" else "uint16"
+    )
     with pytest.raises(DataMismatch, match=r"sources\.own\.text: saved '[0-9a-f]{16}', now"):
-        here.load_state_dict(saved)
+        changed.load_state_dict(state)
 
 
 def test_a_moved_and_renamed_source_keeps_its_fingerprint(build: Build, tmp_path: Path) -> None:
-    first = read_once(build, write_both(tmp_path / "data"))
-    shutil.copytree(tmp_path / "data", tmp_path / "far" / "away", ignore=shutil.ignore_patterns(".token_cache"))
+    first = read_once(build, write_two_formats(tmp_path / "data"))
+    shutil.copytree(
+        tmp_path / "data", tmp_path / "far" / "away", ignore=shutil.ignore_patterns(".token_cache")
+    )
     for file in (tmp_path / "far" / "away").iterdir():
         os.utime(file, (1, 1))
         file.rename(file.with_name(f"part-{file.name}"))
@@ -291,22 +369,32 @@ def test_a_moved_and_renamed_source_keeps_its_fingerprint(build: Build, tmp_path
     assert moved.fingerprint == first.fingerprint
 
 
-def test_no_token_is_inserted_and_the_log_reports_it(build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bos_and_eos_are_not_added_to_token_files(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     file = write_flat(tmp_path / "a.bin", TOKENS)
-    prints = [build(file, format="tokens", data={"add_bos": add, "add_eos": add}).fingerprint for add in (False, True)]
-    assert prints[0] == prints[1] and prints[0]["sources.own.bos"] is prints[0]["sources.own.eos"] is None
+    fingerprints = [
+        build(file, format="tokens", data={"add_bos": add, "add_eos": add}).fingerprint
+        for add in (False, True)
+    ]
+    assert (
+        fingerprints[0] == fingerprints[1]
+        and fingerprints[0]["sources.own.bos"] is fingerprints[0]["sources.own.eos"] is None
+    )
     assert "1 token files, read without adding BOS or EOS" in caplog.text
 
 
 def test_opening_reads_few_extents_and_keeps_none_in_memory(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sparse file of 64 GiB: reading or copying it would take minutes, and all memory."""
+    """The test opens a sparse file of 64 GiB: reading it would take minutes and all memory."""
     file = tmp_path / "a.bin"
     file.touch()
     os.truncate(file, 2**36)
-    monkeypatch.setattr(token_sources, "_write_offsets", lambda *_: pytest.fail("searched for documents"))
+    monkeypatch.setattr(
+        token_sources, "_write_offsets", lambda *_: pytest.fail("searched for documents")
+    )
     tracemalloc.start()
     started = time.process_time()
     opened = open_source(file, tokenizer, token_dtype="uint16")
@@ -320,38 +408,47 @@ def test_opening_reads_few_extents_and_keeps_none_in_memory(
 def test_documents_are_searched_once(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_both(tmp_path / "data")
+    folder = write_two_formats(tmp_path / "data")
     edit(folder / "b.bin", 2000, struct.pack("<H", EOS))
     first = open_source(folder, tokenizer, with_documents=True)
     expected = [0, 1000, 80_000, 81_001, 160_000]
     assert first.offsets.tolist() == expected and first.meta.num_documents == 4
     search = token_sources._write_offsets
     monkeypatch.setattr(token_sources, "_write_offsets", lambda *_: pytest.fail("searched again"))
-    again = open_source(folder, tokenizer, with_documents=True)
-    assert again.offsets.tolist() == expected and again.meta == first.meta
+    reopened = open_source(folder, tokenizer, with_documents=True)
+    assert reopened.offsets.tolist() == expected and reopened.meta == first.meta
 
     monkeypatch.setattr(token_sources, "_write_offsets", search)
-    without = open_source(folder, tokenizer)  # the index alone
-    assert without.offsets.tolist() == [0, 1000, 80_000, 160_000]
+    index_only = open_source(folder, tokenizer)  # without a search for EOS
+    assert index_only.offsets.tolist() == [0, 1000, 80_000, 160_000]
     edit(folder / "b.bin", 4000, struct.pack("<H", EOS))
     os.utime(folder / "b.bin", (1, 1))
     assert open_source(folder, tokenizer, with_documents=True).meta.num_documents == 5
 
 
-@pytest.mark.parametrize("damage", [lambda file: cut(file, 8), lambda file: cut(file, 4), lambda file: cut(file, 24)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: truncate(file, 8),
+        lambda file: truncate(file, 4),
+        lambda file: truncate(file, 24),
+    ],
+)
 def test_a_damaged_list_of_documents_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, damage: Callable[[Path], None]
 ) -> None:
     file = write_flat(tmp_path / "a.bin", [1, EOS, 2])
     open_source(file, tokenizer, with_documents=True)
-    (found,) = (tmp_path / ".token_cache").glob("[!.]*.u64")
-    assert found.stat().st_size == 24
-    damage(found)
-    with pytest.raises(DataError, match=rf"{found}.* (is damaged).*delete"):
+    (offsets_file,) = (tmp_path / ".token_cache").glob("[!.]*.u64")
+    assert offsets_file.stat().st_size == 24
+    damage(offsets_file)
+    with pytest.raises(DataError, match=rf"{offsets_file}.* (is damaged).*delete"):
         open_source(file, tokenizer, with_documents=True)
 
 
-def test_the_search_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_documents_needs_little_memory(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_formats, "CHUNK", 2**14)
     tokens = np.tile(np.array([1, EOS], "<u4"), 2**20)
     np.save(tmp_path / "a.npy", tokens)
@@ -360,10 +457,13 @@ def test_the_search_needs_little_memory(tmp_path: Path, tokenizer: Tokenizer, mo
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert opened.meta.num_documents == 2**20
-    assert peak < 2**21  # the file and the list have 8 MiB each; a chunk takes 8 bytes for each of its 16,384 tokens
+    # The file and the list have 8 MiB each; a chunk needs 8 bytes for each of its 16,384 tokens.
+    assert peak < 2**21
 
 
-def test_a_full_disk_leaves_no_file(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_unfinished_file(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full_disk(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -375,7 +475,9 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, tokenizer: Tokenizer, monkey
         ):
             open_source(file, tokenizer, with_documents=True)
     assert all(path.suffix == ".lock" for path in (tmp_path / ".token_cache").iterdir())
-    assert open_source(file, tokenizer, with_documents=True).meta.num_documents == len(eos_starts(TOKENS))
+    assert open_source(file, tokenizer, with_documents=True).meta.num_documents == len(
+        eos_starts(TOKENS)
+    )
 
 
 def test_a_warning_reports_files_without_document_ends(
@@ -386,10 +488,15 @@ def test_a_warning_reports_files_without_document_ends(
     assert not caplog.messages
     open_source(file, tokenizer, with_documents=True)
     (message,) = caplog.messages
-    assert f"ends with the EOS {EOS} of" in message and "each file is read as one document" in message
+    assert (
+        f"ends with the EOS {EOS} of" in message and "each file is read as one document" in message
+    )
     shutil.copy(ASSETS / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     caplog.clear()
-    assert open_source(file, load_tokenizer(tmp_path), with_documents=True).offsets.tolist() == [0, 100]
+    assert open_source(file, load_tokenizer(tmp_path), with_documents=True).offsets.tolist() == [
+        0,
+        100,
+    ]
     (message,) = caplog.messages
     assert "has no EOS: each of the 1 files without an index is one document" in message

@@ -1,4 +1,4 @@
-"""Tokenizers: both formats, special tokens, what does not fit, and the shipped one."""
+"""Tokenizers of both formats encode alike; tokenizers that do not suit the model are refused."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 @pytest.fixture(scope="module")
-def tiktoken_one() -> Tokenizer:
+def tiktoken_tokenizer() -> Tokenizer:
     return load_tokenizer(ASSETS / "tokenizer.model")
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[..., Path]:
-    """``copy("tokenizer.json", ...)``: a folder with some of the shipped files."""
+    """Return ``copy("tokenizer.json", ...)``, which copies shipped files to a folder."""
 
     def copy_files(*names: str) -> Path:
         folder = tmp_path / "tokenizer"
@@ -49,31 +49,35 @@ def edit_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_shipped_tokenizer_has_2048_tokens_with_bos_and_eos_last(tokenizer: Tokenizer, tiktoken_one: Tokenizer) -> None:
-    for one in (tokenizer, tiktoken_one):
-        assert (one.vocab_size, one.bos_id, one.eos_id) == (2048, 2046, 2047)
-        assert one.decode([2046, 2047]) == "<|begin_of_text|><|end_of_text|>"
-        assert len(one.num_bytes()) == 2048 and one.num_bytes()[2046:] == [0, 0]
+def test_shipped_tokenizer_has_2048_tokens_with_bos_and_eos_last(
+    tokenizer: Tokenizer, tiktoken_tokenizer: Tokenizer
+) -> None:
+    for loaded in (tokenizer, tiktoken_tokenizer):
+        assert (loaded.vocab_size, loaded.bos_id, loaded.eos_id) == (2048, 2046, 2047)
+        assert loaded.decode([2046, 2047]) == "<|begin_of_text|><|end_of_text|>"
+        assert len(loaded.num_bytes()) == 2048 and loaded.num_bytes()[2046:] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["shakespeare", "shakespeare_validation"])
 def test_both_formats_encode_and_decode_the_shipped_text_alike(
-    tokenizer: Tokenizer, tiktoken_one: Tokenizer, name: str
+    tokenizer: Tokenizer, tiktoken_tokenizer: Tokenizer, name: str
 ) -> None:
     for line in DATASETS[name].file.read_text(encoding="utf-8").splitlines():
         text = json.loads(line)["text"]
         ids = tokenizer.encode(text)
-        assert tiktoken_one.encode(text) == ids
-        assert tokenizer.decode(ids) == tiktoken_one.decode(ids) == text
+        assert tiktoken_tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == tiktoken_tokenizer.decode(ids) == text
         assert max(ids) < 2046
-        for one in (tokenizer, tiktoken_one):
-            counts = one.num_bytes()
+        for loaded in (tokenizer, tiktoken_tokenizer):
+            counts = loaded.num_bytes()
             assert sum(counts[token_id] for token_id in ids) == len(text.encode())
 
 
 @given(
     st.text(max_size=200)
-    | st.lists(st.sampled_from(["the", "ing", "an", " ", "\n", "th", "he", "12", "'s", "é"])).map("".join)
+    | st.lists(st.sampled_from(["the", "ing", "an", " ", "\n", "th", "he", "12", "'s", "é"])).map(
+        "".join
+    )
 )
 @settings(max_examples=300, deadline=None)
 def test_both_formats_encode_and_decode_any_text_alike(text: str) -> None:
@@ -95,37 +99,49 @@ def test_special_tokens_in_text_are_encoded_as_text(name: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_a_bos_not_marked_special_is_encoded_as_text_too(copy: Callable[..., Path]) -> None:
+def test_a_bos_token_not_marked_special_is_encoded_as_text(copy: Callable[..., Path]) -> None:
     folder = copy(*FILES)
     edit_json(
-        folder / "tokenizer.json", lambda content: [token.update(special=False) for token in content["added_tokens"]]
+        folder / "tokenizer.json",
+        lambda content: [token.update(special=False) for token in content["added_tokens"]],
     )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.bos_id == 2046 and 2046 not in tokenizer.encode("a<|begin_of_text|>")
 
 
-def test_truncation_and_padding_of_the_file_are_ignored(copy: Callable[..., Path]) -> None:
+def test_truncation_and_padding_settings_are_ignored(copy: Callable[..., Path]) -> None:
     folder = copy("tokenizer.json")
     plain = load_tokenizer(folder).encode("to be or not to be " * 50)
-    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-    pad = {"strategy": {"Fixed": 4096}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
-    pad["pad_token"] = "x"
-    edit_json(folder / "tokenizer.json", lambda content: content.update(truncation=cut, padding=pad))
+    truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 4096},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+    }
+    padding["pad_token"] = "x"
+    edit_json(
+        folder / "tokenizer.json",
+        lambda content: content.update(truncation=truncation, padding=padding),
+    )
     assert load_tokenizer(folder).encode("to be or not to be " * 50) == plain
 
 
-def test_a_random_tokenizer_is_refused(copy: Callable[..., Path]) -> None:
-    """The same text would have other ids in a cache, in a window of a stream, and in one that is made again."""
+def test_a_tokenizer_with_dropout_is_refused(copy: Callable[..., Path]) -> None:
+    """With dropout, the same text would have different ids each time it is encoded."""
     folder = copy("tokenizer.json")
     edit_json(folder / "tokenizer.json", lambda content: content["model"].update(dropout=0.5))
-    with pytest.raises(TokenizerError, match=r"encodes a text differently each time.*dropout is 0.5.*Expected null"):
+    with pytest.raises(
+        TokenizerError, match=r"encodes a text differently each time.*dropout is 0.5.*Expected null"
+    ):
         load_tokenizer(folder)
 
 
 NAMED = {
     "as text": ({"bos_token": "<|end_of_text|>", "eos_token": "<|begin_of_text|>"}, (2047, 2046)),
     "as object": ({"bos_token": {"content": "<|end_of_text|>"}}, (2047, 2047)),
-    "null is none": ({"bos_token": None}, (None, 2047)),
+    "null": ({"bos_token": None}, (None, 2047)),
     "not named": ({}, (2046, 2047)),
 }
 
@@ -146,45 +162,67 @@ def test_bos_and_eos_come_from_the_tokenizer_config_or_have_common_names(
 def test_a_named_bos_that_does_not_exist_is_refused(copy: Callable[..., Path]) -> None:
     folder = copy("tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
-    with pytest.raises(TokenizerError, match="tokenizer_config.json has bos_token = '<s>', which is not in"):
+    with pytest.raises(
+        TokenizerError, match="tokenizer_config.json has bos_token = '<s>', which is not in"
+    ):
         load_tokenizer(folder)
 
 
 def write_ranks(file: Path, num_ranks: int) -> Path:
-    tokens = [bytes([byte]) for byte in range(256)] + [number.to_bytes(3, "big") for number in range(num_ranks - 256)]
-    file.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    tokens = [bytes([byte]) for byte in range(256)] + [
+        number.to_bytes(3, "big") for number in range(num_ranks - 256)
+    ]
+    file.write_text(
+        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+    )
     return file
 
 
-def test_a_file_with_the_ranks_of_llama_3_has_its_256_special_tokens(tmp_path: Path) -> None:
+def test_a_tiktoken_file_with_llama_3s_size_has_its_256_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_ranks(tmp_path / "tokenizer.model", 128_000))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (128_256, 128_000, 128_001)
-    names = {128_002: "<|reserved_special_token_0|>", 128_004: "<|finetune_right_pad_id|>", 128_009: "<|eot_id|>"}
+    names = {
+        128_002: "<|reserved_special_token_0|>",
+        128_004: "<|finetune_right_pad_id|>",
+        128_009: "<|eot_id|>",
+    }
     names[128_255] = "<|reserved_special_token_247|>"
     assert {token_id: tokenizer.decode([token_id]) for token_id in names} == names
 
 
-def test_a_file_of_another_size_has_bos_and_eos_after_the_last_token(tmp_path: Path) -> None:
+def test_a_tiktoken_file_of_another_size_has_bos_and_eos_after_the_last_token(
+    tmp_path: Path,
+) -> None:
     tokenizer = load_tokenizer(write_ranks(tmp_path / "own.tiktoken", 300))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (302, 300, 301)
 
 
-@pytest.mark.parametrize("text", [" " * 2_000_000, "a" * 100_000 + "\n" * 100_000, "x " * 30_000 + " " * 26_000 + "y"])
-def test_long_runs_of_one_kind_do_not_break_the_tiktoken_engine(tiktoken_one: Tokenizer, text: str) -> None:
-    assert tiktoken_one.decode(tiktoken_one.encode(text)) == text
+@pytest.mark.parametrize(
+    "text", [" " * 2_000_000, "a" * 100_000 + "\n" * 100_000, "x " * 30_000 + " " * 26_000 + "y"]
+)
+def test_the_tiktoken_engine_handles_long_runs_of_one_character_class(
+    tiktoken_tokenizer: Tokenizer, text: str
+) -> None:
+    assert tiktoken_tokenizer.decode(tiktoken_tokenizer.encode(text)) == text
 
 
-def test_runs_are_split_as_llama_3_splits_them(tiktoken_one: Tokenizer) -> None:
+def test_long_runs_are_split_at_25_000_characters_as_in_llama_3(
+    tiktoken_tokenizer: Tokenizer,
+) -> None:
     text = "be " + "to" * 20_000 + " or"
     parts = [text[: 3 + 25_000], text[3 + 25_000 :]]
-    assert tiktoken_one.encode(text) == [token for part in parts for token in tiktoken_one.encode(part)]
+    assert tiktoken_tokenizer.encode(text) == [
+        token for part in parts for token in tiktoken_tokenizer.encode(part)
+    ]
 
 
 def test_only_the_ids_change_the_fingerprint(
     copy: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     folder = copy(*FILES)
-    edit_json(folder / "tokenizer.json", lambda content: content.update(post_processor=None, decoder=None))
+    edit_json(
+        folder / "tokenizer.json", lambda content: content.update(post_processor=None, decoder=None)
+    )
     assert load_tokenizer(folder).fingerprint == tokenizer.fingerprint
     edit_json(folder / "tokenizer.json", lambda content: content["model"]["merges"].pop())
     assert load_tokenizer(folder).fingerprint != tokenizer.fingerprint
@@ -195,9 +233,12 @@ def test_only_the_ids_change_the_fingerprint(
 
 
 BROKEN = {
-    "nothing there": ({}, "no tokenizer at .*hf_assets_path"),
+    "no file": ({}, "no tokenizer at .*hf_assets_path"),
     "not JSON": ({"tokenizer.json": b"{"}, "cannot be read as JSON"),
-    "not a tokenizer": ({"tokenizer.json": b"{}"}, "is not a tokenizer of the `tokenizers` library"),
+    "not a tokenizer": (
+        {"tokenizer.json": b"{}"},
+        "is not a tokenizer of the `tokenizers` library",
+    ),
     "a list": ({"tokenizer.json": b"[]"}, "contains a JSON list. Expected an object"),
     "SentencePiece": ({"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\x00"}, "line 2.*SentencePiece"),
     "bytes missing": ({"tokenizer.model": b"YQ== 0\n"}, "a token for each of the 256 bytes"),
@@ -206,7 +247,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_errors_of_broken_tokenizers(tmp_path: Path, case: str) -> None:
+def test_a_broken_tokenizer_is_refused(tmp_path: Path, case: str) -> None:
     files, message = BROKEN[case]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -216,22 +257,30 @@ def test_errors_of_broken_tokenizers(tmp_path: Path, case: str) -> None:
 
 def test_special_tokens_of_another_vocabulary_are_refused(copy: Callable[..., Path]) -> None:
     folder = copy("tokenizer.model")
-    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"5": {"content": "<s>"}}}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"added_tokens_decoder": {"5": {"content": "<s>"}}}'
+    )
     with pytest.raises(TokenizerError, match="gives the id 5 to a special token"):
         load_tokenizer(folder)
 
 
-FITS = [
+VOCABULARIES = [
     (2048, True, True, {}, []),
     (4096, True, True, {}, []),
     (2047, True, True, {}, ["largest id is 2047, the model has a vocabulary of 2047"]),
     (2048, True, True, {"bos_token": None}, ["data.add_bos"]),
     (2048, False, True, {"bos_token": None}, []),
-    (100, True, True, {"bos_token": None, "eos_token": None}, ["vocabulary of 100", "data.add_bos", "data.add_eos"]),
+    (
+        100,
+        True,
+        True,
+        {"bos_token": None, "eos_token": None},
+        ["vocabulary of 100", "data.add_bos", "data.add_eos"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("vocab_size", "add_bos", "add_eos", "config", "problems"), FITS)
+@pytest.mark.parametrize(("vocab_size", "add_bos", "add_eos", "config", "problems"), VOCABULARIES)
 def test_vocabulary_is_checked_against_model_and_settings(
     copy: Callable[..., Path],
     vocab_size: int,

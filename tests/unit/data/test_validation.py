@@ -1,4 +1,4 @@
-"""Validation reads the same samples on every layout, every time, with the same number of batches on every rank."""
+"""Validation reads the same samples on every layout, in equally many batches per rank."""
 
 from __future__ import annotations
 
@@ -50,23 +50,31 @@ def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> Buil
 
 
 def rows(ranks: list[ValidationBatches]) -> list[tuple[list[int], list[int]]]:
-    """All samples that are not mere padding, in order."""
+    """Return all samples in order, except those that consist of padding."""
     batches: list[Batch] = [share for shares in zip(*ranks, strict=True) for share in shares]
-    pairs = [pair for batch in batches for pair in zip(batch.tokens[0].tolist(), batch.labels[0].tolist(), strict=True)]
+    pairs = [
+        pair
+        for batch in batches
+        for pair in zip(batch.tokens[0].tolist(), batch.labels[0].tolist(), strict=True)
+    ]
     return [pair for pair in pairs if set(pair[1]) != {-100}]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 16, 200])
 @pytest.mark.parametrize("steps", [-1, 1, 4, 7, 10**6])
-def test_the_same_samples_on_every_layout(
+def test_every_layout_reads_the_same_samples(
     build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer, dp_size: int, steps: int
 ) -> None:
     ranks = build_ranks(dp_size, steps)
-    once = stream(corpus_file, tokenizer, 16, None, False)
-    in_text = build_ranks(1)[0].num_samples
-    expected = [next(once) for _ in range(in_text if steps < 0 else min(in_text, steps * LOCAL))]
+    reference = stream(corpus_file, tokenizer, 16, None, False)
+    num_samples = build_ranks(1)[0].num_samples
+    if steps > 0:
+        num_samples = min(num_samples, steps * LOCAL)
+    expected = [next(reference) for _ in range(num_samples)]
     assert rows(ranks) == [(row.tokens, row.labels) for row in expected]
-    assert len({len(rank) for rank in ranks}) == 1 and all(len(list(rank)) == len(rank) for rank in ranks)
+    assert len({len(rank) for rank in ranks}) == 1 and all(
+        len(list(rank)) == len(rank) for rank in ranks
+    )
     if steps > 0:
         assert len(ranks[0]) <= steps
     for rank in ranks:
@@ -80,45 +88,61 @@ def test_the_same_samples_on_every_layout(
 def test_validation_covers_all_tokens_unless_steps_limit_it(
     build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer
 ) -> None:
-    (everything,), (four,) = build_ranks(1), build_ranks(1, steps=4)
-    once = stream(corpus_file, tokenizer, 16, None, False)
-    num_labels = sum(sum(label != -100 for label in next(once).labels) for _ in range(everything.num_samples))
-    assert sum(batch.num_valid_tokens for batch in everything) == num_labels
-    assert len(four) == 4 and four.num_samples == 4 * LOCAL < everything.num_samples
+    (all_batches,), (limited,) = build_ranks(1), build_ranks(1, steps=4)
+    reference = stream(corpus_file, tokenizer, 16, None, False)
+    num_labels = sum(
+        sum(label != -100 for label in next(reference).labels)
+        for _ in range(all_batches.num_samples)
+    )
+    assert sum(batch.num_valid_tokens for batch in all_batches) == num_labels
+    assert len(limited) == 4 and limited.num_samples == 4 * LOCAL < all_batches.num_samples
 
 
-def test_every_round_is_the_same(build_ranks: BuildRanks) -> None:
+def test_every_validation_pass_reads_the_same_batches(build_ranks: BuildRanks) -> None:
     (batches,) = build_ranks(1)
     interrupted = iter(batches)
     next(interrupted)
-    for one, other in zip(batches, batches, strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
+    for first, second in zip(batches, batches, strict=True):
+        assert torch.equal(first.tokens, second.tokens) and torch.equal(first.labels, second.labels)
 
 
-def test_document_starts_are_masked_as_in_training(build_ranks: BuildRanks, tokenizer: Tokenizer) -> None:
+def test_document_starts_are_masked_as_in_training(
+    build_ranks: BuildRanks, tokenizer: Tokenizer
+) -> None:
     (plain,), (masked,) = build_ranks(1), build_ranks(1, mask=True)
     num_starts = sum(int((batch.labels == tokenizer.bos_id).sum()) for batch in plain)
     counts = [sum(batch.num_valid_tokens for batch in batches) for batches in (plain, masked)]
     assert counts[0] - counts[1] == num_starts > 10
 
 
-def test_positions_equal_those_of_the_samples(build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer) -> None:
+def test_positions_equal_the_positions_in_the_samples(
+    build_ranks: BuildRanks, corpus_file: Path, tokenizer: Tokenizer
+) -> None:
     ranks = build_ranks(2, with_positions=True)
-    once = stream(corpus_file, tokenizer, 16, None, False)
+    reference = stream(corpus_file, tokenizer, 16, None, False)
     for shares in zip(*ranks, strict=True):
         for batch in shares:
             assert batch.positions is not None and batch.positions.shape == batch.tokens.shape
-            for labels, positions in zip(batch.labels[0].tolist(), batch.positions[0].tolist(), strict=True):
+            for labels, positions in zip(
+                batch.labels[0].tolist(), batch.positions[0].tolist(), strict=True
+            ):
                 if set(labels) != {-100}:
-                    assert positions == next(once).positions
+                    assert positions == next(reference).positions
     assert all(batch.positions is None for batch in build_ranks(1)[0])
 
 
-def test_each_validation_text_is_a_separate_set(tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path) -> None:
+def test_each_validation_source_is_a_separate_set(
+    tokenizer: Tokenizer, corpus_file: Path, tmp_path: Path
+) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", ["Now is the winter of our discontent"])
-    sources = {name: DataSource(path=str(file)) for name, file in (("plays", corpus_file), ("histories", other))}
-    given = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}
-    sets = build_validation_sets(Validation(enable=True, seq_len=16, sources=sources), Data(), **given)
+    sources = {
+        name: DataSource(path=str(file))
+        for name, file in (("plays", corpus_file), ("histories", other))
+    }
+    options = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}
+    sets = build_validation_sets(
+        Validation(enable=True, seq_len=16, sources=sources), Data(), **options
+    )
     assert list(sets) == ["plays", "histories"]
     assert sets["plays"].num_samples > sets["histories"].num_samples > 0
-    assert build_validation_sets(Validation(seq_len=16, sources=sources), Data(), **given) == {}
+    assert build_validation_sets(Validation(seq_len=16, sources=sources), Data(), **options) == {}

@@ -1,4 +1,4 @@
-"""Small files of tokens, written byte by byte, and the documents that are in them."""
+"""Write small token files byte by byte, and compute the documents that they contain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_like.data.tokens.token_sources import open_token_source
 
 EOS, VOCAB = 2047, 2048  # of the shipped tokenizer
 
-# Documents as sequences of ids, with empty ones of both at the begin, inside and at the end.
+# Documents as lists of sequences; some documents and some sequences are empty.
 DOCUMENTS: list[list[list[int]]] = [
     [],
     [[*range(1, 40)], [7, EOS]],
@@ -33,10 +33,14 @@ TOKENS = [token for document in DOCUMENTS for sequence in document for token in 
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}  # Megatron's code -> struct's
 
 
-def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int = 8, **changed: Any) -> Path:
-    """The two files of MMapIndexedDataset, byte by byte. ``changed``: parts of the index that are to be wrong."""
+def write_megatron(
+    prefix: Path, documents: list[list[list[int]]], code: int = 8, **changed: Any
+) -> Path:
+    """Write the two files of MMapIndexedDataset. ``changed`` replaces parts of the index."""
     sequences = [sequence for document in documents for sequence in document]
-    raw = b"".join(struct.pack(f"<{len(sequence)}{CODES[code]}", *sequence) for sequence in sequences)
+    raw = b"".join(
+        struct.pack(f"<{len(sequence)}{CODES[code]}", *sequence) for sequence in sequences
+    )
     lengths = changed.get("lengths", [len(sequence) for sequence in sequences])
     pointers, borders = [0], [0]
     for sequence in sequences[:-1]:
@@ -46,11 +50,15 @@ def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int = 8
     pointers, borders = changed.get("pointers", pointers), changed.get("borders", borders)
     header = struct.pack("<QB", changed.get("version", 1), changed.get("declared", code))
     counts = struct.pack("<QQ", len(lengths), len(borders))
-    index = struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(pointers)}q", *pointers)
+    index = struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(
+        f"<{len(pointers)}q", *pointers
+    )
     index += struct.pack(f"<{len(borders)}q", *borders)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     prefix.with_suffix(".bin").write_bytes(raw)
-    prefix.with_suffix(".idx").write_bytes(changed.get("magic", b"MMIDIDX\x00\x00") + header + counts + index)
+    prefix.with_suffix(".idx").write_bytes(
+        changed.get("magic", b"MMIDIDX\x00\x00") + header + counts + index
+    )
     return prefix
 
 
@@ -67,20 +75,23 @@ def write_npy(file: Path, tokens: Any, dtype: str = "<u2") -> Path:
 
 
 def index_starts(documents: list[list[list[int]]]) -> set[int]:
-    starts, at = set(), 0
+    starts, offset = set(), 0
     for document in documents:
         if sum(map(len, document)):
-            starts.add(at)
-        at += sum(map(len, document))
+            starts.add(offset)
+        offset += sum(map(len, document))
     return starts
 
 
 def eos_starts(*files: list[int]) -> set[int]:
-    """Where documents begin in files without an index that follow one another."""
-    starts, at = set(), 0
+    """Return the offsets of document starts in consecutive files without an index."""
+    starts, offset = set(), 0
     for tokens in files:
-        starts |= {at, *(at + place + 1 for place in range(len(tokens) - 1) if tokens[place] == EOS)}
-        at += len(tokens)
+        starts |= {
+            offset,
+            *(offset + index + 1 for index in range(len(tokens) - 1) if tokens[index] == EOS),
+        }
+        offset += len(tokens)
     return starts
 
 
@@ -102,5 +113,6 @@ def open_source(
     )
 
 
-def cut(file: Path, size: int) -> None:
+def truncate(file: Path, size: int) -> None:
+    """Remove the last ``size`` bytes of ``file``."""
     os.truncate(file, file.stat().st_size - size)

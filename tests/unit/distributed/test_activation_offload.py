@@ -1,4 +1,4 @@
-"""What activation offload copies to host memory, and when it lets go of it."""
+"""Activation offload: what it copies to host memory, and when it frees the copies."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ACTIVATION = ROWS * DIM * 4  # bytes
 
 
 class Block(nn.Module):
-    """Backward needs x for both linear layers, and the input of exp's result: three storages."""
+    """Backward needs three storages: x, the result of exp, and second(x)."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def run(block, x):
-    """The loss's gradients; before the backward pass, which of the block's tensors are alive."""
+    """Return the gradients, and which of the block's tensors were alive before backward."""
     out = block(x)
     alive = [not storage.expired() for storage in block.storages]
     out.sum().backward()
@@ -46,16 +46,15 @@ def build(offload=None):
     return block, x
 
 
-def test_activations_leave_the_device_and_the_gradients_stay_equal():
+def test_activations_leave_the_device_without_changing_gradients():
     expected, alive = run(*build())
     assert alive == [False, True]  # autograd keeps the result of exp
     offload = ActivationOffload()
     gradients, alive = run(*build(offload))
     assert alive == [False, False]
-    for ours, theirs in zip(gradients, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    # x, which two layers save; exp's result, which exp and the product save; second(x).
-    # Neither weights nor buffers.
+    for actual, reference in zip(gradients, expected, strict=True):
+        assert torch.equal(actual, reference)
+    # x, the result of exp, and second(x). No weights and no buffers.
     assert offload.peak_bytes == 3 * ACTIVATION
     assert offload.num_bytes == 0  # freed by the backward pass
 
@@ -73,11 +72,11 @@ def test_a_shared_storage_is_copied_back_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     out.sum().backward()
     assert reads == [ACTIVATION] * len(reads)
-    assert len(reads) <= 4  # x, exp's result and second(x); one may be freed between its uses
+    assert len(reads) <= 4  # x, the result of exp, second(x). One may be freed between two uses
 
 
 def test_strides_are_kept():
-    """A product can round differently where its operands have other strides."""
+    """A product can round differently if its operands have other strides."""
     saved = []
     offload = ActivationOffload()
 
@@ -85,7 +84,7 @@ def test_strides_are_kept():
         def forward(self, x):
             return x.t().exp().t()[:, ::2]
 
-    class Look(torch.autograd.Function):
+    class SaveInput(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             ctx.save_for_backward(x)
@@ -98,7 +97,7 @@ def test_strides_are_kept():
 
     block = Transposing()
     inner = block.forward
-    block.forward = lambda x: Look.apply(inner(x))
+    block.forward = lambda x: SaveInput.apply(inner(x))
     offload.apply([block])
     x = torch.randn(ROWS, DIM, requires_grad=True)
     block(x).sum().backward()
@@ -107,18 +106,18 @@ def test_strides_are_kept():
     assert torch.equal(saved[0], expected)
 
 
-def test_a_backward_pass_can_read_twice():
-    """Zero-bubble schedules compute the gradients of inputs first and those of weights later."""
+def test_saved_tensors_can_be_read_twice():
+    """Zero-bubble schedules compute input gradients first and weight gradients later."""
     expected, _ = run(*build())
     block, x = build(ActivationOffload())
     out = block(x).sum()
-    (of_input,) = torch.autograd.grad(out, [x], retain_graph=True)
-    of_weights = torch.autograd.grad(out, list(block.parameters()))
-    for ours, theirs in zip([of_input, *of_weights], expected, strict=True):
-        assert torch.equal(ours, theirs)
+    (input_gradient,) = torch.autograd.grad(out, [x], retain_graph=True)
+    weight_gradients = torch.autograd.grad(out, list(block.parameters()))
+    for actual, reference in zip([input_gradient, *weight_gradients], expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
-def test_a_change_in_place_after_saving_is_not_seen():
+def test_an_in_place_change_does_not_affect_saved_tensors():
     class Changing(nn.Module):
         def forward(self, x):
             y = x * 1.0
@@ -149,7 +148,7 @@ def test_nothing_is_copied_without_gradients():
     assert offload.peak_bytes == 0
 
 
-def test_missing_host_memory_ends_the_first_step(monkeypatch):
+def test_too_little_host_memory_ends_the_first_step(monkeypatch):
     monkeypatch.setattr(activation_offload, "available_bytes", lambda: 2 * ACTIVATION)
     block, x = build(ActivationOffload(local_ranks=2))
     block(x)

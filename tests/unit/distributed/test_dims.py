@@ -1,5 +1,6 @@
-"""Degrees: what is left over, what does not fit, who reads what."""
+"""Parallel degrees: defaults, layouts that do not fit, and the coordinates of ranks."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 
 def parallelism(schedule="1F1B", **changes):
     defaults = {"data_parallel_replicate": 1, "data_parallel_shard": -1, "context_parallel": 1, "tensor_parallel": 1,
-                "pipeline_parallel": 1}  # fmt: skip
+                "pipeline_parallel": 1, "expert_parallel": 1, "expert_tensor_parallel": 1}  # fmt: skip
     degrees = {f"{k}_degree": v for k, v in {**defaults, **changes}.items()}
     return SimpleNamespace(pipeline_parallel_schedule=schedule, **degrees)
 
@@ -33,19 +34,19 @@ def test_mesh_shape(degrees, world_size, shape):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "world_size", "words"),
+    ("degrees", "world_size", "message"),
     [
         ({"data_parallel_shard": 3}, 4, "dp_shard 3 .*= 3, but the world has 4 ranks"),
         ({"tensor_parallel": 3}, 4, "tp 3 .*= 3, but the world has 4 ranks"),
         ({"tensor_parallel": 8}, 4, "= 8, but the world has 4 ranks"),
     ],
 )
-def test_degrees_that_do_not_fit_are_named(degrees, world_size, words):
+def test_degrees_that_do_not_fit_are_reported(degrees, world_size, message):
     import re
 
     dims, errors = resolve_degrees(parallelism(**degrees), world_size)
     assert dims is None
-    assert re.search(words, errors[0])
+    assert re.search(message, errors[0])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,41 @@ def test_weights_are_sharded_over_context_parallel_ranks_too(dims, shape):
     assert list(dims.weights_shape().items()) == list(shape.items())
 
 
-@pytest.mark.parametrize(("schedule", "stage"), [("1F1B", 3), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 0)])
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        (ParallelDims(8, dp_shard=8, ep=4), {"efsdp": 2, "ep": 4}),
+        (ParallelDims(8, dp_shard=2, cp=2, tp=2, ep=8), {"efsdp": 1, "ep": 8}),
+        (
+            ParallelDims(8, dp_replicate=2, dp_shard=4, ep=2),
+            {"dp_replicate": 2, "efsdp": 2, "ep": 2},
+        ),
+        (
+            ParallelDims(8, dp_shard=4, tp=2, ep=2, expert_tp=2),
+            {"efsdp": 2, "ep": 2, "expert_tp": 2},
+        ),
+        (ParallelDims(8, pp=2, tp=4, ep=2), {"pp": 2, "efsdp": 2, "ep": 2}),
+    ],
+)
+def test_experts_use_the_ranks_of_the_other_dimensions(dims, shape):
+    assert list(dims.experts_shape().items()) == list(shape.items())
+    assert math.prod(shape.values()) == dims.world_size
+    borrowed = {name: shape[name] for name in ("ep", "expert_tp") if name in shape}
+    assert dims.layout() == dims.mesh_shape() | borrowed
+
+
+def test_an_expert_tensor_degree_without_expert_parallelism_has_no_effect():
+    dims, errors = resolve_degrees(parallelism(tensor_parallel=2, expert_tensor_parallel=2), 4)
+    assert errors == [] and dims.expert_tp == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage"), [("1F1B", 3), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 0)]
+)
 def test_every_token_has_its_loss_on_one_counted_rank(schedule, stage):
-    dims, _ = resolve_degrees(parallelism(schedule, pipeline_parallel=4, context_parallel=2, tensor_parallel=2), 32)
+    dims, _ = resolve_degrees(
+        parallelism(schedule, pipeline_parallel=4, context_parallel=2, tensor_parallel=2), 32
+    )
     counting = [rank for rank in range(32) if dims.counts_loss(rank)]
     assert {(dims.dp_coordinate(r), dims.coordinate("cp", r)) for r in counting} == {
         (d, c) for d in (0, 1) for c in (0, 1)

@@ -1,4 +1,4 @@
-"""Which layers become float8, what a product in float8 is worth, and what the settings ask of a run."""
+"""Conversion to float8: converted layers, precision of products, and log lines."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from torchtitan_like.preflight.rules.compute import FLOAT8_CAPABILITY
 
 pytest.importorskip("torchao")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-# Of a block with 4 heads and 2 kv heads of 16, and a feed-forward width of 192: (rows, columns).
+# Shapes in a block with 4 heads and 2 kv heads of 16 dimensions, and ffn_dim = 192.
 LINEARS = {
     "attention.wq": (64, 64), "attention.wk": (32, 64), "attention.wv": (32, 64), "attention.wo": (64, 64),
     "feed_forward.w1": (192, 64), "feed_forward.w2": (64, 192), "feed_forward.w3": (192, 64),
@@ -32,9 +32,16 @@ LINEARS = {
 
 
 def convert(num_shards=1, tp=1, **section):
-    """(model on meta, lines) with the section's settings, emulated."""
+    """Convert with emulation. Return the model on the meta device and the log lines."""
     spec = get_spec("llama3")
-    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "ffn_dim_multiplier": 1.13}
+    sizes = {
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "multiple_of": 16,
+        "ffn_dim_multiplier": 1.13,
+    }
     args = resolve_args(spec, "debugmodel", sizes)
     with torch.device("meta"):
         model = spec.build(args)
@@ -55,10 +62,10 @@ def in_both_blocks(*names):
     return {f"layers.{i}.{name}" for i in range(2) for name in names}
 
 
-# ---- which layers
+# ---- converted layers
 
 
-def test_every_linear_layer_but_the_head():
+def test_every_linear_layer_except_the_head_is_converted():
     model, lines = convert()
     assert converted(model) == in_both_blocks(*LINEARS)
     assert type(model.output).__name__ == "OutputHead"
@@ -70,19 +77,28 @@ def test_every_linear_layer_but_the_head():
 def test_a_filter_excludes_by_part_of_the_name():
     model, lines = convert(filter_fqns=["attention.wk", "layers.1", "nowhere"])
     assert converted(model) == {f"layers.0.{name}" for name in LINEARS if name != "attention.wk"}
-    assert lines[-1] == "quantize.linear.float8.filter_fqns: no name of a linear layer contains 'nowhere'"
+    assert (
+        lines[-1]
+        == "quantize.linear.float8.filter_fqns: no name of a linear layer contains 'nowhere'"
+    )
 
 
 def test_dimensions_are_multiples_of_16_on_each_rank_of_a_tensor_parallel_group():
     assert converted(convert(tp=2)[0]) == in_both_blocks(*LINEARS)
-    assert converted(convert(tp=4)[0]) == in_both_blocks(*(LINEARS.keys() - {"attention.wk", "attention.wv"}))
+    assert converted(convert(tp=4)[0]) == in_both_blocks(
+        *(LINEARS.keys() - {"attention.wk", "attention.wv"})
+    )
     assert converted(convert(tp=8)[0]) == set()
 
 
 def test_only_evenly_sharded_weights_are_gathered_in_float8():
     def gathered(num_shards):
         model, lines = convert(num_shards, enable_fsdp_float8_all_gather=True)
-        weights = {name for name, p in model.named_parameters() if type(p).__name__.startswith("WeightWith")}
+        weights = {
+            name
+            for name, p in model.named_parameters()
+            if type(p).__name__.startswith("WeightWith")
+        }
         return {name.removesuffix(".weight") for name in weights}, lines[-1]
 
     assert gathered(2)[0] == in_both_blocks(*LINEARS)
@@ -96,13 +112,15 @@ def test_only_evenly_sharded_weights_are_gathered_in_float8():
     assert not names and line.endswith("no weight is sharded, so none is gathered")
 
 
-# ---- what a product is worth
+# ---- precision of products
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_equal_those_of_rounded_operands(recipe):
-    """e4m3 has 3 bits behind the point and e5m2 has 2, so an operand is off by up to 1/16 and 1/8. The errors of a product's
-    terms are independent: relative to the whole result they stay at the root mean square, a half of the bound or less.
+def test_products_have_the_error_of_rounded_operands(recipe):
+    """Operands have a relative error of at most 1/16 (e4m3, 3 mantissa bits) or 1/8 (e5m2, 2 bits).
+
+    The errors of the terms of a product are independent. The relative error of the result is their
+    root mean square, at most half of the bound.
     """
     torch.manual_seed(0)
     x = torch.randn(64, 96, requires_grad=True)
@@ -113,26 +131,32 @@ def test_products_equal_those_of_rounded_operands(recipe):
     convert_to_float8(narrow, settings, num_shards=1, tp=1, compiled=False)
     grad = torch.randn(64, 32)
 
-    def outcome(layer, weight):
+    def forward_backward(layer, weight):
         x.grad = None
         y = layer(x)
         y.backward(grad)
         return {"output": y.detach(), "d_input": x.grad.clone(), "d_weight": weight.grad}
 
-    ours, theirs = outcome(narrow, narrow[0].weight), outcome(exact, exact.weight)
-    errors = {name: ((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs}
+    actual, expected = (
+        forward_backward(narrow, narrow[0].weight),
+        forward_backward(exact, exact.weight),
+    )
+    errors = {
+        name: ((actual[name] - expected[name]).norm() / expected[name].norm()).item()
+        for name in expected
+    }
     for name, error in errors.items():
         rounded = not (recipe == "rowwise_with_gw_hp" and name == "d_weight")
         low, high = (0.01, 0.09) if rounded else (0.0, 1e-6)
         assert low <= error <= high, (name, error)
 
 
-def test_a_check_loads_no_torch():
+def test_importing_float8_loads_no_torch():
     code = "import sys, torchtitan_like.distributed.float8 as f; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---- the kernels themselves
+# ---- kernels on a GPU
 
 
 @pytest.mark.gpu
@@ -142,14 +166,16 @@ def test_a_check_loads_no_torch():
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_equal_the_emulation(recipe):
-    """The operands are rounded alike; the products are summed in another order, and partly with fewer bits (fast
-    accumulation): bfloat16 results agree to a few of their 8 bits.
+    """Bfloat16 results agree to a few of their 8 bits.
+
+    The operands are rounded equally. Kernels sum in another order, partly with fewer bits (fast
+    accumulation).
     """
     torch.manual_seed(0)
     device = torch.device("cuda")
     x, grad = torch.randn(2, 64, 128, dtype=torch.bfloat16, device=device)
 
-    def outcome(emulate):
+    def forward_backward(emulate):
         layer = nn.Sequential(nn.Linear(128, 128, bias=False, dtype=torch.bfloat16, device=device))
         torch.manual_seed(1)
         nn.init.normal_(layer[0].weight)
@@ -159,8 +185,8 @@ def test_kernels_equal_the_emulation(recipe):
         y.backward(grad)
         return y.detach().float(), layer[0].weight.grad.float()
 
-    for ours, theirs in zip(outcome(False), outcome(True), strict=True):
-        assert (ours - theirs).norm() / theirs.norm() <= 2e-2
+    for actual, expected in zip(forward_backward(False), forward_backward(True), strict=True):
+        assert (actual - expected).norm() / expected.norm() <= 2e-2
 
 
 @pytest.mark.parametrize("is_printed", [False, True])
@@ -179,7 +205,7 @@ def test_the_converted_model_can_be_printed(is_printed):
         Float8Linear(emulate=True),
         print_after_conversion=is_printed,
     )
-    world = SimpleNamespace(dims=ParallelDims(1), mesh=None)
+    world = SimpleNamespace(dims=ParallelDims(1), mesh=None, experts_mesh=None)
     text = "\n".join(parallelize(model, spec, world, sections, None))
     assert ("Model definition after conversion:" in text) is is_printed
     assert ("(wq): Float8Linear" in text) is is_printed

@@ -1,4 +1,4 @@
-"""The picture of the mesh: its form, and that it shows the real coordinates."""
+"""The picture of the mesh: its format, and the coordinates that it shows."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ pp 7  dp_shard 0    896  897  898  899  900  901  902  903  node 112
 
 
 @pytest.mark.parametrize(("dims", "ranks_per_node", "text"), PICTURES)
-def test_pictures(dims: ParallelDims, ranks_per_node: int | None, text: str) -> None:
+def test_picture_of_a_layout(dims: ParallelDims, ranks_per_node: int | None, text: str) -> None:
     assert "\n".join(picture(dims, ranks_per_node)) == text
 
 
 def layouts(world_size: int) -> list[ParallelDims]:
-    """Every way to cut a world whose size is a power of two."""
+    """Return every layout of a world whose size is a power of two."""
     sizes = [2**n for n in range(world_size.bit_length())]
     return [
         ParallelDims(world_size, **dict(zip(MESH_ORDER, degrees, strict=True)))
@@ -97,21 +97,26 @@ def test_every_picture_fits_a_screen(world_size: int) -> None:
 
 @pytest.mark.parametrize("dims", layouts(16), ids=str)
 def test_ranks_are_at_their_mesh_coordinates(dims: ParallelDims) -> None:
-    """Read the picture back: the names next to and above a rank are its coordinates."""
+    """The labels of its row and column are the coordinates of a rank."""
     _, *lines = picture(dims)
-    across = [name for name in ("cp", "tp") if getattr(dims, name) > 1]
-    across = across or [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1][-1:]
-    num_columns = math.prod(getattr(dims, name) for name in across)
-    heads = {line.split()[0]: line.split()[1:] for line in lines[: len(across)]}
-    assert list(heads) == across
-    seen, pp = [], 0
-    for line in lines[len(across) :]:
+    column_dims = [name for name in ("cp", "tp") if getattr(dims, name) > 1]
+    column_dims = (
+        column_dims
+        or [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1][-1:]
+    )
+    num_columns = math.prod(getattr(dims, name) for name in column_dims)
+    headers = {line.split()[0]: line.split()[1:] for line in lines[: len(column_dims)]}
+    assert list(headers) == column_dims
+    ranks_in_order, pp = [], 0
+    for line in lines[len(column_dims) :]:
         words = line.split()
         label, ranks = " ".join(words[:-num_columns]), words[-num_columns:]
-        beside = {name: int(at) for name, at in re.findall(r"(\w+) (\d+)", label)}
-        pp = beside.setdefault("pp", pp)
+        row_labels = {name: int(index) for name, index in re.findall(r"(\w+) (\d+)", label)}
+        pp = row_labels.setdefault("pp", pp)
         for column, rank in enumerate(map(int, ranks)):
-            above = {name: int(places[column]) for name, places in heads.items()}
-            assert (beside | above).items() <= {name: dims.coordinate(name, rank) for name in MESH_ORDER}.items()
-            seen.append(rank)
-    assert seen == list(range(16))
+            column_labels = {name: int(indices[column]) for name, indices in headers.items()}
+            assert (row_labels | column_labels).items() <= {
+                name: dims.coordinate(name, rank) for name in MESH_ORDER
+            }.items()
+            ranks_in_order.append(rank)
+    assert ranks_in_order == list(range(16))

@@ -1,4 +1,4 @@
-"""Eight processes print a hundred lines each: none comes out inside another."""
+"""Eight processes print 100 lines each. No two lines mix."""
 
 import subprocess
 import sys
@@ -19,5 +19,7 @@ def test_concurrent_lines_do_not_mix(tmp_path, repo_root):
                  for rank in range(8)]  # fmt: skip
         assert [rank.wait(60) for rank in ranks] == [0] * 8
     lines = path.read_text().splitlines()
-    assert all(line == "|".join([line[0], *[line[0] * 200] * 10, line.rsplit("|", 1)[1]]) for line in lines)
+    assert all(
+        line == "|".join([line[0], *[line[0] * 200] * 10, line.rsplit("|", 1)[1]]) for line in lines
+    )
     assert Counter(line[0] for line in lines) == {str(rank): 100 for rank in range(8)}

@@ -1,4 +1,4 @@
-"""Which modules go to which stage and rank, and what is refused before anything is built."""
+"""Pipeline stages: their modules and ranks, and refused configurations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from torchtitan_like.models.spec import get_spec
 
 SPEC = get_spec("llama3")
 ARGS = dataclasses.replace(
-    SPEC.flavors["debugmodel"], dim=8, n_layers=6, n_heads=2, n_kv_heads=1, vocab_size=8, max_seq_len=8
+    SPEC.flavors["debugmodel"],
+    dim=8,
+    n_layers=6,
+    n_heads=2,
+    n_kv_heads=1,
+    vocab_size=8,
+    max_seq_len=8,
 )
 
 
@@ -64,7 +70,7 @@ def section(pp=2, schedule="1F1B", **others):
     ],
 )
 def test_blocks_are_distributed_evenly(n_layers, num_stages, first, last, blocks):
-    """As TorchTitan's generate_llm_fqn_per_model_part deals them."""
+    """As TorchTitan's generate_llm_fqn_per_model_part distributes them."""
     stages = split(names(n_layers), num_stages, first, last)
     assert [sum(fqn.startswith("b.") for fqn in stage) for stage in stages] == blocks
     assert sum(stages, ()) == names(n_layers).in_order()
@@ -72,14 +78,16 @@ def test_blocks_are_distributed_evenly(n_layers, num_stages, first, last, blocks
     assert stages[-1][-2:] == ("norm", "out")
 
 
-@pytest.mark.parametrize(("n_layers", "num_stages", "first", "last"), [(2, 5, 1, 1), (2, 4, 0, 0), (6, 4, 1, 3)])
+@pytest.mark.parametrize(
+    ("n_layers", "num_stages", "first", "last"), [(2, 5, 1, 1), (2, 4, 0, 0), (6, 4, 1, 3)]
+)
 def test_a_stage_without_a_module_is_refused(n_layers, num_stages, first, last):
     with pytest.raises(ValueError, match=f"{n_layers} layers .* for each of {num_stages} stages"):
         split(names(n_layers), num_stages, first, last)
 
 
 @pytest.mark.parametrize(
-    ("stages", "words"),
+    ("stages", "message"),
     [
         ([["in", "b.0"], ["b.1", "norm", "out"]], None),
         ([["in"], ["b.0", "b.1", "norm"], ["out"]], None),
@@ -87,28 +95,36 @@ def test_a_stage_without_a_module_is_refused(n_layers, num_stages, first, last):
         ([["in", "b.0"], ["b.0", "b.1", "norm", "out"]], "'b.0' occurs 2 times"),
         ([["in", "b.0"], ["norm", "out"]], "'b.1' is in no stage"),
         ([["in", "b.0", "b.1", "norm", "out"], []], "stage 1 is empty"),
-        ([["in", "b.1"], ["b.0", "norm", "out"]], r"'b.1' comes before .* \(in, b.0, b.1, norm, out\)"),
+        (
+            [["in", "b.1"], ["b.0", "norm", "out"]],
+            r"'b.1' comes before .* \(in, b.0, b.1, norm, out\)",
+        ),
     ],
 )
-def test_explicit_names_hold_each_module_once_in_order(stages, words):
-    found = check_explicit(names(2), stages)
-    assert (words is None) == (found == [])
-    if words is not None:
-        assert len(found) == 1
-        assert re.search(words, found[0])
+def test_explicit_names_must_list_each_module_once_in_order(stages, message):
+    problems = check_explicit(names(2), stages)
+    assert (message is None) == (problems == [])
+    if message is not None:
+        assert len(problems) == 1
+        assert re.search(message, problems[0])
 
 
 # ---- ranks
 
 
 def test_stages_are_assigned_in_a_loop_or_a_v():
-    assert [stage_ids(r, 4, 8, "Interleaved1F1B") for r in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [stage_ids(r, 4, 8, "Interleaved1F1B") for r in range(4)] == [
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    ]
     assert [stage_ids(r, 4, 8, "DualPipeV") for r in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert [stage_ids(r, 2, 2, "GPipe") for r in range(2)] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks"),
+    ("settings", "ranks"),
     [
         (section(), ((0,), (1,))),
         (section(schedule="LoopedBFS"), ((0, 2), (1, 3))),
@@ -117,15 +133,15 @@ def test_stages_are_assigned_in_a_loop_or_a_v():
         (section(schedule="Interleaved1F1B", layers_per_stage=1), ((0, 2, 4, 6), (1, 3, 5, 7))),
     ],
 )
-def test_the_number_of_stages(given, ranks):
-    plan = plan_stages(SPEC, ARGS, given)
+def test_number_of_stages_and_their_ranks(settings, ranks):
+    plan = plan_stages(SPEC, ARGS, settings)
     assert plan.ranks == ranks
     assert plan.num_stages == sum(map(len, ranks)) == len(plan.fqns)
     assert plan.pp == 2
     assert sum(plan.fqns, ()) == module_names(SPEC, ARGS).in_order()
 
 
-# ---- what a stage keeps
+# ---- modules of a stage
 
 
 def build():
@@ -133,21 +149,25 @@ def build():
         return SPEC.build(ARGS)
 
 
-def test_a_stage_keeps_its_modules_under_their_names():
+def test_a_stage_keeps_the_names_of_its_modules():
     plan = plan_stages(SPEC, ARGS, section(pp=3))
     whole = dict(build().named_parameters())
-    found = {}
+    kept = {}
     for stage, fqns in enumerate(plan.fqns):
         part = prune(build(), SPEC, fqns)
         assert (part.tok_embeddings is None) == (stage != 0)
         assert (part.norm is None) == (part.output is None) == (stage != 2)
-        found |= dict(part.named_parameters())
-        assert [fqn for fqn in plan.fqns[stage] if dict(part.named_modules()).get(fqn) is None] == []
-    assert {name: p.shape for name, p in found.items()} == {name: p.shape for name, p in whole.items()}
+        kept |= dict(part.named_parameters())
+        assert [
+            fqn for fqn in plan.fqns[stage] if dict(part.named_modules()).get(fqn) is None
+        ] == []
+    assert {name: p.shape for name, p in kept.items()} == {
+        name: p.shape for name, p in whole.items()
+    }
 
 
 class Listed(nn.Module):
-    """Blocks in a ModuleList, below another module; and a parameter that belongs to no module."""
+    """Blocks in a nested ModuleList. With `stray`, one parameter is outside all modules."""
 
     def __init__(self, *, stray):
         super().__init__()
@@ -161,146 +181,185 @@ class Listed(nn.Module):
 
 def listed_spec():
     return dataclasses.replace(
-        SPEC, name="listed", block_pattern="body.blocks.*", first_modules=("embed",), last_modules=("head",)
+        SPEC,
+        name="listed",
+        block_pattern="body.blocks.*",
+        first_modules=("embed",),
+        last_modules=("head",),
     )
 
 
-def test_other_containers_keep_their_names_too():
+def test_a_module_list_keeps_its_names():
     part = prune(Listed(stray=False), listed_spec(), ["body.blocks.1", "body.blocks.3", "head"])
     assert {name.rpartition(".")[0] for name, _ in part.named_parameters()} == {
         "body.blocks.1", "body.blocks.3", "head",
     }  # fmt: skip
 
 
-def test_a_parameter_that_every_stage_would_have_is_refused():
-    with pytest.raises(ValueError, match="scale: in none of the first, repeated and last modules of 'listed'"):
+def test_a_parameter_outside_all_modules_is_refused():
+    with pytest.raises(
+        ValueError, match="scale: in none of the first, repeated and last modules of 'listed'"
+    ):
         prune(Listed(stray=True), listed_spec(), ["embed", "body.blocks.0"])
 
 
-# ---- what is refused
+# ---- refused configurations
 
 
-def refusals(given, *, args=ARGS, local_batch_size=8, num_accumulation=1):
-    return find_problems(SPEC, args, given, local_batch_size=local_batch_size, num_accumulation=num_accumulation)
+def problems_of(settings, *, args=ARGS, local_batch_size=8, num_accumulation=1):
+    return find_problems(
+        SPEC, args, settings, local_batch_size=local_batch_size, num_accumulation=num_accumulation
+    )
 
 
-GOOD = [
+VALID = [
     section(pp=1, layers_per_stage=1),
     section(),
     section(pp=8, schedule="GPipe", microbatch_size=8),
     section(pp=4, schedule="Interleaved1F1B"),
     section(schedule="DualPipeV"),
-    section(fqns=[["tok_embeddings", "layers.0"], [*(f"layers.{i}" for i in range(1, 6)), "norm", "output"]]),
+    section(
+        fqns=[
+            ["tok_embeddings", "layers.0"],
+            [*(f"layers.{i}" for i in range(1, 6)), "norm", "output"],
+        ]
+    ),
 ]
 
 
-@pytest.mark.parametrize("given", GOOD)
-def test_valid_configurations_have_no_problem(given):
-    assert refusals(given) == []
+@pytest.mark.parametrize("settings", VALID)
+def test_valid_configurations_have_no_problem(settings):
+    assert problems_of(settings) == []
 
 
 HALVES = [
     ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
     ["layers.3", "layers.4", "layers.5", "norm", "output"],
 ]
-BROKEN = {
+INVALID = {
     "more stages than layers": (
         section(pp=9, schedule="GPipe"), {}, "degree", "enough layers for each stage; 6 layers .* of 9 stages"),
-    "ends heavier than a stage": (section(pp=2, last=9), {}, "degree", ": 8 for each of 2 stages"),
-    "stages that ranks cannot share": (
+    "too many layers subtracted from the last stage": (section(pp=2, last=9), {}, "degree", ": 8 for each of 2 stages"),
+    "stages not divisible by ranks": (
         section(pp=4, schedule="Interleaved1F1B", layers_per_stage=3), {}, "layers_per_stage",
         r"4 pipeline ranks divide; it is 3 = \(6 layers \+ 1 .*\) / 3, rounded up"),
-    "several stages for a schedule of one": (
+    "two stages per rank with 1F1B": (
         section(layers_per_stage=2), {}, "layers_per_stage", "exactly 1 stages per rank with 1F1B; .* 2 on each"),
-    "one stage for a schedule of several": (
+    "one stage per rank with LoopedBFS": (
         section(schedule="LoopedBFS", layers_per_stage=4), {}, "layers_per_stage",
         "at least 2 stages per rank with LoopedBFS; .* 1 on each"),
-    "four stages in a V": (
+    "four stages per rank with DualPipeV": (
         section(schedule="DualPipeV", layers_per_stage=1), {}, "layers_per_stage", "exactly 2 stages per rank .* 4 on each"),
     "names for too many stages": (
         section(fqns=[["tok_embeddings"], HALVES[0][1:], HALVES[1]]), {}, "module_fqns", "2 pipeline ranks divide"),
-    "a name that is missing": (section(fqns=[HALVES[0], HALVES[1][1:]]), {}, "module_fqns", "'layers.3' is in no stage"),
-    "too few for 1F1B": (
+    "a missing name": (section(fqns=[HALVES[0], HALVES[1][1:]]), {}, "module_fqns", "'layers.3' is in no stage"),
+    "too few micro-batches for 1F1B": (
         section(pp=4, microbatch_size=4), {}, "microbatch_size", "2 are fewer than the 4 stages"),
-    "too few for DualPipeV": (
+    "too few micro-batches for DualPipeV": (
         section(schedule="DualPipeV", microbatch_size=4), {}, "microbatch_size", "2 are fewer than the 4 stages"),
-    "rounds that do not come out even": (
+    "uneven rounds": (
         section(schedule="Interleaved1F1B"), {"local_batch_size": 7}, "microbatch_size",
         "7 on 2 ranks are 3 rounds, which is no divisor"),
-    "samples left over": (
+    "samples not divisible by micro-batch size": (
         section(microbatch_size=3), {}, "microbatch_size", "a divisor of training.local_batch_size = 8"),
     "tied weights": (
         section(), {"args": dataclasses.replace(ARGS, enable_weight_tying=True)}, "degree",
         "1 with this model: output.weight and tok_embeddings.weight are one tensor"),
-    "no file": (section(schedule="PipelineScheduleMulti"), {}, "schedule_csv", "the file with the schedule"),
-    "a file that is not there": (
+    "no schedule file": (section(schedule="PipelineScheduleMulti"), {}, "schedule_csv", "the file with the schedule"),
+    "a missing schedule file": (
         section(schedule="PipelineScheduleMulti", csv="/nowhere.csv"), {}, "schedule_csv", "No such file"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", INVALID)
 def test_invalid_configurations_are_refused(name):
-    given, others, key, words = BROKEN[name]
-    (fault,) = refusals(given, **others)
-    assert key in fault.key
-    assert fault.key.startswith("parallelism.")
-    assert re.search(words, fault.expected), fault.expected
+    settings, changes, key, message = INVALID[name]
+    (problem,) = problems_of(settings, **changes)
+    assert key in problem.key
+    assert problem.key.startswith("parallelism.")
+    assert re.search(message, problem.expected), problem.expected
 
 
 def test_all_problems_are_reported_together():
     tied = dataclasses.replace(ARGS, enable_weight_tying=True)
-    found = refusals(section(schedule="DualPipeV", microbatch_size=4), args=tied)
-    assert [fault.key.rpartition("_")[2] for fault in found] == ["degree", "size"]
+    problems = problems_of(section(schedule="DualPipeV", microbatch_size=4), args=tied)
+    assert [problem.key.rpartition("_")[2] for problem in problems] == ["degree", "size"]
 
 
-def test_the_remedy_names_numbers_that_work():
-    (fault,) = refusals(section(pp=4, schedule="Interleaved1F1B"), local_batch_size=9)
-    assert fault.remedy.endswith("8 or 10")
-    (fault,) = refusals(section(pp=4, microbatch_size=4))
-    assert fault.remedy.endswith("there are 4")
+def test_the_remedy_names_valid_numbers():
+    (problem,) = problems_of(section(pp=4, schedule="Interleaved1F1B"), local_batch_size=9)
+    assert problem.remedy.endswith("8 or 10")
+    (problem,) = problems_of(section(pp=4, microbatch_size=4))
+    assert problem.remedy.endswith("there are 4")
 
 
-def test_accumulation_makes_micro_batches():
-    assert refusals(section(pp=4, microbatch_size=4), num_accumulation=2) == []
+def test_accumulation_adds_micro_batches():
+    assert problems_of(section(pp=4, microbatch_size=4), num_accumulation=2) == []
 
 
-def test_a_model_that_does_not_count_its_layers_is_refused():
+def test_a_model_without_a_number_of_layers_is_refused():
     spec = dataclasses.replace(SPEC, constraints=lambda args: {})
-    (fault,) = find_problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1)
-    assert 'does not state its number of layers' in fault.expected
+    (problem,) = find_problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1)
+    assert "does not state its number of layers" in problem.expected
 
 
-def test_a_plan_is_not_made_of_a_broken_configuration():
-    with pytest.raises(ValueError, match="pipeline_parallel_degree: expected enough layers for each stage"):
+def test_plan_stages_refuses_an_invalid_configuration():
+    with pytest.raises(
+        ValueError, match="pipeline_parallel_degree: expected enough layers for each stage"
+    ):
         plan_stages(SPEC, ARGS, section(pp=9, schedule="GPipe"))
 
 
-def written(path, order):
+def write_schedule(path, order):
     path.write_text("".join(",".join(map(str, row)) + "\n" for row in order))
     return str(path)
 
 
 @pytest.mark.parametrize(
-    ("order", "others", "words"),
+    ("order", "others", "message"),
     [
         (order_of("1F1B", 2, 1, 8), {}, None),
-        (order_of("1F1B", 2, 1, 4), {}, "a schedule of the 8 micro-batches of a step; it has 4 micro-batches"),
+        (
+            order_of("1F1B", 2, 1, 4),
+            {},
+            "a schedule of the 8 micro-batches of a step; it has 4 micro-batches",
+        ),
         (order_of("1F1B", 4, 1, 8), {}, "one line per pipeline rank: 2; it has 4"),
-        (order_of("ZBVZeroBubble", 2, 2, 8), {}, r"round robin, \(\(0, 2\), \(1, 3\)\); it has \(\(0, 3\), \(1, 2\)\)"),
-        (order_of("LoopedBFS", 2, 2, 8), {"fqns": HALVES}, "as module_fqns_per_model_part has: 2; it has 4"),
+        (
+            order_of("ZBVZeroBubble", 2, 2, 8),
+            {},
+            r"round robin, \(\(0, 2\), \(1, 3\)\); it has \(\(0, 3\), \(1, 2\)\)",
+        ),
+        (
+            order_of("LoopedBFS", 2, 2, 8),
+            {"fqns": HALVES},
+            "as module_fqns_per_model_part has: 2; it has 4",
+        ),
         (order_of("1F1B", 2, 1, 8)[::-1], {}, "round robin"),
-        ([row[:-1] for row in order_of("1F1B", 2, 1, 8)], {}, "do not occur once, forward and backward"),
-        ([row[::-1] for row in order_of("1F1B", 2, 1, 8)], {}, "cannot be run: rank 0 at 0B7, rank 1 at 1B7"),
+        (
+            [row[:-1] for row in order_of("1F1B", 2, 1, 8)],
+            {},
+            "do not occur once, forward and backward",
+        ),
+        (
+            [row[::-1] for row in order_of("1F1B", 2, 1, 8)],
+            {},
+            "cannot be run: rank 0 at 0B7, rank 1 at 1B7",
+        ),
     ],
 )
-def test_a_schedule_file_must_fit(tmp_path, order, others, words):
-    given = section(schedule="PipelineScheduleMulti", csv=written(tmp_path / "schedule.csv", order), **others)
-    found = refusals(given)
-    assert (words is None) == (found == [])
-    if words is not None:
-        assert re.search(words, found[0].expected), found[0].expected
+def test_a_schedule_file_must_match_the_run(tmp_path, order, others, message):
+    settings = section(
+        schedule="PipelineScheduleMulti",
+        csv=write_schedule(tmp_path / "schedule.csv", order),
+        **others,
+    )
+    problems = problems_of(settings)
+    assert (message is None) == (problems == [])
+    if message is not None:
+        assert re.search(message, problems[0].expected), problems[0].expected
 
 
-def test_no_torch_is_needed():
+def test_stages_needs_no_torch():
     code = "import sys, torchtitan_like.distributed.stages; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,4 +1,4 @@
-"""Stores and rendezvous handlers listen on the address that is named, and on no other."""
+"""Stores and rendezvous handlers listen only on the given address."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TIMEOUT = timedelta(seconds=30)
 
 def new_addresses(before: list[str]) -> list[str]:
     """Return the addresses on which this process listens in addition to ``before``."""
-    now = listening_addresses([os.getpid()])
+    addresses = listening_addresses([os.getpid()])
     for address in before:
-        now.remove(address)
-    return now
+        addresses.remove(address)
+    return addresses
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -42,16 +42,16 @@ def test_an_address_of_another_machine_cannot_be_bound() -> None:
 
 
 def test_a_port_in_use_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        bind("127.0.0.1", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", server.getsockname()[1])
 
 
-def test_a_name_that_this_machine_resolves_to_loopback_listens_on_all_addresses(
+def test_a_name_that_resolves_to_loopback_listens_on_all_addresses(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Debian gives the machine's own name 127.0.1.1, which no other machine can reach."""
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    """Debian resolves the machine's own name to 127.0.1.1, which other machines cannot reach."""
+    resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
     before = listening_addresses([os.getpid()])
     listener = bind("node-1", 0)
     assert listener is not None
@@ -74,7 +74,7 @@ ONE_MACHINE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-
     ],
     ids=["one machine", "several", "several launchers on one", "unknown launcher", "chosen"],
 )
-def test_ranks_of_one_machine_talk_over_loopback(environ: dict[str, str], interface: str | None) -> None:
+def test_ranks_of_one_machine_use_loopback(environ: dict[str, str], interface: str | None) -> None:
     environ = dict(environ)
     stay_on_loopback(environ)
     assert environ.get("GLOO_SOCKET_IFNAME") == interface
@@ -84,7 +84,7 @@ def parameters(name: str, endpoint: str, **config: Any) -> RendezvousParameters:
     return RendezvousParameters(name, endpoint, "run", 1, 1, local_addr="localhost", **config)
 
 
-def test_one_machine_meets_on_loopback_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_machine_uses_loopback_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ROUND, raising=False)
     before = listening_addresses([os.getpid()])
     handler = create_loopback(parameters("one", "ignored:0"))
@@ -98,7 +98,9 @@ def test_one_machine_meets_on_loopback_in_every_round(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("create", [create_fixed, create_dynamic])
-def test_several_machines_meet_in_one_store_at_the_named_address(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_machines_share_a_store_at_the_given_address(
+    create: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(ROUND, raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
     [port] = free_ports(1)
@@ -108,7 +110,10 @@ def test_several_machines_meet_in_one_store_at_the_named_address(create: Any, mo
     assert new_addresses(before) == ["127.0.0.1"]
     assert handler.use_agent_store and handler.get_backend() == "several"
     assert info.bootstrap_store_info is not None
-    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == ("127.0.0.1", port)
+    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == (
+        "127.0.0.1",
+        port,
+    )
     handler.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""A module's code sees a view of its parameter; everybody else sees the parameter."""
+"""A module's code reads a view of its parameter. All other code reads the parameter."""
 
 import copy
 
@@ -14,7 +14,7 @@ def double(parameter):
     return to_local(parameter) * 2
 
 
-def test_forward_sees_the_view_and_others_the_parameter():
+def test_only_forward_reads_the_view():
     linear = nn.Linear(3, 2, bias=False)
     weight, x = linear.weight, torch.randn(4, 3)
     view_parameter(linear, "weight", double)
@@ -26,7 +26,7 @@ def test_forward_sees_the_view_and_others_the_parameter():
     torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(2, 3))
 
 
-def test_the_parameter_may_be_replaced_under_the_view():
+def test_the_parameter_may_be_replaced():
     linear = nn.Linear(3, 2, bias=False)
     view_parameter(linear, "weight", double)
     linear._parameters["weight"] = torch.ones(2, 3)
@@ -45,7 +45,7 @@ def test_the_last_view_is_applied_first():
     assert linear.weight.item() == 20
 
 
-def test_modules_of_a_class_stay_of_one_class():
+def test_modules_of_one_class_share_the_new_class():
     one, other, third = (nn.Linear(1, 1) for _ in range(3))
     for module in (one, other):
         view_parameter(module, "weight", double)
@@ -61,8 +61,8 @@ def test_a_copy_has_its_own_parameter():
     assert twin.weight.item() == 2 and linear.weight.item() != 2
 
 
-def test_a_view_that_fails_does_not_show_the_parameter():
-    """nn.Module looks for attributes that fail elsewhere, where it would find the parameter."""
+def test_a_failing_view_raises():
+    """After an AttributeError, nn.Module would return the parameter itself."""
     linear = nn.Linear(1, 1)
     view_parameter(linear, "weight", lambda parameter: parameter.no_such_attribute)
     with pytest.raises(RuntimeError, match="cannot view parameter 'weight' of Linear"):
@@ -70,13 +70,13 @@ def test_a_view_that_fails_does_not_show_the_parameter():
 
 
 @pytest.mark.parametrize("name", ["bias", "nothing"])
-def test_there_must_be_a_parameter(name):
+def test_a_missing_parameter_is_refused(name):
     with pytest.raises(ValueError, match=f"Linear has no parameter '{name}'"):
         view_parameter(nn.Linear(1, 1, bias=False), name, double)
 
 
 class Wrapped(torch.Tensor):
-    """Stands for a DTensor: a parameter whose local tensor is another one."""
+    """Replaces a DTensor: its local tensor is another tensor."""
 
     placements = ()
 
@@ -88,24 +88,30 @@ def test_compiled_code_gets_local_tensors():
     block = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     view_parameter(block[0], "weight", double)
     parameter = block[0]._parameters["weight"] = nn.Parameter(torch.ones(1, 1).as_subclass(Wrapped))
-    seen = []
+    values = []
 
     def forward(x, *, fails=False):
-        seen.append((type(block[0]._parameters["weight"]), block[0].weight.item(), block[1]._parameters["weight"]))
+        values.append(
+            (
+                type(block[0]._parameters["weight"]),
+                block[0].weight.item(),
+                block[1]._parameters["weight"],
+            )
+        )
         assert not fails
         return x * block[0].weight
 
     run = on_local_parameters(block, forward)
     run(torch.ones(1, 1)).sum().backward()
-    assert seen == [(torch.Tensor, 2.0, block[1].weight)]
+    assert values == [(torch.Tensor, 2.0, block[1].weight)]
     assert block[0]._parameters["weight"] is parameter and parameter.grad.item() == 2
     with pytest.raises(AssertionError):
         run(torch.ones(1, 1), fails=True)
     assert block[0]._parameters["weight"] is parameter
 
 
-def test_equal_gradients_of_compiled_code_are_not_one_tensor():
-    """Two biases of one sum: what clips or accumulates one gradient must not change the other."""
+def test_equal_gradients_of_compiled_code_are_separate_tensors():
+    """Clipping or accumulating one gradient must not change the other one."""
     block, grads = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
     for module in block:
         module._parameters["bias"].register_hook(grads.append)
@@ -121,6 +127,8 @@ def test_equal_gradients_of_compiled_code_are_not_one_tensor():
             grad = grad.clone()
             return grad, grad
 
-    on_local_parameters(block, lambda: SameGradient.apply(block[0].bias, block[1].bias))().sum().backward()
+    on_local_parameters(
+        block, lambda: SameGradient.apply(block[0].bias, block[1].bias)
+    )().sum().backward()
     assert [grad.tolist() for grad in grads] == [[1.0, 1.0]] * 2
     assert grads[0].data_ptr() != grads[1].data_ptr()

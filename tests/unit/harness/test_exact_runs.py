@@ -1,4 +1,4 @@
-"""The comparison of exact runs finds a change of the last bit."""
+"""The comparison of exact runs detects a change of the last bit."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import json
 import math
 from pathlib import Path
 
-from tests.exact_runs import compare, rows_of
+from tests.exact_runs import compare, read_exact_rows
 
 
 def recorded(folder: Path, loss: float) -> Path:
-    """A file of one run with one step."""
+    """Write the recorded numbers of one run with one step."""
     row = {"step": 1, "loss": loss, "skipped": 0, "time": 3.0, "sources": {"a": {"loss": loss}}}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    steps = rows_of(folder / "metrics.jsonl", ("step", "loss", "skipped", "sources"))
+    steps = read_exact_rows(folder / "metrics.jsonl", ("step", "loss", "skipped", "sources"))
     path = folder / f"{loss.hex()}.json"
     path.write_text(json.dumps({"one rank": {"steps": steps, "validation": []}}))
     return path
 
 
-def test_a_change_of_the_last_bit_is_found(tmp_path: Path) -> None:
+def test_compare_detects_a_change_of_the_last_bit(tmp_path: Path) -> None:
     loss = 6.5
     before, after = recorded(tmp_path, loss), recorded(tmp_path, math.nextafter(loss, 7))
     assert compare(before, before) == []
     assert compare(before, after) == ["one rank"]
 
 
-def test_a_missing_run_is_found(tmp_path: Path) -> None:
+def test_compare_detects_a_missing_run(tmp_path: Path) -> None:
     before = recorded(tmp_path, 6.5)
     (tmp_path / "empty.json").write_text("{}")
     assert compare(before, tmp_path / "empty.json") == ["one rank"]

@@ -1,4 +1,4 @@
-"""The rank pool: processes are reused, a failure names its rank and replaces the pool, and no call hangs."""
+"""The rank pool reuses processes, and replaces a pool after a failure. No call hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import rank_pool
-from tests.harness.rank_pool import RankError, run_in_process_of_its_own, run_ranks
+from tests.harness.rank_pool import RankError, run_in_new_processes, run_ranks
 from tests.harness.runner import ROOT
 
 
@@ -53,7 +53,12 @@ def leave_traces() -> None:
 
 
 def traces() -> tuple[torch.dtype, float, str | None, str]:
-    return torch.get_default_dtype(), torch.rand(()).item(), os.environ.get("LEFT_BEHIND"), os.getcwd()
+    return (
+        torch.get_default_dtype(),
+        torch.rand(()).item(),
+        os.environ.get("LEFT_BEHIND"),
+        os.getcwd(),
+    )
 
 
 def destroy_the_world() -> None:
@@ -74,16 +79,19 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_results_come_in_rank_order_and_tensors_by_value() -> None:
+def test_results_are_in_rank_order_and_tensors_are_copied() -> None:
     assert [rank for rank, _ in run_ranks(identity, 3)] == [0, 1, 2]
-    assert [t.tolist() for t in run_ranks(summed, 2, torch.tensor([1.0, 2.0]))] == [[3.0, 6.0], [3.0, 6.0]]
+    assert [t.tolist() for t in run_ranks(summed, 2, torch.tensor([1.0, 2.0]))] == [
+        [3.0, 6.0],
+        [3.0, 6.0],
+    ]
 
 
-def test_the_processes_are_made_once() -> None:
+def test_processes_are_started_once() -> None:
     assert run_ranks(identity, 2) == run_ranks(identity, 2)
 
 
-def test_idle_ranks_use_no_core() -> None:
+def test_idle_ranks_are_stopped() -> None:
     pids = [pid for _, pid in run_ranks(identity, 2)]
     deadline = time.monotonic() + 30
     while any(psutil.Process(pid).status() != psutil.STATUS_STOPPED for pid in pids):
@@ -92,7 +100,7 @@ def test_idle_ranks_use_no_core() -> None:
     assert [pid for _, pid in run_ranks(identity, 2)] == pids
 
 
-def test_a_call_restores_seed_dtype_environment_and_folder() -> None:
+def test_seed_dtype_environment_and_folder_are_reset() -> None:
     before = run_ranks(traces, 2)
     run_ranks(leave_traces, 2)
     assert run_ranks(traces, 2) == before
@@ -105,7 +113,7 @@ def test_a_call_restores_seed_dtype_environment_and_folder() -> None:
         (die_on_rank_0, 0, "exit code -9"),
     ],
 )
-def test_a_failure_names_its_rank_and_its_pool_is_replaced(fn, rank, text) -> None:
+def test_a_failure_names_its_rank_and_replaces_the_pool(fn, rank, text) -> None:
     old = [pid for _, pid in run_ranks(identity, 2)]
     with pytest.raises(RankError, match=text) as raised:
         run_ranks(fn, 2)
@@ -116,37 +124,39 @@ def test_a_failure_names_its_rank_and_its_pool_is_replaced(fn, rank, text) -> No
 
 def test_the_exception_of_a_rank_is_returned() -> None:
     with pytest.raises(RankError) as raised:
-        run_in_process_of_its_own(raise_on_rank_1, 2)
+        run_in_new_processes(raise_on_rank_1, 2)
     assert isinstance(raised.value.exception, ValueError)
 
 
 def test_a_hung_rank_is_killed_and_its_stack_shown() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)no answer from rank 1 within 3 s.*in hang_on_rank_1"):
-        run_ranks(hang_on_rank_1, 2, timeout=3)  # in which the other one answers
+        run_ranks(hang_on_rank_1, 2, timeout=3)  # rank 0 answers in time
     assert time.monotonic() - started < 60
 
 
-def test_an_expected_failure_leaves_the_shared_pool_alone() -> None:
+def test_an_expected_failure_keeps_the_shared_pool() -> None:
     before = run_ranks(identity, 2)
     with pytest.raises(RankError):
-        run_in_process_of_its_own(raise_on_rank_1, 2)
+        run_in_new_processes(raise_on_rank_1, 2)
     assert run_ranks(identity, 2) == before
 
 
-@pytest.mark.parametrize(("fn", "args"), [(destroy_the_world, ()), (make_groups, (rank_pool.MOST_GROUPS,))])
-def test_a_pool_that_is_worn_out_is_replaced(fn, args) -> None:
+@pytest.mark.parametrize(
+    ("fn", "args"), [(destroy_the_world, ()), (make_groups, (rank_pool.MAX_GROUPS,))]
+)
+def test_an_unusable_pool_is_replaced(fn, args) -> None:
     before = run_ranks(identity, 2)
     run_ranks(fn, 2, *args)
     assert {pid for _, pid in run_ranks(identity, 2)}.isdisjoint(pid for _, pid in before)
 
 
-def test_a_function_that_cannot_be_pickled_is_refused_before_any_rank_gets_it() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(TypeError, match="top level of its module"):
-        run_in_process_of_its_own(lambda: None, 1)
+        run_in_new_processes(lambda: None, 1)
 
 
-def test_no_rank_outlives_its_pool() -> None:
+def test_killing_a_pool_ends_its_ranks() -> None:
     pids = [pid for _, pid in run_ranks(identity, 2)]
     rank_pool.kill_all_pools()
     assert not any(map(is_alive, pids))
@@ -162,7 +172,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_idle_ranks_end_with_a_killed_parent() -> None:
-    result = subprocess.run([sys.executable, "-c", STARTS_RANKS_AND_DIES], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", STARTS_RANKS_AND_DIES], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == -signal.SIGKILL, result.stderr
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2

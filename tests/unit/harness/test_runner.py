@@ -1,4 +1,4 @@
-"""The integration runner: runs in order in one folder, what they left, a wrong code, a hang that leaves no process."""
+"""The integration runner: results, unexpected return codes, and hung runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.harness import runner
 from tests.harness.runner import OverrideDefinitions, run_row
 from torchtitan_like.util.jsonl import read_rows
 
-# Stands in for the trainer: one more row of metrics in each run; "--return N" ends with N, "--hang" hangs with a child.
+# Replaces the trainer. Each run adds one row of metrics. "--return N" sets the return code,
+# "--hang" starts a child and hangs.
 FAKE_TRAINER = """
 import json, subprocess, sys, time
 from pathlib import Path
@@ -44,26 +45,35 @@ def _fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_runs_share_a_folder_and_their_results_are_in_order(tmp_path) -> None:
-    seen = []
-    row = OverrideDefinitions([["--a", "1"], ["--b", "2"]], "two runs", "two_runs", expect=seen.extend)
+def test_runs_share_a_folder_and_results_are_in_order(tmp_path) -> None:
+    received = []
+    row = OverrideDefinitions(
+        [["--a", "1"], ["--b", "2"]], "two runs", "two_runs", expect=received.extend
+    )
     results = run_row(row, tmp_path)
-    assert seen == results
+    assert received == results
     assert [len(result.metrics) for result in results] == [1, 2]
     assert results[1].metrics[1]["arguments"][-2:] == ["--b", "2"]
     assert results[0].exit == {"reason": "test", "code": 0, "step": 1}
     assert "the trainer's output" in results[0].stdout and "and its errors" in results[0].stdout
 
 
-def test_an_expected_code_passes_and_any_other_fails_the_test(tmp_path) -> None:
+def test_an_unexpected_return_code_fails_the_row(tmp_path) -> None:
     overrides = [["--return", "3"], []]
-    run_row(OverrideDefinitions(overrides, "fails first", "expected", returncodes=(3, 0)), tmp_path / "expected")
-    with pytest.raises(AssertionError, match=r"(?s)run 1 of 2 returned 3, expected 0.*and its errors"):
-        run_row(OverrideDefinitions(overrides, "fails first", "unexpected"), tmp_path / "unexpected")
+    run_row(
+        OverrideDefinitions(overrides, "fails first", "expected", returncodes=(3, 0)),
+        tmp_path / "expected",
+    )
+    with pytest.raises(
+        AssertionError, match=r"(?s)run 1 of 2 returned 3, expected 0.*and its errors"
+    ):
+        run_row(
+            OverrideDefinitions(overrides, "fails first", "unexpected"), tmp_path / "unexpected"
+        )
     assert len(read_rows(tmp_path / "unexpected" / "outputs" / "metrics.jsonl")) == 1
 
 
-def test_an_error_of_the_check_fails_the_row(tmp_path) -> None:
+def test_a_failed_check_fails_the_row(tmp_path) -> None:
     def expect(results: list[runner.RunResult]) -> None:
         assert results[0].metrics == []
 
@@ -73,17 +83,19 @@ def test_an_error_of_the_check_fails_the_row(tmp_path) -> None:
 
 def test_all_processes_of_a_hung_run_are_killed(tmp_path) -> None:
     started = time.monotonic()
-    with pytest.raises(AssertionError, match=r"did not end within 6 s.*\n.*the trainer's output") as raised:
+    with pytest.raises(
+        AssertionError, match=r"did not end within 6 s.*\n.*the trainer's output"
+    ) as raised:
         run_row(OverrideDefinitions([["--hang"]], "hangs", "hangs", timeout=6), tmp_path)
     assert time.monotonic() - started < 90
     child = int(str(raised.value).split("child ")[1].split()[0])
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - started < 90  # the kernel takes its time
+        assert time.monotonic() - started < 90  # the kernel may need some time
         time.sleep(0.05)
 
 
 def test_variables_of_a_shell_or_scheduler_are_removed() -> None:
-    strange = {
+    variables = {
         "SLURM_JOB_ID": "1",
         "WORLD_SIZE": "8",
         "PET_NNODES": "2",
@@ -91,12 +103,17 @@ def test_variables_of_a_shell_or_scheduler_are_removed() -> None:
         "CONFIG_FILE": "x",
         "LC_ALL": "xx",
     }
-    code = f"import os, tests.conftest; print([name for name in {list(strange)} if name in os.environ])"
-    env = {**os.environ, **strange}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=runner.ROOT, capture_output=True, text=True)
+    code = (
+        "import os, tests.conftest; "
+        f"print([name for name in {list(variables)} if name in os.environ])"
+    )
+    env = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=runner.ROOT, capture_output=True, text=True
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_return_codes_that_do_not_fit_the_runs_are_refused(tmp_path) -> None:
+def test_the_number_of_return_codes_must_match_the_runs(tmp_path) -> None:
     with pytest.raises(ValueError, match="2 return codes for 1 runs"):
         run_row(OverrideDefinitions([[]], "wrong", "wrong", returncodes=(0, 0)), tmp_path)

@@ -1,4 +1,4 @@
-"""`titan train` with a fake Python: the processes it starts, its refusals, and its exit codes."""
+"""`titan train` with a fake Python: started processes, refusals, and exit codes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT, listen_to_signals
 from torchtitan_like import cli
 from torchtitan_like.checkpoint.lock import RunLock
-from torchtitan_like.launcher.machine import Machine
+from torchtitan_like.launcher import machine
+from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
 from torchtitan_like.launcher.run import SIGNALS, child_environment
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
-# A fake PYTHON. It logs its arguments and environment, and plays the check and the ranks.
+# A fake PYTHON. It logs its arguments and environment, and replaces the check and the ranks.
 FAKE_PYTHON = """#!/usr/bin/env bash
-here={here}
+folder={folder}
 trap '' PIPE # as in Python
 case "$1 $2 $3" in
   "-m torchtitan_like check")
-    printf '%q ' "$@" >>"$here/checks"; echo >>"$here/checks"
-    cat "$here/resolved.toml"
+    printf '%q ' "$@" >>"$folder/checks"; echo >>"$folder/checks"
+    cat "$folder/resolved.toml"
     [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
     exit "${{CONFIG_CODE:-0}}" ;;
   "-m torchtitan_like.torchrun "* | "-m torchtitan_like.train "*)
-    env -0 >"$here/environment"
-    printf '%q ' "$@" >"$here/run"
-    cd "$here" && eval "${{RUN:-true}}" ;;
+    env -0 >"$folder/environment"
+    printf '%q ' "$@" >"$folder/run"
+    cd "$folder" && eval "${{RUN:-true}}" ;;
   *) exec {python} "$@" ;;
 esac
 """
-ENDS = 'echo \'{"reason": "%s", "code": %s, "step": 7}\' >outputs/exit.json'
+WRITE_EXIT_JSON = 'echo \'{"reason": "%s", "code": %s, "step": 7}\' >outputs/exit.json'
 
 
 @dataclass
 class Shell:
-    """Calls `titan train` in this process, or run_train.sh, and reads the logs of the fake Python."""
+    """Call `titan train` in this process, or run_train.sh. Read the logs of the fake Python."""
 
     folder: Path
     env: dict[str, str]
@@ -55,9 +56,13 @@ class Shell:
     is_script: bool = False
 
     def start(
-        self, *arguments: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE, **variables: str
+        self,
+        *arguments: str,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+        **variables: str,
     ) -> subprocess.Popen[str]:
-        """Start a process of its own."""
+        """Start the command in a new process."""
         titan = [self.env["PYTHON"], "-m", "torchtitan_like", "train"]
         return subprocess.Popen(
             [*([str(ROOT / "run_train.sh")] if self.is_script else titan), *arguments],
@@ -66,7 +71,7 @@ class Shell:
             text=True,
             stdout=stdout,
             stderr=stderr,
-            preexec_fn=listen_to_signals,  # a script cannot undo what it inherits
+            preexec_fn=listen_to_signals,  # a script cannot reset ignored signals
         )
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -111,7 +116,7 @@ def signals_restored() -> Iterator[None]:
 
 @pytest.fixture
 def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
-    """A machine without GPUs. A test that needs some writes an nvidia-smi into `bin`."""
+    """A machine without GPUs. Tests with GPUs write their own nvidia-smi into `bin`."""
     python = tmp_path / "bin" / "python"
     (tmp_path / "outputs").mkdir()
     resolved = {
@@ -121,20 +126,29 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
         "metrics": {"enable_tensorboard": True, "save_tb_folder": "tb"},
     }
     toml = "\n".join(
-        f"[{section}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        f"[{section}]\n"
+        + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
         for section, values in resolved.items()
     )
     (tmp_path / "resolved.toml").write_text(toml)
-    executable(python, FAKE_PYTHON.format(here=shlex.quote(str(tmp_path)), python=shlex.quote(sys.executable)))
-    executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 1\n")
-    dropped = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    write_executable(
+        python,
+        FAKE_PYTHON.format(folder=shlex.quote(str(tmp_path)), python=shlex.quote(sys.executable)),
+    )
+    write_executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 1\n")
+    removed = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    env = {name: value for name, value in os.environ.items() if name not in removed}
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    env |= {"PYTHON": str(python), "TITAN_PYTHON": str(python), "PATH": path, "RUN": ENDS % ("done", 0)}
+    env |= {
+        "PYTHON": str(python),
+        "TITAN_PYTHON": str(python),
+        "PATH": path,
+        "RUN": WRITE_EXIT_JSON % ("done", 0),
+    }
     return Shell(tmp_path, env, capfd)
 
 
-def executable(path: Path, text: str) -> None:
+def write_executable(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -143,11 +157,13 @@ def executable(path: Path, text: str) -> None:
 def publish_step(shell: Shell, step: int) -> Path:
     folder = shell.folder / "outputs" / "checkpoint" / f"step-{step}"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "kind": "full", "step": step}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "kind": "full", "step": step})
+    )
     return folder
 
 
-def test_a_config_that_cannot_work_returns_78_and_starts_nothing(shell: Shell) -> None:
+def test_an_invalid_config_returns_78_and_starts_nothing(shell: Shell) -> None:
     result = shell("--training.stesp", "3", CONFIG_CODE="78")
     assert result.returncode == 78
     assert "training.stesp: no such key" in result.stderr
@@ -155,18 +171,46 @@ def test_a_config_that_cannot_work_returns_78_and_starts_nothing(shell: Shell) -
 
 
 def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> None:
-    shell("--training.steps", "3", "--job.description", "two words", NGPU="4", CONFIG_FILE="my.toml")
-    arguments = ["--job.config_file", "my.toml", "--training.steps", "3", "--job.description", "two words"]
-    assert shell.read("checks")[3:] == ["--training", "--device-type", "cpu", "--world-size", "4", *arguments]
+    shell(
+        "--training.steps", "3", "--job.description", "two words", NGPU="4", CONFIG_FILE="my.toml"
+    )
+    arguments = [
+        "--job.config_file",
+        "my.toml",
+        "--training.steps",
+        "3",
+        "--job.description",
+        "two words",
+    ]
+    assert shell.read("checks")[3:] == [
+        "--training",
+        "--device-type",
+        "cpu",
+        "--world-size",
+        "4",
+        *arguments,
+    ]
     assert shell.read("run")[-len(arguments) :] == arguments
 
 
-def test_torchrun_gets_the_arguments_of_torchtitan(shell: Shell) -> None:
+def test_torchrun_gets_its_arguments(shell: Shell) -> None:
     result = shell(CONFIG_FILE="my.toml", LOG_RANK="0,1", NGPU="3")
-    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--max-restarts=0"]  # for any PET_NNODES and PET_MAX_RESTARTS
+    # Explicit numbers of machines and restarts override PET_NNODES and PET_MAX_RESTARTS.
+    torchrun = ["--nproc_per_node=3", "--nnodes=1", "--max-restarts=0"]
     torchrun += ["--local-ranks-filter", "0,1", "--role", "rank", "--tee", "3"]
-    torchrun += ["--log-dir", str(shell.folder / "outputs" / "torchrun"), "-m", "torchtitan_like.train"]
-    assert shell.read("run") == ["-m", "torchtitan_like.torchrun", *torchrun, "--job.config_file", "my.toml"]
+    torchrun += [
+        "--log-dir",
+        str(shell.folder / "outputs" / "torchrun"),
+        "-m",
+        "torchtitan_like.train",
+    ]
+    assert shell.read("run") == [
+        "-m",
+        "torchtitan_like.torchrun",
+        *torchrun,
+        "--job.config_file",
+        "my.toml",
+    ]
     assert "-m torchtitan_like.torchrun --nproc_per_node=3" in result.stdout
 
 
@@ -176,10 +220,16 @@ def test_one_rank_needs_no_torchrun(shell: Shell) -> None:
 
 
 def test_variables_of_another_launcher_are_removed(shell: Shell) -> None:
-    """With them, one rank without torchrun would wait for peers, and return 0 for every agreed end."""
-    left = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}
-    assert shell(NGPU="1", **left).returncode == 0
-    assert not [line for line in shell.environment if line.partition("=")[0] in left]
+    """A single rank would otherwise wait for peers, and return 0 for every agreed end."""
+    inherited = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+    assert shell(NGPU="1", **inherited).returncode == 0
+    assert not [line for line in shell.environment if line.partition("=")[0] in inherited]
 
 
 DEBUG_MODEL = ["--job.config_file", str(TRAIN_CONFIGS / "debug_model.toml")]
@@ -190,7 +240,7 @@ def test_titan_train_is_one_process_by_default(shell: Shell) -> None:
     assert shell.read("run") == ["-m", "torchtitan_like.train", *DEBUG_MODEL]
 
 
-def test_run_train_starts_two_cpu_ranks_by_default_and_shows_one(shell: Shell) -> None:
+def test_run_train_starts_two_cpu_ranks_and_shows_one_log(shell: Shell) -> None:
     shell.is_script = True
     shell()
     run = shell.read("run")
@@ -199,10 +249,14 @@ def test_run_train_starts_two_cpu_ranks_by_default_and_shows_one(shell: Shell) -
     assert run[run.index("--local-ranks-filter") + 1] == "0"
 
 
-@pytest.mark.parametrize("given", [["--job.config_file", "mine.toml"], ["--job.config_file=mine.toml"]])
-def test_a_config_file_on_the_command_line_is_the_only_one(shell: Shell, given: list[str]) -> None:
-    shell(*given)
-    assert shell.read("run")[-len(given) - 1 :] == ["torchtitan_like.train", *given]
+@pytest.mark.parametrize(
+    "arguments", [["--job.config_file", "my.toml"], ["--job.config_file=my.toml"]]
+)
+def test_a_config_file_on_the_command_line_replaces_the_default(
+    shell: Shell, arguments: list[str]
+) -> None:
+    shell(*arguments)
+    assert shell.read("run")[-len(arguments) - 1 :] == ["torchtitan_like.train", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +269,7 @@ def test_a_config_file_on_the_command_line_is_the_only_one(shell: Shell, given: 
     ],
 )
 def test_all_visible_gpus_are_used(shell: Shell, variables: dict[str, str], gpus: int) -> None:
-    executable(
+    write_executable(
         shell.folder / "bin" / "nvidia-smi",
         "#!/bin/sh\nfor i in 0 1 2; do echo \"GPU $i: H100 (UUID: x)\"; echo '  MIG 1g Device 0:'; done\n",
     )
@@ -233,21 +287,30 @@ GPU = "GPU-{}0000000-1111-2222-3333-444444444444"
     ("known_bad", "is_started"),
     [("", True), ("\n \n", True), (f"{GPU.format(7)}\n", True), (f"\n{GPU.format(1)}\n", False)],
 )
-def test_gpus_are_listed_and_a_bad_gpu_starts_nothing(shell: Shell, known_bad: str, is_started: bool) -> None:
+def test_nothing_starts_on_a_known_bad_gpu(shell: Shell, known_bad: str, is_started: bool) -> None:
     lines = "".join(f"echo 'GPU {i}: H100 (UUID: {GPU.format(i)})'\n" for i in range(2))
-    executable(shell.folder / "bin" / "nvidia-smi", f"#!/bin/sh\n{lines}")
+    write_executable(shell.folder / "bin" / "nvidia-smi", f"#!/bin/sh\n{lines}")
     (shell.folder / "bad").write_text(known_bad)
     result = shell(KNOWN_BAD_GPUS=str(shell.folder / "bad"))
     assert result.returncode == (0 if is_started else 1) and shell.was_started == is_started
-    assert f"GPU 0: H100 (UUID: {GPU.format(0)}), GPU 1: H100 (UUID: {GPU.format(1)})\n" in result.stdout
-    assert (f"so nothing is started: GPU 1: H100 (UUID: {GPU.format(1)})" in result.stderr) != is_started
+    assert (
+        f"GPU 0: H100 (UUID: {GPU.format(0)}), GPU 1: H100 (UUID: {GPU.format(1)})\n"
+        in result.stdout
+    )
+    assert (
+        f"has known bad GPUs: GPU 1: H100 (UUID: {GPU.format(1)})" in result.stderr
+    ) != is_started
 
 
 def test_nccl_logs_to_one_file_per_process(shell: Shell) -> None:
     folder = shell.folder / "nccl"
     assert shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG_SUBSYS="COLL").returncode == 0
     variables = shell.environment
-    assert {f"NCCL_DEBUG_FILE={folder}/nccl-%h-%p.log", "NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=COLL"} <= set(variables)
+    assert {
+        f"NCCL_DEBUG_FILE={folder}/nccl-%h-%p.log",
+        "NCCL_DEBUG=INFO",
+        "NCCL_DEBUG_SUBSYS=COLL",
+    } <= set(variables)
     assert folder.is_dir()
     shell(NCCL_DEBUG_TO=str(folder), NCCL_DEBUG="TRACE")
     assert "NCCL_DEBUG=TRACE" in shell.environment
@@ -255,17 +318,27 @@ def test_nccl_logs_to_one_file_per_process(shell: Shell) -> None:
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
 def test_numa_binding_is_passed_to_torchrun(shell: Shell, ranks: str) -> None:
-    executable(shell.folder / "bin" / "nvidia-smi", '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n')
+    write_executable(
+        shell.folder / "bin" / "nvidia-smi",
+        '#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: H100"; done\n',
+    )
     shell(NGPU=ranks, NUMA_BINDING="node")
-    assert "--numa-binding=node" in shell.read("run") and f"--nproc_per_node={ranks}" in shell.read("run")
+    assert "--numa-binding=node" in shell.read("run") and f"--nproc_per_node={ranks}" in shell.read(
+        "run"
+    )
 
 
-MACHINE = Machine(host="node-1", num_cores=6, gpu_list=[], num_gpus=0, has_amd_gpus=False)
+MACHINE = Machine("node-1", num_cores=6, gpu_list=[], num_nvidia_gpus=0, num_amd_gpus=0)
 
 
 @pytest.mark.parametrize(
     ("variables", "threads"),
-    [({"NGPU": "7"}, "1"), ({"NGPU": "2"}, "3"), ({"NGPU": "1"}, "6"), ({"NGPU": "1", "OMP_NUM_THREADS": "7"}, "7")],
+    [
+        ({"NGPU": "7"}, "1"),
+        ({"NGPU": "2"}, "3"),
+        ({"NGPU": "1"}, "6"),
+        ({"NGPU": "1", "OMP_NUM_THREADS": "7"}, "7"),
+    ],
 )
 def test_ranks_share_the_cores(variables: dict[str, str], threads: str) -> None:
     environ = child_environment(variables, read_options({}, variables, MACHINE), MACHINE)
@@ -273,31 +346,60 @@ def test_ranks_share_the_cores(variables: dict[str, str], threads: str) -> None:
     assert environ["PYTHONUNBUFFERED"] == "1"
 
 
-def test_an_option_wins_over_its_variable() -> None:
+def test_options_take_precedence_over_variables() -> None:
     environ = {"NGPU": "3", "MAX_RESTARTS": "5"}
     launch = read_options({"nproc": "7", "log_rank": None}, environ, MACHINE)
     assert (launch.num_ranks, launch.max_restarts) == (7, 5)
 
 
+@pytest.mark.parametrize("vendor", ["num_nvidia_gpus", "num_amd_gpus"])
 @pytest.mark.parametrize(("num_gpus", "num_ranks"), [(8, 8), (0, 2)])
 @pytest.mark.parametrize("nnodes", ["2", "1:2"])
-def test_several_machines_use_all_gpus_by_default(nnodes: str, num_gpus: int, num_ranks: int) -> None:
-    machine = MACHINE._replace(num_gpus=num_gpus)
+def test_several_machines_use_all_gpus_by_default(
+    nnodes: str, num_gpus: int, num_ranks: int, vendor: str
+) -> None:
+    node = MACHINE._replace(**{vendor: num_gpus})
     options = {"nnodes": nnodes, "master_addr": "node-1"}
-    assert read_options(options, {}, machine).num_ranks == num_ranks
-    assert read_options(options, {"NGPU": "1"}, machine).num_ranks == 1
-    assert read_options(options | {"nnodes": "1"}, {}, machine).num_ranks == 1
+    assert read_options(options, {}, node).num_ranks == num_ranks
+    assert read_options(options, {"NGPU": "1"}, node).num_ranks == 1
+    assert read_options(options | {"nnodes": "1"}, {}, node).num_ranks == 1
 
 
-def test_several_machines_with_amd_gpus_need_a_number_of_ranks() -> None:
-    machine = MACHINE._replace(has_amd_gpus=True)
-    options = {"nnodes": "2", "master_addr": "node-1"}
-    with pytest.raises(LaunchError, match="node-1 has AMD GPUs"):
-        read_options(options, {}, machine)
-    assert read_options(options | {"nproc": "4"}, {}, machine).num_ranks == 4
+@pytest.mark.parametrize(
+    ("variables", "num_gpus"),
+    [
+        ({}, 3),
+        ({"ROCR_VISIBLE_DEVICES": "0,2"}, 2),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),  # HIP reads it too
+        ({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+    ],
+)
+def test_amd_gpus_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], num_gpus: int
+) -> None:
+    """Five nodes of AMD's driver: a CPU, three GPUs, and the GPU of another container."""
+    monkeypatch.setattr(machine, "AMD_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(machine, "RENDER_DEVICES", tmp_path / "dri")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    (tmp_path / "dri").mkdir()
+    assert inspect_machine(variables).num_gpus == 0
+    for node, (simd_count, minor) in enumerate([(0, 0), *((416, 128 + i) for i in range(4))]):
+        folder = tmp_path / f"nodes/{node}"
+        folder.mkdir(parents=True)
+        lines = f"cpu_cores_count 0\nsimd_count {simd_count}\ndrm_render_minor {minor}\n"
+        (folder / "properties").write_text(lines)
+        if node < 4:
+            (tmp_path / f"dri/renderD{minor}").touch()
+    inspected = inspect_machine(variables)
+    assert (inspected.num_nvidia_gpus, inspected.num_amd_gpus) == (0, num_gpus)
+    assert inspected.num_gpus == num_gpus
 
 
-@pytest.mark.parametrize(("prefix", "role"), [("rank", "rank"), ("host", "node-1:"), ("digits", "1:")])
+@pytest.mark.parametrize(
+    ("prefix", "role"), [("rank", "rank"), ("host", "node-1:"), ("digits", "1:")]
+)
 def test_lines_start_with_the_chosen_prefix(prefix: str, role: str) -> None:
     assert read_options({"log_prefix": prefix}, {}, MACHINE).role == role
 
@@ -315,7 +417,9 @@ def test_lines_start_with_the_chosen_prefix(prefix: str, role: str) -> None:
         ),
     ],
 )
-def test_arguments_of_several_machines(shell: Shell, variables: dict[str, str], expected: str) -> None:
+def test_arguments_of_several_machines(
+    shell: Shell, variables: dict[str, str], expected: str
+) -> None:
     shell(NNODES="2", NGPU="4", **variables)
     assert expected in (shell.folder / "run").read_text()
     [checked] = (shell.folder / "checks").read_text().splitlines()
@@ -324,8 +428,7 @@ def test_arguments_of_several_machines(shell: Shell, variables: dict[str, str], 
     assert run[run.index("--role") + 1] == os.uname().nodename.split(".")[0] + ":"
 
 
-def test_every_number_of_machines_is_checked(shell: Shell) -> None:
-    """The check runs once for each possible number of machines."""
+def test_the_check_covers_every_number_of_machines(shell: Shell) -> None:
     shell(NNODES="2:4", NGPU="4", MASTER_ADDR="node-1", MAX_RESTARTS="3")
     run, checks = shell.read("run"), (shell.folder / "checks").read_text().splitlines()
     assert "--nnodes=2:4" in run and "--max-restarts=3" in run
@@ -341,57 +444,89 @@ def test_the_number_of_restarts_is_always_given(shell: Shell, variables: dict[st
 
 def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
     shell(NGPU="1", MAX_RESTARTS="2")
-    assert {"torchtitan_like.torchrun", "--nproc_per_node=1", "--max-restarts=2"} <= set(shell.read("run"))
+    assert {"torchtitan_like.torchrun", "--nproc_per_node=1", "--max-restarts=2"} <= set(
+        shell.read("run")
+    )
 
 
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
         ({"NNODES": "2"}, "MASTER_ADDR"),
-        ({"NNODES": "4:2", "MASTER_ADDR": "n1"}, "MIN <= MAX, got 4:2"),
-        ({"NNODES": "1:x"}, "positive integers, got 'x'"),
-        ({"NNODES": "1:2", "MASTER_ADDR": "n1", "NODE_RANK": "0"}, "NODE_RANK needs one number of machines"),
-        ({"MAX_RESTARTS": "yes"}, "MAX_RESTARTS must be 0 or more, got 'yes'"),
-        ({"NGPU": "all"}, "positive integers, got 'all'"),
-        ({"NGPU": "0"}, "positive integers, got '0'"),
-        ({"LOG_RANK": "abc"}, "0 to 0, with commas between them, got 'abc'"),
-        ({"LOG_RANK": "0 1"}, "0 to 0, with commas between them, got '0 1'"),
-        ({"LOG_RANK": "0,5"}, "0 to 0, with commas between them, got '0,5'"),
-        ({"LOG_PREFIX": "name"}, "rank, host or digits, got 'name'"),
+        (
+            {"NNODES": "4:2", "MASTER_ADDR": "n1"},
+            "NNODES=4:2 (--nnodes) has a minimum above its maximum. Expected MIN:MAX.",
+        ),
+        ({"NNODES": "1:x"}, "is 'x'. Expected an integer above 0"),
+        (
+            {"NNODES": "1:2", "MASTER_ADDR": "n1", "NODE_RANK": "0"},
+            "is a range. Expected one number of machines",
+        ),
+        (
+            {"MAX_RESTARTS": "yes"},
+            "MAX_RESTARTS='yes' (--max-restarts) is not valid. Expected an integer",
+        ),
+        ({"NGPU": "all"}, "is 'all'. Expected an integer above 0"),
+        ({"NGPU": "0"}, "is '0'. Expected an integer above 0"),
+        (
+            {"LOG_RANK": "abc"},
+            "LOG_RANK='abc' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",
+        ),
+        (
+            {"LOG_RANK": "0 1"},
+            "LOG_RANK='0 1' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",
+        ),
+        (
+            {"LOG_RANK": "0,5"},
+            "LOG_RANK='0,5' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",
+        ),
+        (
+            {"LOG_PREFIX": "name"},
+            "LOG_PREFIX='name' (--log-prefix) is not valid. Expected rank, host or digits.",
+        ),
         ({"KNOWN_BAD_GPUS": "nowhere"}, "KNOWN_BAD_GPUS: cannot read nowhere"),
-        ({"NUMA_BINDING": "node"}, "keeps ranks near their GPUs, and this machine has none"),
+        ({"NUMA_BINDING": "node"}, "near their GPUs. Expected a machine with GPUs."),
     ],
 )
-def test_variables_that_cannot_work_are_refused(variables: dict[str, str], text: str) -> None:
+def test_invalid_variables_are_refused(variables: dict[str, str], text: str) -> None:
     with pytest.raises(LaunchError) as caught:
         read_options({}, variables, MACHINE)
     assert text in str(caught.value) and caught.value.code == 78
 
 
-def test_an_option_that_cannot_work_starts_nothing(shell: Shell) -> None:
+def test_an_invalid_option_starts_nothing(shell: Shell) -> None:
     result = shell("--nnodes", "2")
     assert result.returncode == 78
-    assert result.stderr == "NNODES=2 needs the address of one machine. Set MASTER_ADDR (--master-addr).\n"
+    assert (
+        result.stderr
+        == "NNODES=2 (--nnodes) is set without MASTER_ADDR. Expected the address of one of the "
+        "machines. Set MASTER_ADDR (--master-addr).\n"
+    )
     assert not shell.was_started and not (shell.folder / "checks").exists()
 
 
 def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
     result = shell("--job.description", "https://me:hunter2@host/path")
-    assert "hunter2" not in result.stdout.partition("Logs: ")[0] and "hunter2" in (shell.folder / "run").read_text()
+    assert (
+        "hunter2" not in result.stdout.partition("Logs: ")[0]
+        and "hunter2" in (shell.folder / "run").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("run", "code", "text"),
     [
-        (ENDS % ("done", 0), 0, "--prompt"),
-        (ENDS % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
+        (WRITE_EXIT_JSON % ("done", 0), 0, "--prompt"),
+        (WRITE_EXIT_JSON % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
         ("true", 1, "The run ended with code 0, but did not write"),
-        ("echo [] >outputs/exit.json", 1, "exit.json does not state how the run has ended"),
+        ("echo [] >outputs/exit.json", 1, "exit.json cannot be read: "),
         ("exit 1", 1, ""),
-        (ENDS % ("done", 0) + "; exit 1", 1, ""),
+        (WRITE_EXIT_JSON % ("done", 0) + "; exit 1", 1, ""),
     ],
 )
-def test_the_code_comes_from_exit_json_unless_the_run_has_crashed(shell: Shell, run: str, code: int, text: str) -> None:
+def test_exit_json_determines_the_code_unless_the_run_crashed(
+    shell: Shell, run: str, code: int, text: str
+) -> None:
     publish_step(shell, 7)
     (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
     result = shell(RUN=run)
@@ -402,7 +537,12 @@ def test_the_code_comes_from_exit_json_unless_the_run_has_crashed(shell: Shell, 
 
 @pytest.mark.parametrize(
     ("run", "code"),
-    [(ENDS % ("done", 0), 0), (ENDS % ("requeue", 75), 75), ("exit 1", 1), ("exit 78", 78)],
+    [
+        (WRITE_EXIT_JSON % ("done", 0), 0),
+        (WRITE_EXIT_JSON % ("requeue", 75), 75),
+        ("exit 1", 1),
+        ("exit 78", 78),
+    ],
     ids=["done", "requeue", "crash", "refused"],
 )
 @pytest.mark.parametrize("output", [closed_pipe, full_disk])
@@ -420,7 +560,7 @@ def test_output_that_cannot_be_written_changes_no_exit_code(
 def test_a_refused_configuration_returns_78_without_output(
     shell: Shell, output: Callable[[], AbstractContextManager[int]], buffered: str
 ) -> None:
-    """The line about the bundled configuration is printed before the check."""
+    """Printing the name of the bundled configuration fails before the check."""
     with output() as file:
         process = shell.start(CONFIG_CODE="78", PYTHONUNBUFFERED=buffered, stdout=file, stderr=file)
         assert process.wait(timeout=200) == 78
@@ -430,64 +570,95 @@ def test_a_refused_configuration_returns_78_without_output(
 def test_closed_streams_change_no_exit_code(shell: Shell) -> None:
     command = [shell.env["PYTHON"], "-m", "torchtitan_like", "train"]
     script = f"{shlex.join(command)} >&- 2>&-"
-    env = {**shell.env, "RUN": ENDS % ("requeue", 75)}
-    assert subprocess.run(["bash", "-c", script], cwd=shell.folder, env=env, timeout=200).returncode == 75
+    env = {**shell.env, "RUN": WRITE_EXIT_JSON % ("requeue", 75)}
+    assert (
+        subprocess.run(["bash", "-c", script], cwd=shell.folder, env=env, timeout=200).returncode
+        == 75
+    )
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize(
-    ("reason", "code"), [("requeue", 75), ("bad_numbers", 70), ("bad_data", 65), ("interrupted", 130)]
+    ("reason", "code"),
+    [("requeue", 75), ("bad_numbers", 70), ("bad_data", 65), ("interrupted", 130)],
 )
-def test_one_rank_ends_with_the_message_of_several(shell: Shell, ranks: str, reason: str, code: int) -> None:
-    """torchrun's workers return 0 for an agreed end; one rank without torchrun returns the code."""
-    result = shell(NGPU=ranks, RUN=ENDS % (reason, code) + (f"; exit {code}" if ranks == "1" else ""))
+def test_one_rank_and_two_ranks_end_with_the_same_message(
+    shell: Shell, ranks: str, reason: str, code: int
+) -> None:
+    """Workers of torchrun return 0 for an agreed end. Without torchrun, a rank returns the code."""
+    result = shell(
+        NGPU=ranks,
+        RUN=WRITE_EXIT_JSON % (reason, code) + (f"; exit {code}" if ranks == "1" else ""),
+    )
     assert result.returncode == code
-    [words] = result.stderr.splitlines()
-    assert words == f"Stopped at step 7: {reason} (code {code}); logs: {shell.folder}/outputs/attempts"
+    [message] = result.stderr.splitlines()
+    assert (
+        message
+        == f"Stopped at step 7: {reason} (code {code}); logs: {shell.folder}/outputs/attempts"
+    )
 
 
-def test_an_error_that_could_not_be_recorded_is_not_reported_as_a_kill(shell: Shell) -> None:
+def test_an_unrecorded_error_is_not_reported_as_a_kill(shell: Shell) -> None:
     (shell.folder / "outputs/attempts").write_text("in the way")
     result = shell(NGPU="1", RUN="echo ValueError: the cause >&2; exit 1")
-    cause, words = result.stderr.splitlines()
-    assert result.returncode == 1 and cause == "ValueError: the cause"
-    assert words.endswith("outputs/attempts: it was killed, or its error is above and could not be written")
+    error, message = result.stderr.splitlines()
+    assert result.returncode == 1 and error == "ValueError: the cause"
+    assert message.endswith(
+        "outputs/attempts: it was killed, or its error is above and could not be written"
+    )
 
 
 @pytest.mark.parametrize(
     ("errors", "last", "code"),
     [
         (
-            {0: "RuntimeError: gloo/pair.cc: Connection closed by peer", 1: "ValueError: the cause"},
+            {
+                0: "RuntimeError: gloo/pair.cc: Connection closed by peer",
+                1: "ValueError: the cause",
+            },
             "ValueError: the cause",
             1,
         ),
-        ({0: "RuntimeError: gloo/pair.cc: Connection closed by peer"}, "NO ERROR of rank 1: killed", 69),
+        (
+            {0: "RuntimeError: gloo/pair.cc: Connection closed by peer"},
+            "NO ERROR of rank 1: killed",
+            69,
+        ),
         ({0: "ValueError: the cause"}, "ValueError: the cause", 1),
         ({}, "no rank has recorded an error", 1),
     ],
-    ids=["a rank has raised", "a rank was killed", "one raised, the other was killed for it", "all were killed"],
+    ids=[
+        "one rank raised",
+        "one rank was killed",
+        "one rank raised and the other was killed",
+        "all ranks were killed",
+    ],
 )
-def test_the_last_line_after_a_crash_is_the_first_error(
+def test_the_last_line_after_a_crash_reports_the_first_error(
     shell: Shell, errors: dict[int, str], last: str, code: int
 ) -> None:
-    """Errors of earlier starts, with or without an attempt folder, are not the cause of this crash."""
+    """Errors of earlier attempts did not cause this crash."""
     now = time.time()
-    leave_errors(shell.folder / "outputs/attempts/0", {0: "OSError: yesterday's"}, now - 86400)
-    leave_errors(shell.folder / "outputs/attempts/1", {0: "OSError: an hour ago's"}, now - 3600)
-    leave_errors(shell.folder / "new", errors, now + 60)
+    record_errors(shell.folder / "outputs/attempts/0", {0: "OSError: one day old"}, now - 86400)
+    record_errors(shell.folder / "outputs/attempts/1", {0: "OSError: one hour old"}, now - 3600)
+    record_errors(shell.folder / "new", errors, now + 60)
     result = shell(RUN="mv new outputs/attempts/2; exit 1")
     assert result.returncode == code
     end = shell.folder / "outputs/exit.json"
     assert (
-        not end.exists() if code == 1 else json.loads(end.read_text()) == {"reason": "lost_peer", "code": 69, "step": 7}
+        not end.exists()
+        if code == 1
+        else json.loads(end.read_text()) == {"reason": "lost_peer", "code": 69, "step": 7}
     )
     assert last in result.stderr.splitlines()[-1], result.stderr
-    assert not errors or ("host node-1, rank 1" if 1 in errors else "host node-0, rank 0") in result.stderr
+    assert (
+        not errors
+        or ("host node-1, rank 1" if 1 in errors else "host node-0, rank 0") in result.stderr
+    )
 
 
-def leave_errors(attempt: Path, errors: dict[int, str], when: float) -> None:
-    """Write the records of two started ranks. The error of the higher rank is the earlier one."""
+def record_errors(attempt: Path, errors: dict[int, str], when: float) -> None:
+    """Write error records of two ranks. The error of rank 1 is earlier."""
     for folder in ("errors", "heartbeat"):
         (attempt / folder).mkdir(parents=True)
     for rank in range(2):
@@ -498,72 +669,104 @@ def leave_errors(attempt: Path, errors: dict[int, str], when: float) -> None:
         (attempt / f"errors/rank-{rank}.json").write_text(json.dumps(record))
 
 
-def test_a_stale_exit_json_is_gone_when_the_run_starts(shell: Shell) -> None:
+def test_a_stale_exit_json_is_deleted_before_the_run_starts(shell: Shell) -> None:
     (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
-    assert shell(RUN="[ ! -e outputs/exit.json ] && " + ENDS % ("done", 0)).returncode == 0
+    assert (
+        shell(RUN="[ ! -e outputs/exit.json ] && " + WRITE_EXIT_JSON % ("done", 0)).returncode == 0
+    )
 
 
 def test_a_finished_run_ends_with_three_lines(shell: Shell) -> None:
     shell.is_script = True
     publish_step(shell, 100)
     newest = publish_step(shell, 300)
-    (newest.parent / "step-400").mkdir()  # without a manifest it is no checkpoint
-    where, resume, sample = shell("--job.description", "two words", NGPU="1").stdout.splitlines()[-3:]
+    (newest.parent / "step-400").mkdir()  # a folder without a manifest is not a checkpoint
+    outputs_line, resume_line, sample_line = shell(
+        "--job.description", "two words", NGPU="1"
+    ).stdout.splitlines()[-3:]
     outputs = shell.folder / "outputs"
-    assert str(newest) in where and str(outputs / "metrics.jsonl") in where
-    assert f"tensorboard --logdir {shlex.quote(str(outputs / 'tb'))}" in where
-    typed = ["NGPU=1", str(ROOT / "run_train.sh"), "--job.description", "two words", "--training.steps", "600"]
-    assert shlex.split(resume)[-6:] == typed
-    assert f"generate {shlex.quote(str(newest))} --prompt" in sample
+    assert str(newest) in outputs_line and str(outputs / "metrics.jsonl") in outputs_line
+    assert f"tensorboard --logdir {shlex.quote(str(outputs / 'tb'))}" in outputs_line
+    command = [
+        "NGPU=1",
+        str(ROOT / "run_train.sh"),
+        "--job.description",
+        "two words",
+        "--training.steps",
+        "600",
+    ]
+    assert shlex.split(resume_line)[-6:] == command
+    assert f"generate {shlex.quote(str(newest))} --prompt" in sample_line
 
 
-def test_the_resume_line_has_the_rendezvous_and_the_script(shell: Shell) -> None:
+def test_the_resume_line_repeats_variables_and_script(shell: Shell) -> None:
     shell.is_script = True
     publish_step(shell, 300)
-    several = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "node-1", "MASTER_PORT": "29511", "RDZV_ID": "run 1"}
-    resume = shell(**several).stdout.splitlines()[-2]
-    typed = [*(f"{name}={value}" for name, value in several.items()), str(ROOT / "run_train.sh")]
-    assert shlex.split(resume)[-8:] == [*typed, "--training.steps", "600"]
-    resume = shell(**several, TYPED="scripts/emulate_multinode.sh 2 1").stdout.splitlines()[-2]
+    variables = {
+        "NGPU": "1",
+        "NNODES": "2",
+        "MASTER_ADDR": "node-1",
+        "MASTER_PORT": "29511",
+        "RDZV_ID": "run 1",
+    }
+    resume = shell(**variables).stdout.splitlines()[-2]
+    command = [
+        *(f"{name}={value}" for name, value in variables.items()),
+        str(ROOT / "run_train.sh"),
+    ]
+    assert shlex.split(resume)[-8:] == [*command, "--training.steps", "600"]
+    resume = shell(**variables, TYPED="scripts/emulate_multinode.sh 2 1").stdout.splitlines()[-2]
     assert resume.endswith(": scripts/emulate_multinode.sh 2 1 --training.steps 600")
 
 
-def test_the_resume_line_does_not_repeat_load_step(shell: Shell) -> None:
-    """The resume line has more steps, so it is another command."""
+def test_the_resume_line_resets_load_step(shell: Shell) -> None:
+    """A larger number of steps must not load the old step again."""
     publish_step(shell, 300)
     resolved = shell.folder / "resolved.toml"
-    resolved.write_text(resolved.read_text().replace("enable = true", "enable = true\nload_step = 100", 1))
+    resolved.write_text(
+        resolved.read_text().replace("enable = true", "enable = true\nload_step = 100", 1)
+    )
     _, resume, _ = shell("--checkpoint.load_step", "100").stdout.splitlines()[-3:]
     assert shlex.split(resume)[-4:] == ["--checkpoint.load_step", "-1", "--training.steps", "600"]
 
 
 @pytest.mark.parametrize(
-    "given", [["--training.steps", "300"], ["--training.steps=300"], ["--training.steps", "9", "--training.steps=300"]]
+    "arguments",
+    [
+        ["--training.steps", "300"],
+        ["--training.steps=300"],
+        ["--training.steps", "9", "--training.steps=300"],
+    ],
 )
-def test_the_resume_line_replaces_options_instead_of_repeating_them(shell: Shell, given: list[str]) -> None:
+def test_the_resume_line_replaces_options_instead_of_repeating_them(
+    shell: Shell, arguments: list[str]
+) -> None:
     shell.is_script = True
     publish_step(shell, 300)
     description = ["--job.description", "two words"]
-    result = shell(*given, *description, NGPU="2", CONFIG_FILE="my config.toml")
-    words = shlex.split(result.stdout.splitlines()[-2])
-    script = words.index(str(ROOT / "run_train.sh"))
-    assert words[script + 1 :] == [*description, "--training.steps", "600"]
-    assert words[script - 1] == "CONFIG_FILE=my config.toml"
-    assert "CONFIG_FILE='my config.toml' " in result.stdout, "quoted as a whole it would be no assignment"
+    result = shell(*arguments, *description, NGPU="2", CONFIG_FILE="my config.toml")
+    command = shlex.split(result.stdout.splitlines()[-2])
+    script = command.index(str(ROOT / "run_train.sh"))
+    assert command[script + 1 :] == [*description, "--training.steps", "600"]
+    assert command[script - 1] == "CONFIG_FILE=my config.toml"
+    assert "CONFIG_FILE='my config.toml' " in result.stdout, "expected quotes around the value only"
 
 
-def test_the_last_lines_without_a_checkpoint(shell: Shell) -> None:
+def test_last_lines_of_a_run_without_a_checkpoint(shell: Shell) -> None:
     lines = shell().stdout.splitlines()[-3:]
     assert "--checkpoint.enable" in lines[1]
     assert lines[2] == "Sample: needs a checkpoint"
 
 
-def test_a_run_without_checkpoints_offers_no_step_of_an_older_run(shell: Shell) -> None:
+def test_a_run_without_checkpoints_names_no_step_of_an_older_run(shell: Shell) -> None:
     publish_step(shell, 7)
     resolved = shell.folder / "resolved.toml"
     resolved.write_text(resolved.read_text().replace("enable = true", "enable = false", 1))
-    where, resume, sample = shell().stdout.splitlines()[-3:]
-    assert "Checkpoint: none (checkpoint.enable is off)" in where and "step-7" not in where + resume + sample
+    outputs_line, resume_line, sample_line = shell().stdout.splitlines()[-3:]
+    assert (
+        "Checkpoint: none (checkpoint.enable is off)" in outputs_line
+        and "step-7" not in outputs_line + resume_line + sample_line
+    )
 
 
 def test_help_lists_variables_and_settings(shell: Shell) -> None:
@@ -573,24 +776,30 @@ def test_help_lists_variables_and_settings(shell: Shell) -> None:
     assert not shell.was_started
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="the folder one stands in comes first")
-def test_the_script_uses_its_own_package_in_any_folder(tmp_path: Path) -> None:
-    """For example in another clone, and with CDPATH, which makes cd print the new folder."""
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 imports from the working folder first"
+)
+def test_the_script_imports_its_own_clone_in_any_folder(tmp_path: Path) -> None:
+    """Also inside another clone, and with CDPATH, which makes cd print the new folder."""
     (tmp_path / "torchtitan_like").mkdir()
     (tmp_path / "torchtitan_like/__init__.py").write_text("raise SystemExit('an older clone')")
     (tmp_path / "a clone").symlink_to(ROOT)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PYTHON": sys.executable, "CDPATH": str(tmp_path)}
     command = ["bash", "a clone/run_train.sh", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=200
+    )
     assert done.returncode == 0 and "--training.steps" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("sent", "arrives"), [("SIGTERM", "TERM"), ("SIGINT", "INT"), ("SIGHUP", "TERM")])
-def test_a_signal_is_passed_on_and_the_run_may_save(shell: Shell, sent: str, arrives: str) -> None:
-    # torchrun ends with 1 after a signal, however well its workers have ended.
-    saves = "sleep 0.5; cp end.json outputs/exit.json; exit 1"
-    run = f"trap '{saves}' {arrives}; touch ready; while [ -e ready ]; do sleep 0.05; done"
+@pytest.mark.parametrize(
+    ("sent", "received"), [("SIGTERM", "TERM"), ("SIGINT", "INT"), ("SIGHUP", "TERM")]
+)
+def test_a_signal_is_forwarded_and_the_run_may_save(shell: Shell, sent: str, received: str) -> None:
+    # torchrun returns 1 after a signal, even if its workers return 0.
+    handler = "sleep 0.5; cp end.json outputs/exit.json; exit 1"
+    run = f"trap '{handler}' {received}; touch ready; while [ -e ready ]; do sleep 0.05; done"
     (shell.folder / "end.json").write_text('{"reason": "requeue", "code": 75, "step": 7}')
     process = shell.start(RUN=run)
     wait_for(shell.folder / "ready")
@@ -598,14 +807,16 @@ def test_a_signal_is_passed_on_and_the_run_may_save(shell: Shell, sent: str, arr
     try:
         _, stderr = process.communicate(timeout=200)
     finally:
-        (shell.folder / "ready").unlink()  # ends the loop of a run that got no signal
+        (shell.folder / "ready").unlink()  # ends the loop if the run received no signal
     assert process.returncode == 75
-    assert f"Passing SIG{arrives} on" in stderr
+    assert f"Passing SIG{received} on" in stderr
 
 
 @pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 75), ("SIGINT", 130), ("SIGHUP", 75)])
-def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, sent: str, code: int) -> None:
-    """The launcher is checking the config, which takes seconds."""
+def test_a_signal_during_the_check_returns_the_code_of_the_signal(
+    shell: Shell, sent: str, code: int
+) -> None:
+    """The check of the configuration takes seconds."""
     (shell.folder / "resolved.toml").unlink()
     os.mkfifo(shell.folder / "resolved.toml")  # the check waits for a writer
     process = shell.start()
@@ -616,9 +827,13 @@ def test_a_signal_before_the_ranks_are_started_ends_with_its_code(shell: Shell, 
     assert stderr == "Stopped: nothing was started.\n" and not shell.was_started
 
 
-@pytest.mark.parametrize(("sent", "reason", "code"), [("TERM", "requeue", 75), ("INT", "interrupted", 130)])
-def test_a_signal_before_the_ranks_have_started_is_not_a_crash(shell: Shell, sent: str, reason: str, code: int) -> None:
-    """torchrun returns 1, and no rank has written exit.json yet."""
+@pytest.mark.parametrize(
+    ("sent", "reason", "code"), [("TERM", "requeue", 75), ("INT", "interrupted", 130)]
+)
+def test_a_signal_before_the_first_step_is_not_a_crash(
+    shell: Shell, sent: str, reason: str, code: int
+) -> None:
+    """torchrun returns 1 before any rank writes exit.json."""
     run = f"trap 'exit 1' {sent}; touch ready; while [ -e ready ]; do sleep 0.05; done"
     process = shell.start(RUN=run)
     wait_for(shell.folder / "ready")
@@ -628,13 +843,15 @@ def test_a_signal_before_the_ranks_have_started_is_not_a_crash(shell: Shell, sen
     finally:
         (shell.folder / "ready").unlink()
     assert process.returncode == code
-    assert f"Stopped before the first step: {reason} (code {code})" in stderr and "crash" not in stderr
+    assert (
+        f"Stopped before the first step: {reason} (code {code})" in stderr and "crash" not in stderr
+    )
     written = json.loads((shell.folder / "outputs/exit.json").read_text())
     assert written == {"reason": reason, "code": code, "step": None}
 
 
-def test_a_rank_that_is_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
-    """For example because it runs out of memory in its last save."""
+def test_a_rank_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
+    """For example, if it runs out of memory while saving."""
     run = "trap 'exit 1' TERM; mkdir -p outputs/attempts/1; touch ready; while [ -e ready ]; do sleep 0.05; done"
     process = shell.start(RUN=run)
     wait_for(shell.folder / "ready")
@@ -648,8 +865,10 @@ def test_a_rank_that_is_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("reason", "code"), [("requeue", 75), ("interrupted", 130)])
-def test_ranks_stopped_during_imports_return_the_code_of_the_signal(shell: Shell, reason: str, code: int) -> None:
-    """The signal has reached a rank, and not the launcher."""
+def test_ranks_stopped_during_imports_return_the_code_of_the_signal(
+    shell: Shell, reason: str, code: int
+) -> None:
+    """Only the ranks received the signal, not the launcher."""
     result = shell(RUN=f"exit {code}")
     assert result.returncode == code
     assert result.stderr.startswith(f"Stopped before the first step: {reason} (code {code})")
@@ -657,17 +876,17 @@ def test_ranks_stopped_during_imports_return_the_code_of_the_signal(shell: Shell
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_rank_that_refuses_the_config_is_not_a_crash(shell: Shell, ranks: str) -> None:
+def test_a_config_refused_by_a_rank_is_not_a_crash(shell: Shell, ranks: str) -> None:
     result = shell(NGPU=ranks, RUN="echo 1 problem in the configuration >&2; exit 78")
     assert result.returncode == 78
-    problem, words = result.stderr.splitlines()
-    assert words.startswith("Nothing was started: a rank rejected the configuration (code 78)")
+    problem, message = result.stderr.splitlines()
+    assert message.startswith("Nothing was started: a rank rejected the configuration (code 78)")
     assert json.loads((shell.folder / "outputs/exit.json").read_text())["code"] == 78
 
 
 @pytest.mark.parametrize("code", ["0", "74"])
-def test_a_run_whose_folder_cannot_be_written_reports_its_end(shell: Shell, code: str) -> None:
-    """In the temporary folder of the launcher, which the launcher removes."""
+def test_a_run_with_an_unwritable_folder_reports_how_it_ended(shell: Shell, code: str) -> None:
+    """It writes exit.json to the temporary folder of the launcher, which the launcher removes."""
     end = '{"reason": "storage", "code": 74, "step": 7}'
     folder = "$TORCHTITAN_LIKE_LAUNCHER_FOLDER"
     result = shell(RUN=f"echo '{end}' >{folder}/exit.json; echo {folder} >folder; exit {code}")
@@ -676,10 +895,11 @@ def test_a_run_whose_folder_cannot_be_written_reports_its_end(shell: Shell, code
     assert not Path((shell.folder / "folder").read_text().strip()).exists()
 
 
-def test_a_second_start_keeps_the_exit_json_of_a_running_run(shell: Shell) -> None:
-    """The second start is refused before any rank starts. This test holds the lock of the running run."""
+def test_a_second_start_keeps_the_exit_json_of_an_active_run(shell: Shell) -> None:
+    """The launcher refuses before any rank starts. The test holds the lock of the active run."""
     steps, end = shell.folder / "outputs/checkpoint", shell.folder / "outputs/exit.json"
-    end.write_text('{"reason": "done", "code": 0, "step": 9}')  # already written while old steps are being deleted
+    # The active run has written exit.json and is deleting old steps.
+    end.write_text('{"reason": "done", "code": 0, "step": 9}')
     lock = RunLock(steps)
     lock.acquire()
     try:
@@ -691,8 +911,8 @@ def test_a_second_start_keeps_the_exit_json_of_a_running_run(shell: Shell) -> No
     assert json.loads(end.read_text())["step"] == 9
 
 
-def test_a_machine_may_join_a_running_run(shell: Shell) -> None:
-    """Its ranks detect another run on this machine."""
+def test_a_machine_may_join_an_active_run(shell: Shell) -> None:
+    """The ranks themselves detect another run on this machine."""
     lock = RunLock(shell.folder / "outputs/checkpoint")
     lock.acquire()
     try:
@@ -702,7 +922,7 @@ def test_a_machine_may_join_a_running_run(shell: Shell) -> None:
     assert shell.was_started
 
 
-def test_ranks_refused_by_a_running_run_keep_its_exit_json(shell: Shell) -> None:
+def test_ranks_refused_by_an_active_run_keep_its_exit_json(shell: Shell) -> None:
     """The other run may be on another machine."""
     result = shell(RUN="echo belongs to a run that is alive >&2; exit 74")
     assert result.returncode == 74 and result.stderr == "belongs to a run that is alive\n"
@@ -716,9 +936,12 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_nothing_is_started_in_a_folder_that_cannot_be_written(shell: Shell) -> None:
+def test_nothing_starts_in_an_unwritable_folder(shell: Shell) -> None:
     (shell.folder / "outputs").rmdir()
     (shell.folder / "outputs").symlink_to("/proc/self")  # a folder in which no file can be created
     result = shell()
     assert result.returncode == 74 and not shell.was_started
-    assert "Nothing was started: the run folder" in result.stderr and "cannot be written" in result.stderr
+    assert (
+        "Nothing was started: the run folder" in result.stderr
+        and "cannot be written" in result.stderr
+    )

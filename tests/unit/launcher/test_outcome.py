@@ -1,4 +1,4 @@
-"""How the launcher reads the records of a crashed run."""
+"""Exit codes from the error records of a crashed run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchtitan_like.launcher.outcome import report_crash
 from torchtitan_like.monitor.errors import record_error
 
 
-def test_damaged_data_on_one_rank_ends_the_run_with_its_code(
+def test_damaged_data_on_one_rank_returns_the_code_of_bad_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attempt = tmp_path / "attempts" / "1"

@@ -1,4 +1,4 @@
-"""Attention kernels against plain softmax, document by document, and what is asked of them."""
+"""Attention kernels equal a plain softmax in float64. Unsupported combinations are refused."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torchtitan_like.models.layers.kernels import (
 )
 
 LLAMA = get_spec("llama3")
-# Relative L2. fp32 and bf16: a few roundings of 6e-8 and 2e-3 on the way through the softmax and back.
+# Relative L2 error: a few roundings of 6e-8 (fp32) and 2e-3 (bf16) in forward and backward.
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 BLOCK_CAUSAL = {"attn_mask_type": "block_causal"}
 
@@ -26,14 +26,17 @@ def relative(a, b):
 
 
 def tensors(dtype=torch.float32, *, kv_heads=2, queries=24, keys=24, head_dim=16, device="cpu"):
-    """q, k, v and a gradient of the output."""
+    """Return random q, k, v and a gradient of the output."""
     torch.manual_seed(0)
     shapes = [(4, queries), (kv_heads, keys), (kv_heads, keys), (4, queries)]
-    return [torch.randn(2, heads, seq, head_dim, dtype=torch.float64).to(device, dtype) for heads, seq in shapes]
+    return [
+        torch.randn(2, heads, seq, head_dim, dtype=torch.float64).to(device, dtype)
+        for heads, seq in shapes
+    ]
 
 
 def some_positions(seq=24, device="cpu"):
-    """Two samples of other documents, among them some of one token."""
+    """Return the positions of two samples with different documents, some of one token."""
     lengths = [(7, 1, 1, 9, seq - 18), (seq - 5, 5)]
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(device)
 
@@ -47,18 +50,18 @@ def plain(q, k, v, sees):
 
 
 def visible(positions, keys):
-    """Query by query: those of its document up to itself."""
+    """Return which keys each query sees: the keys of its document, up to its own position."""
     batch, queries = positions.shape
     sees = torch.zeros(batch, 1, queries, keys, dtype=torch.bool)
     for row in range(batch):
         for query in range(queries):
-            place = keys - queries + query
-            sees[row, 0, query, place - int(positions[row, query]) : place + 1] = True
+            index = keys - queries + query
+            sees[row, 0, query, index - int(positions[row, query]) : index + 1] = True
     return sees
 
 
 def with_gradients(attention, q, k, v, grad):
-    """The output and the gradients of q, k, v."""
+    """Return the output and the gradients of q, k, v."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     out = attention(q, k, v)
     out.backward(grad.to(out.dtype))
@@ -68,12 +71,14 @@ def with_gradients(attention, q, k, v, grad):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("queries", [24, 16, 1])
-def test_queries_are_the_last_of_the_keys(dtype, kv_heads, queries):
+def test_queries_are_at_the_last_positions_of_the_keys(dtype, kv_heads, queries):
     q, k, v, grad = tensors(dtype, kv_heads=kv_heads, queries=queries)
     sees = torch.ones(queries, 24, dtype=torch.bool).tril(24 - queries)
-    found = with_gradients(causal_attention, q, k, v, grad)
-    expected = with_gradients(lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad)
-    assert all(relative(a, b) < TOLERANCES[dtype] for a, b in zip(found, expected, strict=True))
+    actual = with_gradients(causal_attention, q, k, v, grad)
+    expected = with_gradients(
+        lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad
+    )
+    assert all(relative(a, b) < TOLERANCES[dtype] for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -83,62 +88,68 @@ def test_attention_ends_at_document_borders(dtype, kv_heads, queries):
     q, k, v, grad = tensors(dtype, kv_heads=kv_heads, queries=queries)
     positions = some_positions()[:, 24 - queries :]
     mask = additive_mask(positions, dtype, 24)
-    found = with_gradients(lambda *qkv: causal_attention(*qkv, mask), q, k, v, grad)
+    actual = with_gradients(lambda *qkv: causal_attention(*qkv, mask), q, k, v, grad)
     sees = visible(positions, 24)
-    expected = with_gradients(lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad)
-    assert all(relative(a, b) < TOLERANCES[dtype] for a, b in zip(found, expected, strict=True))
+    expected = with_gradients(
+        lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad
+    )
+    assert all(relative(a, b) < TOLERANCES[dtype] for a, b in zip(actual, expected, strict=True))
     assert torch.equal(mask == 0, sees) and set(mask.unique().tolist()) == {0.0, -torch.inf}
 
 
 class Kernels(TorchDispatchMode):
-    """Names of the attention operators that run, and whether a mask was given."""
+    """Record the names of attention operators, and whether they get a mask."""
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if "attention" in name or "softmax" in name:
-            self.seen.append((name, (kwargs or {}).get("attn_mask") is not None))
+            self.calls.append((name, (kwargs or {}).get("attn_mask") is not None))
         return function(*args, **(kwargs or {}))
 
 
-def test_every_case_has_a_fast_kernel_and_the_plain_one_no_mask():
+def test_every_case_uses_the_flash_kernel():
     q, k, v, _ = tensors()
     with Kernels() as log:
         causal_attention(q, k, v)
         causal_attention(q[:, :, 12:], k, v)
         causal_attention(q, k, v, additive_mask(some_positions(), q.dtype, 24))
     flash = "_scaled_dot_product_flash_attention_for_cpu"
-    assert log.seen == [(flash, False), (flash, True), (flash, True)]
+    assert log.calls == [(flash, False), (flash, True), (flash, True)]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("queries", [24, 10])
-def test_flex_computes_the_same(queries):
-    """Forward alone: on CPU it has no more."""
+def test_flex_equals_sdpa(queries):
+    """Flex attention has no backward pass on CPU."""
     q, k, v, _ = tensors(queries=queries)
     positions = some_positions()[:, 24 - queries :]
     core, mask = KERNELS["flex"]
-    found = core(q, k, v, mask(positions, q.dtype, 24))
-    assert relative(found, causal_attention(q, k, v, additive_mask(positions, q.dtype, 24))) < 1e-6
+    actual = core(q, k, v, mask(positions, q.dtype, 24))
+    assert relative(actual, causal_attention(q, k, v, additive_mask(positions, q.dtype, 24))) < 1e-6
     assert torch.equal(core(q, k, v), causal_attention(q, k, v))
 
 
-def by_segments(q, k, v, borders_q, borders_k, max_q, max_k, *, window_size):
-    """What the kernel of `varlen_attn` computes, written as a loop; (tokens, heads, head_dim) each."""
-    assert torch.equal(borders_q, borders_k) and borders_q.dtype == torch.int32 and window_size == (-1, 0)
+def varlen_reference(q, k, v, borders_q, borders_k, max_q, max_k, *, window_size):
+    """Reference of `varlen_attn` as a loop. Tensors are (tokens, heads, head_dim)."""
+    assert (
+        torch.equal(borders_q, borders_k)
+        and borders_q.dtype == torch.int32
+        and window_size == (-1, 0)
+    )
     assert int(borders_q.diff().min()) > 0 and int(borders_q.diff().max()) <= max_q == max_k
     out = torch.empty_like(q)
-    for begin, end in zip(borders_q, borders_q[1:], strict=False):
-        one = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out[begin:end] = causal_attention(*one).squeeze(0).transpose(0, 1)
+    for start, end in zip(borders_q, borders_q[1:], strict=False):
+        segment = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out[start:end] = causal_attention(*segment).squeeze(0).transpose(0, 1)
     return out
 
 
-def test_varlen_gets_every_document_as_a_sequence(monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_segments)
+def test_varlen_gets_one_sequence_per_document(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_reference)
     q, k, v, _ = tensors()
     core, mask = KERNELS["varlen"]
     borders = mask(some_positions(), q.dtype, 24)
@@ -154,7 +165,14 @@ def test_varlen_gets_every_document_as_a_sequence(monkeypatch):
 
 
 def tiny(**overrides):
-    sizes = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "max_seq_len": 32}
+    sizes = {
+        "dim": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "max_seq_len": 32,
+    }
     torch.manual_seed(0)
     model = LLAMA.build(resolve_args(LLAMA, "debugmodel", {**sizes, **overrides}))
     for parameter in model.parameters():
@@ -162,60 +180,60 @@ def tiny(**overrides):
     return model.double()
 
 
-def test_other_documents_do_not_change_the_attention_of_a_document():
+def test_documents_do_not_affect_each_other():
     model, positions = tiny(**BLOCK_CAUSAL), some_positions()
     tokens = torch.randint(64, positions.shape)
-    together = model(tokens, positions=positions)
+    packed = model(tokens, positions=positions)
     for row in range(2):
         starts = [*(positions[row] == 0).nonzero().flatten().tolist(), 24]
-        for begin, end in zip(starts, starts[1:], strict=False):
-            alone = model(tokens[row : row + 1, begin:end])
-            assert relative(together[row, begin:end], alone[0]) < 1e-12
-    assert relative(together, model(tokens)) > 0.1
+        for start, end in zip(starts, starts[1:], strict=False):
+            separate = model(tokens[row : row + 1, start:end])
+            assert relative(packed[row, start:end], separate[0]) < 1e-12
+    assert relative(packed, model(tokens)) > 0.1
 
 
 def test_without_document_borders_positions_only_select_rotary_rows():
     model = tiny()
     tokens = torch.randint(64, (2, 24))
-    places = torch.arange(24).expand(2, 24)
-    assert torch.equal(model(tokens, positions=places), model(tokens))
-    # What counts there is how far apart tokens are.
-    assert relative(model(tokens, positions=places + 5), model(tokens)) < 1e-6
+    positions = torch.arange(24).expand(2, 24)
+    assert torch.equal(model(tokens, positions=positions), model(tokens))
+    # Only distances between tokens matter.
+    assert relative(model(tokens, positions=positions + 5), model(tokens)) < 1e-6
     assert relative(model(tokens, positions=some_positions()), model(tokens)) > 1e-3
 
 
-def test_the_mask_is_made_once_in_a_forward_and_in_the_activations_dtype(monkeypatch):
+def test_forward_makes_one_mask_in_the_dtype_of_the_activations(monkeypatch):
     model = tiny(**BLOCK_CAUSAL).bfloat16()
-    made, kept = [], []
+    masks, saved = [], []
 
     def mask(*args):
-        made.append(additive_mask(*args))
-        return made[-1]
+        masks.append(additive_mask(*args))
+        return masks[-1]
 
     model.attention_mask = mask
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         model(torch.randint(64, (2, 24)), positions=some_positions())
-    (one,) = made
-    assert one.dtype == torch.bfloat16
-    square = [x for x in kept if x.shape[-2:] == (24, 24)]
-    # Every layer keeps it for backward, and it is always the same memory.
-    assert len(square) == 3 and {x.data_ptr() for x in square} == {one.data_ptr()}
+    (only_mask,) = masks
+    assert only_mask.dtype == torch.bfloat16
+    square = [x for x in saved if x.shape[-2:] == (24, 24)]
+    # Every layer saves the same memory for backward.
+    assert len(square) == 3 and {x.data_ptr() for x in square} == {only_mask.data_ptr()}
 
 
 @pytest.mark.parametrize("attn_type", ["sdpa", "flex"])
-def test_blocks_can_be_compiled_whole_with_a_mask(attn_type):
+def test_blocks_with_a_mask_compile_without_graph_breaks(attn_type):
     model, positions = tiny(attn_type=attn_type, **BLOCK_CAUSAL), some_positions()
     tokens = torch.randint(64, positions.shape)
     with torch.set_grad_enabled(attn_type == "sdpa"):
         expected = model(tokens, positions=positions)
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
-        found = model(tokens, positions=positions)
-    assert relative(found, expected) < 1e-12
+        actual = model(tokens, positions=positions)
+    assert relative(actual, expected) < 1e-12
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-def test_on_cpu_the_reference_replaces_kernels_of_a_gpu(attn_type):
+def test_the_reference_replaces_gpu_kernels_on_cpu(attn_type):
     positions = some_positions()
     tokens = torch.randint(64, positions.shape)
 
@@ -225,37 +243,46 @@ def test_on_cpu_the_reference_replaces_kernels_of_a_gpu(attn_type):
         out.square().mean().backward()
         return [out, *(parameter.grad for parameter in model.parameters())]
 
-    for found, expected in zip(train(attn_type), train("sdpa"), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(train(attn_type), train("sdpa"), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-def test_other_devices_use_the_kernel_itself(attn_type, monkeypatch):
-    named = Kernel(lambda *_: f"{attn_type} core", lambda *_: f"{attn_type} mask")
-    monkeypatch.setitem(KERNELS, attn_type, named)
+def test_other_devices_use_the_selected_kernel(attn_type, monkeypatch):
+    kernel = Kernel(lambda *_: f"{attn_type} core", lambda *_: f"{attn_type} mask")
+    monkeypatch.setitem(KERNELS, attn_type, kernel)
     chosen, x = attention_kernel(attn_type), torch.empty(1, device="meta")
-    assert (chosen.core(x, x, x, None), chosen.mask(x, x.dtype, 1)) == (named.core(), named.mask())
+    assert (chosen.core(x, x, x, None), chosen.mask(x, x.dtype, 1)) == (
+        kernel.core(),
+        kernel.mask(),
+    )
 
 
-# ---- what is asked
+# ---- refused combinations
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"attn_type": "flash"}, "attn_type = 'flash': expected one of sdpa, flex, varlen"),
-        ({"attn_mask_type": "full"}, "attn_mask_type = 'full': expected one of causal, block_causal"),
-        ({"attn_type": "flex"}, 'attn_type = \'flex\': expected "sdpa" with attn_mask_type = "causal"'),
+        (
+            {"attn_mask_type": "full"},
+            "attn_mask_type = 'full': expected one of causal, block_causal",
+        ),
+        (
+            {"attn_type": "flex"},
+            'attn_type = \'flex\': expected "sdpa" with attn_mask_type = "causal"',
+        ),
     ],
 )
-def test_an_unsupported_combination_is_refused(overrides, said):
+def test_an_unsupported_combination_is_refused(overrides, message):
     with pytest.raises(ValueError) as refusal:
         resolve_args(LLAMA, "debugmodel", overrides)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("attn_type", "device_type", "dtype", "head_dim", "said"),
+    ("attn_type", "device_type", "dtype", "head_dim", "message"),
     [
         ("sdpa", "cpu", "float64", 5, ""),
         ("flex", "cpu", "float64", 64, ""),
@@ -268,9 +295,13 @@ def test_an_unsupported_combination_is_refused(overrides, said):
         ("varlen", "cuda", "float16", 512, "not 512"),
     ],
 )
-def test_attention_that_a_device_cannot_compute_is_reported_before_the_run(attn_type, device_type, dtype, head_dim, said):
-    found = unsupported_attention(attn_type, device_type=device_type, dtype=dtype, head_dim=head_dim)
-    assert said in found and bool(said) == bool(found)
+def test_attention_that_a_device_cannot_compute_is_reported(
+    attn_type, device_type, dtype, head_dim, message
+):
+    problem = unsupported_attention(
+        attn_type, device_type=device_type, dtype=dtype, head_dim=head_dim
+    )
+    assert message in problem and bool(message) == bool(problem)
 
 
 # ---- on a GPU
@@ -284,20 +315,24 @@ def test_gpu_kernels_of_documents_equal_sdpa(attn_type, kv_heads):
     q, k, v, grad = tensors(torch.bfloat16, kv_heads=kv_heads, device="cuda", **size)
     positions = some_positions(256, "cuda")
     core, mask = KERNELS[attn_type]
-    of_core = mask(positions, q.dtype, 256)
-    found = with_gradients(lambda *qkv: core(*qkv, of_core), q, k, v, grad)
+    kernel_mask = mask(positions, q.dtype, 256)
+    actual = with_gradients(lambda *qkv: core(*qkv, kernel_mask), q, k, v, grad)
     additive = additive_mask(positions, torch.float64, 256)
-    expected = with_gradients(lambda *qkv: plain(*qkv, additive == 0), *(x.double() for x in (q, k, v)), grad.double())
-    assert all(relative(a, b) < 1e-2 for a, b in zip(found, expected, strict=True))
+    expected = with_gradients(
+        lambda *qkv: plain(*qkv, additive == 0), *(x.double() for x in (q, k, v)), grad.double()
+    )
+    assert all(relative(a, b) < 1e-2 for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 20])
-def test_gpu_queries_are_the_last_of_the_keys(dtype, head_dim):
+def test_gpu_queries_are_at_the_last_positions_of_the_keys(dtype, head_dim):
     q, k, v, grad = tensors(dtype, queries=96, keys=256, head_dim=head_dim, device="cuda")
     sees = torch.ones(96, 256, dtype=torch.bool, device="cuda").tril(160)
-    found = with_gradients(causal_attention, q, k, v, grad)
-    expected = with_gradients(lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad.double())
-    assert all(relative(a, b) < 1e-2 for a, b in zip(found, expected, strict=True))
+    actual = with_gradients(causal_attention, q, k, v, grad)
+    expected = with_gradients(
+        lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad.double()
+    )
+    assert all(relative(a, b) < 1e-2 for a, b in zip(actual, expected, strict=True))
     assert kernels._is_flash_possible(q, k, v) == (dtype == torch.bfloat16 and head_dim == 64)

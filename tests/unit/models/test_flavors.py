@@ -1,4 +1,4 @@
-"""The sizes are those of the published Llamas."""
+"""Llama flavors have the published sizes."""
 
 import math
 from fnmatch import fnmatchcase
@@ -30,7 +30,7 @@ def rule_of(args, name):
         ("8B_varlen", 8_030_261_248, 14336, 8),
     ],
 )
-def test_number_of_parameters(flavor, parameters, ffn_dim, rope_factor):
+def test_numbers_of_parameters(flavor, parameters, ffn_dim, rope_factor):
     args = resolve_args(LLAMA, flavor, {})
     with torch.device("meta"):
         model = LLAMA.build(args)
@@ -39,8 +39,8 @@ def test_number_of_parameters(flavor, parameters, ffn_dim, rope_factor):
     assert (args.ffn_dim, args.rope_scaling_factor) == (ffn_dim, rope_factor)
 
 
-def test_flops_per_token_reproduces_the_published_run():
-    """8B at 8192 tokens: 57.914 GFLOP; 7,031 tokens/s per H100 are 407.2 TFLOP/s, 41.17 % of 989."""
+def test_flops_per_token_equal_the_published_run():
+    """8B at 8192 tokens needs 57.914 GFLOP. 7,031 tokens/s per H100 are 407.2 TFLOP/s (41.17 %)."""
     flops = LLAMA.flops_per_token(resolve_args(LLAMA, "8B", {}), 8192)
     assert flops == 6 * (8_030_261_248 - 128256 * 4096) + 6 * 32 * 32 * (2 * 128) * 8192
     assert round(flops / 1e9, 3) == 57.914
@@ -73,14 +73,29 @@ def test_init_std_formulas_at_width_14336(init_std, expected):
         ("layers.4.ffn_norm.weight", True, InitRule("ones")),
         ("layers.4.attention.wk.weight", True, InitRule("trunc_normal", 0.02, 100.0)),
         ("layers.4.feed_forward.w1.weight", True, InitRule("trunc_normal", 0.02, 100.0)),
-        ("layers.4.attention.wo.weight", True, InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10))),
-        ("layers.4.feed_forward.w3.weight", True, InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10))),
-        ("layers.4.feed_forward.w2.weight", False, InitRule("trunc_normal", 0.02 / math.sqrt(12), 100 * math.sqrt(12))),
+        (
+            "layers.4.attention.wo.weight",
+            True,
+            InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10)),
+        ),
+        (
+            "layers.4.feed_forward.w3.weight",
+            True,
+            InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10)),
+        ),
+        (
+            "layers.4.feed_forward.w2.weight",
+            False,
+            InitRule("trunc_normal", 0.02 / math.sqrt(12), 100 * math.sqrt(12)),
+        ),
         ("output.weight", True, InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, depth_init, rule):
-    """Depth l (from 0) scales what writes into the residual stream by 1 / sqrt(2 (l + 1)), or by 1 / sqrt(2 L)."""
-    found = rule_of(resolve_args(LLAMA, "debugmodel", {"depth_init": depth_init}), name)
-    assert found.kind == rule.kind
-    assert (found.std, found.bound) == pytest.approx((rule.std, rule.bound))
+def test_rules_of_initial_weights(name, depth_init, rule):
+    """Projections into the residual stream are scaled by 1 / sqrt(2 (l + 1)), or by 1 / sqrt(2 L).
+
+    l is the layer index from 0. L is the number of layers.
+    """
+    actual = rule_of(resolve_args(LLAMA, "debugmodel", {"depth_init": depth_init}), name)
+    assert actual.kind == rule.kind
+    assert (actual.std, actual.bound) == pytest.approx((rule.std, rule.bound))

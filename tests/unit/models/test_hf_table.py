@@ -1,4 +1,4 @@
-"""Links between our tensors and theirs: every element once, and the same tensors after the way there and back."""
+"""Links between native and external tensors cover every element once and are invertible."""
 
 import subprocess
 import sys
@@ -8,16 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness.hf_weights import permuted, to_ours, to_theirs
+from tests.harness.hf_weights import permute_rows, to_external, to_native
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import Link, Row, external_shapes, links, slices
 
 LLAMA = get_spec("llama3")
-SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "multiple_of": 16}
+SMALL = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "vocab_size": 64,
+    "multiple_of": 16,
+}
 
 
 def numbered(shapes):
-    """A tensor for each shape, no two elements of which are equal."""
+    """Return one tensor per shape. All elements are different."""
     state, start = {}, 0
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
@@ -26,62 +33,81 @@ def numbered(shapes):
     return state
 
 
-def assert_there_and_back(rows, shapes, tied=()):
-    found = links(rows, shapes, tied)
+def assert_round_trip(rows, shapes, tied=()):
+    row_links = links(rows, shapes, tied)
     state = numbered(shapes)
-    theirs = to_theirs(found, state)
-    stored = torch.cat([tensor.flatten() for tensor in theirs.values()]) if theirs else torch.empty(0)
-    known = [state[name].flatten() for name in state if name not in dict(tied)]
-    assert torch.equal(stored.sort().values, torch.cat(known).sort().values), "every element once, on both sides"
-    assert sum(torch.Size([n for _, n, _ in link.native_box]).numel() for link in found) == len(stored)
-    back = to_ours(found, theirs, state)
-    assert all(torch.equal(back[name], state[name]) for name in state if name not in dict(tied))
-    assert all(step == 1 for link in found for _, _, step in link.native_box), "the native box has no gaps"
-    return theirs
+    external = to_external(row_links, state)
+    stored = (
+        torch.cat([tensor.flatten() for tensor in external.values()])
+        if external
+        else torch.empty(0)
+    )
+    expected = [state[name].flatten() for name in state if name not in dict(tied)]
+    assert torch.equal(stored.sort().values, torch.cat(expected).sort().values), (
+        "expected every element once"
+    )
+    assert sum(torch.Size([n for _, n, _ in link.native_box]).numel() for link in row_links) == len(
+        stored
+    )
+    restored = to_native(row_links, external, state)
+    assert all(torch.equal(restored[name], state[name]) for name in state if name not in dict(tied))
+    assert all(step == 1 for link in row_links for _, _, step in link.native_box), (
+        "expected native boxes without gaps"
+    )
+    return external
 
 
-def test_a_plain_row_renames():
-    found = links((("a.{}.x", "b.{}.y"),), {"a.12.x": (3, 4)})
-    assert found == [Link("a.12.x", ((0, 3, 1), (0, 4, 1)), "b.12.y", ((0, 3, 1), (0, 4, 1)), False)]
+def test_a_plain_row_renames_a_tensor():
+    actual = links((("a.{}.x", "b.{}.y"),), {"a.12.x": (3, 4)})
+    assert actual == [
+        Link("a.12.x", ((0, 3, 1), (0, 4, 1)), "b.12.y", ((0, 3, 1), (0, 4, 1)), False)
+    ]
 
 
 def test_interleaved_rows_equal_the_conversion_script_of_transformers():
-    theirs = assert_there_and_back((Row("wq", "wq", interleaved_heads=4),), {"wq": (48, 5)})
-    assert torch.equal(permuted(theirs["wq"], 4), numbered({"wq": (48, 5)})["wq"])
+    external = assert_round_trip((Row("wq", "wq", interleaved_heads=4),), {"wq": (48, 5)})
+    assert torch.equal(permute_rows(external["wq"], 4), numbered({"wq": (48, 5)})["wq"])
 
 
-def test_their_fused_tensor_is_ours_in_the_order_of_the_row():
+def test_native_tensors_are_fused_in_the_order_of_the_row():
     shapes = {"0.w3": (3, 4), "0.w1": (2, 4)}
-    theirs = assert_there_and_back((Row(("{}.w1", "{}.w3"), "{}.gate_up"),), shapes)
+    external = assert_round_trip((Row(("{}.w1", "{}.w3"), "{}.gate_up"),), shapes)
     state = numbered(shapes)
-    assert torch.equal(theirs["0.gate_up"], torch.cat([state["0.w1"], state["0.w3"]]))
+    assert torch.equal(external["0.gate_up"], torch.cat([state["0.w1"], state["0.w3"]]))
 
 
-def test_our_fused_tensor_is_split_in_the_order_of_the_row():
-    theirs = assert_there_and_back((Row("wqkv", ("q", "k", "v"), sizes=(4, 2, 2)),), {"wqkv": (8, 3)})
-    assert torch.equal(torch.cat([theirs[name] for name in "qkv"]), numbered({"wqkv": (8, 3)})["wqkv"])
+def test_a_native_tensor_is_split_in_the_order_of_the_row():
+    external = assert_round_trip((Row("wqkv", ("q", "k", "v"), sizes=(4, 2, 2)),), {"wqkv": (8, 3)})
+    assert torch.equal(
+        torch.cat([external[name] for name in "qkv"]), numbered({"wqkv": (8, 3)})["wqkv"]
+    )
 
 
-def test_stacked_experts_are_tensors_of_their_own():
-    theirs = assert_there_and_back((Row("l.{}.w1", "l.{}.experts.{e}.gate", transposed=True),), {"l.3.w1": (4, 2, 5)})
-    assert list(theirs) == [f"l.3.experts.{e}.gate" for e in range(4)]
-    assert torch.equal(theirs["l.3.experts.2.gate"], numbered({"w": (4, 2, 5)})["w"][2].T)
+def test_stacked_experts_become_separate_tensors():
+    external = assert_round_trip(
+        (Row("l.{}.w1", "l.{}.experts.{e}.gate", transposed=True),), {"l.3.w1": (4, 2, 5)}
+    )
+    assert list(external) == [f"l.3.experts.{e}.gate" for e in range(4)]
+    assert torch.equal(external["l.3.experts.2.gate"], numbered({"w": (4, 2, 5)})["w"][2].T)
 
 
-def test_experts_fused_and_transposed():
+def test_experts_are_fused_and_transposed():
     shapes = {"w1": (3, 2, 5), "w3": (3, 2, 5)}
-    theirs = assert_there_and_back((Row(("w1", "w3"), "gate_up", transposed=True, axis=1),), shapes)
+    external = assert_round_trip((Row(("w1", "w3"), "gate_up", transposed=True, axis=1),), shapes)
     state = numbered(shapes)
-    assert torch.equal(theirs["gate_up"], torch.cat([state["w1"].mT, state["w3"].mT], dim=-1))
+    assert torch.equal(external["gate_up"], torch.cat([state["w1"].mT, state["w3"].mT], dim=-1))
 
 
 def test_a_tied_name_is_skipped():
-    rows, shapes = (("head", "lm_head"), ("embedding", "embed")), {"head": (4, 2), "embedding": (4, 2)}
-    assert list(assert_there_and_back(rows, shapes, (("head", "embedding"),))) == ["embed"]
+    rows, shapes = (
+        (("head", "lm_head"), ("embedding", "embed")),
+        {"head": (4, 2), "embedding": (4, 2)},
+    )
+    assert list(assert_round_trip(rows, shapes, (("head", "embedding"),))) == ["embed"]
 
 
-def test_a_number_without_dimensions_is_a_rectangle():
-    assert assert_there_and_back((("scale", "factor"),), {"scale": ()})["factor"].shape == ()
+def test_a_scalar_is_converted():
+    assert assert_round_trip((("scale", "factor"),), {"scale": ()})["factor"].shape == ()
 
 
 SIZES = st.integers(1, 5)
@@ -99,16 +125,21 @@ def tables(draw):
     if kind == "interleaved":
         heads = draw(SIZES)
         shape[axis] = 2 * heads * draw(SIZES)
-        return Row("a.{}", "b.{}" + suffix, interleaved_heads=heads, **common), {"a.7": tuple(shape)}
+        return Row("a.{}", "b.{}" + suffix, interleaved_heads=heads, **common), {
+            "a.7": tuple(shape)
+        }
     parts = draw(st.lists(SIZES, min_size=1, max_size=3))
     if kind == "split":
         shape[axis] = sum(parts)
         names = tuple(f"b{i}.{{}}{suffix}" for i in range(len(parts)))
         return Row("a.{}", names, sizes=tuple(parts), **common), {"a.7": tuple(shape)}
     if kind == "fused":
-        ours = [f"a{i}.{{}}" for i in range(len(parts))]
-        shapes = {f"a{i}.7": tuple(n if d == axis else s for d, s in enumerate(shape)) for i, n in enumerate(parts)}
-        return Row(tuple(ours), "b.{}" + suffix, **common), shapes
+        native_names = [f"a{i}.{{}}" for i in range(len(parts))]
+        shapes = {
+            f"a{i}.7": tuple(n if d == axis else s for d, s in enumerate(shape))
+            for i, n in enumerate(parts)
+        }
+        return Row(tuple(native_names), "b.{}" + suffix, **common), shapes
     return Row("a.{}", "b.{}" + suffix, **common), {"a.7": tuple(shape)}
 
 
@@ -116,11 +147,11 @@ def tables(draw):
 @given(tables())
 def test_any_row_covers_every_element_once(table):
     row, shapes = table
-    assert_there_and_back((row,), shapes)
+    assert_round_trip((row,), shapes)
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         (("a", ("b", "c")), "give as many sizes"),
         (("a", "b", (3,)), "give as many sizes"),
@@ -128,30 +159,32 @@ def test_any_row_covers_every_element_once(table):
         (("a", ("b.{e}", "c.{e}"), (1, 1)), "set axis"),
     ],
 )
-def test_a_malformed_row_is_refused(row, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_malformed_row_is_refused(row, message):
+    with pytest.raises(ValueError, match=message):
         Row(*row)
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         (Row("a", "b", interleaved_heads=3), r"a \(8, 2\) does not hold 3 heads"),
         (Row("a", ("b", "c"), sizes=(4, 3)), r"a \(8, 2\) is not as long as its parts"),
     ],
 )
-def test_a_shape_that_does_not_fit_its_row_is_named(row, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_shape_that_does_not_fit_its_row_is_reported(row, message):
+    with pytest.raises(ValueError, match=message):
         links((row,), {"a": (8, 2)})
 
 
 @pytest.mark.parametrize("present", ["0.a", "0.b"])
-def test_a_part_of_an_external_tensor_is_refused(present):
-    with pytest.raises(KeyError, match=f"{present} and .'0.[ab]'. together are one external tensor"):
+def test_an_incomplete_external_tensor_is_refused(present):
+    with pytest.raises(
+        KeyError, match=f"{present} and .'0.[ab]'. together are one external tensor"
+    ):
         links((Row(("{}.a", "{}.b"), "{}.ab"),), {present: (2, 3), "1.a": (1, 1), "1.b": (1, 1)})
 
 
-def test_tensors_without_a_row_are_named():
+def test_tensors_without_a_row_are_reported():
     with pytest.raises(KeyError, match="2 of 3 tensors.*bias.*layers.x.wq"):
         links((("layers.{}.wq", "q.{}"),), {"bias": (1,), "layers.x.wq": (1,), "layers.0.wq": (1,)})
 
@@ -163,20 +196,22 @@ def test_tables_of_llama_cover_every_parameter(format, tied):
     with torch.device("meta"):
         model = LLAMA.build(args)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    theirs = assert_there_and_back(getattr(LLAMA, format)(args), shapes, LLAMA.tied(args))
-    assert len(theirs) == len(shapes)
+    external = assert_round_trip(getattr(LLAMA, format)(args), shapes, LLAMA.tied(args))
+    assert len(external) == len(shapes)
     if format == "meta_names":
-        assert theirs.keys() == shapes.keys()
+        assert external.keys() == shapes.keys()
         for name, heads in (("wq", 4), ("wk", 2)):
-            ours = numbered(shapes)[f"layers.1.attention.{name}.weight"]
-            assert torch.equal(permuted(theirs[f"layers.1.attention.{name}.weight"], heads), ours)
+            native = numbered(shapes)[f"layers.1.attention.{name}.weight"]
+            assert torch.equal(
+                permute_rows(external[f"layers.1.attention.{name}.weight"], heads), native
+            )
         name = "layers.1.attention.wv.weight"
-        assert torch.equal(theirs[name], numbered(shapes)[name])
+        assert torch.equal(external[name], numbered(shapes)[name])
 
 
 def test_external_shapes_and_slices():
-    found = links((Row("a", "b", transposed=True),), {"a": (2, 3)})
-    assert external_shapes(found) == {"b": (3, 2)}
+    row_links = links((Row("a", "b", transposed=True),), {"a": (2, 3)})
+    assert external_shapes(row_links) == {"b": (3, 2)}
     assert slices(((1, 2, 2), (0, 3, 1))) == (slice(1, 5, 2), slice(0, 3, 1))
 
 
@@ -188,5 +223,7 @@ def test_links_need_no_torch():
         "links(spec.meta_names(args), {'layers.0.attention.wq.weight': (4096, 4096)})\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "False False"

@@ -1,4 +1,4 @@
-"""Initial weights: a function of the seed, the name and the place, drawn alike everywhere."""
+"""Initial weights depend only on seed, parameter name and element index."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from torchtitan_like.distributed.initialize import BLOCK, initialize, materializ
 from torchtitan_like.models import InitRule, get_spec, resolve_args
 
 LLAMA = get_spec("llama3")
-# The weights of `debugmodel` at seed 42 are part of the interface: they do not change from release to release.
+# The weights of `debugmodel` at seed 42 are part of the interface. Releases do not change them.
 DEBUGMODEL_HASH = 0x66D9833CB93B0ACF
 NORMAL = (("*", InitRule("normal", 1.0)),)
 
@@ -38,19 +38,19 @@ class Holder(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.full(shape, float("nan"))))
 
 
-def drawn(rule, shape, seed=0, name="weight"):
+def draw(rule, shape, seed=0, name="weight"):
     holder = Holder(**{name: shape})
     initialize(holder, ((name, rule),), seed)
     return holder.get_parameter(name).detach()
 
 
-def test_the_debug_models_weights_are_pinned():
+def test_weights_of_the_debug_model_are_fixed():
     assert weight_hash(llama()) == DEBUGMODEL_HASH
     assert weight_hash(llama(seed=43)) != DEBUGMODEL_HASH
 
 
 def test_values_follow_the_formula():
-    """splitmix64 in Python's integers, the quantile from Python's library: other code, the same numbers."""
+    """Compare with splitmix64 on Python integers and the quantile of Python's library."""
     from hashlib import blake2b
 
     def value(seed, name, index):
@@ -76,9 +76,9 @@ print(hex(weight_hash(llama(dict(n_layers=2)))), torch.backends.cpu.get_cpu_capa
 
 
 def test_weights_do_not_depend_on_threads_or_cpu_capability():
-    """numpy's dispatch is cut down too; the baseline it was compiled for cannot be switched off."""
+    """Numpy's CPU features are disabled too, except for its baseline."""
     expected = hex(weight_hash(llama({"n_layers": 2})))
-    started = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", HASH_PROGRAM.format(threads=threads)],
             env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -88,8 +88,8 @@ def test_weights_do_not_depend_on_threads_or_cpu_capability():
             (1, {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3 AVX512F AVX512_SKX"}),
         )
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=300) for process in started]
-    for process, (stdout, stderr) in zip(started, outputs, strict=True):
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (stdout, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, stderr
         assert stdout.split()[0] == expected, stdout
 
@@ -103,9 +103,9 @@ def test_weights_do_not_depend_on_threads_or_cpu_capability():
         (InitRule("trunc_normal", 1.0, 1.0), -1.0, 1.0, 0.53956),
     ],
 )
-def test_distribution(rule, low, high, std):
-    """A million draws: mean, deviation and distribution function within 5 standard errors, the cut as a sharp bound."""
-    x = drawn(rule, (1000, 1000)).double()
+def test_distribution_of_weights(rule, low, high, std):
+    """Moments of a million draws are within 5 standard errors. Truncation is exact."""
+    x = draw(rule, (1000, 1000)).double()
     count = x.numel()
     assert low <= x.min() and x.max() <= high
     assert abs(x.mean()) < 5 * std / count**0.5
@@ -117,39 +117,48 @@ def test_distribution(rule, low, high, std):
         assert (x < z * rule.std).double().mean() == pytest.approx(expected, abs=2.5 / count**0.5)
 
 
-def test_constants():
-    assert torch.equal(drawn(InitRule("ones"), (5,)), torch.ones(5))
-    assert torch.equal(drawn(InitRule("zeros"), (2, 3)), torch.zeros(2, 3))
+def test_constant_rules():
+    assert torch.equal(draw(InitRule("ones"), (5,)), torch.ones(5))
+    assert torch.equal(draw(InitRule("zeros"), (2, 3)), torch.zeros(2, 3))
 
 
 def test_neighboring_elements_names_and_seeds_are_uncorrelated():
     rule, shape = InitRule("normal", 1.0), (500, 400)
-    x = drawn(rule, shape)
-    others = [x.roll(1), x.roll(400), drawn(rule, shape, seed=1), drawn(rule, shape, name="weights")]
+    x = draw(rule, shape)
+    others = [
+        x.roll(1),
+        x.roll(400),
+        draw(rule, shape, seed=1),
+        draw(rule, shape, name="weights"),
+    ]
     for other in others:
         assert abs((x * other).mean()) < 5 / x.numel() ** 0.5
 
 
-def test_narrow_dtypes_start_from_the_fp32_weights_rounded():
-    wide, narrow = llama({"n_layers": 1}), llama({"n_layers": 1}, torch.bfloat16)
-    for (name, w), (_, n) in zip(wide.named_parameters(), narrow.named_parameters(), strict=True):
-        assert torch.equal(w.bfloat16(), n), name
-    assert weight_hash(llama({"n_layers": 1}, torch.float64)) == weight_hash(wide)
+def test_bfloat16_weights_are_rounded_fp32_weights():
+    fp32_model, bf16_model = llama({"n_layers": 1}), llama({"n_layers": 1}, torch.bfloat16)
+    for (name, fp32_weight), (_, bf16_weight) in zip(
+        fp32_model.named_parameters(), bf16_model.named_parameters(), strict=True
+    ):
+        assert torch.equal(fp32_weight.bfloat16(), bf16_weight), name
+    assert weight_hash(llama({"n_layers": 1}, torch.float64)) == weight_hash(fp32_model)
 
 
 def test_a_tied_weight_is_drawn_once():
     model = llama({"enable_weight_tying": True})
     assert model.output.weight is model.tok_embeddings.weight
     largest = 3 * llama().output.weight.shape[1] ** -0.5
-    assert 0.9 * largest < model.output.weight.abs().max() <= largest, "as an output, not as an embedding"
+    assert 0.9 * largest < model.output.weight.abs().max() <= largest, (
+        "expected the rule of the output, not of the embedding"
+    )
 
 
-def test_a_parameter_without_a_rule_is_named():
+def test_a_parameter_without_a_rule_is_reported():
     with pytest.raises(ValueError, match=r"no rule of the init table matches \['bias', 'scale'\]"):
         initialize(Holder(bias=(2,), weight=(2, 2), scale=(2,)), (("weight", InitRule("ones")),), 0)
 
 
-def test_the_first_rule_that_matches_wins():
+def test_the_first_matching_rule_applies():
     holder = Holder(weight=(2, 2))
     initialize(holder, (("w*", InitRule("ones")), ("*", InitRule("zeros"))), 0)
     assert holder.weight.sum() == 4
@@ -170,7 +179,7 @@ def test_the_hash_depends_on_every_element_and_its_index(damage):
     assert weight_hash(Holder(weight=(0,))) == 0
 
 
-def test_memory_does_not_grow_with_the_parameter():
+def test_memory_does_not_depend_on_the_size_of_a_parameter():
     holder = Holder(weight=(2000, 1000))
     initialize(Holder(weight=(2, 2)), NORMAL, 0)
     tracemalloc.start()
@@ -190,11 +199,22 @@ LAYOUTS = {
     "hsdp 2x2": ((2, 2), "hsdp"),
     "fsdp x tp 2x2": ((2, 2), "fsdp x tp"),
 }
-SMALL = {"dim": 24, "n_heads": 2, "n_layers": 2, "vocab_size": 30, "multiple_of": 10, "max_seq_len": 32}
+SMALL = {
+    "dim": 24,
+    "n_heads": 2,
+    "n_layers": 2,
+    "vocab_size": 30,
+    "multiple_of": 10,
+    "max_seq_len": 32,
+}
 
 
-def sharded(layout, overrides):
-    """Build on meta, cut, materialise and initialise; the full weights, this rank's share of the hash, the buffers' dtypes."""
+def build_sharded(layout, overrides):
+    """Build, shard and initialize a model.
+
+    Returns the full weights, this rank's share of the hash, dtype and sum of the rotary table, the
+    loss, and whether the weights are tied.
+    """
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -213,18 +233,29 @@ def sharded(layout, overrides):
     if kind == "fsdp x tp":
         data_mesh = mesh["a"]
         for block in model.layers.values():
-            columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+            columns = (
+                "attention.wq",
+                "attention.wk",
+                "attention.wv",
+                "feed_forward.w1",
+                "feed_forward.w3",
+            )
             rows = ("attention.wo", "feed_forward.w2")
-            plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+            plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(
+                rows, RowwiseParallel()
+            )
             parallelize_module(block, mesh["b"], plan)
     for module in (*model.layers.values(), model):
         if kind == "ddp":
             replicate(module, mesh=mesh)
         else:
-            fully_shard(module, mesh=data_mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            fully_shard(
+                module, mesh=data_mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            )
     materialize(model, torch.device("cpu"))
     initialize(model, LLAMA.init_table(args), 42)
-    # What the TP plan leaves out is whole on "b" without saying so: the hash would count it twice. The weights decide.
+    # Parameters outside the TP plan are replicated over "b" without a placement, so the hash counts
+    # them twice. The test compares only weights for this layout.
     share = weight_hash(model)
     weights = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
     tokens = torch.arange(16).view(2, 8)
@@ -236,26 +267,28 @@ def sharded(layout, overrides):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_topology_starts_from_the_same_weights(layout, tied):
-    """Sizes (24, 30, 70) that 4 does not divide; strided shards under FSDP x TP."""
+def test_every_layout_has_the_same_initial_weights(layout, tied):
+    """4 does not divide the sizes (24, 30, 70). FSDP x TP has strided shards."""
     overrides = {"enable_weight_tying": tied}
-    whole = llama(SMALL | overrides)
-    results = run_ranks(sharded, 4, layout, overrides)
-    rotary = whole.layers["0"].attention.rotary
+    single_rank = llama(SMALL | overrides)
+    results = run_ranks(build_sharded, 4, layout, overrides)
+    rotary = single_rank.layers["0"].attention.rotary
     for weights, _, table, _, stays_tied in results:
-        assert weights.keys() == dict(whole.named_parameters()).keys()
-        for name, parameter in whole.named_parameters():
+        assert weights.keys() == dict(single_rank.named_parameters()).keys()
+        for name, parameter in single_rank.named_parameters():
             assert torch.equal(weights[name], parameter), name
-        assert table == (torch.float32, rotary.cos.sum().item()), "FSDP's mixed precision leaves the tables alone"
+        assert table == (torch.float32, rotary.cos.sum().item()), (
+            "expected tables without mixed precision"
+        )
         assert stays_tied is tied
     if layout != "fsdp x tp 2x2":
-        assert sum(share for _, share, _, _, _ in results) % 2**64 == weight_hash(whole)
+        assert sum(share for _, share, _, _, _ in results) % 2**64 == weight_hash(single_rank)
         assert len({loss for *_, loss, _ in results}) == 1
 
 
-def test_uneven_strided_shards():
-    """11 rows over tensor parallelism 2 (6, 5), then over data parallelism 2 (3, 3 and 3, 2), and 11 columns likewise."""
-    results = run_ranks(_strided, 4)
+def test_weights_of_uneven_strided_shards():
+    """11 rows are sharded over TP 2 (6, 5), then over FSDP 2 (3, 3 and 3, 2). So are 11 columns."""
+    results = run_ranks(build_strided_shards, 4)
     holder = Holder(a_weight=(11, 6), b_weight=(6, 11))
     initialize(holder, NORMAL, 3)
     for a, b, _ in results:
@@ -263,7 +296,7 @@ def test_uneven_strided_shards():
     assert sum(share for *_, share in results) % 2**64 == weight_hash(holder)
 
 
-def _strided():
+def build_strided_shards():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -272,17 +305,25 @@ def _strided():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     holder = Holder(a_weight=(11, 6), b_weight=(6, 11))
     for name, dim in (("a_weight", 0), ("b_weight", 1)):
-        split = distribute_tensor(torch.zeros(holder.get_parameter(name).shape), mesh["b"], [Shard(dim)])
+        split = distribute_tensor(
+            torch.zeros(holder.get_parameter(name).shape), mesh["b"], [Shard(dim)]
+        )
         setattr(holder, name, nn.Parameter(split))
     fully_shard(holder, mesh=mesh["a"])
     assert isinstance(holder.a_weight.placements[0], _StridedShard)
     initialize(holder, NORMAL, 3)
-    return holder.a_weight.full_tensor().detach(), holder.b_weight.full_tensor().detach(), weight_hash(holder)
+    return (
+        holder.a_weight.full_tensor().detach(),
+        holder.b_weight.full_tensor().detach(),
+        weight_hash(holder),
+    )
 
 
-def test_the_quantile_is_right_to_the_last_digits():
+def test_the_quantile_is_exact_to_4e_15():
     from torchtitan_like.distributed.initialize import normal_quantile
 
-    p = np.concatenate([np.linspace(1e-4, 1 - 1e-4, 999), 2.0 ** -np.arange(2, 54), 1 - 2.0 ** -np.arange(2, 53)])
+    p = np.concatenate(
+        [np.linspace(1e-4, 1 - 1e-4, 999), 2.0 ** -np.arange(2, 54), 1 - 2.0 ** -np.arange(2, 53)]
+    )
     expected = np.array([statistics.NormalDist().inv_cdf(float(x)) for x in p])
     np.testing.assert_allclose(normal_quantile(p), expected, rtol=4e-15, atol=1e-16)

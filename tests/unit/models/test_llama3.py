@@ -1,17 +1,24 @@
-"""The model as a whole: Hugging Face's numbers, and the contract the framework relies on."""
+"""Llama 3: logits equal Hugging Face's, and the model meets the framework's requirements."""
 
 import copy
 
 import pytest
 import torch
 
-from tests.harness.hf_weights import to_theirs
+from tests.harness.hf_weights import to_external
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import links
 
 LLAMA = get_spec("llama3")
-SMALL = {"dim": 64, "n_layers": 3, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64, "multiple_of": 32}
+SMALL = {
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 4,
+    "vocab_size": 96,
+    "max_seq_len": 64,
+    "multiple_of": 32,
+}
 
 
 def build(overrides=None, dtype=torch.float32, seed=0):
@@ -24,10 +31,12 @@ def build(overrides=None, dtype=torch.float32, seed=0):
 
 
 def some_tokens(args, batch=2, seq=32):
-    return torch.randint(0, args.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, args.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1)
+    )
 
 
-STRETCHED = {"rope_original_max_seq_len": 64, "rope_theta": 1e4}
+SCALED_ROPE = {"rope_original_max_seq_len": 64, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -35,45 +44,55 @@ STRETCHED = {"rope_original_max_seq_len": 64, "rope_theta": 1e4}
     [
         ({"rope_scaling_factor": 1.0}, 48),
         ({"n_kv_heads": 2, "rope_scaling_factor": 1.0}, 48),
-        ({"n_kv_heads": 1, "max_seq_len": 1024, **STRETCHED}, 1024),
-        ({"n_kv_heads": 2, "max_seq_len": 8192, "n_layers": 1, **STRETCHED}, 8192),
+        ({"n_kv_heads": 1, "max_seq_len": 1024, **SCALED_ROPE}, 1024),
+        ({"n_kv_heads": 2, "max_seq_len": 8192, "n_layers": 1, **SCALED_ROPE}, 8192),
         ({"enable_weight_tying": True, "norm_eps": 1e-3}, 48),
     ],
-    ids=["plain", "gqa", "stretched", "long", "tied"],
+    ids=["plain", "gqa", "scaled rope", "long", "tied"],
 )
-def test_logits_equal_hugging_faces(overrides, seq):
-    """fp32, within 1e-5: at 8,192 tokens too, where a last digit of a rotary frequency would show as 1e-4."""
+def test_logits_equal_hugging_face(overrides, seq):
+    """At 8,192 tokens, a last-digit error of a rotary frequency would change logits by 1e-4."""
     transformers = pytest.importorskip("transformers")
     args, model = build(overrides)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
-                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-            else:  # attention that is far from uniform, logits of order 1
+                weight.add_(
+                    0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+                )
+            else:  # make attention non-uniform, with logits of order 1
                 weight.mul_(3 if "layers" in name else 1)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    theirs = to_theirs(links(LLAMA.hf_names(args), shapes, LLAMA.tied(args)), model.state_dict())
+    external = to_external(
+        links(LLAMA.hf_names(args), shapes, LLAMA.tied(args)), model.state_dict()
+    )
     config = transformers.LlamaConfig(**LLAMA.hf_config(args))
     hf_model = transformers.LlamaForCausalLM(config).eval()
-    missing, unexpected = hf_model.load_state_dict(theirs, strict=False)
+    missing, unexpected = hf_model.load_state_dict(external, strict=False)
     assert not unexpected and missing == (["lm_head.weight"] if args.enable_weight_tying else [])
     hf_model.tie_weights()
     tokens = some_tokens(args, batch=1, seq=seq)
     with torch.no_grad():
-        ours, reference = model(tokens), hf_model(tokens).logits
-    assert (ours - reference).abs().max() <= 1e-5
+        logits, reference = model(tokens), hf_model(tokens).logits
+    assert (logits - reference).abs().max() <= 1e-5
     if args.rope_scaling_factor != 1.0:
         for module in model.modules():
             if hasattr(module, "factor"):
                 module.factor = 1.0
         model.init_buffers(torch.device("cpu"))
         with torch.no_grad():
-            assert (model(tokens) - reference).abs().max() > 1e-3, "the stretched frequencies make no difference here"
+            assert (model(tokens) - reference).abs().max() > 1e-3, (
+                "expected scaled frequencies to change the logits"
+            )
 
 
-def test_module_names_are_the_fields():
+def test_module_names():
     _, model = build()
-    assert sorted(name for name, _ in model.named_parameters() if not name.startswith(("layers.1", "layers.2"))) == [
+    assert sorted(
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(("layers.1", "layers.2"))
+    ) == [
         "layers.0.attention.wk.weight",
         "layers.0.attention.wo.weight",
         "layers.0.attention.wq.weight",
@@ -90,16 +109,18 @@ def test_module_names_are_the_fields():
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
 
 
-def test_labels_give_the_sum_of_token_losses():
+def test_forward_with_labels_returns_the_sum_of_token_losses():
     args, model = build()
     tokens, labels = some_tokens(args), some_tokens(args).roll(-1, dims=1)
     labels[:, -1] = -100
     logits = model(tokens)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(model(tokens, labels), expected)
 
 
-def test_no_token_sees_a_later_one():
+def test_attention_is_causal():
     args, model = build()
     tokens = some_tokens(args)
     changed = tokens.clone()
@@ -111,15 +132,17 @@ def test_no_token_sees_a_later_one():
 def test_positions_restart_rotations():
     args, model = build()
     tokens = some_tokens(args)
-    straight = torch.arange(32).expand(2, 32)
-    assert torch.equal(model(tokens, positions=straight), model(tokens))
-    restarted = model(tokens, positions=straight % 16)
+    consecutive = torch.arange(32).expand(2, 32)
+    assert torch.equal(model(tokens, positions=consecutive), model(tokens))
+    restarted = model(tokens, positions=consecutive % 16)
     assert torch.equal(restarted[:, :16], model(tokens)[:, :16])
     assert not torch.equal(restarted, model(tokens))
 
 
-@pytest.mark.parametrize(("dtype", "loss_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
-def test_a_models_dtype_is_kept(dtype, loss_dtype):
+@pytest.mark.parametrize(
+    ("dtype", "loss_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_outputs_and_gradients_have_the_dtype_of_the_model(dtype, loss_dtype):
     args, model = build(dtype=dtype)
     tokens = some_tokens(args)
     assert model(tokens).dtype == dtype
@@ -133,12 +156,12 @@ def test_a_models_dtype_is_kept(dtype, loss_dtype):
 def test_float64_agrees_with_float32():
     args, model = build()
     tokens = some_tokens(args)
-    _, wide = build(dtype=torch.float64)
-    wide.load_state_dict(model.state_dict())
-    assert (model(tokens, tokens) / wide(tokens, tokens) - 1).abs() < 1e-6
+    _, fp64_model = build(dtype=torch.float64)
+    fp64_model.load_state_dict(model.state_dict())
+    assert (model(tokens, tokens) / fp64_model(tokens, tokens) - 1).abs() < 1e-6
 
 
-def test_a_tied_output_is_one_tensor_and_learns_from_both_ends():
+def test_the_gradient_of_a_tied_weight_is_the_sum_of_two():
     args, model = build({"enable_weight_tying": True})
     assert model.output.weight is model.tok_embeddings.weight
     tokens = some_tokens(args)
@@ -157,7 +180,9 @@ def test_two_stages_equal_the_whole_model():
     first.norm = first.output = last.tok_embeddings = None
     del first.layers["2"], last.layers["0"], last.layers["1"]
     assert torch.equal(last(first(tokens), tokens), model(tokens, tokens))
-    assert {name.split(".")[1] for name, _ in last.named_parameters() if name.startswith("layers")} == {"2"}
+    assert {
+        name.split(".")[1] for name, _ in last.named_parameters() if name.startswith("layers")
+    } == {"2"}
 
 
 def test_every_parameter_gets_a_gradient():
@@ -167,7 +192,7 @@ def test_every_parameter_gets_a_gradient():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_too_long_a_sequence_is_named():
+def test_a_sequence_above_max_seq_len_is_refused():
     args, model = build()
     with pytest.raises(ValueError, match="65 tokens is longer than max_seq_len = 64"):
         model(some_tokens(args, seq=65))

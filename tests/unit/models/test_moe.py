@@ -10,7 +10,9 @@ from torchtitan_like.models.layers.moe import Experts, MoE, Router, combine, sor
 DIM, HIDDEN, EXPERTS = 32, 16, 8
 
 
-def build(top_k=2, score_func="softmax", normalize=True, scale=1.0, hidden=HIDDEN, dtype=torch.float64):
+def build(
+    top_k=2, score_func="softmax", normalize=True, scale=1.0, hidden=HIDDEN, dtype=torch.float64
+):
     torch.manual_seed(0)
     router = Router(DIM, EXPERTS, top_k, score_func, normalize, scale)
     moe = MoE(router, Experts(EXPERTS, DIM, hidden), None).to(dtype)
@@ -120,6 +122,56 @@ def test_rows_of_an_expert_keep_the_order_of_the_tokens():
     assert routes.ends.tolist() == [2, 4, 6, 6] and routes.ends.dtype == torch.int32
     assert expert_ids.flatten()[routes.slot_of_row].tolist() == [0, 0, 1, 1, 2, 2]
     assert routes.slot_of_row[routes.row_of_slot.flatten()].tolist() == list(range(6))
+
+
+def route(score_func, groups=(1, 1), bias=None, top_k=2):
+    moe = build(top_k, score_func, normalize=False)
+    moe.router.num_groups, moe.router.num_limited_groups = groups
+    tokens = some().flatten(0, -2)
+    logits = tokens @ moe.router.gate.weight.T
+    scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+    weights, expert_ids = moe.router(tokens, bias)
+    torch.testing.assert_close(weights, scores.gather(-1, expert_ids))
+    return scores, expert_ids
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_the_bias_selects_and_does_not_enter_the_weights(score_func):
+    bias = torch.linspace(-0.2, 0.2, EXPERTS)
+    scores, expert_ids = route(score_func, bias=bias)
+    assert torch.equal(expert_ids, (scores + bias).topk(2).indices)
+    assert not torch.equal(expert_ids, scores.topk(2).indices)
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_experts_of_the_best_groups_only(score_func):
+    """A loop over tokens and groups; DeepSeek-V3 adds a group's two best scores, DeepSeek-V2 takes the best."""
+    scores, expert_ids = route(score_func, groups=(4, 2), top_k=4)
+    num_best = 2 if score_func == "sigmoid" else 1
+    unlimited = 0
+    for row, ids in zip(scores.tolist(), expert_ids.tolist(), strict=True):
+        pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+        def group_score(pair, row=row):
+            return sum(sorted((row[e] for e in pair), reverse=True)[:num_best])
+
+        allowed = [e for pair in sorted(pairs, key=group_score)[-2:] for e in pair]
+        assert sorted(ids) == sorted(allowed)
+        assert ids == sorted(ids, key=lambda e, row=row: -row[e])
+        unlimited += sorted(ids) == sorted(
+            sorted(range(EXPERTS), key=lambda e, row=row: -row[e])[:4]
+        )
+    assert unlimited < len(scores)
+
+
+def test_the_bias_is_stored_in_float32():
+    """Its updates of 0.001 vanish next to 1 in bfloat16. Casting a model casts its buffers too."""
+    moe = build()
+    with torch.device("meta"):
+        biased = MoE(moe.router, moe.experts, None, has_bias=True).to(torch.bfloat16)
+    biased.init_buffers(torch.device("cpu"))
+    assert biased.expert_bias.dtype == torch.float32 and not biased.expert_bias.any()
+    assert "expert_bias" in biased.state_dict() and "expert_bias" not in moe.state_dict()
 
 
 def test_half_precision_routes_by_scores_in_float32():

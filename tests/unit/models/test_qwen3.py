@@ -1,4 +1,4 @@
-"""Qwen3: the published sizes, Hugging Face's numbers, and the contract the framework relies on."""
+"""Qwen3: published sizes, logits equal to Hugging Face's, and the framework's requirements."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed import parity
 from tests.distributed.parity import short_documents
-from tests.harness.hf_weights import to_ours, to_theirs
+from tests.harness.hf_weights import to_external, to_native
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.distributed.initialize import initialize, materialize
@@ -43,7 +43,7 @@ def build(overrides=None, dtype=torch.float32, seed=0):
 
 
 def perturb(model):
-    """Norms that are not all ones, and attention that is far from uniform; logits stay of order 1."""
+    """Change norm weights from 1 and make attention non-uniform. Logits stay of order 1."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -60,11 +60,16 @@ def shapes_of(model):
 
 
 def hf_state(args, model):
-    return to_theirs(links(QWEN.hf_names(args), shapes_of(model), QWEN.tied(args)), dict(model.named_parameters()))
+    return to_external(
+        links(QWEN.hf_names(args), shapes_of(model), QWEN.tied(args)),
+        dict(model.named_parameters()),
+    )
 
 
 def some_tokens(args, batch=2, seq=32):
-    return torch.randint(0, args.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, args.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1)
+    )
 
 
 # ---- sizes
@@ -82,8 +87,8 @@ def some_tokens(args, batch=2, seq=32):
         ("32B", 32_762_123_264, False),
     ],
 )
-def test_number_of_parameters(flavor, parameters, tied):
-    """The numbers on the models' pages; the debug model is TorchTitan's."""
+def test_numbers_of_parameters(flavor, parameters, tied):
+    """Numbers from the models' pages. The debug model equals TorchTitan's."""
     args = resolve_args(QWEN, flavor, {})
     with torch.device("meta"):
         model = QWEN.build(args)
@@ -92,13 +97,17 @@ def test_number_of_parameters(flavor, parameters, tied):
     assert args.enable_weight_tying is tied and bool(QWEN.tied(args)) is tied
 
 
-def test_flops_per_token():
-    """By hand for 0.6B at 4096 tokens: its output is tied and counts; heads are wider together than the model is."""
+def test_flops_per_token_of_the_0_6b_flavor():
+    """Computed by hand for 0.6B at 4096 tokens. The tied output counts."""
     args = resolve_args(QWEN, "0.6B", {})
     matrices = 28 * (1024 * 128 * (16 + 8 + 8 + 16) + 3 * 1024 * 3072) + 151936 * 1024
     norms = 28 * (2 * 1024 + 2 * 128) + 1024
-    assert QWEN.flops_per_token(args, 4096) == 6 * (matrices + norms) + 28 * 6 * (16 * 128) * 2 * 4096
-    assert QWEN.flops_per_token(resolve_args(QWEN, "0.6B", UNTIED), 4096) == QWEN.flops_per_token(args, 4096)
+    assert (
+        QWEN.flops_per_token(args, 4096) == 6 * (matrices + norms) + 28 * 6 * (16 * 128) * 2 * 4096
+    )
+    assert QWEN.flops_per_token(resolve_args(QWEN, "0.6B", UNTIED), 4096) == QWEN.flops_per_token(
+        args, 4096
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,20 +121,22 @@ def test_flops_per_token():
         ({"multiple_of": 16}, "multiple_of = 16: qwen3 has no such argument"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
+def test_an_invalid_size_is_reported(overrides, expected):
     with pytest.raises(ValueError) as error:
         resolve_args(QWEN, "0.6B", overrides)
     assert expected in str(error.value)
 
 
-def test_sizes_are_known_without_torch():
+def test_sizes_need_no_torch():
     program = (
         "import sys; from torchtitan_like.models import get_spec, resolve_args\n"
         "spec = get_spec('qwen3'); args = resolve_args(spec, '8B', {'n_layers': 2})\n"
         "spec.num_params(args), spec.flops_per_token(args, 8192), spec.init_table(args), spec.hf_config(args)\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "False False"
 
 
@@ -147,10 +158,15 @@ def test_every_parameter_has_one_role_and_one_rule(tied):
 
 
 def test_norms_of_heads_have_their_own_role():
-    """Their weights are whole on every rank, their heads are not."""
+    """Their weights are replicated, while heads are sharded."""
     _, model = build()
-    words = {name: word for name in shapes_of(model) for pattern, word in QWEN.sharding if fnmatchcase(name, pattern)}
-    heads = {name for name, word in words.items() if word == "head_norm"}
+    roles = {
+        name: role
+        for name in shapes_of(model)
+        for pattern, role in QWEN.sharding
+        if fnmatchcase(name, pattern)
+    }
+    heads = {name for name, role in roles.items() if role == "head_norm"}
     assert heads == {f"layers.{i}.attention.{x}_norm.weight" for i in range(3) for x in "qk"}
 
 
@@ -163,31 +179,50 @@ def test_norms_of_heads_have_their_own_role():
         ("layers.4.attention.q_norm.weight", {}, InitRule("ones")),
         ("norm.weight", {}, InitRule("ones")),
         ("layers.4.attention.wk.weight", {}, InitRule("trunc_normal", 0.02, 100.0)),
-        ("layers.4.feed_forward.w1.weight", {"init_std": 0.01}, InitRule("trunc_normal", 0.01, 200.0)),
-        ("layers.4.attention.wo.weight", {}, InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10))),
-        ("layers.4.feed_forward.w3.weight", {}, InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10))),
-        ("layers.4.feed_forward.w2.weight", {"depth_init": False}, InitRule("trunc_normal", 0.005, 400.0)),
+        (
+            "layers.4.feed_forward.w1.weight",
+            {"init_std": 0.01},
+            InitRule("trunc_normal", 0.01, 200.0),
+        ),
+        (
+            "layers.4.attention.wo.weight",
+            {},
+            InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10)),
+        ),
+        (
+            "layers.4.feed_forward.w3.weight",
+            {},
+            InitRule("trunc_normal", 0.02 / math.sqrt(10), 100 * math.sqrt(10)),
+        ),
+        (
+            "layers.4.feed_forward.w2.weight",
+            {"depth_init": False},
+            InitRule("trunc_normal", 0.005, 400.0),
+        ),
     ],
 )
-def test_initial_weights(name, overrides, rule):
-    """TorchTitan's: depth l (from 0) scales what writes into the residual stream by 1 / sqrt(2 (l + 1)), or 1 / sqrt(2 L)."""
+def test_rules_of_initial_weights(name, overrides, rule):
+    """As in TorchTitan, projections into the residual stream are scaled by depth.
+
+    The factor is 1 / sqrt(2 (l + 1)) for layer l from 0, or 1 / sqrt(2 L) for all L layers.
+    """
     table = QWEN.init_table(resolve_args(QWEN, "debugmodel", overrides))
-    found = next(rule for pattern, rule in table if fnmatchcase(name, pattern))
-    assert found.kind == rule.kind
-    assert (found.std, found.bound) == pytest.approx((rule.std, rule.bound))
+    actual = next(rule for pattern, rule in table if fnmatchcase(name, pattern))
+    assert actual.kind == rule.kind
+    assert (actual.std, actual.bound) == pytest.approx((rule.std, rule.bound))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("format", ["hf_names", "meta_names"])
 def test_tables_cover_every_parameter(format, tied):
     args, model = build({"enable_weight_tying": tied})
-    found = links(getattr(QWEN, format)(args), shapes_of(model), QWEN.tied(args))
-    ours = dict(model.named_parameters())
-    theirs = to_theirs(found, ours)
-    assert len(theirs) == len(ours)
-    back = to_ours(found, theirs, ours)
-    assert all(torch.equal(back[name], weight) for name, weight in ours.items())
-    assert format != "meta_names" or theirs.keys() == ours.keys()
+    table_links = links(getattr(QWEN, format)(args), shapes_of(model), QWEN.tied(args))
+    native = dict(model.named_parameters())
+    external = to_external(table_links, native)
+    assert len(external) == len(native)
+    restored = to_native(table_links, external, native)
+    assert all(torch.equal(restored[name], weight) for name, weight in native.items())
+    assert format != "meta_names" or external.keys() == native.keys()
 
 
 # ---- Hugging Face
@@ -203,23 +238,25 @@ def test_tables_cover_every_parameter(format, tied):
     ],
     ids=["tied", "untied", "narrow heads", "long"],
 )
-def test_logits_equal_hugging_faces(overrides, seq):
+def test_logits_equal_hugging_face(overrides, seq):
     transformers = pytest.importorskip("transformers")
     args, model = build(overrides)
     perturb(model)
-    theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN.hf_config(args))).eval()
-    missing, unexpected = theirs.load_state_dict(hf_state(args, model), strict=False)
+    hf_model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**QWEN.hf_config(args))
+    ).eval()
+    missing, unexpected = hf_model.load_state_dict(hf_state(args, model), strict=False)
     assert not unexpected and missing == (["lm_head.weight"] if args.enable_weight_tying else [])
-    theirs.tie_weights()
+    hf_model.tie_weights()
     tokens = some_tokens(args, batch=1, seq=seq)
     with torch.no_grad():
-        ours, reference = model(tokens), theirs(tokens).logits
+        logits, reference = model(tokens), hf_model(tokens).logits
     assert reference.std() > 0.3
-    assert (ours - reference).abs().max() <= 1e-5
+    assert (logits - reference).abs().max() <= 1e-5
 
 
 def test_norms_of_heads_and_the_rotary_base_change_the_logits():
-    """Otherwise equal logits would not test them."""
+    """Otherwise the comparison of logits would not test them."""
     args, model = build()
     perturb(model)
     tokens = some_tokens(args)
@@ -237,7 +274,7 @@ def test_norms_of_heads_and_the_rotary_base_change_the_logits():
 
 @pytest.mark.parametrize("overrides", [{}, UNTIED], ids=["tied", "untied"])
 def test_transformers_reads_an_exported_folder(tmp_path, repo_root, overrides):
-    """Nothing missing or unexpected, every tensor bit for bit, the sizes as they were."""
+    """Every tensor is equal bit for bit, and the config has the same sizes."""
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
 
@@ -246,27 +283,40 @@ def test_transformers_reads_an_exported_folder(tmp_path, repo_root, overrides):
     stored = hf_state(args, model)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assets = repo_root / "tests/assets/tokenizer"
-    write_folder(tmp_path, config=QWEN.hf_config(args), dtype=torch.float32, assets=assets, bos=None, eos=None)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype="auto")
-    assert isinstance(theirs, transformers.Qwen3ForCausalLM)
+    write_folder(
+        tmp_path,
+        config=QWEN.hf_config(args),
+        dtype=torch.float32,
+        assets=assets,
+        bos=None,
+        eos=None,
+    )
+    hf_model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, dtype="auto"
+    )
+    assert isinstance(hf_model, transformers.Qwen3ForCausalLM)
     assert not any(report.values()), report
-    assert all(torch.equal(theirs.state_dict()[name], tensor) for name, tensor in stored.items())
-    config = theirs.config.to_dict()
-    known = QWEN.hf_config(args)
-    assert config["rope_parameters"]["rope_theta"] == known.pop("rope_theta") == args.rope_theta
-    assert known.pop("rope_scaling") is None and config["rope_parameters"]["rope_type"] == "default"
-    assert {key: config[key] for key in known} == known
+    assert all(torch.equal(hf_model.state_dict()[name], tensor) for name, tensor in stored.items())
+    config = hf_model.config.to_dict()
+    expected = QWEN.hf_config(args)
+    assert config["rope_parameters"]["rope_theta"] == expected.pop("rope_theta") == args.rope_theta
+    assert (
+        expected.pop("rope_scaling") is None and config["rope_parameters"]["rope_type"] == "default"
+    )
+    assert {key: config[key] for key in expected} == expected
     tokens = some_tokens(args)
     with torch.no_grad():
-        assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+        assert (hf_model(tokens).logits - model(tokens)).abs().max() <= 1e-5
 
 
-# ---- the contract
+# ---- requirements of the framework
 
 
-def test_module_names_are_the_fields():
+def test_module_names():
     _, model = build()
-    assert sorted(name for name in shapes_of(model) if not name.startswith(("layers.1", "layers.2"))) == [
+    assert sorted(
+        name for name in shapes_of(model) if not name.startswith(("layers.1", "layers.2"))
+    ) == [
         "layers.0.attention.k_norm.weight",
         "layers.0.attention.q_norm.weight",
         "layers.0.attention.wk.weight",
@@ -283,18 +333,20 @@ def test_module_names_are_the_fields():
     ]
 
 
-def test_labels_give_the_sum_of_token_losses_and_every_parameter_a_gradient():
+def test_loss_equals_cross_entropy_and_all_parameters_get_gradients():
     args, model = build()
     tokens, labels = some_tokens(args), some_tokens(args).roll(-1, dims=1)
     labels[:, -1] = -100
-    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     loss = model(tokens, labels)
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_no_token_sees_a_later_one():
+def test_attention_is_causal():
     args, model = build()
     tokens = some_tokens(args)
     changed = tokens.clone()
@@ -304,20 +356,22 @@ def test_no_token_sees_a_later_one():
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_positions(documents):
-    """They restart rotations, which shifts nothing by itself, and under block_causal they part documents."""
+def test_positions_separate_documents_only_with_block_causal(documents):
+    """Positions restart rotations. With block_causal they also separate documents."""
     args, model = build({"attn_mask_type": "block_causal" if documents else "causal"})
     perturb(model)
     tokens = some_tokens(args)
-    straight = torch.arange(32).expand(2, 32)
-    torch.testing.assert_close(model(tokens, positions=straight), model(tokens))
-    halves = model(tokens, positions=straight % 16)
+    consecutive = torch.arange(32).expand(2, 32)
+    torch.testing.assert_close(model(tokens, positions=consecutive), model(tokens))
+    halves = model(tokens, positions=consecutive % 16)
     torch.testing.assert_close(halves[:, :16], model(tokens)[:, :16])
     assert torch.allclose(halves[:, 16:], model(tokens[:, 16:]), atol=1e-5) is documents
 
 
-@pytest.mark.parametrize(("dtype", "loss_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
-def test_a_models_dtype_is_kept(dtype, loss_dtype):
+@pytest.mark.parametrize(
+    ("dtype", "loss_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_outputs_and_gradients_have_the_dtype_of_the_model(dtype, loss_dtype):
     args, model = build(dtype=dtype)
     tokens = some_tokens(args)
     loss = model(tokens, tokens)
@@ -337,7 +391,7 @@ def test_two_stages_equal_the_whole_model():
 
 
 def train(argv):
-    """One rank of a pool, as train.py; the number of parameters."""
+    """Train as train.py does. Return the number of parameters."""
     trainer = parity.build(argv)
     trainer.train()
     parity.release(trainer)
@@ -345,7 +399,7 @@ def train(argv):
 
 
 def test_the_debug_model_trains_from_a_file(tmp_path, repo_root):
-    """As it is, a step on real text; from logits of order 1 though its output is tied."""
+    """The first loss is close to log(2048), so initial logits are small despite the tied output."""
     config = tmp_path / "qwen.toml"
     config.write_text(
         f'extends = "{repo_root}/train_configs/debug_model.toml"\n'

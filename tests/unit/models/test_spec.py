@@ -1,4 +1,4 @@
-"""What a model hands to the framework: known by name, checked without torch."""
+"""Model specs: registration, flavors and tables, without torch."""
 
 import dataclasses
 import subprocess
@@ -14,14 +14,16 @@ from torchtitan_like.models.spec import fit_positions
 LLAMA = get_spec("llama3")
 
 
-def test_sizes_are_known_without_torch():
+def test_sizes_need_no_torch():
     program = (
         "import sys; from torchtitan_like.models import get_spec, resolve_args\n"
         "spec = get_spec('llama3'); args = resolve_args(spec, '8B', {'n_layers': 2})\n"
         "spec.num_params(args), spec.flops_per_token(args, 8192), spec.init_table(args), spec.hf_config(args)\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "False False"
 
 
@@ -30,19 +32,27 @@ def test_an_unknown_model_is_refused_with_the_nearest_name():
         get_spec("lama3")
 
 
-def test_a_name_is_registered_once(monkeypatch):
+def test_a_name_can_be_registered_only_once(monkeypatch):
     monkeypatch.setattr(spec_module, "_registered", {})
-    mine = dataclasses.replace(LLAMA, name="mine")
-    register(mine)
-    register(mine)
-    assert get_spec("mine") is mine
-    with pytest.raises(ValueError, match="'mine' is already registered"):
-        register(dataclasses.replace(LLAMA, name="mine"))
+    spec = dataclasses.replace(LLAMA, name="my_model")
+    register(spec)
+    register(spec)
+    assert get_spec("my_model") is spec
+    with pytest.raises(ValueError, match="'my_model' is already registered"):
+        register(dataclasses.replace(LLAMA, name="my_model"))
 
 
-def test_overrides_replace_the_flavors_sizes():
-    args = resolve_args(LLAMA, "8B", {"n_layers": 2, "rope_theta": 10000, "n_kv_heads": None, "init_std": 0.01})
-    assert (args.dim, args.n_layers, args.rope_theta, args.num_kv_heads, args.linear_std) == (4096, 2, 10000, 32, 0.01)
+def test_overrides_replace_sizes_of_the_flavor():
+    args = resolve_args(
+        LLAMA, "8B", {"n_layers": 2, "rope_theta": 10000, "n_kv_heads": None, "init_std": 0.01}
+    )
+    assert (args.dim, args.n_layers, args.rope_theta, args.num_kv_heads, args.linear_std) == (
+        4096,
+        2,
+        10000,
+        32,
+        0.01,
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,31 +68,44 @@ def test_overrides_replace_the_flavors_sizes():
         ("8B", {"n_layers": 0}, "n_layers = 0: expected a number above 0"),
         ("8B", {"n_kv_heads": 5}, "n_kv_heads = 5: expected a divisor of n_heads = 32"),
         ("8B", {"dim": 4097}, "dim = 4097: expected a multiple of 2 x n_heads = 64"),
-        ("8B", {"init_std": "sqrt(h)"}, "init_std = 'sqrt(h)': expected a number or one of fixed, sqrt(1/(3h))"),
+        (
+            "8B",
+            {"init_std": "sqrt(h)"},
+            "init_std = 'sqrt(h)': expected a number or one of fixed, sqrt(1/(3h))",
+        ),
         ("8B", {"init_std": 0}, "init_std = 0: expected a number above 0"),
-        ("8B", {"ffn_dim_multiplier": -1.0}, "ffn_dim_multiplier = -1.0: expected a number above 0"),
-        ("8B", {"rope_low_freq_factor": 9.0}, "rope_low_freq_factor = 9.0: expected a number between 0 and"),
+        (
+            "8B",
+            {"ffn_dim_multiplier": -1.0},
+            "ffn_dim_multiplier = -1.0: expected a number above 0",
+        ),
+        (
+            "8B",
+            {"rope_low_freq_factor": 9.0},
+            "rope_low_freq_factor = 9.0: expected a number between 0 and",
+        ),
         ("8B", {"n_kv_heads": 0}, "n_kv_heads = 0: expected a number above 0"),
     ],
 )
-def test_a_wrong_size_is_named(flavor, overrides, expected):
+def test_an_invalid_size_is_reported(flavor, overrides, expected):
     with pytest.raises(ValueError) as error:
         resolve_args(LLAMA, flavor, overrides)
     assert expected in str(error.value)
 
 
-def test_all_wrong_sizes_are_named_at_once():
+def test_all_invalid_sizes_are_reported_together():
     with pytest.raises(ValueError) as error:
         resolve_args(LLAMA, "9B", {"dims": 1, "n_layers": "x", "norm_eps": None})
     assert len(str(error.value).splitlines()) == 4
 
 
 @pytest.mark.parametrize(
-    "wrong", [("normal", 0.0, 0.0), ("trunc_normal", 1.0, 0.0), ("normal", 1.0, 2.0), ("ones", 0.0, 1.0)]
+    "arguments",
+    [("normal", 0.0, 0.0), ("trunc_normal", 1.0, 0.0), ("normal", 1.0, 2.0), ("ones", 0.0, 1.0)],
 )
-def test_a_malformed_init_rule_is_refused(wrong):
+def test_a_malformed_init_rule_is_refused(arguments):
     with pytest.raises(ValueError, match="InitRule"):
-        InitRule(*wrong)
+        InitRule(*arguments)
 
 
 def test_a_sharding_role_must_exist():
@@ -103,7 +126,7 @@ def test_every_parameter_has_one_role_and_one_rule(overrides):
         assert any(fnmatchcase(name, pattern) for pattern, _ in LLAMA.init_table(args)), name
 
 
-def test_every_pattern_matches_some_parameter():
+def test_every_pattern_matches_a_parameter():
     import torch
 
     args = resolve_args(LLAMA, "debugmodel", {})
@@ -119,10 +142,12 @@ def test_constraints_and_ties():
         "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 131072,
     }  # fmt: skip
     assert LLAMA.tied(args) == ()
-    assert LLAMA.tied(resolve_args(LLAMA, "1B", {})) == (("output.weight", "tok_embeddings.weight"),)
+    assert LLAMA.tied(resolve_args(LLAMA, "1B", {})) == (
+        ("output.weight", "tok_embeddings.weight"),
+    )
 
 
-def test_tables_are_made_for_the_positions_that_are_used():
+def test_fit_positions_sets_the_length_of_rotary_tables():
     spec = get_spec("llama3")
     args = resolve_args(spec, "debugmodel", {})
     assert fit_positions(args, 512) == dataclasses.replace(args, max_seq_len=512)

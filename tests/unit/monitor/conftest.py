@@ -1,4 +1,4 @@
-"""Metrics of a run of one rank, with a clock that the test moves."""
+"""Metrics of a single-rank run with a fake clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def alone(local: torch.Tensor) -> torch.Tensor:
+def gather_one_rank(local: torch.Tensor) -> torch.Tensor:
     return local.unsqueeze(0)
 
 
@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
-    """A function that builds metrics, by default those of rank 0, with no dashboard."""
+    """Return a function that builds metrics, by default for rank 0 and without a dashboard."""
     built: list[Metrics] = []
 
     def build_metrics(
@@ -47,7 +47,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
         folder: Path = tmp_path,
         attempt: int = 1,
         rank: int = 0,
-        gather: Gather = alone,
+        gather: Gather = gather_one_rank,
         sources: Sequence[str] = (),
         peak_flops: float | None = None,
         num_passes: float = 3.0,

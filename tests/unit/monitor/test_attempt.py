@@ -1,4 +1,4 @@
-"""Test that an attempt writes its configuration, environment and events."""
+"""An attempt writes its configuration, environment and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from torchtitan_like.util.run_directory import RunEnd
     ("existing", "expected"),
     [([], 1), (["1"], 2), (["1", "2", "10"], 11), (["2"], 3), (["notes", "1.old"], 1)],
 )
-def test_next_free_attempt(existing: list[str], expected: int, tmp_path: Path) -> None:
+def test_an_attempt_takes_the_next_number(
+    existing: list[str], expected: int, tmp_path: Path
+) -> None:
     for name in existing:
         (tmp_path / "attempts" / name).mkdir(parents=True)
     run = Attempt(tmp_path)
@@ -28,7 +30,7 @@ def test_next_free_attempt(existing: list[str], expected: int, tmp_path: Path) -
 def test_simultaneous_starts_get_different_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second start lists the attempts before the first has made its folder."""
+    """Both starts list the attempts before either of them makes its folder."""
     Attempt(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(run_directory, "newest_attempt", lambda _: None)
@@ -42,19 +44,25 @@ def test_other_ranks_create_no_files(tmp_path: Path) -> None:
     assert run_directory.log_file(other.folder, 3) == other.folder / "logs" / "rank3.log"
 
 
-def test_config_of_each_attempt_and_the_newest_at_the_top(tmp_path: Path) -> None:
+def test_each_attempt_and_the_run_folder_have_a_config(tmp_path: Path) -> None:
     for text in ("[job]\n", "[job]\ndescription = 'é'\n"):
         Attempt(tmp_path).write_config(text)
     assert (tmp_path / "config.toml").read_text(encoding="utf-8") == "[job]\ndescription = 'é'\n"
     assert (tmp_path / "attempts" / "1" / "config.toml").read_text(encoding="utf-8") == "[job]\n"
-    assert (tmp_path / "attempts" / "2" / "config.toml").read_text(encoding="utf-8") == "[job]\ndescription = 'é'\n"
+    assert (tmp_path / "attempts" / "2" / "config.toml").read_text(
+        encoding="utf-8"
+    ) == "[job]\ndescription = 'é'\n"
 
 
-def test_exit_is_written_and_removed(tmp_path: Path) -> None:
+def test_exit_json_is_written_and_removed(tmp_path: Path) -> None:
     run = Attempt(tmp_path)
     run.remove_exit()
     run_directory.write_exit(tmp_path, RunEnd("completed", 0, 200))
-    assert json.loads((tmp_path / "exit.json").read_text()) == {"reason": "completed", "code": 0, "step": 200}
+    assert json.loads((tmp_path / "exit.json").read_text()) == {
+        "reason": "completed",
+        "code": 0,
+        "step": 200,
+    }
     run.remove_exit()
     assert not (tmp_path / "exit.json").exists()
 
@@ -68,7 +76,13 @@ def test_events_are_appended_even_after_half_a_line(torn: bytes, tmp_path: Path)
     Attempt(tmp_path, wall_clock=lambda: 13.0).event("stop", step=11, loss=float("nan"))
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
     assert json.loads(lines[0]) == {"event": "save", "time": 12.5, "attempt": 1, "step": 10}
-    assert json.loads(lines[-1]) == {"event": "stop", "time": 13.0, "attempt": 2, "step": 11, "loss": "nan"}
+    assert json.loads(lines[-1]) == {
+        "event": "stop",
+        "time": 13.0,
+        "attempt": 2,
+        "step": 11,
+        "loss": "nan",
+    }
     assert len(lines) == (3 if torn else 2)
 
 
@@ -83,7 +97,7 @@ def test_environment_is_captured_in_a_thread(tmp_path: Path) -> None:
     }
 
 
-def test_a_capture_that_fails_is_a_warning(
+def test_a_failed_capture_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: Path) -> None:
@@ -94,7 +108,9 @@ def test_a_capture_that_fails_is_a_warning(
     assert "could not be recorded" in caplog.text and "ValueError" in caplog.text
 
 
-def test_a_capture_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_during_the_capture_counts_as_a_write_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "variables.txt"))
 

@@ -1,4 +1,4 @@
-"""What is recorded of the environment, and what must not be."""
+"""The record of the environment is complete and contains no secrets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_hashes_distinguish_values_of_one_variable() -> None:
 
     assert re.fullmatch(r"DB_PASS=<hash [0-9a-f]{8}>", line("a"))
     assert line("a") == line("a") != line("b")
-    assert line("a") != line("a", HashKey(bytes(31) + b"1", True)), "who has no key cannot test a guess"
+    assert line("a") != line("a", HashKey(bytes(31) + b"1", True)), (
+        "without the key nobody can test a guess"
+    )
     assert line("") == "DB_PASS="
 
 
@@ -71,8 +73,8 @@ def test_the_key_of_the_hashes_is_outside_the_run_folder_and_private(tmp_path: P
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(list(file.parent.iterdir())) == 1
 
 
-def test_without_a_place_for_the_key_the_hashes_are_of_one_attempt(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("a file, no folder")
+def test_without_a_stored_key_each_attempt_has_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file, not a folder")
     variables = {"XDG_STATE_HOME": str(tmp_path / "state")}
     key = hash_key(variables)
     assert not key.is_stored and key.secret != hash_key(variables).secret
@@ -81,40 +83,62 @@ def test_without_a_place_for_the_key_the_hashes_are_of_one_attempt(tmp_path: Pat
 
 def test_the_documented_variables_are_the_listed_ones() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs/guides/security.md").read_text()
-    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text.split("## What a run records")[1], re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| ([^|]+) \| ([^|]+) \|$", text.split("## What a run records")[1], re.MULTILINE
+        )
+    )
     documented = {topic: tuple(re.findall(r"`([^`]+)`", rows[topic])) for topic in RECORDED}
     assert documented == RECORDED
 
 
 @pytest.mark.parametrize(
-    ("typed", "shown"),
+    ("argv", "recorded"),
     [
-        (["--training.steps", "5", "--training.steps=5"], ["--training.steps", "5", "--training.steps=5"]),
+        (
+            ["--training.steps", "5", "--training.steps=5"],
+            ["--training.steps", "5", "--training.steps=5"],
+        ),
         (["--webhook=S", "--webhook", "S", "S"], [f"--webhook={MASK}", "--webhook", MASK, MASK]),
         (["-p", "S", "-pS", "S"], [MASK] * 4),
         (
             ["--model.args.api_key", "S", "--model.args.dim", "8"],
             ["--model.args.api_key", MASK, "--model.args.dim", "8"],
         ),
-        (["--job.description", "https://me:S@h/x?k=S"], ["--job.description", f"https://{MASK}@h/x?{MASK}"]),
+        (
+            ["--job.description", "https://me:S@h/x?k=S"],
+            ["--job.description", f"https://{MASK}@h/x?{MASK}"],
+        ),
         (["--data.sources.a.path=me:S@h"], [f"--data.sources.a.path={MASK}@h"]),
         (["--training.dataset-path", "a.jsonl"], ["--training.dataset-path", "a.jsonl"]),
     ],
 )
-def test_arguments_of_the_schema_are_recorded_and_others_masked(typed: list[str], shown: list[str]) -> None:
-    assert mask_arguments([word.replace("S", SECRET) for word in typed]) == shown
+def test_arguments_of_the_schema_are_recorded_and_others_masked(
+    argv: list[str], recorded: list[str]
+) -> None:
+    assert mask_arguments([argument.replace("S", SECRET) for argument in argv]) == recorded
 
 
-def test_files_of_an_environment(tmp_path: Path) -> None:
+def test_the_environment_files_have_facts_and_no_secrets(tmp_path: Path) -> None:
     folder = tmp_path / "environment"
     state = str(tmp_path / "state")
     write_environment(
         folder,
         variables={"TZ": "last", "HF_TOKEN": SECRET, "LANG": "first", "XDG_STATE_HOME": state},
-        argv=["train.py", "--job.config_file", "a.toml", "--wandb.api_key", SECRET, f"--x.secret={SECRET}", "--y=1"],
+        argv=[
+            "train.py",
+            "--job.config_file",
+            "a.toml",
+            "--wandb.api_key",
+            SECRET,
+            f"--x.secret={SECRET}",
+            "--y=1",
+        ],
     )
     first, *lines = (folder / "variables.txt").read_text().splitlines()
-    assert re.fullmatch(r"#hash_key=[0-9a-f]{8}", first) and re.fullmatch("HF_TOKEN=<hash [0-9a-f]{8}>", lines[0])
+    assert re.fullmatch(r"#hash_key=[0-9a-f]{8}", first) and re.fullmatch(
+        "HF_TOKEN=<hash [0-9a-f]{8}>", lines[0]
+    )
     assert lines[1:] == ["LANG=first", "TZ=last", f"XDG_STATE_HOME={state}"]
     facts = json.loads((folder / "facts.json").read_text())
     assert facts["argv"] == [
@@ -131,21 +155,23 @@ def test_files_of_an_environment(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_packages_first_on_the_path_hides_and_editables_are_found(tmp_path: Path) -> None:
-    for path, name in (("a", "pkg-1.0"), ("b", "pkg-2.0"), ("b", "mine-0.1+local")):
+def test_packages_lists_the_first_version_on_the_path_and_editable_installs(tmp_path: Path) -> None:
+    for path, name in (("a", "pkg-1.0"), ("b", "pkg-2.0"), ("b", "own-0.1+local")):
         (tmp_path / path / f"{name}.dist-info").mkdir(parents=True)
-    url = {"url": "file:///home/me/mine", "dir_info": {"editable": True}}
-    (tmp_path / "b" / "mine-0.1+local.dist-info" / "direct_url.json").write_text(json.dumps(url))
-    names, editables = packages([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "missing")])
-    assert names == ["mine==0.1+local", "pkg==1.0"]
-    assert editables == [Path("/home/me/mine")]
+    url = {"url": "file:///home/me/own", "dir_info": {"editable": True}}
+    (tmp_path / "b" / "own-0.1+local.dist-info" / "direct_url.json").write_text(json.dumps(url))
+    names, editables = packages(
+        [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "missing")]
+    )
+    assert names == ["own==0.1+local", "pkg==1.0"]
+    assert editables == [Path("/home/me/own")]
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a user's settings of git, and the only one."""
+    """Return the path of the only git configuration file that git reads."""
     if shutil.which("git") is None:
-        pytest.skip("git is not there")
+        pytest.skip("git is not installed")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     return tmp_path / "gitconfig"
@@ -153,7 +179,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+    subprocess.run(
+        ["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True
+    )
 
 
 @pytest.fixture
@@ -167,16 +195,22 @@ def checkout(settings: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("wanted", ["", "[color]\nui = always\n[diff]\nexternal = true\nnoprefix = true\n"])
-def test_git_commit_and_uncommitted_changes(checkout: Path, settings: Path, wanted: str) -> None:
-    """Whatever a user wants to see of a difference."""
-    settings.write_text(wanted)
+@pytest.mark.parametrize(
+    "git_config", ["", "[color]\nui = always\n[diff]\nexternal = true\nnoprefix = true\n"]
+)
+def test_the_commit_and_uncommitted_changes_are_recorded(
+    checkout: Path, settings: Path, git_config: str
+) -> None:
+    """The user's settings for diffs must not change the record."""
+    settings.write_text(git_config)
     (checkout / "package" / "code.py").write_text("new = 'https://me:pw@host/'\n")
     (checkout / "extra.txt").write_text("x")
     state = git_state(checkout / "package")
     assert state is not None
     facts, diff = state
-    head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     assert facts == [
         f"checkout {checkout}", f"commit {head}", "2 changed or untracked files", " M package/code.py", "?? extra.txt"
     ]  # fmt: skip
@@ -184,12 +218,12 @@ def test_git_commit_and_uncommitted_changes(checkout: Path, settings: Path, want
     assert f"{changes}'https://{MASK}@host/'\n" in diff
 
 
-def test_git_of_a_clean_checkout_has_no_diff(checkout: Path) -> None:
+def test_a_clean_checkout_has_no_diff(checkout: Path) -> None:
     state = git_state(checkout / "package")
     assert state is not None and state[1] == "" and state[0][2] == "0 changed or untracked files"
 
 
-def test_git_before_the_first_commit(settings: Path, tmp_path: Path) -> None:
+def test_a_repository_without_commits_is_recorded(settings: Path, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "a.py")
@@ -197,10 +231,12 @@ def test_git_before_the_first_commit(settings: Path, tmp_path: Path) -> None:
     assert state is not None and state[0][1] == "commit none yet"
 
 
-@pytest.mark.parametrize("where", ["outside", "ignored"])
-def test_no_checkout_of_its_own(where: str, checkout: Path, tmp_path: Path) -> None:
-    """A package in a virtual environment inside somebody's project is none of that project's commits."""
-    folder = tmp_path / "plain" if where == "outside" else checkout / ".venv" / "package"
+@pytest.mark.parametrize("location", ["outside", "ignored"])
+def test_an_installed_package_has_no_git_state(
+    location: str, checkout: Path, tmp_path: Path
+) -> None:
+    """A virtual environment inside another project does not belong to its repository."""
+    folder = tmp_path / "plain" if location == "outside" else checkout / ".venv" / "package"
     folder.mkdir(parents=True)
     (folder / "code.py").write_text("x")
     assert git_state(folder) is None

@@ -1,4 +1,4 @@
-"""What a rank leaves when an error ends it."""
+"""A rank that ends with an error writes an error record."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_record_holds_no_credentials(tmp_path: Path) -> None:
     assert "planted" not in (tmp_path / "errors/rank-0.json").read_text()
 
 
-def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
-    """Thousands of ranks end together: each that read all records would read thousands of files."""
+def test_the_first_error_is_read_without_listing_all_records(tmp_path: Path) -> None:
+    """When thousands of ranks end together, none of them should read thousands of files."""
     assert read_first_error(tmp_path) is None
     cause = record_error(tmp_path, 70, "step", 12, fail("cause"))
     record_error(tmp_path, 3, "step", 12, fail("Connection closed by peer"))
@@ -47,19 +47,23 @@ def test_the_first_error_is_found_without_reading_all(tmp_path: Path) -> None:
     assert sorted(record["rank"] for record in read_errors(tmp_path)) == [3, 70]
 
 
-@pytest.mark.parametrize(("device", "location"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")])
+@pytest.mark.parametrize(
+    ("device", "location"), [(lambda: 2, "GPU 2, rank 3"), (broken_driver, "rank 3")]
+)
 def test_the_record_names_the_gpu_if_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Callable[[], int], location: str
 ) -> None:
-    """Other ranks of the host may have left nothing: its logs name GPUs, not ranks."""
+    """The logs of the host name GPUs, not ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", device)
     record = record_error(tmp_path, 3, "save", 12, fail("x"))
     assert f"host {socket.gethostname()}, {location}, step 12" in describe_error(record)
 
 
-def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "errors").write_text("in the way")
+def test_an_unwritable_folder_does_not_hide_the_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "errors").write_text("not a folder")
     record = record_error(tmp_path, 0, "step", 1, fail("too small"))
     assert "ValueError: too small" in describe_error(record)
     assert "could not be recorded" in caplog.text and read_errors(tmp_path) == []

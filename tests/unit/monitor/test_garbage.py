@@ -1,4 +1,4 @@
-"""The garbage collector taken over: when it collects, how deep, and that Python gets it back."""
+"""Manual garbage collection runs at the due steps, collects all generations, and is undone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchtitan_like.monitor.garbage import GarbageCollection, describe_objects
 
 
 class Node:
-    """Something that can be part of a cycle and be watched."""
+    """An object in a reference cycle."""
 
     def __init__(self) -> None:
-        self.me: Node | None = self
+        self.cycle: Node | None = self
 
 
 @pytest.fixture(autouse=True)
-def python_keeps_its_collector() -> Iterator[None]:
+def restore_collector() -> Iterator[None]:
     yield
     gc.set_debug(0)
     gc.unfreeze()
@@ -29,7 +29,7 @@ def python_keeps_its_collector() -> Iterator[None]:
 
 
 def old_cycle() -> weakref.ref[Node]:
-    """A dead cycle that has already grown into the oldest generation."""
+    """Make an unreachable cycle in the oldest generation."""
     node = Node()
     gc.collect(0)
     gc.collect(1)
@@ -38,20 +38,22 @@ def old_cycle() -> weakref.ref[Node]:
 
 def test_a_due_step_frees_cycles_of_the_oldest_generation() -> None:
     collector = GarbageCollection(freq=5)
-    dead = old_cycle()
+    reference = old_cycle()
     for step in range(1, 5):
         collector.run(step)
-        gc.collect(1)  # what TorchTitan 0.2 does: never enough
-    assert dead() is not None, "the test needs a cycle that young collections leave"
+        gc.collect(1)  # as TorchTitan 0.2 does: it never reaches the oldest generation
+    assert reference() is not None, "a collection of young generations freed the cycle"
     collector.run(5)
-    assert dead() is None
+    assert reference() is None
 
 
 @pytest.mark.parametrize(
     ("freq", "due"),
     [(1, [2, 3, 4, 5, 6]), (2, [2, 4, 6]), (5, [5]), (50, []), (0, [])],
 )
-def test_steps_at_which_it_collects(freq: int, due: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_collections_run_at_multiples_of_freq_after_the_first_step(
+    freq: int, due: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     collector = GarbageCollection(freq)
     collected = []
     for step in range(1, 7):
@@ -73,11 +75,12 @@ def test_log_line_names_reason_and_seconds(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize(("freq", "enabled"), [(50, False), (0, True)])
 def test_automatic_collection_is_disabled_and_restored(freq: int, enabled: bool) -> None:
-    gc.disable()  # as it is after the imports
+    gc.disable()  # the package disables it during the imports
     collector = GarbageCollection(freq)
     assert gc.isenabled() is enabled
     frozen_at_start = gc.get_freeze_count()
-    assert (frozen_at_start > 100_000) is not enabled, "the imported modules are not walked again"
+    # Frozen objects of the imported modules are not scanned again.
+    assert (frozen_at_start > 100_000) is not enabled
     built: list[list[int]] = [[] for _ in range(1000)]
     collector.freeze()
     assert (gc.get_freeze_count() >= frozen_at_start + len(built)) is not enabled
@@ -89,19 +92,21 @@ def test_automatic_collection_is_disabled_and_restored(freq: int, enabled: bool)
 def test_cycles_made_after_freezing_are_still_freed() -> None:
     collector = GarbageCollection(2)
     collector.freeze()
-    dead = old_cycle()
+    reference = old_cycle()
     collector.run(2)
-    assert dead() is None
+    assert reference() is None
 
 
-def test_debug_reports_cycles_with_their_tensors_and_frees_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_reports_cycles_with_their_tensors_and_frees_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     collector = GarbageCollection(50, debug=True)
     node = Node()
     node.tensor = torch.zeros(3, 5)  # type: ignore[attr-defined]
-    dead = weakref.ref(node)
+    reference = weakref.ref(node)
     del node
     with caplog.at_level(logging.INFO):
         collector.run(1)
-    assert dead() is None and gc.garbage == [] and gc.get_debug() == 0
+    assert reference() is None and gc.garbage == [] and gc.get_debug() == 0
     assert "1 Node" in caplog.text and "1 tensors of 60 bytes, shapes (3, 5)" in caplog.text
     assert describe_objects([]) == "no reference cycles"

@@ -1,4 +1,4 @@
-"""Format, duplication and colours of log lines."""
+"""Log lines have TorchTitan's format, appear once, and are colored only on terminals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_like.monitor import log
 
 
 @pytest.fixture(autouse=True)
-def root_logger_as_before() -> Iterator[None]:
+def restore_root_logger() -> Iterator[None]:
     before, level = list(log.logger.handlers), log.logger.level
     yield
     log.add_file(None)
@@ -28,7 +28,9 @@ def test_a_line_is_printed_once_and_immediately(capsys: pytest.CaptureFixture[st
     log.init_logger()
     log.logger.info("hello")
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"\[titan\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - root - INFO - hello\n", out)
+    assert re.fullmatch(
+        r"\[titan\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - root - INFO - hello\n", out
+    )
     assert err == ""
 
 
@@ -45,7 +47,7 @@ def test_each_line_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipe.flushed.endswith(" - root - WARNING - now\n")
 
 
-def test_the_file_has_lines_without_colors_and_is_replaced(tmp_path: Path) -> None:
+def test_the_log_file_has_no_colors_and_can_be_replaced(tmp_path: Path) -> None:
     log.init_logger()
     first, second = tmp_path / "logs" / "a.log", tmp_path / "b.log"
     log.add_file(first)
@@ -53,14 +55,19 @@ def test_the_file_has_lines_without_colors_and_is_replaced(tmp_path: Path) -> No
     log.add_file(second)
     log.logger.info("later")
     log.add_file(None)
-    log.logger.info("never")
+    log.logger.info("console only")
     assert first.read_text().endswith("INFO - loss: 1.0\n") and first.read_text().count("\n") == 1
     assert second.read_text().endswith("INFO - later\n") and second.read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("terminal", "disabled", "no_color", "expected"),
-    [(True, False, False, True), (False, False, False, False), (True, True, False, False), (True, False, True, False)],
+    [
+        (True, False, False, True),
+        (False, False, False, False),
+        (True, True, False, False),
+        (True, False, True, False),
+    ],
 )
 def test_colors_only_on_a_terminal_that_supports_them(
     terminal: bool, disabled: bool, no_color: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +81,7 @@ def test_colors_only_on_a_terminal_that_supports_them(
     assert log.paint("x", "red", False) == "x" and log.paint("x", "red", True) == "\x1b[31mx\x1b[0m"
 
 
-def test_level_is_info(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_lines_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     log.init_logger()
     log.logger.debug("detail")
     assert capsys.readouterr().out == "" and log.logger.level == logging.INFO

@@ -1,4 +1,4 @@
-"""The memory monitors, with the CUDA allocator's counters made up."""
+"""The memory monitors, with fake counters of the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def cuda_stats(retries: int = 0, ooms: int = 0) -> Stats:
 
 def cuda_monitor(readings: list[Stats]) -> tuple[CudaMemoryMonitor, list[str]]:
     resets: list[str] = []
-    rest = iter(readings)
-    return CudaMemoryMonitor("H100", 80 * GIB, lambda: next(rest), lambda: resets.append("reset")), resets
+    remaining = iter(readings)
+    return CudaMemoryMonitor(
+        "H100", 80 * GIB, lambda: next(remaining), lambda: resets.append("reset")
+    ), resets
 
 
-def test_cuda_peaks_under_torchtitans_names() -> None:
+def test_cuda_peaks_have_torchtitans_names() -> None:
     monitor, resets = cuda_monitor([cuda_stats()])
-    assert resets == ["reset"], "peaks of the start-up must not count"
+    assert resets == ["reset"], "peaks of the start-up were counted"
     reading = monitor.read()
     assert (reading.gib, reading.percent) == (40.0, 50.0)
     assert reading.scalars == {
@@ -65,7 +67,7 @@ def test_cuda_peaks_under_torchtitans_names() -> None:
         ([(0, 0), (3, 1)], 1),
     ],
 )
-def test_cuda_warns_of_each_new_retry_or_oom(
+def test_each_new_retry_or_oom_causes_a_warning(
     counts: list[tuple[int, int]], warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor, _ = cuda_monitor([cuda_stats(*pair) for pair in counts])
@@ -80,19 +82,19 @@ def test_cuda_warns_of_each_new_retry_or_oom(
     assert (last["memory/num_alloc_retries"], last["memory/num_ooms"]) == counts[-1]
 
 
-def test_host_shows_the_resident_set() -> None:
+def test_the_host_monitor_reports_the_resident_set() -> None:
     reading = HostMemoryMonitor("a CPU", 16 * GIB, lambda: 4 * GIB).read()
     assert (reading.gib, reading.percent) == (4.0, 25.0)
     assert reading.scalars == {"memory/rss(GiB)": 4.0, "memory/rss(%)": 25.0}
 
 
-def test_cpu_monitor_sees_an_allocation() -> None:
+def test_the_cpu_monitor_measures_an_allocation() -> None:
     monitor = build_memory_monitor(torch.device("cpu"))
     before = monitor.read().gib
-    block = torch.ones(64 * 1024**2 // 4)  # 64 MiB, touched
-    grown = monitor.read().gib - before
+    block = torch.ones(64 * 1024**2 // 4)  # 64 MiB, written to
+    increase = monitor.read().gib - before
     del block
-    assert 0.05 < grown < 0.2
+    assert 0.05 < increase < 0.2
     assert monitor.capacity_gib > before
 
 
@@ -101,17 +103,22 @@ def test_cpu_monitor_sees_an_allocation() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            ),
+            True,
+        ),
         (RuntimeError("shape mismatch"), False),
         (KeyboardInterrupt(), False),
     ],
 )
-def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: BaseException, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
-def test_a_pipeline_that_runs_out_of_memory_has_a_cause() -> None:
-    """Its stages raise a RuntimeError of their own from whatever ends a pass."""
+def test_the_cause_of_an_error_may_be_out_of_memory() -> None:
+    """A pipeline stage wraps any error of a pass in a RuntimeError."""
     wrapped = RuntimeError("[Stage 1] failed to run forward")
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert is_out_of_memory(wrapped)
@@ -119,6 +126,8 @@ def test_a_pipeline_that_runs_out_of_memory_has_a_cause() -> None:
     assert not is_out_of_memory(wrapped)
 
 
-@pytest.mark.parametrize("key", ["activation_checkpoint.mode", "training.local_batch_size", "loss.chunk_mib"])
+@pytest.mark.parametrize(
+    "key", ["activation_checkpoint.mode", "training.local_batch_size", "loss.chunk_mib"]
+)
 def test_advice_names_the_three_cheapest_keys(key: str) -> None:
     assert key in oom_advice()

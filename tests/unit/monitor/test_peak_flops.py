@@ -1,12 +1,16 @@
-"""Peaks by device name, and the utilisations whose values the literature and TorchTitan's logs give."""
+"""Peak FLOP/s by device name; MFU and HFU equal values in papers and TorchTitan's logs."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+import torch
 
+from torchtitan_like.models import get_spec
 from torchtitan_like.monitor import flops
+from torchtitan_like.monitor.memory import build_memory_monitor
+from torchtitan_like.monitor.throughput import log_hardware
 
 
 @pytest.mark.parametrize(
@@ -19,7 +23,7 @@ from torchtitan_like.monitor import flops
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
         ("NVIDIA H20", 148),
-        ("NVIDIA L40S", 362),  # TorchTitan 0.2 compares with "l40s" and never finds it
+        ("NVIDIA L40S", 362),  # TorchTitan 0.2 compares with "l40s" and never matches
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
         ("NVIDIA GB300", 2500),
@@ -28,57 +32,95 @@ from torchtitan_like.monitor import flops
         ("AMD Instinct MI300X", 1300),
         ("AMD Instinct MI355X", 2500),
         ("AMD Instinct MI250X", 191.5),  # one of the card's two devices
-        ("AMD Instinct MI250X / MI250", 191.5),  # as some are called: the larger of both, which flatters neither
+        # A name that some of these devices report: the larger peak gives the lower MFU.
+        ("AMD Instinct MI250X / MI250", 191.5),
         ("TPU v5p", 459),
     ],
 )
-def test_peak_by_device_name(device_name: str, tera: float) -> None:
+def test_the_device_name_selects_the_peak(device_name: str, tera: float) -> None:
     assert flops.peak_flops(device_name, None) == pytest.approx(tera * 1e12, rel=1e-12)
 
 
-@pytest.mark.parametrize("device_name", ["NVIDIA T4", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "A1000"])
-def test_unknown_device_has_no_peak_and_one_warning(device_name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "device_name", ["NVIDIA T4", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "A1000"]
+)
+def test_an_unknown_device_has_no_peak_and_one_warning(
+    device_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     flops._warned.clear()
     with caplog.at_level(logging.WARNING):
         assert [flops.peak_flops(device_name, None) for _ in range(3)] == [None] * 3
-    assert len(caplog.records) == 1 and "metrics.peak_flops" in caplog.text and device_name in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and "metrics.peak_flops" in caplog.text
+        and device_name in caplog.text
+    )
 
 
-def test_cpu_has_no_peak_unless_set(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_has_no_peak_unless_set(caplog: pytest.LogCaptureFixture) -> None:
     assert flops.peak_flops("cpu", None) is None and not caplog.records
     assert flops.peak_flops("cpu", 2e11) == 2e11
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("bf16", 312e12), ("tf32", 156e12), ("fp8", 624e12)])
-def test_precisions(precision: str, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("bf16", 312e12), ("tf32", 156e12), ("fp8", 624e12)]
+)
+def test_the_peak_depends_on_the_precision(precision: str, expected: float) -> None:
     assert flops.peak_flops("NVIDIA A100-SXM4-40GB", None, precision) == expected
 
 
 def test_mfu_of_624_tflop_in_4_seconds_on_a100() -> None:
-    assert flops.mfu(624e12, 1 / 4, flops.peak_flops("NVIDIA A100-SXM4-80GB", None)) == pytest.approx(50.0)
+    assert flops.mfu(
+        624e12, 1 / 4, flops.peak_flops("NVIDIA A100-SXM4-80GB", None)
+    ) == pytest.approx(50.0)
 
 
-def test_mfu_of_llama3_8b_as_torchtitan_logs_it() -> None:
+def test_mfu_of_llama3_8b_equals_torchtitans_log() -> None:
     peak = flops.peak_flops("NVIDIA H100 80GB HBM3", None)
     assert round(57.914e9 * 7031 / 1e12, 1) == 407.2
     assert flops.mfu(57.914e9, 7031, peak) == pytest.approx(41.17, abs=0.005)
 
 
-def test_full_recomputation_adds_a_third() -> None:
+def test_full_recomputation_increases_hfu_by_a_third() -> None:
     assert flops.hfu(1e9, 1000, 1e13) == pytest.approx(4 / 3 * 10.0)
     assert flops.hfu(1e9, 1000, 1e13, num_passes=3) == flops.mfu(1e9, 1000, 1e13)
     assert flops.hfu(1e9, 1000, None) is None
 
 
 def test_estimate_in_tflops_per_device() -> None:
-    # 8 B parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices, without and with recomputation
+    # 8e9 parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices; with 3 and 4 passes
     expected = 8 * 3 * 2 * 4096 * 2048 / (40 * 256 * 1e3)
-    assert flops.estimate_tflops(8, 3, 4096, 2048, 40, 256) == pytest.approx(expected) == pytest.approx(39.32, abs=0.01)
+    assert (
+        flops.estimate_tflops(8, 3, 4096, 2048, 40, 256)
+        == pytest.approx(expected)
+        == pytest.approx(39.32, abs=0.01)
+    )
     assert flops.estimate_tflops(8, 4, 4096, 2048, 40, 256) == pytest.approx(expected * 4 / 3)
 
 
 def test_forward_flops_per_layer() -> None:
     batch, seq, dim = 2, 8, 16
-    projections = 2 * batch * seq * dim * (4 * dim) + 2 * batch * seq * dim * (8 * dim)  # q, k, v, o; both of the MLP
+    attention_projections = 2 * batch * seq * dim * (4 * dim)  # q, k, v, o
+    mlp_projections = 2 * batch * seq * dim * (8 * dim)  # two of size 4 * dim
     attention = 2 * 2 * batch * seq * seq * dim  # scores, and scores times values
-    assert flops.forward_flops_per_layer(batch, seq, dim) == projections + attention
+    expected = attention_projections + mlp_projections + attention
+    assert flops.forward_flops_per_layer(batch, seq, dim) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [
+        ("llama3", "6 L H (2 head_dim) seq"),
+        ("deepseek_v3", "6 L H (qk_dim + v_dim) seq"),
+        ("gpt_oss", "6 H (2 head_dim) sum of each layer's keys"),
+        ("llama4", "6 H (2 head_dim) sum of each layer's keys"),
+    ],
+)
+def test_the_log_states_the_formula_of_the_model(
+    name: str, term: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The queries of latent attention are wider than its values."""
+    formula = get_spec(name).flops_formula
+    with caplog.at_level(logging.INFO):
+        log_hardware(build_memory_monitor(torch.device("cpu")), "cpu", None, 2e9, formula)
+    assert f"2.000 GFLOP per token = 6 (P - P_embedding) + {term}" in caplog.text

@@ -1,4 +1,4 @@
-"""Traces and memory snapshots: at which steps, in which files, and what a failing loop leaves."""
+"""The profiler writes traces and memory snapshots at the right steps, even if the run fails."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ def traces(folder: Path) -> list[str]:
     [
         (0, 8, ["iteration_4/rank1_trace.json", "iteration_8/rank1_trace.json"]),
         (0, 3, []),
-        (6, 9, ["iteration_8/rank1_trace.json"]),  # resumed: the same steps as without the stop
+        (
+            6,
+            9,
+            ["iteration_8/rank1_trace.json"],
+        ),  # resumed: the same steps as in an uninterrupted run
         (7, 9, ["iteration_8/rank1_trace.json"]),
     ],
 )
-def test_traces_of_each_rank_at_the_same_steps(
+def test_every_rank_writes_traces_at_the_same_steps(
     first: int, last: int, expected: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=1)
@@ -47,14 +51,22 @@ def test_traces_of_each_rank_at_the_same_steps(
     assert traces(folder) == expected
     assert len(expected) == len(barriers) == caplog.text.count("Finished dumping profiler traces")
     for name in expected:
-        assert "aten::mm" in {event.get("name") for event in json.loads((folder / name).read_text())["traceEvents"]}
+        assert "aten::mm" in {
+            event.get("name") for event in json.loads((folder / name).read_text())["traceEvents"]
+        }
 
 
 def test_a_failing_loop_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
     section = Profiling(enable_profiling=True, profile_freq=3, profiler_warmup=1, profiler_active=2)
     with (
         pytest.raises(ZeroDivisionError),
-        maybe_profile(section, tmp_path, 0, 0, barrier=lambda: pytest.fail("a barrier alone is a hang")) as profiler,
+        maybe_profile(
+            section,
+            tmp_path,
+            0,
+            0,
+            barrier=lambda: pytest.fail("only this rank entered the barrier"),
+        ) as profiler,
     ):
         profiler.step()
         raise ZeroDivisionError
@@ -69,12 +81,14 @@ with maybe_profile(Profiling(), pathlib.Path({str(tmp_path)!r}), 0, 0) as profil
     profiler.step()
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_snapshots_need_cuda(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_need_cuda(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with maybe_profile(Profiling(enable_memory_snapshot=True), tmp_path, 0, 0) as profiler:
         profiler.step()
@@ -82,11 +96,12 @@ def test_snapshots_need_cuda(tmp_path: Path, caplog: pytest.LogCaptureFixture, m
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A CUDA allocator that writes down what is asked of it."""
+def allocator_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Replace the CUDA allocator with a fake that records its calls."""
     calls: list[Any] = []
     fake = SimpleNamespace(
-        _record_memory_history=lambda **kwargs: calls.append(kwargs), _dump_snapshot=lambda path: Path(path).touch()
+        _record_memory_history=lambda **kwargs: calls.append(kwargs),
+        _dump_snapshot=lambda path: Path(path).touch(),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory", fake)
@@ -100,12 +115,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         (RuntimeError("other"), ["iteration_12/rank2_memory_snapshot.pickle"]),
         (
             torch.OutOfMemoryError("CUDA out of memory"),
-            ["iteration_12/rank2_memory_snapshot.pickle", "iteration_13_exit/rank2_memory_snapshot.pickle"],
+            [
+                "iteration_12/rank2_memory_snapshot.pickle",
+                "iteration_13_exit/rank2_memory_snapshot.pickle",
+            ],
         ),
     ],
 )
-def test_snapshots_periodically_and_out_of_memory(
-    error: Exception | None, expected: list[str], recorded: list[Any], tmp_path: Path
+def test_snapshots_are_written_periodically_and_on_out_of_memory(
+    error: Exception | None, expected: list[str], allocator_calls: list[Any], tmp_path: Path
 ) -> None:
     section = Profiling(enable_memory_snapshot=True, profile_freq=4, profiler_warmup=1)
     try:
@@ -117,4 +135,4 @@ def test_snapshots_periodically_and_out_of_memory(
     except RuntimeError as caught:
         assert caught is error
     assert traces(tmp_path / "memory_snapshot") == expected
-    assert recorded[0]["max_entries"] > 0 and recorded[-1] == {"enabled": None}
+    assert allocator_calls[0]["max_entries"] > 0 and allocator_calls[-1] == {"enabled": None}

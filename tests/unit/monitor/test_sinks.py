@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: names of scalars, ranks that write, and imports only when enabled."""
+"""TensorBoard and W&B receive the right scalars from the right ranks and are imported on demand."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     return {
-        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
     }
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_scalars(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path / "tb")
     for step in (1, 10):
-        board.write(step, {"loss_metrics/global_avg_loss": 1.5 * step, "lr": 0.25, "mfu(%)": float("nan")})
-    # Not closed: a dashboard reads the file during the run.
+        board.write(
+            step, {"loss_metrics/global_avg_loss": 1.5 * step, "lr": 0.25, "mfu(%)": float("nan")}
+        )
+    # The writer is still open: a dashboard reads the file during the run.
     curves = scalars_of(board.folder)
     assert curves["loss_metrics/global_avg_loss"] == [(1, 1.5), (10, 15.0)]
     assert curves["lr"] == [(1, 0.25), (10, 0.25)]
     board.close()
 
 
-def test_each_step_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
+def test_write_flushes_each_step_to_the_file(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path / "tb")
     sizes = [0]
     for step in range(20):
@@ -52,13 +55,17 @@ def test_each_attempt_has_its_own_folder(tmp_path: Path) -> None:
     boards = [TensorBoard(tmp_path / "tb", wall_clock=lambda: 1.7e9) for _ in range(3)]
     assert len({board.folder for board in boards}) == 3
     assert {board.folder.parent for board in boards} == {tmp_path / "tb"}
-    assert TensorBoard(tmp_path / "tb", rank=3, wall_clock=lambda: 1.7e9).folder.parent.name == "rank_3"
+    assert (
+        TensorBoard(tmp_path / "tb", rank=3, wall_clock=lambda: 1.7e9).folder.parent.name
+        == "rank_3"
+    )
 
 
 @pytest.mark.parametrize(
-    ("rank", "for_all_ranks", "expected"), [(0, False, 1), (1, False, 0), (0, True, 1), (1, True, 1)]
+    ("rank", "for_all_ranks", "expected"),
+    [(0, False, 1), (1, False, 0), (0, True, 1), (1, True, 1)],
 )
-def test_which_ranks_write(
+def test_only_rank_0_writes_unless_all_ranks_are_requested(
     rank: int, for_all_ranks: bool, expected: int, build: Callable[..., Metrics], tmp_path: Path
 ) -> None:
     section = MetricsSection(enable_tensorboard=True, save_for_all_ranks=for_all_ranks)
@@ -68,27 +75,37 @@ def test_which_ranks_write(
     assert len(list((tmp_path / "tb").rglob("events.out.*"))) == expected
 
 
-def test_wandb_gets_project_config_and_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_project_config_and_scalars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
-    run = SimpleNamespace(log=lambda scalars, step: calls.append((step, scalars)), finish=lambda: calls.append("end"))
+    run = SimpleNamespace(
+        log=lambda scalars, step: calls.append((step, scalars)), finish=lambda: calls.append("end")
+    )
     fake = SimpleNamespace(init=lambda **kwargs: calls.append(kwargs) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    monkeypatch.setenv("WANDB_TEAM", "us")
+    monkeypatch.setenv("WANDB_PROJECT", "project-name")
+    monkeypatch.setenv("WANDB_TEAM", "team-name")
     for name in ("WANDB_ENTITY", "WANDB_RUN_NAME"):
         monkeypatch.delenv(name, raising=False)
     sink = WeightsAndBiases(tmp_path / "tb", {"model": "llama3"})
     sink.write(7, {"lr": 0.5})
     sink.close()
     assert calls == [
-        {"project": "mine", "entity": "us", "name": None, "dir": str(tmp_path / "tb"), "config": {"model": "llama3"}},
+        {
+            "project": "project-name",
+            "entity": "team-name",
+            "name": None,
+            "dir": str(tmp_path / "tb"),
+            "config": {"model": "llama3"},
+        },
         (7, {"lr": 0.5}),
         "end",
     ]
 
 
 def test_the_monitor_package_imports_few_modules() -> None:
-    """Only rows imports torch. Nothing imports a dashboard, the export of torch.profiler or the schema."""
+    """Only rows imports torch, and no module imports a dashboard or the config schema."""
     code = """
 import sys
 from torchtitan_like.monitor import attempt, environment, flops, garbage, log, memory, profiler
@@ -101,11 +118,11 @@ new = sorted(set(sys.modules) - before)
 assert new == ["torchtitan_like.monitor.metrics", "torchtitan_like.monitor.rows"], new
 assert not {"tensorboard", "wandb", "pandas", "pydantic"} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
-def test_nothing_is_imported_for_a_dashboard_before_its_first_scalar(tmp_path: Path) -> None:
+def test_tensorboard_is_imported_with_the_first_scalar(tmp_path: Path) -> None:
     code = f"""
 import sys, pathlib
 from torchtitan_like.monitor.sinks import TensorBoard
@@ -115,5 +132,5 @@ board.write(1, {{"lr": 1.0}})
 assert "tensorboard" in sys.modules and "torch" not in sys.modules
 board.close()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -20,7 +20,7 @@ from torchtitan_like.cli.node import bench as bench_command
 from torchtitan_like.cli.node import check as check_command
 from torchtitan_like.node import bench, machine, ranks
 
-WELL = "{}, GPU-{}, 40, 0, No, No, No, Not Active"
+HEALTHY = "{}, GPU-{}, 40, 0, No, No, No, Not Active"
 
 
 def csv(*rows: str) -> str:
@@ -30,30 +30,30 @@ def csv(*rows: str) -> str:
 @pytest.mark.parametrize(
     ("rows", "problems"),
     [
-        ((WELL, WELL), []),
-        ((WELL,), ["1 GPUs instead of 2"]),
-        ((WELL, "1, GPU-1, 40, [N/A], [N/A], [N/A], [N/A], [N/A]"), []),
-        ((WELL, "1, GPU-1, 84, 0, No, No, No, Not Active"), ["GPU 1: 84 degrees"]),
+        ((HEALTHY, HEALTHY), []),
+        ((HEALTHY,), ["1 GPUs instead of 2"]),
+        ((HEALTHY, "1, GPU-1, 40, [N/A], [N/A], [N/A], [N/A], [N/A]"), []),
+        ((HEALTHY, "1, GPU-1, 84, 0, No, No, No, Not Active"), ["GPU 1: 84 degrees"]),
         (
-            (WELL, "1, GPU-1, 40, 3, No, No, No, Not Active"),
+            (HEALTHY, "1, GPU-1, 40, 3, No, No, No, Not Active"),
             ["GPU 1: ecc.errors.uncorrected.volatile.total is 3"],
         ),
         (
-            (WELL, "1, GPU-1, 40, 0, No, Yes, No, Not Active"),
+            (HEALTHY, "1, GPU-1, 40, 0, No, Yes, No, Not Active"),
             ["GPU 1: remapped_rows.pending is Yes"],
         ),
         (
-            (WELL, "1, GPU-1, 40, 0, No, No, No, Active"),
+            (HEALTHY, "1, GPU-1, 40, 0, No, No, No, Active"),
             ["GPU 1: clocks_throttle_reasons.hw_slowdown is Active"],
         ),
-        ((WELL, "1, GPU-9, 40, 0, No, No, No, Not Active"), ["GPU 1: GPU-9 is known to be bad"]),
+        ((HEALTHY, "1, GPU-9, 40, 0, No, No, No, Not Active"), ["GPU 1: GPU-9 is known to be bad"]),
         (
-            (WELL, "Unable to determine the device handle"),
+            (HEALTHY, "Unable to determine the device handle"),
             ["nvidia-smi says 'Unable to determine the device handle'"],
         ),
     ],
 )
-def test_problems_of_gpus(rows: Sequence[str], problems: list[str]) -> None:
+def test_gpu_problems_are_reported(rows: Sequence[str], problems: list[str]) -> None:
     assert machine.gpu_problems(csv(*rows), 2, {"GPU-9"}) == problems
 
 
@@ -92,7 +92,7 @@ def test_ranks_are_read_from_the_launcher(
     assert ranks.launched_ranks(env) == expected
 
 
-def test_ranks_that_reach_each_other_are_ok() -> None:
+def test_connected_ranks_are_ok() -> None:
     first, second = run_ranks(ranks.exercise_group, 2, "cpu", 0.01)
     assert first[0].startswith(f"[{machine.host_name()}-0] is OK (cpu, ") and first[1].startswith(
         "2 ranks, gloo, torch "
@@ -100,18 +100,18 @@ def test_ranks_that_reach_each_other_are_ok() -> None:
     assert [line.partition(" (")[0] for line in second] == [f"[{machine.host_name()}-1] is OK"]
 
 
-def test_a_rank_that_does_not_reach_the_others_names_itself(monkeypatch, capsys) -> None:
+def test_a_rank_without_connection_reports_its_name(monkeypatch, capsys) -> None:
     def join_ranks(*_: object) -> None:
-        raise TimeoutError("1 of 2 ranks came")
+        raise TimeoutError("1 of 2 ranks joined")
 
     monkeypatch.setattr(ranks, "join_ranks", join_ranks)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3")):
         monkeypatch.setenv(name, value)
     assert ranks.check_ranks(None, 60, 0) is False
-    assert capsys.readouterr().out == f"[{machine.host_name()}-3] is BROKEN: 1 of 2 ranks came\n"
+    assert capsys.readouterr().out == f"[{machine.host_name()}-3] is BROKEN: 1 of 2 ranks joined\n"
 
 
-def test_a_machine_without_gpus(
+def test_a_machine_without_gpus_is_ok_unless_gpus_are_required(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "output", lambda *_: "")
@@ -121,7 +121,7 @@ def test_a_machine_without_gpus(
     assert "is BAD: 0 GPUs instead of 8; " in capsys.readouterr().out
 
 
-def test_a_driver_that_hangs_makes_a_machine_bad(
+def test_a_hung_driver_makes_a_machine_bad(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
@@ -138,8 +138,8 @@ def test_a_driver_that_hangs_makes_a_machine_bad(
 # ---- all_reduce
 
 
-def test_bus_bandwidth() -> None:
-    """4 GB in 20 ms on 8 ranks: 200 GB/s, of which each link carries 2 x 7/8 times as much."""
+def test_bus_bandwidth_formula() -> None:
+    """4 GB in 20 ms on 8 ranks are 200 GB/s. Each link carries 2 x 7/8 times as much."""
     assert bench.bandwidths(4_000_000_000, 0.02, 8) == pytest.approx((200e9, 350e9))
     row = bench.format_row(4_000_000_000, 0.02, 8, advertised=450).split()
     assert row == ["4,000,000,000", "20.000", "200.00", "1600.0", "350.00", "2800.0", "77.8%"]
@@ -148,7 +148,7 @@ def test_bus_bandwidth() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("4GB", 4 * 10**9), ("1.5KiB", 1536), (" 7 ", 7), ("2MB", 2 * 10**6)]
 )
-def test_sizes(text: str, expected: int) -> None:
+def test_sizes_are_parsed(text: str, expected: int) -> None:
     assert bench.parse_size(text) == expected
 
 
@@ -157,13 +157,13 @@ def test_a_malformed_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "'4TB' is not a size" in capsys.readouterr().err
 
 
-def test_all_ranks_measure_the_time_of_the_slowest() -> None:
+def test_all_ranks_report_the_time_of_the_slowest_rank() -> None:
     first, second = run_ranks(bench.measure_all_reduce, 2, 4096, 1, bench.Repetitions("cpu", 1, 3))
     assert first == second and 0 < first < 10
 
 
 def count_collectives(size: int, parts: int) -> list[int]:
-    """The bytes of each all_reduce of one repetition; the last is that of its time."""
+    """Return the bytes of each all_reduce of one repetition. The last one sends the time."""
     import torch.distributed as dist
 
     sent, original = [], dist.all_reduce
@@ -180,13 +180,13 @@ def count_collectives(size: int, parts: int) -> list[int]:
     return sent
 
 
-def test_parts_send_the_same_bytes_one_after_the_other() -> None:
+def test_parts_send_the_same_number_of_bytes() -> None:
     assert run_ranks(count_collectives, 2, 4096, 1)[0] == [4096, 8]
     assert run_ranks(count_collectives, 2, 4096, 4)[0] == [1024] * 4 + [8]
 
 
-def table(*words: str) -> list[str]:
-    """Return what a rank of the pool prints."""
+def table(*options: str) -> list[str]:
+    """Return the lines that a rank of the pool prints."""
     import torch.distributed as dist
 
     original = bench.join_ranks, dist.destroy_process_group, bench_command.end_rank
@@ -197,16 +197,16 @@ def table(*words: str) -> list[str]:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            assert main(["node", "bench", *words]) == 0
+            assert main(["node", "bench", *options]) == 0
     finally:
         bench.join_ranks, dist.destroy_process_group, bench_command.end_rank = original
     return printed.getvalue().splitlines()
 
 
-def test_the_options_of_a_run_show_in_its_table() -> None:
-    words = ["--sizes", "1KB,4KB", "--parts", "10", "--flags", "--warmup", "0", "--repeat", "1"]
-    lines, of_the_other = run_ranks(table, 2, *words)
-    assert lines[0].startswith("all_reduce, 2 ranks, gloo on cpu") and of_the_other == []
+def test_options_add_rows_to_the_table() -> None:
+    options = ["--sizes", "1KB,4KB", "--parts", "10", "--flags", "--warmup", "0", "--repeat", "1"]
+    lines, other_lines = run_ranks(table, 2, *options)
+    assert lines[0].startswith("all_reduce, 2 ranks, gloo on cpu") and other_lines == []
     assert [line.split()[0] for line in lines[3:7]] == ["1,000", "1,000", "4,000", "4,000"]
     assert "in 10 parts: " in lines[4] and "x slower" in lines[6] and "parts" not in lines[5]
     assert lines[7].startswith("a flag: all_reduce ") and "all_gather_object" in lines[7]
@@ -215,7 +215,7 @@ def test_the_options_of_a_run_show_in_its_table() -> None:
 # ---- the commands
 
 
-def test_the_examples_of_the_help_work(
+def test_the_examples_in_the_help_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "output", lambda *_: "")
@@ -227,7 +227,7 @@ def test_the_examples_of_the_help_work(
     assert [line.split()[0] for line in done.stdout.splitlines()[3:]] == ["32,000", "1,000,000"]
 
 
-def test_ranks_under_torchrun() -> None:
+def test_check_of_ranks_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = start([*torchrun, "-m", "torchtitan_like", "node", "check", "--ranks"])
     assert done.returncode == 0, done.stderr
@@ -246,7 +246,7 @@ def start(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_a_list_of_bad_gpus_that_cannot_be_read(
+def test_an_unreadable_list_of_bad_gpus_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["node", "check", "--known-bad", str(tmp_path / "nowhere")]) == 2

@@ -1,4 +1,4 @@
-"""The gradient norm is computed wide and clips once."""
+"""Gradient clipping computes the norm in float64 and scales all gradients once."""
 
 import pytest
 import torch
@@ -8,19 +8,21 @@ from torchtitan_like.optim.clipping import clip_gradients
 
 
 def parameters(*grads):
-    made = []
+    result = []
     for grad in grads:
         p = torch.zeros_like(grad, requires_grad=True)
         p.grad = grad.clone()
-        made.append(p)
-    return made
+        result.append(p)
+    return result
 
 
-@pytest.mark.parametrize(("max_norm", "scale"), [(1.0, 0.2), (5.0, 1.0), (10.0, 1.0), (float("inf"), 1.0)])
-def test_clips_to_max_norm(max_norm, scale):
-    made = parameters(torch.tensor([3.0]), torch.tensor([[4.0]]))
-    assert clip_gradients(made, max_norm) == 5.0
-    assert [p.grad.item() for p in made] == pytest.approx([3 * scale, 4 * scale], rel=1e-5)
+@pytest.mark.parametrize(
+    ("max_norm", "scale"), [(1.0, 0.2), (5.0, 1.0), (10.0, 1.0), (float("inf"), 1.0)]
+)
+def test_gradients_are_clipped_to_max_norm(max_norm, scale):
+    clipped = parameters(torch.tensor([3.0]), torch.tensor([[4.0]]))
+    assert clip_gradients(clipped, max_norm) == 5.0
+    assert [p.grad.item() for p in clipped] == pytest.approx([3 * scale, 4 * scale], rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -28,18 +30,19 @@ def test_the_norm_is_float64(dtype):
     grad = torch.full((4096,), 1 / 64).to(dtype)
     norm = clip_gradients(parameters(grad), 10.0)
     assert norm.dtype == torch.float64
-    assert norm.item() == pytest.approx(1.0, rel=1e-12)  # a bf16 sum of 4,096 squares would stall far below
+    # A bfloat16 sum of the 4,096 squares would stop growing far below 1.
+    assert norm.item() == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1e19, 1e38])
 def test_the_norm_of_finite_gradients_does_not_overflow(dtype, size):
     """Squares of numbers above 1.8e19 overflow float32."""
-    made = parameters(torch.full((6, 3), size).to(dtype), torch.full((2, 9), size).to(dtype))
-    value = made[0].grad[0, 0].item()
-    norm = clip_gradients(made, 1.0)
+    large = parameters(torch.full((6, 3), size).to(dtype), torch.full((2, 9), size).to(dtype))
+    value = large[0].grad[0, 0].item()
+    norm = clip_gradients(large, 1.0)
     assert norm.item() == pytest.approx(6 * value, rel=1e-12)
-    assert [p.grad.double().unique().item() for p in made] == pytest.approx([1 / 6] * 2, rel=1e-2)
+    assert [p.grad.double().unique().item() for p in large] == pytest.approx([1 / 6] * 2, rel=1e-2)
 
 
 @pytest.mark.parametrize("num", [1, clipping.CPU_CHUNK, 2 * clipping.CPU_CHUNK + 5])
@@ -53,6 +56,6 @@ def test_a_non_finite_gradient_makes_the_norm_non_finite():
     assert not clip_gradients(parameters(torch.tensor([1.0, float("nan")])), 1.0).isfinite()
 
 
-def test_no_gradient_at_all_is_an_error():
+def test_parameters_without_any_gradient_are_an_error():
     with pytest.raises(ValueError, match=r"No parameter has a gradient.*backward\(\)"):
         clip_gradients([torch.zeros(1, requires_grad=True)], 1.0)

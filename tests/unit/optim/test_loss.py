@@ -1,5 +1,6 @@
-"""The chunked loss is the plain one: in value, in gradient, and where the numbers are bad; only its memory differs."""
+"""The chunked loss has the value and gradients of the plain loss, and needs less memory."""
 
+import os
 import subprocess
 import sys
 
@@ -14,25 +15,28 @@ from torchtitan_like.optim.loss import _softmax_in_tiles, chunked_cross_entropy,
 VOCAB, DIM = 4096, 32  # 1 MiB of fp32 logits is 64 tokens
 
 
-class LargestOutput(TorchDispatchMode):
-    """Elements of the largest fp32 tensor that is made, and how many matrix products there are."""
+class OpCounter(TorchDispatchMode):
+    """Counts matrix products, and records the size of the largest fp32 output."""
 
     def __init__(self):
         super().__init__()
-        self.fp32, self.products = 0, 0
+        self.max_fp32_elements = 0
+        self.num_products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket.__name__ == "mm"
+        self.num_products += func.overloadpacket.__name__ == "mm"
         if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-            self.fp32 = max(self.fp32, out.numel())
+            self.max_fp32_elements = max(self.max_fp32_elements, out.numel())
         return out
 
 
-def problem(tokens=300, dtype=torch.float32, vocab=VOCAB, scale=2.0, ignored=0.2):
+def make_inputs(tokens=300, dtype=torch.float32, vocab=VOCAB, scale=2.0, ignored=0.2):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, DIM, generator=generator).to(dtype).requires_grad_()
-    weight = (scale * torch.randn(vocab, DIM, generator=generator) / DIM**0.5).to(dtype).requires_grad_()
+    weight = (
+        (scale * torch.randn(vocab, DIM, generator=generator) / DIM**0.5).to(dtype).requires_grad_()
+    )
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < ignored] = -100
     return hidden, weight, labels
@@ -45,7 +49,7 @@ def value_and_gradients(loss, hidden, weight, labels, scale=1.0):
     return value.detach(), hidden.grad, weight.grad
 
 
-def relative(a, b):
+def relative_error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
@@ -59,25 +63,27 @@ def relative(a, b):
         (2, 300, torch.float32, 1e-6),
         (64, 300, torch.float32, 1e-6),
         (0, 300, torch.float32, 1e-6),
-        (1, 1, torch.float32, 2e-6),  # one row: both are 1e-6 from the exact gradient
+        (1, 1, torch.float32, 2e-6),  # one row: both losses are 1e-6 from the exact gradient
         (1, 300, torch.float64, 1e-14),
         (0, 300, torch.float64, 1e-14),
     ],
 )
-def test_value_and_gradients_equal_plain_cross_entropy(chunk_mib, tokens, dtype, tolerance, compile_backend):
-    hidden, weight, labels = problem(tokens, dtype, ignored=0.2 if tokens > 1 else 0)
+def test_value_and_gradients_equal_plain_cross_entropy(
+    chunk_mib, tokens, dtype, tolerance, compile_backend
+):
+    hidden, weight, labels = make_inputs(tokens, dtype, ignored=0.2 if tokens > 1 else 0)
     loss = chunked_cross_entropy(chunk_mib, compile_backend)
-    ours = value_and_gradients(loss, hidden, weight, labels, scale=0.37)
+    chunked = value_and_gradients(loss, hidden, weight, labels, scale=0.37)
     plain = value_and_gradients(cross_entropy_sum, hidden, weight, labels, scale=0.37)
-    for mine, reference in zip(ours, plain, strict=True):
-        assert mine.dtype == reference.dtype and mine.shape == reference.shape
-        assert relative(mine, reference) <= tolerance
+    for actual, reference in zip(chunked, plain, strict=True):
+        assert actual.dtype == reference.dtype and actual.shape == reference.shape
+        assert relative_error(actual, reference) <= tolerance
 
 
 @pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
 @pytest.mark.parametrize("chunk_mib", [1, 0])
 def test_token_losses_change_neither_the_sum_nor_its_gradients(chunk_mib, compile_backend):
-    hidden, weight, labels = problem(700, torch.float64)
+    hidden, weight, labels = make_inputs(700, torch.float64)
     loss = chunked_cross_entropy(chunk_mib, compile_backend, with_tokens=True)
     per_token = []
 
@@ -86,9 +92,11 @@ def test_token_losses_change_neither_the_sum_nor_its_gradients(chunk_mib, compil
         per_token.append(result.tokens)
         return result.total
 
-    ours = value_and_gradients(total, hidden, weight, labels)
-    plain = value_and_gradients(chunked_cross_entropy(chunk_mib, compile_backend), hidden, weight, labels)
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    chunked = value_and_gradients(total, hidden, weight, labels)
+    plain = value_and_gradients(
+        chunked_cross_entropy(chunk_mib, compile_backend), hidden, weight, labels
+    )
+    assert all(torch.equal(a, b) for a, b in zip(chunked, plain, strict=True))
     expected = F.cross_entropy((hidden @ weight.T).detach(), labels, reduction="none")
     assert not per_token[0].requires_grad
     torch.testing.assert_close(per_token[0], expected, rtol=1e-12, atol=0)
@@ -97,15 +105,15 @@ def test_token_losses_change_neither_the_sum_nor_its_gradients(chunk_mib, compil
 
 
 def test_token_losses_are_returned_by_a_compiled_loss():
-    hidden, weight, labels = problem(100)
+    hidden, weight, labels = make_inputs(100)
     loss = chunked_cross_entropy(1, with_tokens=True)
     compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
     expected = loss(hidden, weight, labels)
     result = compiled(hidden, weight, labels)
     assert torch.equal(result.total, expected.total) and torch.equal(result.tokens, expected.tokens)
-    ours = value_and_gradients(lambda *inputs: compiled(*inputs)[0], hidden, weight, labels)
+    chunked = value_and_gradients(lambda *inputs: compiled(*inputs)[0], hidden, weight, labels)
     plain = value_and_gradients(lambda *inputs: loss(*inputs)[0], hidden, weight, labels)
-    assert all(relative(a, b) <= 1e-6 for a, b in zip(ours, plain, strict=True))
+    assert all(relative_error(a, b) <= 1e-6 for a, b in zip(chunked, plain, strict=True))
 
 
 def test_token_losses_are_summed_by_the_source_of_their_row():
@@ -118,87 +126,100 @@ def test_token_losses_are_summed_by_the_source_of_their_row():
 
 @pytest.mark.parametrize("vocab", [2048, 32000, 128256])
 @pytest.mark.parametrize("chunk_mib", [8, 0])
-def test_softmax_of_bf16_logits_is_as_accurate_as_float64s(vocab, chunk_mib):
-    """1e-6 of the loss of the same bf16 logits; torch's own fp32 kernel misses it at 128,256 entries."""
-    hidden, weight, labels = problem(48, torch.bfloat16, vocab, scale=5.0)
+def test_the_loss_of_bf16_logits_equals_float64_within_1e_6(vocab, chunk_mib):
+    """torch's fp32 kernel has a larger error with 128,256 entries."""
+    hidden, weight, labels = make_inputs(48, torch.bfloat16, vocab, scale=5.0)
     reference = F.cross_entropy((hidden @ weight.T).double(), labels, reduction="sum")
     loss = chunked_cross_entropy(chunk_mib)
-    assert relative(loss(hidden, weight, labels).detach(), reference.detach()) <= 1e-6
+    assert relative_error(loss(hidden, weight, labels).detach(), reference.detach()) <= 1e-6
     with torch.no_grad():
-        assert relative(loss(hidden, weight, labels), reference) <= 1e-6
+        assert relative_error(loss(hidden, weight, labels), reference) <= 1e-6
 
 
 def test_the_softmax_of_a_large_vocabulary_is_more_exact_than_torchs():
-    """torch's fp32 kernels add up 128,256 numbers one vector after the other: their softmax is off by 1e-5."""
+    """torch's fp32 kernels sum 128,256 numbers sequentially: the error of their softmax is 1e-5."""
     logits = 5 * torch.randn(8, 128256, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(8)
     exact = logits.double().log_softmax(-1)
     gradients = exact.exp() - F.one_hot(labels, 128256)
-    losses, ours = _softmax_in_tiles(logits.clone(), labels)
+    losses, tiled = _softmax_in_tiles(logits.clone(), labels)
     torch.testing.assert_close(losses.double(), -exact[labels, labels], rtol=2e-7, atol=0)
-    gradients[labels, labels] = ours[labels, labels] = 0  # the others are much smaller
-    assert relative(ours, gradients) <= 1e-6
+    gradients[labels, labels] = tiled[labels, labels] = 0  # the others are much smaller
+    assert relative_error(tiled, gradients) <= 1e-6
     kernels = logits.softmax(-1)
     kernels[labels, labels] = 0
-    assert relative(kernels, gradients) > relative(ours, gradients)
+    assert relative_error(kernels, gradients) > relative_error(tiled, gradients)
 
 
 @pytest.mark.parametrize("chunk_mib", [1, 0])
-def test_bf16_gradients_are_rounded_like_plain_ones(chunk_mib):
-    """Against float64 on the same bf16 inputs: no further off than the plain loss, give or take a tenth."""
-    hidden, weight, labels = problem(300, torch.bfloat16)
-    ours = value_and_gradients(chunked_cross_entropy(chunk_mib), hidden, weight, labels, scale=0.37)
+def test_bf16_gradients_are_as_accurate_as_with_the_plain_loss(chunk_mib):
+    """The error against float64 on the same bf16 inputs is at most 10 % larger."""
+    hidden, weight, labels = make_inputs(300, torch.bfloat16)
+    chunked = value_and_gradients(
+        chunked_cross_entropy(chunk_mib), hidden, weight, labels, scale=0.37
+    )
     plain = value_and_gradients(cross_entropy_sum, hidden, weight, labels, scale=0.37)
     exact = value_and_gradients(
-        cross_entropy_sum, *(t.detach().double().requires_grad_() for t in (hidden, weight)), labels, 0.37
+        cross_entropy_sum,
+        *(t.detach().double().requires_grad_() for t in (hidden, weight)),
+        labels,
+        0.37,
     )
-    for mine, theirs, reference in zip(ours, plain, exact, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert relative(mine, reference) <= 1.1 * relative(theirs, reference) + 1e-6
+    for actual, baseline, reference in zip(chunked, plain, exact, strict=True):
+        assert actual.dtype == baseline.dtype
+        assert relative_error(actual, reference) <= 1.1 * relative_error(baseline, reference) + 1e-6
 
 
 @pytest.mark.parametrize("chunk_mib", [1, 0])
-def test_without_a_valid_label_all_is_zero(chunk_mib):
-    hidden, weight, labels = problem()
-    results = value_and_gradients(chunked_cross_entropy(chunk_mib), hidden, weight, torch.full_like(labels, -100))
+def test_loss_and_gradients_are_zero_without_valid_labels(chunk_mib):
+    hidden, weight, labels = make_inputs()
+    results = value_and_gradients(
+        chunked_cross_entropy(chunk_mib), hidden, weight, torch.full_like(labels, -100)
+    )
     assert all(torch.equal(x, torch.zeros_like(x)) for x in results)
 
 
-def test_without_a_token_all_is_zero():
-    hidden, weight, labels = problem(tokens=0)
-    value, d_hidden, d_weight = value_and_gradients(chunked_cross_entropy(1), hidden, weight, labels)
-    assert value == 0 and d_hidden.shape == (0, DIM) and torch.equal(d_weight, torch.zeros_like(weight))
+def test_loss_and_gradients_are_zero_without_tokens():
+    hidden, weight, labels = make_inputs(tokens=0)
+    value, d_hidden, d_weight = value_and_gradients(
+        chunked_cross_entropy(1), hidden, weight, labels
+    )
+    assert (
+        value == 0
+        and d_hidden.shape == (0, DIM)
+        and torch.equal(d_weight, torch.zeros_like(weight))
+    )
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("compile_backend", [None, "eager"])
-def test_non_finite_logits_give_a_non_finite_loss(bad, compile_backend):
-    hidden, weight, labels = problem(ignored=0)
+def test_the_loss_of_non_finite_logits_is_non_finite(value, compile_backend):
+    hidden, weight, labels = make_inputs(ignored=0)
     with torch.no_grad():
-        hidden[200] = bad
+        hidden[200] = value
     loss = chunked_cross_entropy(1, compile_backend)
     assert not loss(hidden, weight, labels).isfinite()
     with torch.no_grad():
         assert not loss(hidden, weight, labels).isfinite()
 
 
-def test_far_apart_logits_do_not_overflow():
-    hidden, weight, labels = problem(scale=2000.0, ignored=0)
-    ours = value_and_gradients(chunked_cross_entropy(1), hidden, weight, labels)
+def test_logits_of_very_different_size_do_not_overflow():
+    hidden, weight, labels = make_inputs(scale=2000.0, ignored=0)
+    chunked = value_and_gradients(chunked_cross_entropy(1), hidden, weight, labels)
     plain = value_and_gradients(cross_entropy_sum, hidden, weight, labels)
-    for mine, reference in zip(ours, plain, strict=True):
-        assert mine.isfinite().all() and relative(mine, reference) <= 1e-6
+    for actual, reference in zip(chunked, plain, strict=True):
+        assert actual.isfinite().all() and relative_error(actual, reference) <= 1e-6
 
 
 def test_a_label_outside_the_vocabulary_is_an_error():
-    hidden, weight, labels = problem()
+    hidden, weight, labels = make_inputs()
     labels[7] = VOCAB
     with pytest.raises(RuntimeError, match="out of bounds"):
         chunked_cross_entropy(1)(hidden, weight, labels)
 
 
-def test_a_retained_graph_gives_the_same_gradient_twice():
-    hidden, weight, labels = problem()
+def test_a_retained_graph_returns_the_same_gradient_twice():
+    hidden, weight, labels = make_inputs()
     loss = chunked_cross_entropy(1)(hidden, weight, labels)
     first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(1.0))
@@ -206,26 +227,31 @@ def test_a_retained_graph_gives_the_same_gradient_twice():
 
 
 @pytest.mark.parametrize(
-    ("case", "products_per_chunk"), [("train", 3), ("frozen weight", 2), ("first layer frozen", 2), ("no grad", 1)]
+    ("case", "products_per_chunk"),
+    [("train", 3), ("frozen weight", 2), ("first layer frozen", 2), ("no grad", 1)],
 )
-def test_only_needed_gradients_are_computed_and_no_chunk_is_larger_than_asked(case, products_per_chunk):
-    """300 tokens at 64 a chunk are 5 chunks of 60, and on CPU an fp32 softmax sees 32 of them at a time."""
-    hidden, weight, labels = problem(dtype=torch.bfloat16)
+def test_only_required_gradients_are_computed_in_chunks_of_the_requested_size(
+    case, products_per_chunk
+):
+    """300 tokens make 5 chunks of 60 (limit 64). On CPU the fp32 softmax takes 32 at a time."""
+    hidden, weight, labels = make_inputs(dtype=torch.bfloat16)
     weight.requires_grad_(case != "frozen weight")
     hidden.requires_grad_(case != "first layer frozen")
-    with LargestOutput() as seen, torch.set_grad_enabled(case != "no grad"):
+    with OpCounter() as counter, torch.set_grad_enabled(case != "no grad"):
         chunked_cross_entropy(1)(hidden, weight, labels)
-    assert seen.products == 5 * products_per_chunk
-    assert seen.fp32 == (
-        32 * VOCAB if case != "train" and case != "first layer frozen" else max(32 * VOCAB, VOCAB * DIM)
+    assert counter.num_products == 5 * products_per_chunk
+    assert counter.max_fp32_elements == (
+        32 * VOCAB
+        if case != "train" and case != "first layer frozen"
+        else max(32 * VOCAB, VOCAB * DIM)
     )
 
 
-def test_the_body_compiles():
-    hidden, weight, labels = problem(tokens=100)
-    ours = value_and_gradients(chunked_cross_entropy(1, "aot_eager"), hidden, weight, labels)
+def test_the_loss_of_a_chunk_compiles():
+    hidden, weight, labels = make_inputs(tokens=100)
+    chunked = value_and_gradients(chunked_cross_entropy(1, "aot_eager"), hidden, weight, labels)
     plain = value_and_gradients(cross_entropy_sum, hidden, weight, labels)
-    assert all(relative(a, b) <= 1e-6 for a, b in zip(ours, plain, strict=True))
+    assert all(relative_error(a, b) <= 1e-6 for a, b in zip(chunked, plain, strict=True))
 
 
 MEMORY_PROGRAM = """
@@ -247,16 +273,23 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory():
-    """Peak resident memory of forward and backward over 2,048 x 32,000 logits: 125 MiB as bf16, 250 as fp32.
+def test_the_chunked_loss_limits_peak_memory():
+    """Measure the peak resident memory of forward and backward over 2,048 x 32,000 logits.
 
-    The plain loss holds the logits in bf16, then in fp32 with their log-softmax or its gradient. Chunked by 32 MiB of fp32
-    the loss holds 16 MiB of bf16 logits, and 512 KiB at a time in fp32.
+    The logits need 125 MiB in bf16 and 250 MiB in fp32. The plain loss holds the logits in bf16,
+    then in fp32 together with their log-softmax or its gradient. With chunks of 32 MiB of fp32, the
+    loss holds 16 MiB of bf16 logits and 512 KiB of fp32.
+
+    By default glibc raises the size from which it maps memory, and keeps freed chunks of logits in
+    its heap, more or fewer by the timing of threads. A fixed threshold returns them to the system.
     """
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
     started = {}
     for loss in ("cross_entropy_sum", "chunked_cross_entropy(32)"):
         program = [sys.executable, "-W", "ignore", "-c", MEMORY_PROGRAM.format(loss=loss)]
-        started[loss] = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started[loss] = subprocess.Popen(
+            program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
     outputs = {loss: process.communicate(timeout=300) for loss, process in started.items()}
     assert all(process.returncode == 0 for process in started.values()), outputs
     peak = {loss: float(stdout) for loss, (stdout, _) in outputs.items()}

@@ -1,4 +1,4 @@
-"""One rule for bad numbers in every implementation; groups, state names, and updates inside backward."""
+"""All optimizer implementations equal torch, skip non-finite updates, and can step in backward."""
 
 import copy
 from types import SimpleNamespace
@@ -32,19 +32,23 @@ IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_equals_torch(name, implementation):
-    ours, our_loss = model_and_loss()
-    theirs, their_loss = model_and_loss()
-    optimizer = build_optimizer(ours.named_parameters(), section(name=name, eps=1e-3, implementation=implementation))
-    reference = getattr(torch.optim, name)(theirs.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+def test_updates_equal_torchs_optimizer(name, implementation):
+    model, loss = model_and_loss()
+    expected_model, expected_loss = model_and_loss()
+    optimizer = build_optimizer(
+        model.named_parameters(), section(name=name, eps=1e-3, implementation=implementation)
+    )
+    reference = getattr(torch.optim, name)(
+        expected_model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+    )
     for _ in range(3):
         optimizer.zero_grad()
-        our_loss().backward()
+        loss().backward()
         optimizer.step(skip=torch.zeros(()))
         reference.zero_grad()
-        their_loss().backward()
+        expected_loss().backward()
         reference.step()
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(weights(model), weights(expected_model), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -63,10 +67,13 @@ def test_a_skipped_step_changes_neither_weights_nor_state(implementation):
 
 def test_a_parameter_without_a_gradient_is_named():
     model, _ = model_and_loss()
-    model[0].bias.requires_grad_(False)  # is not to be trained, and so not missed
+    model[0].bias.requires_grad_(False)  # frozen: needs no gradient
     optimizer = build_optimizer(model.named_parameters(), section())
     model[2](torch.ones(8)).backward()
-    with pytest.raises(RuntimeError, match=r"^1 of 3 parameters have no gradient: 0\.weight\. .*requires_grad = False"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^1 of 3 parameters have no gradient: 0\.weight\. .*requires_grad = False",
+    ):
         optimizer.clip_gradients(1.0)
 
 
@@ -81,11 +88,13 @@ def test_no_weight_decay_matches_parameter_names():
     assert changed == {"0.weight", "2.weight"}
 
 
-def test_state_has_flat_names_from_the_start_and_copies_in():
+def test_the_state_has_flat_names_from_the_start_and_can_be_loaded():
     model, loss = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section())
     assert set(optimizer.state_dict()) == {
-        f"state.{n}.{key}" for n, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")
+        f"state.{n}.{key}"
+        for n, _ in model.named_parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
     }
     loss().backward()
     optimizer.step(skip=torch.zeros(()))
@@ -96,45 +105,51 @@ def test_state_has_flat_names_from_the_start_and_copies_in():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_in_backward_equals_after_backward(implementation):
-    after, after_loss = model_and_loss()
-    inside, inside_loss = model_and_loss()
-    a = build_optimizer(after.named_parameters(), section(implementation=implementation))
-    b = build_optimizer(inside.named_parameters(), section(implementation=implementation, early_step_in_backward=True))
+def test_steps_in_backward_equal_steps_after_backward(implementation):
+    regular_model, regular_loss = model_and_loss()
+    early_model, early_loss = model_and_loss()
+    regular = build_optimizer(
+        regular_model.named_parameters(), section(implementation=implementation)
+    )
+    early = build_optimizer(
+        early_model.named_parameters(),
+        section(implementation=implementation, early_step_in_backward=True),
+    )
     for _ in range(3):
         norms = []
-        for optimizer, loss in ((a, after_loss), (b, inside_loss)):
+        for optimizer, loss in ((regular, regular_loss), (early, early_loss)):
             optimizer.zero_grad()
             loss().backward()
             norms.append(optimizer.clip_gradients(float("inf")))
             optimizer.step(skip=torch.zeros(()))
         assert norms[0] == pytest.approx(norms[1].item(), rel=1e-6)
-        assert all(p.grad is None for p in inside.parameters())
-    assert torch.equal(weights(after), weights(inside))
+        assert all(p.grad is None for p in early_model.parameters())
+    assert torch.equal(weights(regular_model), weights(early_model))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_in_backward_skips_non_finite_gradients(implementation):
+def test_steps_in_backward_skip_non_finite_gradients(implementation):
     model, loss = model_and_loss()
     optimizer = build_optimizer(
-        model.named_parameters(), section(implementation=implementation, early_step_in_backward=True)
+        model.named_parameters(),
+        section(implementation=implementation, early_step_in_backward=True),
     )
     before = weights(model)
     (loss() * torch.nan).backward()
     assert torch.equal(weights(model), before)
     optimizer.clip_gradients(1.0)
     optimizer.step(skip=torch.ones(()))
-    loss().backward()  # a good one after the halt
+    loss().backward()  # finite again, but updates are frozen
     assert torch.equal(weights(model), before)
 
 
-def test_in_backward_waits_for_gradients_copied_to_the_host(monkeypatch):
-    """FSDP2 of torch 2.11 calls the hook of an offloaded parameter before the copy of its gradient has arrived."""
+def test_steps_in_backward_wait_for_gradients_copied_to_the_host(monkeypatch):
+    """FSDP2 in torch 2.11 calls the hook of an offloaded parameter before the copy is complete."""
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))
     block = list(model[0].parameters())
     for parameter in block:
-        parameter.grad = torch.full_like(parameter, 9.0)  # what was in that memory before
+        parameter.grad = torch.full_like(parameter, 9.0)  # the memory before the copy
     stream = SimpleNamespace(synchronize=lambda: [parameter.grad.fill_(1.0) for parameter in block])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -145,31 +160,41 @@ def test_in_backward_waits_for_gradients_copied_to_the_host(monkeypatch):
     assert optimizer.clip_gradients(1.0) == pytest.approx(num_elements**0.5)
 
 
-def test_in_backward_a_block_that_waits_for_a_gradient_is_named():
+def test_steps_in_backward_name_a_parameter_without_a_gradient():
     model, _ = model_and_loss()
     optimizer = build_optimizer(model.named_parameters(), section(early_step_in_backward=True))
     (model[2](torch.ones(8)).sum() + model[0].weight.sum()).backward()
-    with pytest.raises(RuntimeError, match=r"^1 of 4 parameters have no gradient: 0\.bias\. .*requires_grad = False"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^1 of 4 parameters have no gradient: 0\.bias\. .*requires_grad = False",
+    ):
         optimizer.clip_gradients(1.0)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
-def test_an_update_is_restored_bit_by_bit(name, implementation):
-    """What a GPU does for implementations without a gate. The state counts steps in a tensor, as there."""
-    taken, loss = model_and_loss()
-    skipped, plain = copy.deepcopy(taken), copy.deepcopy(taken)
+def test_a_skipped_update_is_restored_bit_by_bit(name, implementation):
+    """On GPUs, implementations without a built-in skip take the step and restore the old state."""
+    updated, loss = model_and_loss()
+    skipped, plain = copy.deepcopy(updated), copy.deepcopy(updated)
     optimizers = []
-    for model in (taken, skipped, plain):
-        optimizer = build_optimizer(model.named_parameters(), section(name=name, implementation=implementation))
+    for model in (updated, skipped, plain):
+        optimizer = build_optimizer(
+            model.named_parameters(), section(name=name, implementation=implementation)
+        )
         optimizers.append(optimizer)
         for parameter in model.parameters():
             parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
     optimizers[2].step(skip=torch.zeros(()))
     step_or_restore(optimizers[0]._optimizers[0], torch.zeros(()))
-    assert torch.equal(weights(taken), weights(plain))
+    assert torch.equal(weights(updated), weights(plain))
     skipped[0].weight.grad[0, 0] = torch.nan
-    before = weights(skipped), {name: value.clone() for name, value in optimizers[1].state_dict().items()}
+    before = (
+        weights(skipped),
+        {name: value.clone() for name, value in optimizers[1].state_dict().items()},
+    )
     step_or_restore(optimizers[1]._optimizers[0], torch.ones(()))
     assert torch.equal(weights(skipped), before[0])
-    assert all(torch.equal(value, before[1][name]) for name, value in optimizers[1].state_dict().items())
+    assert all(
+        torch.equal(value, before[1][name]) for name, value in optimizers[1].state_dict().items()
+    )

@@ -1,4 +1,4 @@
-"""The learning rate is a pure function of the step and of a horizon that is not the run's length."""
+"""The learning rate is a function of the step and the horizon, not of the length of the run."""
 
 from types import SimpleNamespace
 
@@ -34,11 +34,11 @@ def section(**changes):
         ({"warmup_steps": 4, "decay_ratio": 1.0}, 8, {4: 1.0, 5: 0.75, 8: 0.0}),
     ],
 )
-def test_factor(changes, steps, expected):
+def test_the_factor_follows_warmup_and_decay(changes, steps, expected):
     schedule = build_schedule(section(**changes), steps)
     assert {step: schedule.factor(step) for step in expected} == pytest.approx(expected)
 
 
-def test_the_horizon_and_not_the_length_of_the_run_sets_the_rate():
+def test_the_rate_depends_on_the_horizon_and_not_on_the_length_of_the_run():
     short, long = (build_schedule(section(total_steps=100), steps) for steps in (10, 100))
     assert [short.factor(s) for s in range(1, 101)] == [long.factor(s) for s in range(1, 101)]

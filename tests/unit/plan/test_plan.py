@@ -30,8 +30,11 @@ SIZES = {
 }
 
 
-def kept_bytes(tp: int) -> float:
-    """Return the bytes per token that one bfloat16 block saves for backward, without weights and rotary tables."""
+def saved_bytes(tp: int) -> float:
+    """Return the bytes per token that one bfloat16 block saves for backward.
+
+    Weights and rotary tables do not count.
+    """
     spec = get_spec("llama3")
     with torch.device("meta"):
         model = spec.build(resolve_args(spec, "debugmodel", SIZES)).to(torch.bfloat16)
@@ -41,19 +44,19 @@ def kept_bytes(tp: int) -> float:
     for parameter in model.parameters():
         torch.nn.init.ones_(getattr(parameter, "_local_tensor", parameter))
     tensors = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
-    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    kept: dict[int, torch.Tensor] = {}
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    saved: dict[int, torch.Tensor] = {}
 
     def record(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        if tensor.untyped_storage().data_ptr() not in excluded:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     x = torch.randn(1, SEQ // tp, SIZES["dim"], dtype=torch.bfloat16, requires_grad=True)
     (block,) = model.layers.values()
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         block(x)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / SEQ
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / SEQ
 
 
 def sizes() -> Model:
@@ -63,13 +66,15 @@ def sizes() -> Model:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_bytes_per_token_equal_those_of_a_real_block(tp: int) -> None:
-    assert run_ranks(kept_bytes, tp, tp) == [bytes_per_token(sizes(), tp)] * tp
+def test_bytes_per_token_equal_a_real_block(tp: int) -> None:
+    assert run_ranks(saved_bytes, tp, tp) == [bytes_per_token(sizes(), tp)] * tp
 
 
-def test_memory_of_a_known_run() -> None:
-    """TorchTitan's logs of Llama 3 8B on 8 H100, FSDP, one sample of 8,192 tokens, every 2nd layer recomputed: 47.4 GiB
-    (2025-08), 47.8 (2025-11), 49.7 (2025-06). Its model keeps and gathers what ours does.
+def test_memory_is_close_to_a_published_run() -> None:
+    """TorchTitan logged 47.4 GiB (2025-08), 47.8 GiB (2025-11) and 49.7 GiB (2025-06).
+
+    The runs trained Llama 3 8B on 8 H100 with FSDP, one sample of 8,192 tokens per rank, and
+    recomputation of every second layer.
     """
     plan = Plan(pp=1, replicate=1, shard=8, cp=1, tp=1, micro=1, recompute="selective")
     assert memory(plan, model_of(8e9), 8192, 1).total == pytest.approx(48.3, rel=0.1)
@@ -79,14 +84,14 @@ def test_memory_of_a_known_run() -> None:
     ("params", "gpus", "published"),
     [
         (8e9, 8, 7031),  # TorchTitan's log of 2025-08, eager
-        (8e9, 128, 6514),  # its report of 2024-12, compiled
-        (70e9, 256, 597),  # its report on async TP of 2025-06, FSDP 32 x TP 8
+        (8e9, 128, 6514),  # report of 2024-12, compiled
+        (70e9, 256, 597),  # report on async TP of 2025-06, FSDP 32 x TP 8
     ],
 )
-def test_tokens_per_second_are_near_published_ones(
+def test_tokens_per_second_are_close_to_published_runs(
     params: float, gpus: int, published: float
 ) -> None:
-    """Tokens/s of a GPU within a third of what TorchTitan's authors measured in bfloat16 on H100s."""
+    """Estimates are within a third of TorchTitan's published bfloat16 tokens/s per H100."""
     cluster = Cluster(gpus, gpus // 8, 96, NETS["fast"], 400e12)
     best = suggest(model_of(params), cluster, 2 * gpus, 8192)[0]
     assert (
@@ -105,7 +110,7 @@ def names(
 ) -> list[str]:
     batch = max(1, round(2**20 / seq_len / gpus)) * gpus
     cluster = Cluster(gpus, nodes, gib, NETS[net], 400e12)
-    return [one.plan.name for one in suggest(model_of(params), cluster, batch, seq_len)]
+    return [layout.plan.name for layout in suggest(model_of(params), cluster, batch, seq_len)]
 
 
 @pytest.mark.parametrize(
@@ -113,17 +118,13 @@ def names(
     [
         ({"params": 1.2e9, "gpus": 1}, "one GPU"),
         ({"params": 8e9, "gpus": 1}, "one GPU + CPU offload"),
-        ({"params": 1.2e9, "gpus": 8}, "DDP 8"),  # a GPU holds all of it
+        ({"params": 1.2e9, "gpus": 8}, "DDP 8"),  # all states fit on one GPU
         ({"params": 8e9, "gpus": 8}, "FSDP 8"),
         ({"params": 8e9, "gpus": 16, "nodes": 2}, "HSDP 2 x 8"),  # gathers stay inside a machine
-        (
-            {"params": 8e9, "gpus": 16, "nodes": 2, "gib": 40},
-            "TP 2 x FSDP 8",
-        ),  # a machine is too small for all states
-        (
-            {"params": 70e9, "gpus": 64, "nodes": 8, "net": "slow"},
-            "PP 16 x TP 4",
-        ),  # activations alone cross the network
+        # One machine cannot hold all states.
+        ({"params": 8e9, "gpus": 16, "nodes": 2, "gib": 40}, "TP 2 x FSDP 8"),
+        # Only activations cross the network.
+        ({"params": 70e9, "gpus": 64, "nodes": 8, "net": "slow"}, "PP 16 x TP 4"),
     ],
     ids=str,
 )
@@ -131,13 +132,13 @@ def test_the_first_suggestion(case: dict, first: str) -> None:
     assert names(**case)[0] == first
 
 
-def test_a_slow_network_makes_sharding_over_machines_slower() -> None:
+def test_a_slow_network_ranks_sharding_over_machines_lower() -> None:
     fast, slow = (names(8e9, 16, 2, net) for net in ("fast", "slow"))
     assert fast.index("FSDP 16") < 3 and "FSDP 16" not in slow[:8]
     assert any(name.startswith("PP") for name in slow[1:4])
 
 
-def test_long_sequences_are_sharded() -> None:
+def test_suggestions_shard_long_sequences() -> None:
     assert all("CP" in name or "TP" in name for name in names(8e9, 8, seq_len=131072)[:5])
 
 
@@ -164,7 +165,7 @@ def test_suggested_configs_pass_the_check(
     capsys: pytest.CaptureFixture[str],
     monkeypatch,
 ) -> None:
-    """A config that extends a bundled one with the suggested lines has no errors and no warnings."""
+    """A bundled config extended with the suggested lines has no errors and no warnings."""
     monkeypatch.chdir(repo_root)
     assert titan(["plan", *arguments]) == 0
     blocks = toml_blocks(capsys.readouterr().out)
@@ -180,8 +181,8 @@ def test_suggested_configs_pass_the_check(
         assert "parallelism" not in captured.err and "no effect" not in captured.err, captured.err
 
 
-def test_arithmetic_of_a_plan() -> None:
-    """Doubling a degree halves its part of the memory."""
+def test_memory_is_proportional_to_degrees() -> None:
+    """Doubling a degree halves the memory that it shards."""
     model = model_of(8e9)
     plan = Plan(1, 1, 8, 1, 1, 1, "none")
     base = memory(plan, model, 8192, 1)
@@ -208,14 +209,14 @@ def test_arithmetic_of_a_plan() -> None:
 
 def test_groups_share_the_network_of_a_node() -> None:
     cluster = Cluster(16, 2, 80, 100.0, 1e12)
-    inside = 450e9 * 0.8
-    assert cluster.bandwidth(8, 1) == inside and cluster.bandwidth(2, 4) == inside
+    node_bandwidth = 450e9 * 0.8
+    assert cluster.bandwidth(8, 1) == node_bandwidth and cluster.bandwidth(2, 4) == node_bandwidth
     assert cluster.bandwidth(16, 1) == 100e9 * 0.8  # one ring through both machines
-    assert cluster.bandwidth(2, 8) == 100e9 * 0.8 / 8  # eight of them side by side
+    assert cluster.bandwidth(2, 8) == 100e9 * 0.8 / 8  # eight rings share the network
     assert cluster.bandwidth(8, 2) == 100e9 * 0.8 / 2
 
 
-def test_the_parts_of_each_row_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_columns_of_each_row_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert titan(["plan", "--params", "8e9", "--gpus", "16", "--nodes", "2"]) == 0
     rows = re.findall(r"^ *\d+\. .*$", capsys.readouterr().out, re.MULTILINE)
     assert len(rows) == 8
@@ -235,7 +236,7 @@ def test_the_parts_of_each_row_add_up(capsys: pytest.CaptureFixture[str]) -> Non
         ["--params", "8e9", "--gpus", "9", "--nodes", "2"],
     ],
 )
-def test_wrong_arguments(arguments: list[str]) -> None:
+def test_invalid_arguments_return_2(arguments: list[str]) -> None:
     try:
         code: object = titan(["plan", *arguments])
     except SystemExit as end:
@@ -243,7 +244,7 @@ def test_wrong_arguments(arguments: list[str]) -> None:
     assert code == 2
 
 
-def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_returns_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert titan(["plan", "--params", "405e9", "--gpus", "1"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
 

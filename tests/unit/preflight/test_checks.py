@@ -1,4 +1,4 @@
-"""Checks that need several packages: which problems are errors or warnings, and when."""
+"""Checks that need several packages report the right errors and warnings."""
 
 from __future__ import annotations
 
@@ -58,9 +58,12 @@ def test_unavailable_features_are_refused_only_in_training(line: str, key: str) 
 
 
 def test_each_key_is_reported_once() -> None:
-    """Expert parallelism is not available, and this model has no experts: only the second is reported."""
+    """A key that two checks refuse is reported once: expert parallelism on a dense model."""
     (problem,) = check("--training.steps 1000 --parallelism.expert_parallel_degree 2", 2)
-    assert problem.key == "parallelism.expert_parallel_degree" and "llama3 has no experts" in problem.expected
+    assert (
+        problem.key == "parallelism.expert_parallel_degree"
+        and "llama3 has no experts" in problem.expected
+    )
 
 
 def test_the_table_of_unavailable_features_names_settings() -> None:
@@ -113,31 +116,40 @@ WARNINGS = [
 
 
 @pytest.mark.parametrize(("line", "key", "part"), WARNINGS)
-def test_warnings(line: str, key: str, part: str) -> None:
+def test_settings_cause_warnings(line: str, key: str, part: str) -> None:
     (warning,) = check(line)
     assert (warning.severity, warning.key) == ("warning", key)
     assert part in str(warning)
 
 
-@pytest.mark.parametrize("flags", ["", "--model.name qwen3 --model.flavor 0.6B --model.args.n_layers 6"])
+@pytest.mark.parametrize(
+    "flags", ["", "--model.name qwen3 --model.flavor 0.6B --model.args.n_layers 6"]
+)
 def test_patterns_without_weight_decay_match_a_parameter(flags: str) -> None:
-    """Tied weights are one parameter, under the name of the first."""
+    """Tied weights are one parameter with the name of the first."""
     line = f"--training.steps 1000 --model.args.vocab_size 2048 --model.args.enable_weight_tying true {flags}"
-    assert check(f"{line} --optimizer.no_weight_decay *norm*,layers.5.*,tok_embeddings.weight") == []
+    assert (
+        check(f"{line} --optimizer.no_weight_decay *norm*,layers.5.*,tok_embeddings.weight") == []
+    )
     for pattern in ("*norms*", "layers.6.*", "output.*", "*.bias"):
         (problem,) = check(f"{line} --optimizer.no_weight_decay *norm*,{pattern}")
         assert (problem.severity, problem.key) == ("error", "optimizer.no_weight_decay")
-        assert f'"{pattern}" matches none of tok_embeddings.weight, layers.0.att' in problem.expected
+        assert (
+            f'"{pattern}" matches none of tok_embeddings.weight, layers.0.att' in problem.expected
+        )
 
 
 @pytest.mark.parametrize("table", ["data", "validation"])
-def test_unknown_dataset_formats(table: str, tmp_path: Path) -> None:
+def test_unknown_dataset_formats_are_refused(table: str, tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     for name in ("a.md", "tables/a.csv"):
         (tmp_path / name).touch()
     line = "--training.steps 1000 --validation.enable --validation.dataset shakespeare_validation"
     section = "training" if table == "data" else table
-    for name, message in (("a.md", "unknown format of"), ("tables", "a folder without files of a known")):
+    for name, message in (
+        ("a.md", "unknown format of"),
+        ("tables", "a folder without files of a known"),
+    ):
         for key in (f"{section}.dataset_path", f"{table}.sources.a.path"):
             problem, *_ = check(f"{line} --{key} {tmp_path / name}")
             assert (problem.severity, problem.key) == ("error", key)
@@ -146,8 +158,8 @@ def test_unknown_dataset_formats(table: str, tmp_path: Path) -> None:
     assert keys(check(f"{named} text"), "error") == keys(check(f"{named} tokens"), "error") == []
 
 
-def test_settings_in_the_file_that_disables_their_feature_pass(tmp_path: Path) -> None:
-    """Files contain settings of disabled features. Only settings in a later layer are reported."""
+def test_a_file_may_contain_settings_of_a_feature_that_it_disables(tmp_path: Path) -> None:
+    """Only settings in a later layer are reported."""
     file = tmp_path / "x.toml"
     file.write_text('[training]\nsteps = 1000\n[compile]\nenable = false\nbackend = "eager"')
     line = f"--job.config_file {file}"
@@ -155,29 +167,36 @@ def test_settings_in_the_file_that_disables_their_feature_pass(tmp_path: Path) -
     assert keys(check(f"{line} --compile.components loss"), "warning") == ["compile.components"]
 
 
-def test_token_files_get_no_bos_and_eos(tmp_path: Path) -> None:
-    """So a tokenizer without BOS is accepted. The path of a pair of files is their common prefix."""
+def test_token_files_do_not_need_bos_and_eos(tmp_path: Path) -> None:
+    """The path of a Megatron pair is the common prefix of the two files."""
     shutil.copy("tests/assets/tokenizer/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": null}')
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"wiki{ending}").write_text("x")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"wiki{suffix}").write_text("x")
     file = tmp_path / "x.toml"
-    file.write_text(f'[training]\nsteps = 1000\n[data.sources.wiki]\npath = "{tmp_path}/wiki"\nformat = "tokens"\n')
+    file.write_text(
+        f'[training]\nsteps = 1000\n[data.sources.wiki]\npath = "{tmp_path}/wiki"\nformat = "tokens"\n'
+    )
     line = f"--job.config_file {file} --model.hf_assets_path {tmp_path}"
     assert check(line) == []
     assert keys(check(f"{line} --data.sources.wiki.format text"), "error") == [
         "model.hf_assets_path", "data.sources.wiki.path",
     ]  # fmt: skip
     (warning,) = check(f"{line} --data.no_add_eos")
-    assert (warning.severity, warning.key) == ("warning", "data.add_eos") and "has no effect" in str(warning)
+    assert (warning.severity, warning.key) == (
+        "warning",
+        "data.add_eos",
+    ) and "has no effect" in str(warning)
     assert keys(check(f"{line} --data.on_bad_record skip"), "warning") == ["data.on_bad_record"]
     text = f"--validation.enable --validation.dataset_path {TEXT}"
     assert keys(check(f"{line} --data.no_add_bos --data.no_add_eos {text}"), "warning") == []
 
 
-def test_settings_on_top_of_a_disabled_feature_warn(tmp_path: Path) -> None:
+def test_settings_without_effect_on_weight_decay_and_schedule_warn(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
-    file.write_text("training.steps = 1000\noptimizer.weight_decay = 0.0\nlr_scheduler.decay_ratio = 0.0\n")
+    file.write_text(
+        "training.steps = 1000\noptimizer.weight_decay = 0.0\nlr_scheduler.decay_ratio = 0.0\n"
+    )
     line = f"--job.config_file {file} --optimizer.no_weight_decay *norm*"
     line += " --lr_scheduler.decay_type cosine --lr_scheduler.min_lr_factor 0.1"
     names = ["optimizer.no_weight_decay", "lr_scheduler.decay_type", "lr_scheduler.min_lr_factor"]
@@ -188,9 +207,9 @@ def test_settings_on_top_of_a_disabled_feature_warn(tmp_path: Path) -> None:
 def test_mixture_settings_have_no_effect_in_validation() -> None:
     line = f"--training.steps 1000 --validation.enable --validation.sources.a.path {TEXT}"
     assert check(f"{line} --validation.sources.a.weight 1.0") == []
-    set_ = "--validation.sources.a.weight 2 --validation.sources.a.weight_from 9,3 --validation.sources.a.max_epochs 1"
+    options = "--validation.sources.a.weight 2 --validation.sources.a.weight_from 9,3 --validation.sources.a.max_epochs 1"
     names = [f"validation.sources.a.{name}" for name in ("weight", "weight_from", "max_epochs")]
-    assert keys(check(f"{line} {set_}"), "warning") == names
+    assert keys(check(f"{line} {options}"), "warning") == names
 
 
 @pytest.mark.parametrize(
@@ -211,11 +230,14 @@ def test_settings_of_other_formats_have_no_effect(line: str, key: str, reason: s
     assert warning.expected == f"has no effect in this run: {reason}"
 
 
-def test_hub_paths_are_complete() -> None:
+def test_hub_paths_need_a_revision_and_a_text_format() -> None:
     line = "--training.steps 1000 --data.sources.a.path hf://datasets/owner/name@v1/*.parquet"
     assert check(line) == []
     (problem,) = check(line.replace("@v1", ""))
-    assert problem.key == "data.sources.a.path" and "hf://datasets/OWNER/NAME@REVISION/PATTERN" in str(problem)
+    assert (
+        problem.key == "data.sources.a.path"
+        and "hf://datasets/OWNER/NAME@REVISION/PATTERN" in str(problem)
+    )
     (problem,) = check(f"{line} --data.sources.a.format tokens")
     assert problem.key == "data.sources.a.path" and "download them" in problem.remedy
 
@@ -225,8 +247,9 @@ def test_hub_datasets_are_checked_without_a_network(monkeypatch: pytest.MonkeyPa
     line = "--training.steps 1000 --training.dataset c4 --validation.enable --validation.dataset"
     assert check(f"{line} c4_validation") == []
     (problem,) = check(f"{line} c4")
-    assert problem.key == "validation.dataset" and "one of shakespeare, shakespeare_validation, c4_test, c4_val" in str(
-        problem
+    assert (
+        problem.key == "validation.dataset"
+        and "one of shakespeare, shakespeare_validation, c4_test, c4_val" in str(problem)
     )
 
 
@@ -234,25 +257,41 @@ def test_hub_datasets_are_checked_without_a_network(monkeypatch: pytest.MonkeyPa
     ("switch", "line", "needs"),
     [
         ("keep_latest_k = 0", "--checkpoint.keep_every 500", "nothing is deleted"),
-        ("load_only = true", "--checkpoint.async_mode async", "nothing is saved"),
-        ("load_only = true", "--checkpoint.hf_interval 5", "nothing is saved"),
-        ('start = "resume"', "--checkpoint.initial_load_path .", "there must be a checkpoint of this run"),
+        ("load_only = true", "--checkpoint.async_mode async", "the run saves no checkpoints"),
+        ("load_only = true", "--checkpoint.hf_interval 5", "the run saves no checkpoints"),
+        (
+            'start = "resume"',
+            "--checkpoint.initial_load_path .",
+            "there must be a checkpoint of this run",
+        ),
         ("load_step = 5", "--checkpoint.initial_load_path .", "that step of this run is loaded"),
         ('start = "scratch"', "--checkpoint.verify full", "nothing is loaded"),
-        ("create_seed_checkpoint = true", "--checkpoint.exclude_from_loading optimizer", "nothing is loaded"),
-        ('start = "warm"\ninitial_load_path = "."', "--checkpoint.allow_change model.*", "no run is resumed"),
+        (
+            "create_seed_checkpoint = true",
+            "--checkpoint.exclude_from_loading optimizer",
+            "nothing is loaded",
+        ),
+        (
+            'start = "warm"\ninitial_load_path = "."',
+            "--checkpoint.allow_change model.*",
+            "no run is resumed",
+        ),
     ],
 )
-def test_settings_without_effect_on_checkpoints(tmp_path: Path, switch: str, line: str, needs: str) -> None:
+def test_checkpoint_settings_without_effect_warn(
+    tmp_path: Path, switch: str, line: str, needs: str
+) -> None:
     (tmp_path / "checkpoint/step-5").mkdir(parents=True)
     file = tmp_path / "x.toml"
     file.write_text(f"[training]\nsteps = 1000\n[checkpoint]\nenable = true\n{switch}")
     (warning,) = check(f"--job.config_file {file} --job.dump_folder {tmp_path} {line}")
-    assert (warning.severity, warning.key) == ("warning", line.split()[0][2:]) and needs in str(warning)
+    assert (warning.severity, warning.key) == ("warning", line.split()[0][2:]) and needs in str(
+        warning
+    )
 
 
 @pytest.mark.parametrize(
-    ("line", "world_size", "fits"),
+    ("line", "world_size", "is_valid"),
     [
         ("--training.local_batch_size 2 --training.global_batch_size 16", 4, True),
         ("--training.local_batch_size 2 --training.global_batch_size 12", 4, False),
@@ -261,21 +300,27 @@ def test_settings_without_effect_on_checkpoints(tmp_path: Path, switch: str, lin
         ("--parallelism.data_parallel_replicate_degree 2 --training.global_batch_size 32", 4, True),
     ],
 )
-def test_batch_sizes(line: str, world_size: int | None, fits: bool) -> None:
+def test_the_global_batch_size_must_be_divisible(
+    line: str, world_size: int | None, is_valid: bool
+) -> None:
     problems = check(f"--training.steps 1000 {line}", world_size)
-    assert keys(problems, "error") == ([] if fits else ["training.global_batch_size"])
+    assert keys(problems, "error") == ([] if is_valid else ["training.global_batch_size"])
 
 
 def test_the_remedy_for_a_batch_size_names_two_sizes() -> None:
-    (problem,) = check("--training.steps 1000 --training.local_batch_size 2 --training.global_batch_size 30", 4)
+    (problem,) = check(
+        "--training.steps 1000 --training.local_batch_size 2 --training.global_batch_size 30", 4
+    )
     assert problem.remedy == "set it to 24 or 32, or change training.local_batch_size"
 
 
-def test_context_parallelism_needs_two_shards_per_rank() -> None:
+def test_context_parallelism_needs_a_divisible_sequence_length() -> None:
     line = "--training.steps 1000 --parallelism.context_parallel_degree 2 --training.seq_len 30"
     (problem,) = check(line, 2, training=False)[:1]
     assert problem.key == "training.seq_len" and "1 x 2 x 2 (head and tail) = 4" in problem.expected
-    unbalanced = check(f"{line} --parallelism.context_parallel_load_balancer None", 2, training=False)
+    unbalanced = check(
+        f"{line} --parallelism.context_parallel_load_balancer None", 2, training=False
+    )
     assert keys(unbalanced, "error") == []
 
 
@@ -286,7 +331,7 @@ def test_offload_needs_a_gpu() -> None:
 
 
 def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8B in float32 on 8 ranks of one node: 8.03e9 x 16 bytes = 119.7 GiB."""
+    """The 8B model in float32 on 8 ranks of one node needs 8.03e9 x 16 bytes = 119.7 GiB."""
     line = "--training.steps 1000 --training.enable_cpu_offload --model.flavor 8B"
     line += " --model.hf_assets_path tests/assets/tokenizer"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -295,7 +340,11 @@ def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> N
         memory = HostMemory(total * 2**30, available * 2**30)
         monkeypatch.setattr(host_memory, "host_memory", lambda: memory)
         problems = check(line, 8, device_type=device_type)
-        return [p.severity for p in problems if p.key == "training.enable_cpu_offload" and "119.66 GiB" in str(p)]
+        return [
+            p.severity
+            for p in problems
+            if p.key == "training.enable_cpu_offload" and "119.66 GiB" in str(p)
+        ]
 
     assert severities(128, 120) == []
     assert severities(128, 119) == ["warning"]
@@ -307,8 +356,10 @@ def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert check(line, 16, device_type="cuda") == []  # two nodes
 
 
-def test_attention_that_a_device_cannot_compute() -> None:
-    line = "--training.steps 1000 --model.args.attn_type flex --model.args.attn_mask_type block_causal"
+def test_attention_without_a_kernel_for_the_dtype_is_refused() -> None:
+    line = (
+        "--training.steps 1000 --model.args.attn_type flex --model.args.attn_mask_type block_causal"
+    )
     (problem,) = check(f"{line} --training.mixed_precision_param float64", device_type="cuda")
     assert problem.key == "model.args" and "no kernel for float64" in problem.expected
     assert check(line, device_type="cuda") == check(line) == []
@@ -333,17 +384,21 @@ def test_compiling_on_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     line = "--training.steps 1000 --compile.enable"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert keys(check(line, device_type="cpu"), "error") == ["compile.enable"]
-    assert check(line, device_type="cuda") == check(f"{line} --compile.backend eager", device_type="cpu") == []
+    assert (
+        check(line, device_type="cuda")
+        == check(f"{line} --compile.backend eager", device_type="cpu")
+        == []
+    )
 
 
-def test_the_default_tokenizer_is_found_in_any_folder(
+def test_the_default_tokenizer_does_not_depend_on_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert check("--training.steps 1000") == []
 
 
-def test_a_missing_tokenizer_is_an_error_of_training(
+def test_a_missing_tokenizer_is_an_error_in_training_and_a_warning_in_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -356,13 +411,13 @@ def test_a_missing_tokenizer_is_an_error_of_training(
 
 
 def test_a_run_with_checkpoints_needs_no_initial_checkpoint(tmp_path: Path) -> None:
-    line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_path gone"
+    line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_path missing"
     assert keys(check(line), "error") == ["checkpoint.initial_load_path"]
     (tmp_path / "checkpoint/step-5").mkdir(parents=True)
     assert check(line) == []
 
 
-def test_step_to_load_must_exist(tmp_path: Path) -> None:
+def test_load_step_must_exist(tmp_path: Path) -> None:
     (tmp_path / "checkpoint/step-5").mkdir(parents=True)
     line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.load_step"
     assert check(f"{line} 5") == []
@@ -379,21 +434,30 @@ def test_pinned_memory_without_a_gpu_warns() -> None:
 
 def test_launch_blocking_warns() -> None:
     line = "--training.steps 1000 --debug.launch_blocking"
-    for device, part in (("cpu", "has no effect in this run: there is no GPU"), ("cuda", "makes the run much slower")):
+    for device, part in (
+        ("cpu", "has no effect in this run: there is no GPU"),
+        ("cuda", "makes the run much slower"),
+    ):
         (warning,) = check(line, device_type=device)
-        assert (warning.severity, warning.key) == ("warning", "debug.launch_blocking") and part in warning.expected
+        assert (warning.severity, warning.key) == (
+            "warning",
+            "debug.launch_blocking",
+        ) and part in warning.expected
 
 
-def test_the_assets_contain_the_initial_weights(tmp_path: Path) -> None:
-    """Without an initial_load_path, initial_load_in_hf loads the weights of the assets."""
+def test_initial_load_in_hf_needs_weights_in_the_assets(tmp_path: Path) -> None:
+    """Without an initial_load_path, initial_load_in_hf loads the weights in hf_assets_path."""
     line = f"--training.steps 1000 --job.dump_folder {tmp_path} --checkpoint.enable --checkpoint.initial_load_in_hf"
     (problem,) = check(line)
-    assert problem.key == "checkpoint.initial_load_in_hf" and "tests/assets/tokenizer" in problem.expected
+    assert (
+        problem.key == "checkpoint.initial_load_in_hf"
+        and "tests/assets/tokenizer" in problem.expected
+    )
     (tmp_path / "checkpoint/step-5").mkdir(parents=True)
     assert check(line) == []
 
 
-def test_a_seed_checkpoint_is_saved_by_one_rank() -> None:
+def test_a_seed_checkpoint_needs_a_single_rank() -> None:
     line = "--training.steps 1000 --checkpoint.enable --checkpoint.create_seed_checkpoint"
     assert check(line, 1) == check(line, None) == []
     (problem,) = check(line, 2)
@@ -413,48 +477,63 @@ def test_a_seed_checkpoint_is_saved_by_one_rank() -> None:
         ("xyz.*", 'for example "optimizer.lr" or "model.*"'),
     ],
 )
-def test_patterns_of_allow_change_match_a_setting(pattern: str, remedy: str | None) -> None:
-    problems = check(f"--training.steps 1000 --checkpoint.enable --checkpoint.allow_change {pattern}")
+def test_patterns_of_allow_change_must_match_a_setting(pattern: str, remedy: str | None) -> None:
+    problems = check(
+        f"--training.steps 1000 --checkpoint.enable --checkpoint.allow_change {pattern}"
+    )
     assert [problem.remedy for problem in problems] == ([] if remedy is None else [remedy])
 
 
-def test_the_config_is_not_saved_over_a_folder(tmp_path: Path) -> None:
+def test_save_config_file_must_not_be_a_folder(tmp_path: Path) -> None:
     line = f"--training.steps 1000 --job.dump_folder {tmp_path} --job.save_config_file"
     assert keys(check(f"{line} ."), "error") == ["job.save_config_file"]
     assert check(f"{line} config.json") == []
 
 
-def test_dump_folder_below_a_file(tmp_path: Path) -> None:
+def test_the_dump_folder_must_not_be_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (problem,) = check(f"--training.steps 1000 --job.dump_folder {tmp_path}/file/outputs")
     assert problem.key == "job.dump_folder" and "is a file" in problem.expected
 
 
-def test_a_custom_model_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_import_that_fails_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_broken_model.py").write_text("raise RuntimeError('half written')")
     monkeypatch.syspath_prepend(tmp_path)
     (problem,) = check("--training.steps 1000 --experimental.custom_import my_broken_model")
-    assert problem.key == "experimental.custom_import" and "RuntimeError: half written" in problem.expected
+    assert (
+        problem.key == "experimental.custom_import"
+        and "RuntimeError: half written" in problem.expected
+    )
 
 
-def test_the_compile_backend_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in the launcher, whose check imports no torch: it is the first to look.
+def test_the_compile_backend_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The launcher checks before torch is imported: the registry is empty at that time.
     monkeypatch.delitem(sys.modules, "torch._dynamo.backends.registry", raising=False)
     (problem,) = check("--training.steps 1000 --compile.enable --compile.backend inductr")
     assert problem.key == "compile.backend" and problem.remedy == 'did you mean "inductor"?'
     assert "or one that experimental.custom_import registers" in str(problem)
-    (problem,) = check("--training.steps 1000 --compile.enable --compile.backend nonsense", training=False)
+    (problem,) = check(
+        "--training.steps 1000 --compile.enable --compile.backend nonsense", training=False
+    )
     assert problem.severity == "error" and "torch._dynamo.register_backend" in problem.remedy
     assert check("--training.steps 1000 --compile.enable --compile.backend aot_eager") == []
-    assert keys(check("--training.steps 1000 --compile.enable --compile.backend ts"), "error") == ["compile.backend"]
-    assert keys(check("--training.steps 1000 --compile.backend nonsense"), "error") == []  # nothing is compiled
+    assert keys(check("--training.steps 1000 --compile.enable --compile.backend ts"), "error") == [
+        "compile.backend"
+    ]
+    # Without compile.enable the backend is not used.
+    assert keys(check("--training.steps 1000 --compile.backend nonsense"), "error") == []
 
 
-def test_the_package_of_a_compile_backend_is_installed() -> None:
-    """torch would import it in the middle of the first step."""
+def test_the_package_of_a_compile_backend_must_be_installed() -> None:
+    """torch imports it only in the first step."""
     line = "--training.steps 1000 --compile.enable --compile.backend tvm"
     (problem,) = check(line)
-    assert (problem.key, problem.severity) == ("compile.backend", "error") and "the package tvm" in problem.expected
+    assert (problem.key, problem.severity) == (
+        "compile.backend",
+        "error",
+    ) and "the package tvm" in problem.expected
     (problem,) = check(line, training=False)
     assert problem.severity == "warning"
 
@@ -469,7 +548,7 @@ def test_a_custom_import_may_register_a_compile_backend(
         "@register_backend\ndef nonsense(graph, inputs):\n    return graph.forward\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    registry.list_backends()  # torch registers its own backends once: not into the copies below
+    registry.list_backends()  # torch registers its own backends now, not in the copies below
     for name in ("_BACKENDS", "_COMPILER_FNS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     line = "--training.steps 1000 --compile.enable --compile.backend nonsense"
@@ -488,15 +567,23 @@ PARETO = "activation_checkpoint.visualize_memory_budget_pareto"
         (PARETO, "--compile.enable --activation_checkpoint.mode memory_budget", "matplotlib"),
     ],
 )
-def test_packages_of_settings_are_installed(key: str, line: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be imported in the middle of the first step."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+def test_settings_need_their_packages(
+    key: str, line: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run imports these packages only in the first step."""
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else object()
+    )
     (problem,) = check(f"--{key} {line} --training.steps 1000")
-    assert problem.key == key and f"package {package}" in problem.expected and "pip install" in problem.remedy
+    assert (
+        problem.key == key
+        and f"package {package}" in problem.expected
+        and "pip install" in problem.remedy
+    )
 
 
 @pytest.mark.parametrize(
-    ("release", "severity", "words"),
+    ("release", "severity", "message"),
     [
         ((2, 10), "error", "torch 2.11 or newer; torch 2.10 is installed"),
         ((2, 11), "", ""),
@@ -504,13 +591,15 @@ def test_packages_of_settings_are_installed(key: str, line: str, package: str, m
         ((2, 15), "warning", "torch 2.15 is newer than the newest tested release, 2.14"),
     ],
 )
-def test_torch_releases(
-    release: tuple[int, int], severity: str, words: str, monkeypatch: pytest.MonkeyPatch
+def test_untested_torch_releases_are_reported(
+    release: tuple[int, int], severity: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan_like.preflight.context.installed_torch_release", lambda: release)
+    monkeypatch.setattr(
+        "torchtitan_like.preflight.context.installed_torch_release", lambda: release
+    )
     problems = check("--training.steps 1000")
     assert [problem.severity for problem in problems] == [severity] * bool(severity)
-    assert all(words in str(problem) for problem in problems)
+    assert all(message in str(problem) for problem in problems)
     assert check("--training.steps 1000", training=False) == []
 
 
@@ -521,7 +610,11 @@ def test_a_fixed_nccl_algorithm_warns(name: str, monkeypatch: pytest.MonkeyPatch
     (warning,) = check(line, device_type="cuda")
     assert warning.severity == "warning" and f"{name}=Tree is set" in str(warning)
     assert "docs/guides/nccl.md" in warning.remedy
-    assert check(line, device_type="cpu") == check(f"{line} --debug.deterministic", device_type="cuda") == []
+    assert (
+        check(line, device_type="cpu")
+        == check(f"{line} --debug.deterministic", device_type="cuda")
+        == []
+    )
 
 
 def test_the_nccl_guide_documents_each_variable(repo_root: Path) -> None:

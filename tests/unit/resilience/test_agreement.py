@@ -1,4 +1,4 @@
-"""Test the vector on which all ranks agree in a step."""
+"""The agreement vector of a step encodes tokens, data digest and requests exactly."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchtitan_like.resilience.requests import Request, Requests
 DIGESTS = [0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
 
 
-def counts_of(*requests: Request) -> list[int]:
-    noted = Requests()
-    for request in requests:
-        noted.note(request)
-    return noted.take()
+def counts_of(*kinds: Request) -> list[int]:
+    requests = Requests()
+    for kind in kinds:
+        requests.add(kind)
+    return requests.take()
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
-def test_decoding_returns_what_was_encoded(digest: int) -> None:
+def test_decoding_inverts_encoding(digest: int) -> None:
     local = StepAgreement.of_rank(513, digest, counts_of(Request.KILL, Request.EXPORT))
     decoded = StepAgreement.decode(local.encode())
     assert decoded == local
@@ -30,7 +30,9 @@ def test_decoding_returns_what_was_encoded(digest: int) -> None:
 def test_a_sum_over_many_ranks_is_exact_and_fits_int64() -> None:
     num_ranks = 10_000
     ranks = [
-        StepAgreement.of_rank(7, DIGESTS[rank % len(DIGESTS)], counts_of(*([Request.SAVE] * (rank == 3))))
+        StepAgreement.of_rank(
+            7, DIGESTS[rank % len(DIGESTS)], counts_of(*([Request.SAVE] * (rank == 3)))
+        )
         for rank in range(num_ranks)
     ]
     vector = [sum(column) for column in zip(*(rank.encode() for rank in ranks), strict=True)]
@@ -41,6 +43,6 @@ def test_a_sum_over_many_ranks_is_exact_and_fits_int64() -> None:
     assert total.requests == [Request.SAVE]
 
 
-def test_one_rank_agrees_with_itself() -> None:
+def test_a_single_rank_receives_its_own_vector() -> None:
     local = StepAgreement.of_rank(5, 2**64 - 2, counts_of())
     assert send(local, HostGroup.alone()).wait() == local

@@ -1,4 +1,4 @@
-"""A process ends with its code, its output written and its threads done."""
+"""A process ends with its exit code after it has written its output and finished its threads."""
 
 import signal
 import subprocess
@@ -19,20 +19,22 @@ end_process(70)
 """
 
 
-def test_nothing_is_lost(repo_root):
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=repo_root, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 70
-    assert done.stdout == "unflushed thread done\n"
-    assert "logged" in done.stderr
+def test_end_process_waits_for_threads_and_flushes_output(repo_root):
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=repo_root, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 70
+    assert result.stdout == "unflushed thread done\n"
+    assert "logged" in result.stderr
 
 
-WAITING = """
+WAITING_PROGRAM = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from torchtitan_like.resilience import end
 
 pool = ThreadPoolExecutor(1)
-pool.submit(print, "asked", flush=True).result()
+pool.submit(print, "started", flush=True).result()
 pool.submit(lambda: (time.sleep(0.1), print("written", flush=True)))
 if "hangs" in sys.argv:
     end.MAX_WAIT_SECONDS = 4
@@ -42,14 +44,14 @@ end.end_process(70)
 
 
 @pytest.mark.parametrize("hangs", [[], ["hangs"]])
-def test_neither_an_idle_worker_nor_a_hanging_thread_keeps_the_process(repo_root, hangs):
-    """A compiled run leaves a worker pool of the compiler that is still running."""
-    command = [sys.executable, "-c", WAITING, *hangs]
-    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (70, "asked\nwritten\n"), done.stderr
+def test_an_idle_worker_or_a_hanging_thread_does_not_prevent_the_exit(repo_root, hangs):
+    """After a compiled run, the compiler's worker pool is still running."""
+    command = [sys.executable, "-c", WAITING_PROGRAM, *hangs]
+    result = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout) == (70, "started\nwritten\n"), result.stderr
 
 
-LATE = """
+LATE_SIGNAL_PROGRAM = """
 import threading, time
 from torchtitan_like.resilience.end import end_process
 
@@ -59,7 +61,7 @@ def still_writes():
     print(" ending", flush=True)
     time.sleep(1000)
 
-print("told", flush=True)
+print("started", flush=True)
 print("unflushed", end="")
 threading.Thread(target=still_writes).start()
 end_process(75)
@@ -67,8 +69,16 @@ end_process(75)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_at_the_very_end_changes_no_code(repo_root, signum):
-    with subprocess.Popen([sys.executable, "-c", LATE], cwd=repo_root, stdout=subprocess.PIPE, text=True) as process:
-        assert [process.stdout.readline(), process.stdout.readline()] == ["told\n", "unflushed ending\n"]
+def test_a_signal_during_exit_does_not_change_the_exit_code(repo_root, signum):
+    with subprocess.Popen(
+        [sys.executable, "-c", LATE_SIGNAL_PROGRAM],
+        cwd=repo_root,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert [process.stdout.readline(), process.stdout.readline()] == [
+            "started\n",
+            "unflushed ending\n",
+        ]
         process.send_signal(signum)
         assert process.wait(timeout=50) == 75

@@ -1,4 +1,4 @@
-"""Deadlines and memory limits: which rank reports them, when, and the warning about a short grace period."""
+"""Deadlines and memory limits are reported in time, with a warning for a short grace period."""
 
 from __future__ import annotations
 
@@ -24,48 +24,54 @@ class Clock:
         return self.now
 
 
-def build(clock: Clock, *, section: Any = None, **replaced: Any) -> Limits:
-    return Limits(Resilience(**(section or {})), CPU, clock=clock, start_time=clock.now, **replaced)
+def build(clock: Clock, *, section: Any = None, **options: Any) -> Limits:
+    return Limits(Resilience(**(section or {})), CPU, clock=clock, start_time=clock.now, **options)
 
 
-def test_nothing_ends_a_run_by_default() -> None:
+def test_there_are_no_limits_by_default() -> None:
     clock = Clock()
-    one = build(clock, used_percent=lambda: 100.0, free_bytes=lambda: 0)
+    run_limits = build(clock, used_percent=lambda: 100.0, free_bytes=lambda: 0)
     clock.now += 1e9
-    assert one.reached() == []
+    assert run_limits.reached() == []
 
 
 def test_an_expired_deadline_stays_expired() -> None:
     clock = Clock()
-    one = build(clock, section={"max_runtime_minutes": 1.5})
+    run_limits = build(clock, section={"max_runtime_minutes": 1.5})
     clock.now += 89.9
-    assert one.reached() == []
+    assert run_limits.reached() == []
     clock.now += 0.1
-    assert one.reached() == one.reached() == [Request.DEADLINE]
+    assert run_limits.reached() == run_limits.reached() == [Request.DEADLINE]
 
 
-def test_only_one_rank_keeps_time() -> None:
+def test_a_rank_that_does_not_keep_time_ignores_the_deadline() -> None:
     clock = Clock()
-    one = build(clock, section={"max_runtime_minutes": 1}, keeps_time=False)
+    run_limits = build(clock, section={"max_runtime_minutes": 1}, keeps_time=False)
     clock.now += 1e6
-    assert one.reached() == []
+    assert run_limits.reached() == []
 
 
-def test_auto_ends_before_the_job_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_sets_the_deadline_before_the_end_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock()
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
     monkeypatch.setenv("PATH", "/nowhere")
-    one = build(clock, section={"max_runtime_minutes": "auto", "grace_seconds": 700})
-    assert one.deadline == 4300
+    run_limits = build(clock, section={"max_runtime_minutes": "auto", "grace_seconds": 700})
+    assert run_limits.deadline == 4300
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     monkeypatch.delenv("SLURM_JOB_ID")
     assert build(clock, section={"max_runtime_minutes": "auto"}).deadline is None
     assert "'auto' has no effect. Expected a Slurm job whose end is known" in caplog.text
 
 
-@pytest.mark.parametrize(("end_time", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)])
-def test_slurm_is_asked(end_time: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("end_time", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)]
+)
+def test_the_end_of_the_job_is_read_from_scontrol(
+    end_time: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
         f'#!/bin/sh\n[ "$*" = "show -d job 7" ] && echo "JobId=7 StartTime=1 EndTime={end_time} Deadline=N/A"\n'
@@ -73,38 +79,50 @@ def test_slurm_is_asked(end_time: str, expected: bool, tmp_path: Path, monkeypat
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     end = datetime(2026, 11, 22, 5, 16, 25).timestamp() if expected else None
-    assert end_of_slurm_job({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"}) == end, (
-        "it knows better than the environment"
-    )
-    assert end_of_slurm_job({"SLURM_JOB_ID": "8"}) is None, "scontrol has failed"
+    # scontrol takes precedence: its answer includes later changes of the time limit.
+    assert end_of_slurm_job({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"}) == end
+    assert end_of_slurm_job({"SLURM_JOB_ID": "8"}) is None, "scontrol fails for this job"
 
 
 def test_host_memory_is_checked_periodically() -> None:
     clock, used = Clock(), iter([94.0, 95.5])
-    one = build(clock, section={"max_cpu_mem_percent": 95}, used_percent=lambda: next(used))
-    assert one.reached() == one.reached() == []
+    run_limits = build(clock, section={"max_cpu_mem_percent": 95}, used_percent=lambda: next(used))
+    assert run_limits.reached() == run_limits.reached() == []
     clock.now += limits.INTERVAL
-    assert one.reached() == [Request.HOST_MEMORY]
+    assert run_limits.reached() == [Request.HOST_MEMORY]
 
 
 @pytest.mark.parametrize(("freed", "expected"), [(3, []), (0, [Request.GPU_MEMORY])])
-def test_a_gpu_is_full_only_when_emptying_its_cache_does_not_help(freed: int, expected: list[Request]) -> None:
+def test_gpu_memory_is_low_only_if_emptying_the_cache_does_not_help(
+    freed: int, expected: list[Request]
+) -> None:
     free = iter([1 * GIB, (1 + freed) * GIB])
-    assert build(Clock(), section={"min_free_gpu_gib": 2}, free_bytes=lambda: next(free)).reached() == expected
+    assert (
+        build(Clock(), section={"min_free_gpu_gib": 2}, free_bytes=lambda: next(free)).reached()
+        == expected
+    )
 
 
-def test_a_cgroup_counts_if_it_is_fuller_than_the_host(tmp_path: Path) -> None:
+def test_the_fuller_of_cgroup_and_host_is_reported(tmp_path: Path) -> None:
     host = used_memory_percent(tmp_path)
-    for name, content in {"max": "1000\n", "current": "999\n", "stat": "anon 1\ninactive_file 9\n"}.items():
+    for name, content in {
+        "max": "1000\n",
+        "current": "999\n",
+        "stat": "anon 1\ninactive_file 9\n",
+    }.items():
         (tmp_path / f"memory.{name}").write_text(content)
     assert used_memory_percent(tmp_path) == pytest.approx(99.0)
     (tmp_path / "memory.max").write_text("max\n")
     assert used_memory_percent(tmp_path) == pytest.approx(host, abs=5)
 
 
-def test_a_grace_that_is_too_short_is_reported_once() -> None:
-    one = build(Clock(), section={"grace_seconds": 60})
-    assert one.grace_warning(10, 20) is None
-    warning = one.grace_warning(10, 21)
-    assert warning is not None and "Expected at least 62 s" in warning and "grace_seconds is 60," in warning
-    assert one.grace_warning(10, 21) is None
+def test_a_grace_period_that_is_too_short_is_reported_once() -> None:
+    run_limits = build(Clock(), section={"grace_seconds": 60})
+    assert run_limits.grace_warning(10, 20) is None
+    warning = run_limits.grace_warning(10, 21)
+    assert (
+        warning is not None
+        and "Expected at least 62 s" in warning
+        and "grace_seconds is 60," in warning
+    )
+    assert run_limits.grace_warning(10, 21) is None

@@ -1,4 +1,4 @@
-"""Which updates are skipped, when updates are frozen, and the last good step."""
+"""Non-finite updates are skipped or frozen by policy, and the last good step is recorded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import torch
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.resilience.nonfinite import UpdateGate, nonfinite_names
 
-OK, BAD = 1.0, math.nan
+FINITE, NAN = 1.0, math.nan
 CPU = torch.device("cpu")
 
 
-def after(norms: list[float], limit: int, num_in_a_row: int = 0) -> tuple[UpdateGate[int], list[int]]:
-    """The decisions over steps 1, 2, ... with these gradient norms; with a limit of 0 the policy is to stop."""
-    section = Resilience(on_nonfinite="skip", max_nonfinite_in_a_row=limit) if limit else Resilience()
+def run_gate(
+    norms: list[float], limit: int, num_in_a_row: int = 0
+) -> tuple[UpdateGate[int], list[int]]:
+    """Run the gate with these gradient norms and return its decisions.
+
+    limit: max_nonfinite_in_a_row of the policy "skip"; 0 selects the policy "stop".
+    """
+    section = (
+        Resilience(on_nonfinite="skip", max_nonfinite_in_a_row=limit) if limit else Resilience()
+    )
     gate, skipped = UpdateGate(section, CPU, 0, {"nonfinite_in_a_row": num_in_a_row}), []
     for step, norm in enumerate(norms, start=1):
         skipped.append(int(gate.gate(torch.tensor(norm))))
@@ -28,46 +35,52 @@ def after(norms: list[float], limit: int, num_in_a_row: int = 0) -> tuple[Update
 @pytest.mark.parametrize(
     ("norms", "limit", "skipped", "last_good"),
     [
-        ([OK, OK, OK], 0, [0, 0, 0], None),
-        ([OK, BAD, OK], 0, [0, 1, 1], 1),  # stop: updates are frozen
-        ([BAD, OK, OK], 0, [1, 1, 1], 0),
-        ([OK, math.inf, OK, BAD], 1, [0, 1, 0, 1], None),  # skip: never two in a row
-        ([OK, BAD, -math.inf, OK], 1, [0, 1, 1, 1], 2),  # two in a row: frozen
-        ([BAD, BAD, BAD, OK], 2, [1, 1, 1, 1], 2),
+        ([FINITE, FINITE, FINITE], 0, [0, 0, 0], None),
+        ([FINITE, NAN, FINITE], 0, [0, 1, 1], 1),  # stop: updates are frozen
+        ([NAN, FINITE, FINITE], 0, [1, 1, 1], 0),
+        ([FINITE, math.inf, FINITE, NAN], 1, [0, 1, 0, 1], None),  # skip: never two in a row
+        ([FINITE, NAN, -math.inf, FINITE], 1, [0, 1, 1, 1], 2),  # two in a row: frozen
+        ([NAN, NAN, NAN, FINITE], 2, [1, 1, 1, 1], 2),
     ],
 )
-def test_skipped_updates(norms: list[float], limit: int, skipped: list[int], last_good: int | None) -> None:
-    gate, decisions = after(norms, limit)
+def test_updates_are_skipped_and_frozen_by_policy(
+    norms: list[float], limit: int, skipped: list[int], last_good: int | None
+) -> None:
+    gate, decisions = run_gate(norms, limit)
     assert (decisions, gate.last_good_progress()) == (skipped, last_good)
 
 
-def test_the_host_notices_frozen_updates_two_steps_later() -> None:
+def test_the_host_detects_frozen_updates_two_steps_later() -> None:
     gate, frozen = UpdateGate(Resilience(), CPU, 0, {}), []
-    for step, norm in enumerate([OK, BAD, OK, OK], start=1):
+    for step, norm in enumerate([FINITE, NAN, FINITE, FINITE], start=1):
         frozen.append(gate.was_frozen())
         gate.gate(torch.tensor(norm))
         gate.record(step)
     assert frozen == [False, False, False, True]
 
 
-def test_steps_in_a_row_are_counted_across_a_checkpoint() -> None:
-    gate, _ = after([OK, BAD, BAD], limit=2)
+def test_consecutive_nonfinite_steps_are_counted_across_a_checkpoint() -> None:
+    gate, _ = run_gate([FINITE, NAN, NAN], limit=2)
     assert gate.state_dict() == {"nonfinite_in_a_row": 2}
-    resumed, skipped = after([BAD], limit=2, num_in_a_row=2)
-    assert (skipped, resumed.last_good_progress(), resumed.state_dict()) == ([1], 0, {"nonfinite_in_a_row": 2})
-    assert after([OK, BAD], limit=2, num_in_a_row=2)[0].last_good_progress() is None
+    resumed, skipped = run_gate([NAN], limit=2, num_in_a_row=2)
+    assert (skipped, resumed.last_good_progress(), resumed.state_dict()) == (
+        [1],
+        0,
+        {"nonfinite_in_a_row": 2},
+    )
+    assert run_gate([FINITE, NAN], limit=2, num_in_a_row=2)[0].last_good_progress() is None
 
 
-def test_spikes_of_the_norm_are_skipped_until_they_fill_most_of_the_window() -> None:
+def test_norm_spikes_are_skipped_until_they_fill_most_of_the_window() -> None:
     section = Resilience(on_spike="skip", spike_window=8, spike_threshold=5.0)
     draw = random.Random(1)
     norms = [draw.gauss(mean, mean / 20) for mean in [1] * 8 + [9, 1] + [9] * 16]
-    expected = [0] * 8 + [1, 0] + [1] * 4 + [0] * 12  # five of the last eight are high then
-    for stop in (9, 12):  # stopped and resumed there
+    expected = [0] * 8 + [1, 0] + [1] * 4 + [0] * 12  # then five of the last eight are high
+    for resume_at in (9, 12):
         decisions, state = [], {}
-        for part in (norms[:stop], norms[stop:]):
+        for run_norms in (norms[:resume_at], norms[resume_at:]):
             gate = UpdateGate(section, CPU, 0, state)
-            for norm in part:
+            for norm in run_norms:
                 decisions.append(int(gate.gate(torch.tensor(norm))))
                 gate.record(0)
             state = gate.state_dict()
@@ -77,10 +90,10 @@ def test_spikes_of_the_norm_are_skipped_until_they_fill_most_of_the_window() -> 
 
 @pytest.mark.parametrize("num_before", [3, 8, 13])
 def test_norms_after_the_last_good_step_are_not_saved(num_before: int) -> None:
-    """The host notices frozen updates two steps later; the saved state is that of the last good step."""
+    """The host detects frozen updates two steps late; the state must be from the last good step."""
     section = Resilience(on_spike="skip", spike_window=8)
     gate, states = UpdateGate(section, CPU, 0, {}), []
-    for step, norm in enumerate([*range(1, num_before + 1), BAD, 2.5, 3.5], start=1):
+    for step, norm in enumerate([*range(1, num_before + 1), NAN, 2.5, 3.5], start=1):
         gate.gate(torch.tensor(float(norm)))
         gate.record(step)
         states.append(gate.state_dict())
@@ -89,7 +102,7 @@ def test_norms_after_the_last_good_step_are_not_saved(num_before: int) -> None:
     assert states[num_before:] == [states[num_before - 1]] * 3
 
 
-def test_names_of_nonfinite_tensors() -> None:
+def test_nonfinite_tensors_are_named() -> None:
     named = {
         "fine": torch.ones(3),
         "large": torch.full((4,), 3e38),  # its norm overflows

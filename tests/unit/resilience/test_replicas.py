@@ -1,4 +1,4 @@
-"""A flipped bit changes the hash; who is wrong among replicas."""
+"""Replica checks detect every flipped bit and name the differing rank."""
 
 from __future__ import annotations
 
@@ -14,38 +14,42 @@ from torchtitan_like.resilience.replicas import Replicas, bits_hash, differences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_flipped_bit_changes_the_hash(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_bit_changes_the_hash(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replicas, "BLOCK", 4)
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     bits = weights.view(replicas.INTEGERS[dtype.itemsize]).flatten()
-    before, seen = int(bits_hash(weights)), set()
-    for place in range(15):
+    before, hashes = int(bits_hash(weights)), set()
+    for index in range(15):
         for bit in range(8 * dtype.itemsize):
-            flip = torch.tensor(-(1 << bit) if bit == 8 * dtype.itemsize - 1 else 1 << bit, dtype=bits.dtype)
-            bits[place] ^= flip
-            seen.add(int(bits_hash(weights)))
-            bits[place] ^= flip
-    assert before not in seen and int(bits_hash(weights)) == before
+            flip = torch.tensor(
+                -(1 << bit) if bit == 8 * dtype.itemsize - 1 else 1 << bit, dtype=bits.dtype
+            )
+            bits[index] ^= flip
+            hashes.add(int(bits_hash(weights)))
+            bits[index] ^= flip
+    assert before not in hashes and int(bits_hash(weights)) == before
 
 
-def test_order_and_signs_count() -> None:
+def test_the_hash_depends_on_order_and_sign() -> None:
     assert bits_hash(torch.tensor([1.0, 2.0])) != bits_hash(torch.tensor([2.0, 1.0]))
     assert bits_hash(torch.tensor([0.0])) != bits_hash(torch.tensor([-0.0]))
     assert int(bits_hash(torch.empty(0))) == 0
 
 
-def test_equal_replicas_exchange_one_number_and_no_names() -> None:
-    """Names and hashes of all parameters of 16,384 ranks are gigabytes on each of them."""
+def test_equal_replicas_exchange_only_one_number() -> None:
+    """Names and hashes of all parameters from 16,384 ranks would be gigabytes per rank."""
     gathered: list[torch.Tensor] = []
 
     class Group:
-        def gather(self, mine: torch.Tensor) -> torch.Tensor:
-            gathered.append(mine)
-            return torch.stack([mine, mine])
+        def gather(self, local: torch.Tensor) -> torch.Tensor:
+            gathered.append(local)
+            return torch.stack([local, local])
 
     world: Any = SimpleNamespace(step_group=Group(), dims=ParallelDims(2, dp_replicate=2))
     Replicas(1, world, [("a", torch.ones(3)), ("b", torch.zeros(2))]).check(step=1)
-    assert [mine.numel() for mine in gathered] == [1]
+    assert [local.numel() for local in gathered] == [1]
 
 
 SAME = {"wq": 1, "wk": 2}
@@ -53,18 +57,28 @@ WRONG = {"wq": 1, "wk": 3}
 
 
 @pytest.mark.parametrize(
-    ("of_ranks", "sets", "expected"),
+    ("hashes", "sets", "expected"),
     [
         ([SAME, SAME], [[0, 1]], []),
         ([SAME, WRONG], [[0, 1]], ["wk on ranks 0, 1 (no majority: one of them)"]),
         ([SAME, WRONG, SAME], [[0, 1, 2]], ["wk on rank 1"]),
-        ([SAME, WRONG, WRONG, SAME], [[0, 1, 2, 3]], ["wk on ranks 0, 1, 2, 3 (no majority: one of them)"]),
-        ([SAME, {"a": 1}, SAME, {"a": 2}], [[0, 2], [1, 3]], ["a on ranks 1, 3 (no majority: one of them)"]),
+        (
+            [SAME, WRONG, WRONG, SAME],
+            [[0, 1, 2, 3]],
+            ["wk on ranks 0, 1, 2, 3 (no majority: one of them)"],
+        ),
+        (
+            [SAME, {"a": 1}, SAME, {"a": 2}],
+            [[0, 2], [1, 3]],
+            ["a on ranks 1, 3 (no majority: one of them)"],
+        ),
         ([SAME, {"wq": 4, "wk": 4}, SAME], [[0, 1, 2]], ["wq, wk on rank 1"]),
     ],
 )
-def test_the_differing_rank_is_identified(of_ranks: list[dict[str, int]], sets: list[list[int]], expected: list[str]) -> None:
-    assert differences(of_ranks, sets) == expected
+def test_the_differing_rank_is_identified(
+    hashes: list[dict[str, int]], sets: list[list[int]], expected: list[str]
+) -> None:
+    assert differences(hashes, sets) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +92,7 @@ def test_the_differing_rank_is_identified(of_ranks: list[dict[str, int]], sets: 
         (0, 10, 0, 2, []),
     ],
 )
-def test_replicas_are_compared_at_log_steps_alone(
+def test_replicas_are_compared_only_at_log_steps(
     freq: int, log_freq: int, first_step: int, num_replicas: int, checked: list[int]
 ) -> None:
     group = SimpleNamespace(gather=lambda hashes: torch.stack([hashes] * num_replicas))

@@ -1,4 +1,4 @@
-"""A rank notes, all ranks act; a code for every way to end."""
+"""Every request of a rank is sent once, and every way to stop has an exit code."""
 
 import inspect
 import itertools
@@ -21,49 +21,56 @@ from torchtitan_like.util.exit_codes import ExitCode
 
 def test_a_request_is_sent_once():
     requests = Requests()
-    requests.note(Request.TERMINATE)
-    requests.note(Request.TERMINATE)
+    requests.add(Request.TERMINATE)
+    requests.add(Request.TERMINATE)
     assert requests.take() == [int(r is Request.TERMINATE) for r in Request]
     assert requests.take() == [0] * len(Request)
 
 
-def test_a_request_during_validation_is_sent():
+def test_reading_requests_during_validation_does_not_consume_them():
     requests = Requests()
-    requests.note(Request.TERMINATE)
-    counts = requests.noted()
-    assert counts == requests.noted() == requests.take() == [int(r is Request.TERMINATE) for r in Request]
-    assert not any(requests.noted())
+    requests.add(Request.TERMINATE)
+    counts = requests.counts()
+    assert (
+        counts
+        == requests.counts()
+        == requests.take()
+        == [int(r is Request.TERMINATE) for r in Request]
+    )
+    assert not any(requests.counts())
 
 
 def test_a_signal_while_requests_are_read_is_sent_once():
-    """A handler may run between any two operations. Its request is sent now or in the next exchange."""
+    """A signal handler may run before any opcode; this exchange or the next sends its request."""
 
-    def counts_with_a_note_before(number):
-        """How often a note made before the operation `number` of `take` was sent; None: it has fewer operations."""
-        requests, at = Requests(), 0
+    def count_with_signal_at(number):
+        """Count how often a signal before opcode `number` of `take` is sent; None at the end."""
+        requests, num_opcodes = Requests(), 0
 
-        def look(frame, event, _):
-            nonlocal at
+        def trace(frame, event, _):
+            nonlocal num_opcodes
             if frame.f_code.co_filename != requests_file:
-                return None  # what Python itself calls in between, a finalizer for one
+                return None  # a call by Python itself, such as a finalizer
             frame.f_trace_opcodes = True
-            at += event == "opcode"
-            if event == "opcode" and at == number:
+            num_opcodes += event == "opcode"
+            if event == "opcode" and num_opcodes == number:
                 sys.settrace(None)
-                requests.note(Request.TERMINATE)
-            return look
+                requests.add(Request.TERMINATE)
+            return trace
 
         former = sys.gettrace()
-        sys.settrace(look)
+        sys.settrace(trace)
         try:
             sent = requests.take()
         finally:
             sys.settrace(former)
-        return sent[Request.TERMINATE] + requests.take()[Request.TERMINATE] if at >= number else None
+        if num_opcodes < number:
+            return None
+        return sent[Request.TERMINATE] + requests.take()[Request.TERMINATE]
 
     requests_file = inspect.getfile(Requests)
     number = itertools.count(1)
-    counts = list(iter(lambda: counts_with_a_note_before(next(number)), None))
+    counts = list(iter(lambda: count_with_signal_at(next(number)), None))
     assert len(counts) > len(Request) and set(counts) == {1}
 
 
@@ -84,21 +91,25 @@ def test_the_first_stop_of_the_table_wins(counts, expected):
 
 @pytest.mark.parametrize(
     ("signum", "request_"),
-    [(signal.SIGTERM, Request.TERMINATE), (signal.SIGINT, Request.INTERRUPT), (signal.SIGUSR1, Request.TERMINATE)],
+    [
+        (signal.SIGTERM, Request.TERMINATE),
+        (signal.SIGINT, Request.INTERRUPT),
+        (signal.SIGUSR1, Request.TERMINATE),
+    ],
 )
 def test_a_signal_is_a_request_and_handlers_are_restored(signum, request_):
     former = signal.getsignal(signum)
     requests = Requests()
     with requests.listening():
-        with pytest.raises(Stopped) as stopped:  # no rank has made a step yet
+        with pytest.raises(Stopped) as stopped:  # before the first step, a signal raises
             os.kill(os.getpid(), signum)
         assert stopped.value.request is request_ and not any(requests.take())
-        os.kill(os.getpid(), signum)  # does not disturb what the first one ends
+        os.kill(os.getpid(), signum)  # the second signal does not interrupt the shutdown
     assert requests.take()[request_] == 1
     assert signal.getsignal(signum) is former
 
 
-def test_every_stop_has_a_code_and_codes_differ():
+def test_every_stop_has_an_exit_code_and_codes_are_unique():
     assert set(EXIT_CODES) == set(Request) - {Request.SAVE, Request.EXPORT}
     assert len({int(code) for code in ExitCode}) == len(ExitCode)
     assert ExitCode.BAD_CONFIG == 78
@@ -107,6 +118,12 @@ def test_every_stop_has_a_code_and_codes_differ():
 def test_the_guide_documents_every_code_and_cause(repo_root):
     guide = (repo_root / "docs/guides/operations.md").read_text()
     for code in ExitCode:
-        (line,) = [line for line in guide.splitlines() if line.startswith(f"| {int(code)} | `{code.reason}` |")]
-        causes = [request.name.lower() for request, end in EXIT_CODES.items() if end is code]
+        (line,) = [
+            line
+            for line in guide.splitlines()
+            if line.startswith(f"| {int(code)} | `{code.reason}` |")
+        ]
+        causes = [
+            request.name.lower() for request, exit_code in EXIT_CODES.items() if exit_code is code
+        ]
         assert all(f"`{cause}`" in line or cause == code.reason for cause in causes), (line, causes)

@@ -1,4 +1,4 @@
-"""What a spike is, how it ends, and which events and bundles it leaves."""
+"""Spikes are detected, classified and recorded as events and replay bundles."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def noise(seed: int = 1) -> Iterator[float]:
         yield 2 + draw.gauss(0, 0.1)
 
 
-def test_limit_of_the_modified_z_score() -> None:
+def test_the_limit_is_a_modified_z_score() -> None:
     window = SpikeWindow(5, CPU)
-    for value in (9.0, 1.0, 2.0, 3.0, 4.0, 10.0):  # the window no longer holds the first
+    for value in (9.0, 1.0, 2.0, 3.0, 4.0, 10.0):  # the last value replaces the first
         assert window.limit(3.5) == math.inf or value == 10.0
         window.add(torch.tensor(value))
     # median 3, absolute deviations 2 1 0 1 7: MAD 1
@@ -33,28 +33,30 @@ def test_limit_of_the_modified_z_score() -> None:
     assert window.tolist() == [1.0, 2.0, 3.0, 4.0, 10.0]
     window.add(torch.tensor(math.nan))
     assert window.tolist() == [2.0, 3.0, 4.0, 10.0, None]
-    assert float(window.limit(1)) == pytest.approx(3 + 1 / 0.6745), "the lower median of the four finite values"
+    assert float(window.limit(1)) == pytest.approx(3 + 1 / 0.6745), (
+        "the lower median of the four finite values"
+    )
 
 
-def test_equal_values_leave_room_for_rounding() -> None:
+def test_the_limit_of_equal_values_allows_rounding() -> None:
     window = SpikeWindow(5, CPU, [2.0] * 5)
     assert float(window.limit(8.0)) == pytest.approx(2.016)
 
 
 def test_a_window_continues_from_saved_values() -> None:
     values, draw = [], noise()
-    one = SpikeWindow(SIZE, CPU)
+    window = SpikeWindow(SIZE, CPU)
     for _ in range(21):
         values.append(next(draw) if len(values) % 5 else math.inf)
-        one.add(torch.tensor(values[-1]))
-    other = SpikeWindow(SIZE, CPU, one.tolist())
+        window.add(torch.tensor(values[-1]))
+    restored = SpikeWindow(SIZE, CPU, window.tolist())
     for _ in range(9):
         value = torch.tensor(next(draw))
-        one.add(value)
-        other.add(value)
-        assert one.limit(3) == other.limit(3) and one.tolist() == other.tolist()
-    half = SpikeWindow(SIZE, CPU, [1.0, 2.0])
-    assert half.tolist() == [1.0, 2.0] and not half.is_full
+        window.add(value)
+        restored.add(value)
+        assert window.limit(3) == restored.limit(3) and window.tolist() == restored.tolist()
+    partial = SpikeWindow(SIZE, CPU, [1.0, 2.0])
+    assert partial.tolist() == [1.0, 2.0] and not partial.is_full
     shorter = SpikeWindow(3, CPU, [1.0, 2.0, 3.0, 4.0])
     shorter.add(torch.tensor(5.0))
     assert shorter.tolist() == [3.0, 4.0, 5.0]
@@ -83,7 +85,9 @@ class Recorder:
 
     def observe(self, losses: list[float]) -> None:
         draw = noise(2)
-        self.detector.observe({"step": i, "loss": loss, "grad_norm": next(draw)} for i, loss in enumerate(losses, 1))
+        self.detector.observe(
+            {"step": i, "loss": loss, "grad_norm": next(draw)} for i, loss in enumerate(losses, 1)
+        )
 
 
 def losses(spike: list[float], after: int = 30) -> list[float]:
@@ -101,27 +105,33 @@ def losses(spike: list[float], after: int = 30) -> list[float]:
         ([9.0, math.nan] * 20, "divergence", 16, True),
     ],
 )
-def test_how_a_spike_ends(spike: list[float], kind: str, steps: int, is_pinned: bool) -> None:
+def test_the_end_of_a_spike_is_classified(
+    spike: list[float], kind: str, steps: int, is_pinned: bool
+) -> None:
     recorder = Recorder()
     recorder.observe(losses(spike))
-    (begin, first), (end, last) = recorder.events[:2]
-    assert (begin, first["step"], first["quantity"]) == ("spike", 21, "loss")
-    assert (end, last["began"], last["steps"], last["how"]) == ("spike_end", 21, steps, kind)
-    assert len(recorder.events) == 2, "a divergence starts a new window"
+    (start_event, start), (end_event, end) = recorder.events[:2]
+    assert (start_event, start["step"], start["quantity"]) == ("spike", 21, "loss")
+    assert (end_event, end["began"], end["steps"], end["how"]) == ("spike_end", 21, steps, kind)
+    assert len(recorder.events) == 2, "a divergence did not start a new window"
     assert recorder.pinned == [21] * is_pinned
     assert recorder.bundles == [(21, ["loss"])]
 
 
-def test_noise_and_a_falling_loss_are_not_spikes_and_a_threshold_of_0_detects_none() -> None:
+def test_noise_and_a_decreasing_loss_are_not_spikes_and_threshold_0_disables_detection() -> None:
     recorder = Recorder()
-    recorder.observe([5 * 0.99**step + value for step, value in zip(range(300), noise(), strict=False)])
+    recorder.observe(
+        [5 * 0.99**step + value for step, value in zip(range(300), noise(), strict=False)]
+    )
     assert recorder.events == []
-    off = Recorder(spike_threshold=0.0)
-    off.observe(losses([9.0]))
-    assert off.events == []
+    disabled = Recorder(spike_threshold=0.0)
+    disabled.observe(losses([9.0]))
+    assert disabled.events == []
 
 
-def test_the_first_spike_can_follow_the_first_window() -> None:
+def test_a_spike_can_follow_the_first_full_window() -> None:
     recorder = Recorder()
-    recorder.observe([1e9, *(value for value, _ in zip(noise(), range(SIZE - 1), strict=False)), 50.0])
+    recorder.observe(
+        [1e9, *(value for value, _ in zip(noise(), range(SIZE - 1), strict=False)), 50.0]
+    )
     assert [(kind, fields["step"]) for kind, fields in recorder.events] == [("spike", SIZE + 1)]

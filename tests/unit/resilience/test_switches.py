@@ -1,4 +1,4 @@
-"""A file asks once; the kill switch as long as it is there."""
+"""A switch file requests an action once; the kill switch requests it while the file exists."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_a_switch_file_requests_once_and_is_removed(tmp_path: Path) -> None:
     assert switches.read() == []
 
 
-def test_the_kill_switch_stays(tmp_path: Path) -> None:
+def test_the_kill_switch_is_not_removed(tmp_path: Path) -> None:
     switches = Switches(tmp_path, Resilience())
     (tmp_path / "KILL").touch()
     assert switches.read() == switches.read() == [Request.KILL]
@@ -25,15 +25,16 @@ def test_the_kill_switch_stays(tmp_path: Path) -> None:
 
 
 def test_switches_may_be_in_another_folder(tmp_path: Path) -> None:
-    """One file for the runs of a whole group."""
+    """Several runs can share one switch file."""
     switches = Switches(
-        tmp_path / "run", Resilience(kill_switch_path=str(tmp_path / "all"), save_switch_path="../save-both")
+        tmp_path / "run",
+        Resilience(kill_switch_path=str(tmp_path / "all"), save_switch_path="../save-shared"),
     )
-    for name in ("all", "save-both", "KILL", "SAVE"):
+    for name in ("all", "save-shared", "KILL", "SAVE"):
         (tmp_path / name).touch()
     (tmp_path / "run").mkdir()
     assert switches.read() == [Request.KILL, Request.SAVE]
 
 
-def test_a_folder_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> None:
+def test_an_unreadable_folder_contains_no_requests(tmp_path: Path) -> None:
     assert Switches(tmp_path / "missing", Resilience()).read() == []

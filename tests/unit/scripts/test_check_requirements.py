@@ -1,4 +1,4 @@
-"""The quick check of what is installed, which must run in a Python without any package."""
+"""The check of installed packages, which runs in a Python without packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.check_requirements import release, unmet
         ("torch>=2.11", "2.13.0+cpu", True),
         ("torch>=2.11", "2.14.1", True),
         ("torch>=2.11", "3.0.0", True),
-        ("torch>=2.11", "2.9.1", False),  # as numbers, not as text
+        ("torch>=2.11", "2.9.1", False),  # compared as numbers, not as text
         ("torch>=2.11", None, False),
         ("numpy>=1.26,<3", "2.3.0", True),
         ("numpy>=1.26,<3", "3.0.0", False),
@@ -31,7 +31,9 @@ from scripts.check_requirements import release, unmet
         ("anything", "0", True),
     ],
 )
-def test_a_requirement_is_met_or_named(requirement: str, version: str | None, is_met: bool) -> None:
+def test_an_unmet_requirement_is_reported(
+    requirement: str, version: str | None, is_met: bool
+) -> None:
     name = requirement.split(">")[0].split("=")[0].split("!")[0]
     problem = unmet(requirement, {} if version is None else {name: version})
     assert (problem is None) == is_met
@@ -41,7 +43,7 @@ def test_a_requirement_is_met_or_named(requirement: str, version: str | None, is
 @pytest.mark.parametrize(
     ("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("2.12.0.dev20260101", (2, 12, 0)), ("x", ())]
 )
-def test_release(text: str, numbers: tuple[int, ...]) -> None:
+def test_release_parses_version_numbers(text: str, numbers: tuple[int, ...]) -> None:
     assert release(text) == numbers
 
 
@@ -52,7 +54,7 @@ def test_every_line_of_pyproject_can_be_read() -> None:
         unmet(line, {})
 
 
-def test_this_python_is_good_enough_for_the_tests() -> None:
+def test_this_python_meets_the_requirements() -> None:
     command = [sys.executable, check_requirements.__file__, "dev"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "")

@@ -1,4 +1,4 @@
-"""scripts/comm_compute.py: published figures of runs, to the digits that were published."""
+"""scripts/comm_compute.py reproduces published figures of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import pytest
 from scripts.comm_compute import gigabytes, main, tflop
 from torchtitan_like.node.bench import bandwidths
 
-IDEFICS = ["--params", "80e9", "--gpus", "512", "--seq-len", "1024", "--batch", "3584", "--recompute"]
+IDEFICS = [
+    "--params",
+    "80e9",
+    "--gpus",
+    "512",
+    "--seq-len",
+    "1024",
+    "--batch",
+    "3584",
+    "--recompute",
+]
 
 
 @pytest.mark.parametrize(
@@ -16,13 +26,13 @@ IDEFICS = ["--params", "80e9", "--gpus", "512", "--seq-len", "1024", "--batch", 
         ((10e9, "zero3", 2, 1), 60),
         ((10e9, "ddp", 2, 1), 40),
         ((10e9, "zero1", 2, 1), 40),
-        ((10e9, "zero1", 2, 8), 40),  # gradients are summed once
+        ((10e9, "zero1", 2, 8), 40),  # gradients are reduced once
         ((10e9, "zero2", 2, 8), 320),
         ((10e9, "zero3", 2, 8), 480),
         ((2e9, "ddp", 4, 1), 16),
     ],
 )
-def test_what_is_sent(arguments: tuple, expected: float) -> None:
+def test_bytes_sent_per_step(arguments: tuple, expected: float) -> None:
     assert gigabytes(*arguments) == pytest.approx(expected)
 
 
@@ -37,18 +47,33 @@ def test_what_is_sent(arguments: tuple, expected: float) -> None:
         (320, 1600 / 8, 1.6),
     ],
 )
-def test_gradients_of_2b_and_80b_in_float32(sent: float, gbs: float, seconds: float, capsys) -> None:
-    """16 GB: ddp with 2 B; 320 GB: half of what ddp with 80 B sends, one way."""
+def test_time_to_send_float32_gradients_of_2b_and_80b(
+    sent: float, gbs: float, seconds: float, capsys
+) -> None:
+    """DDP sends 16 GB with 2 B parameters. 320 GB is one direction of DDP with 80 B."""
     params = 2e9 if sent == 16 else 40e9
-    run = ["--gpus", "8", "--tflops", "156", "--seq-len", "2048", "--batch", "2", "--sharding", "ddp", "--bytes", "4"]
+    run = [
+        "--gpus",
+        "8",
+        "--tflops",
+        "156",
+        "--seq-len",
+        "2048",
+        "--batch",
+        "2",
+        "--sharding",
+        "ddp",
+        "--bytes",
+        "4",
+    ]
     assert main(["--params", str(params), "--gbs", str(gbs), *run]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert f"= {sent} GB, " in line
     assert float(line.split(" GB, ")[1].split()[0]) == pytest.approx(seconds, rel=0.01)
 
 
-def test_compute() -> None:
-    """2 B weights, 4,096 tokens, with recomputation: 65.536 TFLOP, 0.42 s at 156 TFLOP/s."""
+def test_compute_per_step() -> None:
+    """2 B weights, 4,096 tokens, recomputation: 65.536 TFLOP, 0.42 s at 156 TFLOP/s."""
     assert tflop(2e9, 4096, recompute=True) == pytest.approx(65.536)
     assert tflop(2e9, 4096, recompute=True) / 156 == pytest.approx(0.42, abs=0.001)
     assert tflop(2e9, 4096, recompute=False) == pytest.approx(49.152)
@@ -58,11 +83,17 @@ def test_compute() -> None:
     ("gbs", "tflops", "comm", "compute", "verdict"),
     [
         (42.5, 250, 11.3, 18.4, "compute-bound: communication takes 62%"),
-        (8.5, 250, 56.5, 18.4, "network-bound: at least 68% of a step is waiting; from 26.2 GB/s on"),
+        (
+            8.5,
+            250,
+            56.5,
+            18.4,
+            "network-bound: at least 68% of a step is waiting; from 26.2 GB/s on",
+        ),
         (212, 90, 2.26, 51, "compute-bound: communication takes 4%"),
     ],
 )
-def test_an_80b_on_512_gpus(gbs, tflops, comm, compute, verdict, capsys) -> None:
+def test_verdicts_for_80b_on_512_gpus(gbs, tflops, comm, compute, verdict, capsys) -> None:
     assert main([*IDEFICS, "--gbs", str(gbs), "--tflops", str(tflops)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("communication: 3 x 2 bytes x 80 B x 1 micro-batches = 480 GB, ")
@@ -77,5 +108,5 @@ def test_an_impossible_number_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(("num_ranks", "factor"), [(2, 1), (8, 1.75), (64, 1.97)])
-def test_an_all_reduce_sends_every_byte_nearly_twice(num_ranks: int, factor: float) -> None:
+def test_factor_of_bus_bandwidth(num_ranks: int, factor: float) -> None:
     assert bandwidths(1, 1, num_ranks)[1] == pytest.approx(factor, abs=0.002)

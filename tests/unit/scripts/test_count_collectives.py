@@ -1,4 +1,4 @@
-"""The count of collectives, of real steps on ranks. tests/unit/scripts/test_parallelism_guide.py runs the command."""
+"""Count the collectives of real steps. test_parallelism_guide.py runs the command."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from tests.harness.rank_pool import run_ranks
 
 TP, PP, CP, REPLICATE = (
     f"parallelism.{name}_degree"
-    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    for name in (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+        "data_parallel_replicate",
+    )
 )
 METHOD = "parallelism.context_parallel_rotate_method"
-# 2 layers, 8 samples of 32 tokens, 32 wide, 4 heads of which 2 of keys and values; float32.
+# 2 layers, 8 samples of 32 tokens, dim 32, 4 heads, 2 kv heads, float32.
 ACTIVATION = 8 * 32 * 32 * 4
 KEYS = 8 * 32 * 2 * 16 * 4
 
@@ -30,13 +35,16 @@ def counted_step(argv: list[str]) -> list[Row]:
         fetched = trainer.fetch(step)
         sums = fetched.agreement.wait()
         _, rows = count(
-            trainer.world, lambda step=step, fetched=fetched, sums=sums: trainer.train_step(step, fetched, sums)
+            trainer.world,
+            lambda step=step, fetched=fetched, sums=sums: trainer.train_step(step, fetched, sums),
         )
     release(trainer)
-    return [row for row in rows if row.largest > 1024]  # norms and the loss aside
+    return [row for row in rows if row.largest > 1024]  # without norms and the loss
 
 
-def number_and_bytes(tmp_path: Path, world_size: int, **overrides: object) -> dict[tuple[str, str], tuple[int, int]]:
+def number_and_bytes(
+    tmp_path: Path, world_size: int, **overrides: object
+) -> dict[tuple[str, str], tuple[int, int]]:
     argv = options(str(tmp_path / "run"), "float32", **overrides)
     first, *others = run_ranks(counted_step, world_size, argv)
     assert all(rows == first for rows in others)
@@ -44,38 +52,51 @@ def number_and_bytes(tmp_path: Path, world_size: int, **overrides: object) -> di
 
 
 def test_tensor_parallelism_moves_each_activation_eight_times_per_layer(tmp_path: Path) -> None:
-    """And four times for embedding and head, half of it gathers and half scatters."""
-    found = number_and_bytes(tmp_path, 2, **{TP: 2})
-    assert found["tp", "all-gather"] == found["tp", "reduce-scatter"] == (2 * 4 + 2, (2 * 4 + 2) * ACTIVATION)
+    """Embedding and head move it four times. Half are all-gathers, half reduce-scatters."""
+    collectives = number_and_bytes(tmp_path, 2, **{TP: 2})
+    assert (
+        collectives["tp", "all-gather"]
+        == collectives["tp", "reduce-scatter"]
+        == (2 * 4 + 2, (2 * 4 + 2) * ACTIVATION)
+    )
 
 
 def test_context_parallelism_gathers_keys_and_values_once_per_layer(tmp_path: Path) -> None:
-    found = number_and_bytes(tmp_path, 2, **{CP: 2})
-    assert found["cp", "all-gather"] == found["cp", "reduce-scatter"] == (2, 2 * KEYS)
-    assert found["dp_shard", "reduce-scatter"][0] == 4  # weights are cut over its ranks as well
+    collectives = number_and_bytes(tmp_path, 2, **{CP: 2})
+    assert collectives["cp", "all-gather"] == collectives["cp", "reduce-scatter"] == (2, 2 * KEYS)
+    # Weights are sharded over CP ranks too.
+    assert collectives["dp_shard", "reduce-scatter"][0] == 4
 
 
 def test_ulysses_exchanges_two_tensors_per_layer_and_direction(tmp_path: Path) -> None:
-    """Queries, keys and values in one all-to-all before attention, the output in one after it."""
-    (number, nbytes) = number_and_bytes(tmp_path, 2, **{CP: 2, METHOD: "ulysses"})["cp", "all-to-all"]
+    """One all-to-all exchanges queries, keys and values. Another one exchanges the output."""
+    (number, nbytes) = number_and_bytes(tmp_path, 2, **{CP: 2, METHOD: "ulysses"})[
+        "cp", "all-to-all"
+    ]
     assert (number, nbytes) == (2 * 2 * 2, 2 * 2 * (2 * ACTIVATION + KEYS) // 2)
 
 
 def test_a_ring_sends_keys_and_values_and_their_gradients(tmp_path: Path) -> None:
     (_, nbytes) = number_and_bytes(tmp_path, 2, **{CP: 2, METHOD: "alltoall"})["cp", "send"]
-    assert nbytes > 2 * KEYS  # each rank sends half of all keys, and again in backward, with the gradients
+    # Each rank sends half of all keys, in forward and, with gradients, in backward.
+    assert nbytes > 2 * KEYS
 
 
 def test_a_pipeline_sends_each_micro_batch_once_and_its_gradient_back(tmp_path: Path) -> None:
-    less = {f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
-    found = number_and_bytes(tmp_path, 2, **{PP: 2, **less})
-    assert found["pp", "send"] == (8, ACTIVATION)
+    balanced = {
+        f"parallelism.pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")
+    }
+    collectives = number_and_bytes(tmp_path, 2, **{PP: 2, **balanced})
+    assert collectives["pp", "send"] == (8, ACTIVATION)
 
 
 def test_a_shard_of_the_weights_is_gathered_for_each_pass(tmp_path: Path) -> None:
-    """One group of weights for each layer, the head and the embedding; those of the layers are gathered again in backward."""
-    found = number_and_bytes(tmp_path, 2, **{"training.local_batch_size": 4})
-    assert found["dp_shard", "all-gather"][0] == 6 and found["dp_shard", "reduce-scatter"][0] == 4
+    """Layers, head and embedding are one group each. Backward gathers the layers again."""
+    collectives = number_and_bytes(tmp_path, 2, **{"training.local_batch_size": 4})
+    assert (
+        collectives["dp_shard", "all-gather"][0] == 6
+        and collectives["dp_shard", "reduce-scatter"][0] == 4
+    )
 
 
 NORM_BYTES = 8  # one float64 for all ranks
@@ -104,13 +125,18 @@ def test_replicas_exchange_all_gradients(tmp_path: Path) -> None:
         ("c10d.barrier.default", None),
     ],
 )
-def test_kinds(operator: str, kind: str | None) -> None:
+def test_kind_of_an_operator(operator: str, kind: str | None) -> None:
     assert kind_of(operator) == kind
 
 
-def test_what_a_rank_sends() -> None:
-    """In a ring of n: (n - 1)/n of the tensor; twice that for an all-reduce, which scatters and gathers."""
-    log = [("a", 4, "all-reduce", 100), ("a", 4, "all-reduce", 300), ("b", 2, "all-gather", 10), ("c", 2, "send", 7)]
+def test_bytes_sent_by_a_rank() -> None:
+    """A ring of n ranks sends (n - 1)/n of the tensor. An all-reduce sends it twice."""
+    log = [
+        ("a", 4, "all-reduce", 100),
+        ("a", 4, "all-reduce", 300),
+        ("b", 2, "all-gather", 10),
+        ("c", 2, "send", 7),
+    ]
     assert rows_of(log) == [
         Row("a", 4, "all-reduce", 2, 300, 400, 600.0),
         Row("b", 2, "all-gather", 1, 10, 10, 5.0),
@@ -126,23 +152,30 @@ def test_different_ranks_have_separate_tables() -> None:
     assert any("1.000 MiB" in line for line in lines)
 
 
-def test_a_config_that_cannot_work_starts_no_rank(repo_root: Path, capsys, monkeypatch) -> None:
+def test_an_invalid_config_starts_no_rank(repo_root: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(repo_root)
-    assert count_collectives.main(["train_configs/debug_model.toml", "--world-size", "3", "--model.flavor", "9B"]) == 78
+    assert (
+        count_collectives.main(
+            ["train_configs/debug_model.toml", "--world-size", "3", "--model.flavor", "9B"]
+        )
+        == 78
+    )
     captured = capsys.readouterr()
     assert captured.out == "" and "model.flavor" in captured.err
 
 
-def test_a_model_from_outside_is_found_by_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the current folder, as in training, and in PYTHONPATH."""
-    seen = []
+def test_ranks_can_import_external_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in the current folder and in PYTHONPATH can be imported, as in training."""
+    search_paths = []
 
-    def refuse(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
-        seen.append(env["PYTHONPATH"].split(os.pathsep))
+    def refuse(
+        command: list[str], env: dict[str, str], **_: object
+    ) -> subprocess.CompletedProcess[str]:
+        search_paths.append(env["PYTHONPATH"].split(os.pathsep))
         return subprocess.CompletedProcess(command, 78, "", "")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/models")
     monkeypatch.setattr(count_collectives.subprocess, "run", refuse)
     assert count_collectives.main(["x.toml"]) == 78
-    assert seen == [[str(count_collectives.ROOT), str(tmp_path), "/models"]]
+    assert search_paths == [[str(count_collectives.ROOT), str(tmp_path), "/models"]]

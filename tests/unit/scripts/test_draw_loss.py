@@ -11,7 +11,7 @@ from scripts import draw_loss
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_every_finite_loss_is_a_point_and_higher_losses_are_higher(tmp_path: Path) -> None:
+def test_every_finite_loss_is_drawn_at_its_height(tmp_path: Path) -> None:
     losses = [8.0, 6.5, "nan", 5.0]
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -27,6 +27,6 @@ def test_every_finite_loss_is_a_point_and_higher_losses_are_higher(tmp_path: Pat
     assert float(dot.attrib["cx"]) == points[2][0]
 
 
-def test_a_run_without_steps_has_no_curve(tmp_path: Path, capsys) -> None:
+def test_a_run_without_steps_is_refused(tmp_path: Path, capsys) -> None:
     assert draw_loss.main([str(tmp_path), str(tmp_path / "loss.svg")]) == 2
     assert "has 0 steps" in capsys.readouterr().err

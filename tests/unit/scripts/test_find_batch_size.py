@@ -1,4 +1,4 @@
-"""scripts/find_batch_size.py: the largest size that fits, whatever number that is."""
+"""scripts/find_batch_size.py finds the largest batch size that fits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from scripts.find_batch_size import Trial, TrialFailed, largest_that_fits, main
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 4, 5, 7, 8, 13, 31, 32, 33, 64])
-@pytest.mark.parametrize("most", [1, 32, 64])
-def test_the_largest_size_that_fits_is_found_in_few_trials(largest: int, most: int) -> None:
-    trials = largest_that_fits(lambda size: Trial(size, size <= largest), most)
-    assert max((one.size for one in trials if one.fits), default=0) == min(largest, most)
-    sizes = [one.size for one in trials]
-    assert len(set(sizes)) == len(sizes) <= 2 * most.bit_length() + 1 and max(sizes) <= most
+@pytest.mark.parametrize("limit", [1, 32, 64])
+def test_the_largest_size_that_fits_is_found_in_few_trials(largest: int, limit: int) -> None:
+    trials = largest_that_fits(lambda size: Trial(size, size <= largest), limit)
+    assert max((trial.size for trial in trials if trial.fits), default=0) == min(largest, limit)
+    sizes = [trial.size for trial in trials]
+    assert len(set(sizes)) == len(sizes) <= 2 * limit.bit_length() + 1 and max(sizes) <= limit
 
 
 class FakeRuns:
-    """Stands in for run_train.sh: 10 GiB and 5.2 for each sample; a device of 48 GiB."""
+    """Replaces run_train.sh: 10 GiB plus 5.2 GiB per sample, on a device with 48 GiB."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -53,7 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     return fake
 
 
-def test_running_out_of_memory_ends_at_seven_not_four(
+def test_the_search_finds_sizes_between_powers_of_two(
     runs: FakeRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["x.toml", "--parallelism.tensor_parallel_degree", "2"]) == 0
@@ -63,7 +63,7 @@ def test_running_out_of_memory_ends_at_seven_not_four(
     assert all("--parallelism.tensor_parallel_degree" in command for command in runs.commands)
 
 
-def test_a_limit_counts_like_the_end_of_memory(
+def test_a_limit_acts_as_the_size_of_the_memory(
     runs: FakeRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["x.toml", "--limit-gib", "31"]) == 0

@@ -1,4 +1,4 @@
-"""Every script of Python explains itself. (Those of bash: test_slurm_scripts.py, and where each is tested.)"""
+"""Every Python script prints its help. Bash scripts have separate tests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ import pytest
 from tests.harness.runner import ROOT
 
 FILES = sorted([*ROOT.glob("scripts/**/*.py"), ROOT / "benchmarks/scaling.py"])
-DEPRECATED = ("checkpoint.py", "download_assets.py", "export.py", "generate.py")  # tests/unit/cli/test_deprecated.py
+# Tested in tests/unit/cli/test_deprecated.py.
+DEPRECATED = ("checkpoint.py", "download_assets.py", "export.py", "generate.py")
 SCRIPTS = [
-    path for path in FILES if '__name__ == "__main__"' in path.read_text() and path.name not in DEPRECATED
+    path
+    for path in FILES
+    if '__name__ == "__main__"' in path.read_text() and path.name not in DEPRECATED
 ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_help_is_printed_without_side_effects(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.chdir(tmp_path)
@@ -31,9 +37,13 @@ def test_help_is_printed_without_side_effects(
     assert len(printed.out.splitlines()) > 5 and not list(tmp_path.iterdir())
 
 
-def test_nothing_inserts_into_the_path() -> None:
-    """Scripts need the installed package, and benchmarks that import each other run as `python -m benchmarks.NAME`."""
-    files = [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("torchtitan_like/**/*.py")]
+def test_no_file_changes_the_module_search_path() -> None:
+    """Scripts need the installed package. Benchmarks run as `python -m benchmarks.NAME`."""
+    files = [
+        *ROOT.glob("scripts/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("torchtitan_like/**/*.py"),
+    ]
     assert [path.name for path in files if "sys.path.insert" in path.read_text()] == []
 
 

@@ -1,4 +1,4 @@
-"""docs/guides/parallelism.md shows what its commands print, and names every rule."""
+"""docs/guides/parallelism.md shows the output of its commands and names every rule."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def guide(repo_root: Path) -> str:
     return (repo_root / "docs/guides/parallelism.md").read_text()
 
 
-def shown(guide: str, start: str) -> tuple[list[str], str]:
-    """Return the words after the program of a command, and the output below it."""
+def read_command(guide: str, start: str) -> tuple[list[str], str]:
+    """Return the arguments of a command in the guide, and its output."""
     (match,) = re.findall(
         rf"```bash\n({re.escape(start)}.*?)\n```\n\n```\n(.*?)\n```", guide, re.DOTALL
     )
@@ -32,15 +32,15 @@ def shown(guide: str, start: str) -> tuple[list[str], str]:
 def test_the_plan_equals_the_output_of_the_planner(
     guide: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, output = shown(guide, "titan plan")
-    assert titan(words) == 0
+    arguments, output = read_command(guide, "titan plan")
+    assert titan(arguments) == 0
     assert capsys.readouterr().out.startswith(f"{output}\n")
 
 
 def test_the_count_equals_the_collectives_of_a_step(guide: str, repo_root: Path) -> None:
-    words, output = shown(guide, "python scripts/count_collectives.py")
+    arguments, output = read_command(guide, "python scripts/count_collectives.py")
     done = subprocess.run(
-        [sys.executable, *words], cwd=repo_root, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=repo_root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout == f"{output}\n", done.stdout + done.stderr
 

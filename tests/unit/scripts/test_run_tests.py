@@ -1,4 +1,4 @@
-"""run_tests.sh --quick: which tests it chooses."""
+"""run_tests.sh --quick selects unit tests of changed folders."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from pathlib import Path
 
 from tests.harness.runner import ROOT
 
-FUNCTION = re.search(r"^changed_unit_tests\(\) \{\n.*?^\}$", (ROOT / "run_tests.sh").read_text(), re.MULTILINE | re.DOTALL)
+FUNCTION = re.search(
+    r"^changed_unit_tests\(\) \{\n.*?^\}$",
+    (ROOT / "run_tests.sh").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def bash(folder: Path, script: str) -> list[str]:
-    identity = "export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b"
+    identity = (
+        "export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b"
+    )
     command = ["bash", "-euc", f"{identity}\n{script}"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
-def chosen(folder: Path) -> list[str]:
+def selected_tests(folder: Path) -> list[str]:
     assert FUNCTION is not None
     return bash(folder, f"{FUNCTION[0]}\nchanged_unit_tests")
 
@@ -32,10 +40,11 @@ def test_quick_tests_cover_the_changed_folders(tmp_path: Path) -> None:
     bash(tmp_path, "git init -q . && git add . && git commit -qm one")
     (tmp_path / "torchtitan_like/data/text/file.py").write_text("changed")
     (tmp_path / "docs/file.py").write_text("changed")
-    assert chosen(tmp_path) == ["tests/unit/data", house]
-    (tmp_path / "torchtitan_like/optim/new.py").touch()  # git does not track it yet
-    assert chosen(tmp_path) == ["tests/unit/data", "tests/unit/optim", house]
+    assert selected_tests(tmp_path) == ["tests/unit/data", house]
+    (tmp_path / "torchtitan_like/optim/new.py").touch()  # an untracked file
+    assert selected_tests(tmp_path) == ["tests/unit/data", "tests/unit/optim", house]
     bash(tmp_path, "git add . && git commit -qm two")
-    assert chosen(tmp_path) == ["tests/unit/data", "tests/unit/optim", house]  # nothing since: the last commit
+    # Without uncommitted changes, the last commit counts.
+    assert selected_tests(tmp_path) == ["tests/unit/data", "tests/unit/optim", house]
     (tmp_path / "scripts/file.py").write_text("changed")
-    assert chosen(tmp_path) == ["tests/unit/scripts", house]
+    assert selected_tests(tmp_path) == ["tests/unit/scripts", house]

@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh with fake interpreters: which Python is used, which packages are installed, and errors."""
+"""scripts/setup_env.sh with fake interpreters: selected Python, installed packages, errors."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# A Python that has all packages if a file `has-packages` is next to it (`has-torch`: only torch). `-m venv DIR`
-# makes another such Python there; `-m pip install` logs its arguments and, for the project itself, makes that file.
+# A fake Python. Files next to it state its packages: `has-packages` (all) or `has-torch` (only
+# torch). `-m venv DIR` copies it. `-m pip install` logs its arguments, and creates `has-packages`
+# when it installs the project itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
-here=$(cd "$(dirname "$0")" && pwd)
+folder=$(cd "$(dirname "$0")" && pwd)
 case "$*" in
   *check_requirements.py*)
-    [ ! -e "$here/has-packages" ] || exit 0
+    [ ! -e "$folder/has-packages" ] || exit 0
     echo "numpy: not installed, expected >=1.26"
-    [ -e "$here/has-torch" ] || echo "torch: ${FOUND_TORCH:-not installed}, expected >=2.11"
+    [ -e "$folder/has-torch" ] || echo "torch: ${FOUND_TORCH:-not installed}, expected >=2.11"
     exit 1 ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip --version") exit 0 ;;
   "-m pip install"*)
-    echo "$*" >>"$here/pip.log"
+    echo "$*" >>"$folder/pip.log"
     [ -z "${PIP_FAILS:-}" ] || { echo "ERROR: No matching distribution" >&2; exit 1; }
     sleep 0.2
-    [[ "$*" != *" -e "* ]] || touch "$here/has-packages" ;;
-  *version_info*) [ ! -e "$here/is-old" ] ;;
+    [[ "$*" != *" -e "* ]] || touch "$folder/has-packages" ;;
+  *version_info*) [ ! -e "$folder/is-old" ] ;;
   --version) echo "Python 3.8.18" ;;
   *) exec REAL "$@" ;;
 esac
@@ -40,7 +41,7 @@ esac
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
     """The files that the script needs, and `bin/python3`, which has no packages."""
-    repo = tmp_path / "a repo"  # people have blanks in their paths
+    repo = tmp_path / "a repo"  # with a blank, as in paths of users
     (repo / "scripts").mkdir(parents=True)
     for name in ("scripts/setup_env.sh", "scripts/check_requirements.py", "pyproject.toml"):
         shutil.copy(ROOT / name, repo / name)
@@ -58,7 +59,7 @@ def make_python(path: Path, *marks: str) -> Path:
 
 
 def start(repo: Path, extra: str = "", **variables: str) -> subprocess.Popen[str]:
-    """`setup_env`, called as the two commands call it; prints the Python it has chosen."""
+    """Call `setup_env` as run_train.sh does. It prints the selected Python."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     env["PATH"] = f"{repo / 'bin'}{os.pathsep}{env['PATH']}"
     code = f'set -euo pipefail; source scripts/setup_env.sh; setup_env {extra} || exit 1; echo "$PYTHON"'
@@ -89,12 +90,12 @@ def test_a_complete_python_is_used_unchanged(repo: Path) -> None:
     assert not (repo / ".venv").exists()
 
 
-@pytest.mark.parametrize("named", ["own/python", "./own/python"])
-def test_a_named_python_comes_first_and_its_path_becomes_absolute(repo: Path, named: str) -> None:
+@pytest.mark.parametrize("given_path", ["own/python", "./own/python"])
+def test_a_given_python_takes_precedence_with_an_absolute_path(repo: Path, given_path: str) -> None:
     (repo / "bin" / "has-packages").touch()
-    own = make_python(repo / "own" / "python", "has-packages")
-    code, python, _ = setup(repo, PYTHON=named)
-    assert code == 0 and os.path.samefile(python, own) and os.path.isabs(python)
+    expected = make_python(repo / "own" / "python", "has-packages")
+    code, python, _ = setup(repo, PYTHON=given_path)
+    assert code == 0 and os.path.samefile(python, expected) and os.path.isabs(python)
 
 
 def test_a_complete_venv_is_used_unchanged(repo: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_complete_venv_is_used_unchanged(repo: Path) -> None:
     assert installed(repo) == []
 
 
-def test_a_named_python_with_missing_packages_is_reported(repo: Path) -> None:
+def test_missing_packages_of_a_given_python_are_reported(repo: Path) -> None:
     make_python(repo / ".venv" / "bin" / "python", "has-packages")
     _, _, stderr = setup(repo, PYTHON="bin/python3")
     lines = [line.strip() for line in stderr.splitlines()]
@@ -115,8 +116,12 @@ def test_a_named_python_with_missing_packages_is_reported(repo: Path) -> None:
     assert f"Using {repo}/.venv/bin/python instead." in lines[3]
 
 
-@pytest.mark.parametrize(("extra", "target"), [("", ""), ("dev", "[dev]"), ("'dev interop'", "[dev,interop]")])
-def test_otherwise_a_venv_is_made_once_with_the_tested_torch_first(repo: Path, extra: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("extra", "target"), [("", ""), ("dev", "[dev]"), ("'dev interop'", "[dev,interop]")]
+)
+def test_a_venv_is_made_once_and_installs_the_tested_torch_first(
+    repo: Path, extra: str, target: str
+) -> None:
     code, python, stderr = setup(repo, extra)
     assert (code, python) == (0, str(repo / ".venv" / "bin" / "python"))
     assert "torch: not installed, expected >=2.11" in stderr and "Installing into" in stderr
@@ -127,8 +132,8 @@ def test_otherwise_a_venv_is_made_once_with_the_tested_torch_first(repo: Path, e
     assert len(installed(repo)) == 2
 
 
-def test_a_torch_that_is_too_old_is_replaced_by_the_tested_one(repo: Path) -> None:
-    """Not by the newest release, which pip would choose: that may be a build of several gigabytes."""
+def test_an_old_torch_is_replaced_by_the_tested_version(repo: Path) -> None:
+    """pip would choose the newest release, which may be a build of several gigabytes."""
     make_python(repo / ".venv" / "bin" / "python")
     assert setup(repo, FOUND_TORCH="found 2.10.0")[0] == 0
     torch, _ = installed(repo)
@@ -145,7 +150,13 @@ def test_an_installed_torch_is_kept(repo: Path) -> None:
 def test_a_failed_installation_prints_a_remedy_and_can_be_retried(repo: Path) -> None:
     code, python, stderr = setup(repo, "dev", PIP_FAILS="1")
     assert (code, python) == (1, "")
-    for advice in ("ERROR: No matching distribution", "try again", "PYTHON=/path/to/python", "PIP_INDEX_URL", "rm -rf"):
+    for advice in (
+        "ERROR: No matching distribution",
+        "try again",
+        "PYTHON=/path/to/python",
+        "PIP_INDEX_URL",
+        "rm -rf",
+    ):
         assert advice in stderr
     assert "check_requirements.py dev" in stderr
     assert setup(repo, "dev")[0] == 0

@@ -1,4 +1,4 @@
-"""`titan slurm init|before|after`: the scripts for a user, and the examples of the help."""
+"""`titan slurm init|before|after`: the written scripts, and the examples in the help."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_init_writes_all_scripts(
         text = path.read_text()
         assert FOLDER_OF_SCRIPTS not in text and FOLDER_OF_TITAN not in text
         assert "scripts/slurm" not in text and "run_train.sh" not in text, (
-            "a path of the repository"
+            "expected no path of the repository"
         )
         assert os.access(path, os.X_OK) == text.startswith("#!")
 
 
 def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.slurm").write_text("mine")
+    (tmp_path / "train.slurm").write_text("a script of the user")
     assert main(["slurm", "init", str(tmp_path)]) == 2
     assert f"{tmp_path} already contains train.slurm" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["train.slurm"]
@@ -60,7 +60,7 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_scripts_find_their_folder_and_titan(tmp_path: Path) -> None:
-    """Slurm runs a copy of a batch script, from another folder."""
+    """Slurm runs a copy of a batch script in another folder."""
     folder = tmp_path / "a folder"
     assert main(["slurm", "init", str(folder)]) == 0
     (tmp_path / "bin").mkdir()
@@ -102,7 +102,7 @@ def run_script(path: Path, *arguments: str, **variables: str) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(("verb", "code", "output"), [("before", 0, "0\n"), ("after", 75, "1\n")])
-def test_examples_of_a_job(
+def test_examples_of_before_and_after_work(
     verb: str,
     code: int,
     output: str,
@@ -110,18 +110,18 @@ def test_examples_of_a_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`after` finds no exit.json, so the run has crashed."""
+    """Without exit.json, `after` reports a crash."""
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
-    *words, redirection, _ = example(verb)
+    *arguments, redirection, _ = example(verb)
     assert redirection == "<"
-    assert main(words) == code
+    assert main(arguments) == code
     assert capsys.readouterr().out == output
 
 
-def test_the_example_of_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_watchdog_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/metrics.jsonl").touch()

@@ -1,4 +1,4 @@
-"""find_bad_nodes.py: which nodes it names."""
+"""find_bad_nodes.py reports broken and unreachable nodes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torchtitan_like.slurm.templates import find_bad_nodes
 
 
 def cluster(
-    sick: set[str] = frozenset(), cut_off: set[str] = frozenset(), calls: list | None = None
+    broken: set[str] = frozenset(), unreachable: set[str] = frozenset(), calls: list | None = None
 ):
-    """Return a fake srun. `sick` nodes fail their own check; no node reaches `cut_off` nodes."""
+    """Return a fake srun. `broken` nodes fail their check. No node reaches `unreachable` nodes."""
 
     def run(command: Sequence[str], env: dict[str, str]) -> tuple[bool, str]:
         hosts = (
@@ -23,14 +23,14 @@ def cluster(
         if calls is not None:
             calls.append((hosts, list(command), env))
         if "--ranks" in command:
-            return not cut_off & set(hosts), ""
-        return not sick & set(hosts), f"starting\n{hosts[0]} is BAD: Xid 79"
+            return not unreachable & set(hosts), ""
+        return not broken & set(hosts), f"starting\n{hosts[0]} is BAD: Xid 79"
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("sick", "cut_off", "expected"),
+    ("broken", "unreachable", "expected"),
     [
         (set(), set(), "all 5 nodes are good"),
         ({"n2"}, set(), "--exclude=n2"),
@@ -40,18 +40,19 @@ def cluster(
     ],
 )
 def test_only_bad_nodes_are_excluded(
-    capsys, sick: set[str], cut_off: set[str], expected: str
+    capsys, broken: set[str], unreachable: set[str], expected: str
 ) -> None:
-    code = find_bad_nodes.main(["--hosts", "n[1-5]"], cluster(sick, cut_off))
+    code = find_bad_nodes.main(["--hosts", "n[1-5]"], cluster(broken, unreachable))
     assert capsys.readouterr().out.splitlines()[-1] == expected
-    assert code == int(bool(sick or cut_off))
+    assert code == int(bool(broken or unreachable))
 
 
 def test_no_node_is_excluded_if_the_network_is_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        find_bad_nodes.main(["--hosts", "n[1-4]"], cluster(cut_off={"n1", "n2", "n3", "n4"})) == 2
+        find_bad_nodes.main(["--hosts", "n[1-4]"], cluster(unreachable={"n1", "n2", "n3", "n4"}))
+        == 2
     )
-    assert "no pair of nodes reaches each other" in capsys.readouterr().err
+    assert "No pair of nodes reaches each other" in capsys.readouterr().err
 
 
 def test_commands_of_srun() -> None:

@@ -1,4 +1,4 @@
-"""The batch scripts with a fake Slurm that records its calls. tests/slurm runs them on a real one."""
+"""Batch scripts with a fake Slurm that records calls. tests/slurm uses a real Slurm."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from tests.harness.runner import ROOT
 from torchtitan_like.slurm import job
 from torchtitan_like.slurm.scaffold import TEMPLATES
 
-ALL = sorted(path for path in TEMPLATES.iterdir() if path.suffix in (".sh", ".slurm") and path.name != "env.sh")
-# Replaces Slurm's commands: records the words, and prints what the test sets.
+ALL = sorted(
+    path
+    for path in TEMPLATES.iterdir()
+    if path.suffix in (".sh", ".slurm") and path.name != "env.sh"
+)
+# Replaces Slurm's commands. Records the arguments and prints FAKE_OUTPUT.
 FAKE = """#!/bin/sh
 printf '%s' "${0##*/}" >>"$CALLS"; printf ' %s' "$@" >>"$CALLS"; echo >>"$CALLS"
 eval "$FAKE_OUTPUT"
@@ -31,7 +35,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("sbatch", "scontrol", "squeue", "srun", "scancel"):
         (tmp_path / "bin" / name).write_text(FAKE)
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "bin/titan").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan_like "$@"\n')
+    (tmp_path / "bin/titan").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -m torchtitan_like "$@"\n'
+    )
     (tmp_path / "bin/titan").chmod(0o755)
     (tmp_path / "calls").touch()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -39,7 +45,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_OUTPUT", "")
     monkeypatch.setenv("SCRIPTS", str(TEMPLATES))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("NNODES", "MASTER_ADDR")]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith("SLURM_") or name in ("NNODES", "MASTER_ADDR")
+    ]:
         monkeypatch.delenv(name)
     return tmp_path / "calls"
 
@@ -55,21 +65,35 @@ def bash(script: str, *arguments: str, **env: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
-def test_every_script_explains_itself_and_does_nothing_else(slurm: Path, script: Path) -> None:
+def test_help_of_every_script_has_no_side_effects(slurm: Path, script: Path) -> None:
     done = bash(script.name, "--help")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) > 3 and "SBATCH" not in done.stdout and "set -" not in done.stdout
+    assert (
+        len(done.stdout.splitlines()) > 3
+        and "SBATCH" not in done.stdout
+        and "set -" not in done.stdout
+    )
     assert slurm.read_text() == ""
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
-def test_scripts_have_no_option_of_a_site(script: Path) -> None:
+def test_scripts_have_no_site_specific_options(script: Path) -> None:
     options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    site = ("--partition", "--account", "--qos", "--constraint", "--gres", "--gpus", "--exclude", "--mail", "--mem")
+    site = (
+        "--partition",
+        "--account",
+        "--qos",
+        "--constraint",
+        "--gres",
+        "--gpus",
+        "--exclude",
+        "--mail",
+        "--mem",
+    )
     assert not [line for line in options if any(word in line for word in site)]
 
 
-def test_a_dry_run_prints_the_rendezvous_and_the_cores(slurm: Path, tmp_path: Path) -> None:
+def test_a_dry_run_prints_rendezvous_and_cores(slurm: Path, tmp_path: Path) -> None:
     done = bash(
         "train.slurm", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "out"),
         DRY_RUN="1", SLURM_JOB_ID="4711", SLURM_NNODES="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_CPUS_ON_NODE="96",
@@ -77,8 +101,13 @@ def test_a_dry_run_prints_the_rendezvous_and_the_cores(slurm: Path, tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("+ NNODES")]
-    assert line.startswith("+ NNODES=2 MASTER_ADDR=n1 MASTER_PORT=24711 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
-    assert "--cpus-per-task=96 --kill-on-bad-exit=1" in line and f"{TEMPLATES}/node.sh --job.config_file" in line
+    assert line.startswith(
+        "+ NNODES=2 MASTER_ADDR=n1 MASTER_PORT=24711 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 "
+    )
+    assert (
+        "--cpus-per-task=96 --kill-on-bad-exit=1" in line
+        and f"{TEMPLATES}/node.sh --job.config_file" in line
+    )
     assert slurm.read_text() == "scontrol show hostnames n[1-2]\n"
     assert not (tmp_path / "out").exists()
 
@@ -96,7 +125,9 @@ def test_a_dry_run_prints_the_rendezvous_and_the_cores(slurm: Path, tmp_path: Pa
         ({"SLURM_JOB_ID": "1"}, 1, "--job.config_file must name the config"),
     ],
 )
-def test_invalid_environments_start_nothing(slurm: Path, env: dict[str, str], code: int, message: str) -> None:
+def test_invalid_environments_start_nothing(
+    slurm: Path, env: dict[str, str], code: int, message: str
+) -> None:
     done = bash("train.slurm", **env)
     assert done.returncode == code and message in done.stderr
     assert slurm.read_text() == ""
@@ -109,20 +140,23 @@ def test_an_invalid_config_starts_nothing(slurm: Path) -> None:
     assert slurm.read_text() == ""
 
 
-def test_a_dry_run_of_the_check_starts_nothing(slurm: Path) -> None:
+def test_a_dry_run_of_check_nodes_starts_nothing(slurm: Path) -> None:
     done = bash("check_nodes.slurm", "--memory-gib", "70", DRY_RUN="1", SLURM_CPUS_PER_TASK="12")
     assert done.returncode == 0, done.stderr
     check = ["titan", "node", "check", "--ranks", "--memory-gib", "70"]
-    assert shlex.split(done.stdout) == ["srun", "--cpus-per-task=12", *check] and slurm.read_text() == ""
+    assert (
+        shlex.split(done.stdout) == ["srun", "--cpus-per-task=12", *check]
+        and slurm.read_text() == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "expected"), [(0, 0), (65, 0), (75, 0), (130, 0), (1, 1), (78, 78)]
 )
-def test_a_node_trains_on_all_its_gpus(
+def test_a_node_trains_on_all_gpus_and_maps_exit_codes(
     slurm: Path, tmp_path: Path, code: int, expected: int
 ) -> None:
-    """Codes that the ranks agree on become 0: srun must not end the other nodes."""
+    """Agreed exit codes become 0, so that srun does not end the other nodes."""
     (tmp_path / "bin/titan").write_text(f'#!/bin/sh\necho "NGPU=$NGPU $@"\nexit {code}\n')
     done = bash("node.sh", "--job.config_file", "x.toml")
     assert (done.returncode, done.stdout) == (
@@ -134,34 +168,47 @@ def test_a_node_trains_on_all_its_gpus(
 
 def test_each_job_of_a_chain_waits_for_the_previous_one(slurm: Path, tmp_path: Path) -> None:
     counts = f"n=$(wc -l <{tmp_path}/calls); echo $((100 + n))';cluster'"
-    done = bash("submit_chain.sh", "3", "--after", "77", "--nodes=2", "train.slurm", "a b", FAKE_OUTPUT=counts)
+    done = bash(
+        "submit_chain.sh",
+        "3",
+        "--after",
+        "77",
+        "--nodes=2",
+        "train.slurm",
+        "a b",
+        FAKE_OUTPUT=counts,
+    )
     assert done.stdout.split() == ["101", "102", "103"], done.stderr
     before = [line.split()[3] for line in slurm.read_text().splitlines()]
     assert before == [f"--dependency=afterany:{number}" for number in (77, 101, 102)]
     slurm.write_text("")
-    shown = bash("submit_chain.sh", "2", "train.slurm", DRY_RUN="1")
-    assert shown.stdout.splitlines()[0] == "REQUEUE=0 sbatch --parsable --no-requeue train.slurm"
+    dry_run = bash("submit_chain.sh", "2", "train.slurm", DRY_RUN="1")
+    assert dry_run.stdout.splitlines()[0] == "REQUEUE=0 sbatch --parsable --no-requeue train.slurm"
     assert slurm.read_text() == ""
     assert bash("submit_chain.sh", "x", "train.slurm").returncode == 78
 
 
-def test_cron_submits_itself_first(slurm: Path, tmp_path: Path) -> None:
+def test_cron_resubmits_itself_first(slurm: Path, tmp_path: Path) -> None:
     jobs = tmp_path / "cron.daily"
     jobs.mkdir()
     (jobs / "a.slurm").touch()
     (jobs / "b.off").touch()
-    done = bash("cron.slurm", "1day", str(jobs), SLURM_JOB_NAME="cron-daily", SLURM_JOB_PARTITION="cpu")
+    done = bash(
+        "cron.slurm", "1day", str(jobs), SLURM_JOB_NAME="cron-daily", SLURM_JOB_PARTITION="cpu"
+    )
     assert done.returncode == 0, done.stderr
-    itself, other = slurm.read_text().splitlines()
+    first, second = slurm.read_text().splitlines()
     options = "--begin=now+1day --dependency=singleton --job-name=cron-daily --partition=cpu"
-    assert itself == f"sbatch {options} {TEMPLATES}/cron.slurm 1day {jobs}"
-    assert other == f"sbatch {jobs}/a.slurm"
+    assert first == f"sbatch {options} {TEMPLATES}/cron.slurm 1day {jobs}"
+    assert second == f"sbatch {jobs}/a.slurm"
 
 
 def test_the_watchdog_observes_job_log_and_disk(slurm: Path, tmp_path: Path) -> None:
     run = tmp_path / "outputs"
     run.mkdir()
-    done = bash("watchdog.slurm", str(run), "train", NOTIFY=f"cat >>{tmp_path}/received", EVERY="2hours")
+    done = bash(
+        "watchdog.slurm", str(run), "train", NOTIFY=f"cat >>{tmp_path}/received", EVERY="2hours"
+    )
     assert done.returncode == 1
     first = slurm.read_text().splitlines()[0]
     assert (
@@ -170,7 +217,7 @@ def test_the_watchdog_observes_job_log_and_disk(slurm: Path, tmp_path: Path) -> 
     )
     assert (tmp_path / "received").read_text() == (
         f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it does not exist"
-    ), "and not of the disk"
+    ), "expected no alert for the disk"
 
 
 def test_old_logs_are_deleted(slurm: Path, tmp_path: Path) -> None:
@@ -184,24 +231,28 @@ def test_old_logs_are_deleted(slurm: Path, tmp_path: Path) -> None:
     assert not old.exists() and new.exists() and other.exists()
 
 
-def test_files_of_each_rank_and_start_are_deleted_on_request(tmp_path: Path) -> None:
-    """16,384 ranks leave 100,000 files at each start, and there are hundreds of starts in two months."""
+def test_old_files_of_ranks_are_deleted_on_request(tmp_path: Path) -> None:
+    """16,384 ranks write 100,000 files per start."""
     run = tmp_path / "outputs"
-    going = [run / "attempts/1/logs/rank7.log", run / "attempts/1/heartbeat/rank-7.json",
+    deleted = [run / "attempts/1/logs/rank7.log", run / "attempts/1/heartbeat/rank-7.json",
              run / "torchrun/id_x/attempt_0/7/stdout.log"]  # fmt: skip
-    staying = [run / "attempts/1/environment/facts.json", run / "attempts/1/errors/rank-7.json",
+    kept = [run / "attempts/1/environment/facts.json", run / "attempts/1/errors/rank-7.json",
                run / "checkpoint/step-5/shard-00007.bin", run / "metrics.jsonl"]  # fmt: skip
-    newer = [run / "attempts/2/logs/rank7.log", run / "torchrun/id_y/attempt_0/7/stdout.log"]
-    for file in (*going, *staying, *newer):
+    recent = [run / "attempts/2/logs/rank7.log", run / "torchrun/id_y/attempt_0/7/stdout.log"]
+    for file in (*deleted, *kept, *recent):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        if file not in newer:
+        if file not in recent:
             os.utime(file, (file.stat().st_mtime - 8 * 86400,) * 2)
     assert bash("clean_logs.slurm", str(tmp_path)).stdout == ""
-    assert bash("clean_logs.slurm", str(tmp_path), RANKS="1", DRY_RUN="1").stdout.split() == sorted(map(str, going))
-    for place in (tmp_path, run):  # of all runs in a folder, or of one
-        assert bash("clean_logs.slurm", str(place), RANKS="1").returncode == 0
-        assert not any(file.exists() for file in going) and all(file.exists() for file in (*staying, *newer))
+    assert bash("clean_logs.slurm", str(tmp_path), RANKS="1", DRY_RUN="1").stdout.split() == sorted(
+        map(str, deleted)
+    )
+    for folder in (tmp_path, run):  # a folder of runs, or one run
+        assert bash("clean_logs.slurm", str(folder), RANKS="1").returncode == 0
+        assert not any(file.exists() for file in deleted) and all(
+            file.exists() for file in (*kept, *recent)
+        )
     assert not (run / "torchrun/id_x").exists()
 
 
@@ -215,49 +266,63 @@ def test_files_of_each_rank_and_start_are_deleted_on_request(tmp_path: Path) -> 
 )
 def test_host_lists_are_expanded(slurm: Path, hosts: str, expected: str) -> None:
     assert bash("hosts.sh", hosts, FAKE_OUTPUT="exit 1").stdout.split() == expected.split()
-    hostfile = bash("hosts.sh", "--hostfile", FAKE_OUTPUT="exit 1", SLURM_JOB_NODELIST=hosts, SLOTS="4").stdout
+    hostfile = bash(
+        "hosts.sh", "--hostfile", FAKE_OUTPUT="exit 1", SLURM_JOB_NODELIST=hosts, SLOTS="4"
+    ).stdout
     assert hostfile.splitlines() == [f"{host} slots=4" for host in expected.split()]
 
 
-def test_py_spy_runs_next_to_a_job_without_its_gpus(slurm: Path, tmp_path: Path) -> None:
+def test_py_spy_runs_in_the_job_without_gpus(slurm: Path, tmp_path: Path) -> None:
     done = bash("pyspy_srun.sh", "7", str(tmp_path / "stacks"), "--native", FAKE_OUTPUT="echo ' 4'")
     assert done.returncode == 0, done.stderr
     srun = slurm.read_text().splitlines()[1]
-    assert srun.startswith("srun --jobid=7 --overlap --gres=none --nodes=4 --ntasks=4 --ntasks-per-node=1 --label ")
+    assert srun.startswith(
+        "srun --jobid=7 --overlap --gres=none --nodes=4 --ntasks=4 --ntasks-per-node=1 --label "
+    )
     assert srun.endswith(f"templates/pyspy_all.sh {tmp_path / 'stacks'} --native")
-    assert bash("pyspy_srun.sh", "7").returncode == 1, "it does not run"
+    assert bash("pyspy_srun.sh", "7").returncode == 1, (
+        "expected an error for a job that does not run"
+    )
 
 
-def test_py_spy_dumps_the_ranks_and_not_their_launchers(tmp_path: Path) -> None:
+def test_py_spy_dumps_only_ranks(tmp_path: Path) -> None:
     """Each rank is a process that prints a line and waits."""
-    waits = ["-c", "print(flush=True); input()"]
-    words = ["-m", "torchtitan_like.train"]
-    bash_words = ["bash", "-c", "echo; read -r line", "python"]
-    sleeps = [sys.executable, *waits, "/home/bashir/a.toml", *words]
-    commands = {"3": sleeps, "": [*sleeps[:3], "torchtitan_like.torchrun", *words], "4": [*bash_words, *words]}
+    program = ["-c", "print(flush=True); input()"]
+    module = ["-m", "torchtitan_like.train"]
+    bash_command = ["bash", "-c", "echo; read -r line", "python"]
+    rank_command = [sys.executable, *program, "/home/bashir/a.toml", *module]
+    commands = {
+        "3": rank_command,
+        "": [*rank_command[:3], "torchtitan_like.torchrun", *module],
+        "4": [*bash_command, *module],
+    }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    started = [
-        subprocess.Popen([*command, str(tmp_path)], env={**os.environ, "RANK": rank}, text=True, **pipes)
+    processes = [
+        subprocess.Popen(
+            [*command, str(tmp_path)], env={**os.environ, "RANK": rank}, text=True, **pipes
+        )
         for rank, command in commands.items()
     ]
     try:
-        for process in started:
+        for process in processes:
             process.stdout.readline()
         script = [str(TEMPLATES / "pyspy_all.sh"), str(tmp_path), "--native"]
         env = {**os.environ, "DRY_RUN": "1", "PATTERN": f"-m torchtitan_like.train {tmp_path}"}
         done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
     finally:
-        for process in started:
+        for process in processes:
             process.communicate("\n")
     [line] = done.stdout.splitlines()
-    assert f"py-spy dump --pid {started[0].pid} --native >{tmp_path}/stack-" in line and "-rank3-" in line
-
-
-def test_only_nodes_without_processes_of_users_are_resumed(slurm: Path, tmp_path: Path) -> None:
-    """n1 has no process, n2 one of Anna, n3 does not answer, n4 is drained for another reason."""
-    nodes = (
-        "echo 'n1|Kill task failed'; echo 'n1|Kill task failed'; echo 'n2|Kill task failed'; echo 'n3|Kill task failed'"
+    assert (
+        f"py-spy dump --pid {processes[0].pid} --native >{tmp_path}/stack-" in line
+        and "-rank3-" in line
     )
+
+
+def test_only_nodes_without_user_processes_are_resumed(slurm: Path, tmp_path: Path) -> None:
+    """n1 is free, n2 runs a user process, n3 does not respond, n4 is drained for another reason."""
+    drained = ("n1", "n1", "n2", "n3")
+    nodes = "; ".join(f"echo '{node}|Kill task failed'" for node in drained)
     (tmp_path / "bin/sinfo").write_text(f"#!/bin/sh\n{nodes}; echo 'n4|broken fan'\n")
     ps = "printf '0 root 1 init\\n1001 me 5 sshd\\n1001 me 6 bash\\n65534 nobody 7 x\\n'"
     (tmp_path / "bin/ps").write_text(f'#!/bin/sh\n{ps}; [ -z "$ANNA" ] || echo 1002 anna 8 bash\n')
@@ -276,21 +341,23 @@ def test_only_nodes_without_processes_of_users_are_resumed(slurm: Path, tmp_path
     assert slurm.read_text() == "scontrol update NodeName=n1 State=RESUME\n"
     assert bash("undrain_good_nodes.sh", "--yes").returncode == 78
     (tmp_path / "bin/sinfo").write_text("#!/bin/sh\nexit 1\n")
-    assert bash("undrain_good_nodes.sh").returncode == 1, "nobody knows which are drained"
+    assert bash("undrain_good_nodes.sh").returncode == 1, (
+        "expected an error without a list of drained nodes"
+    )
 
 
-def test_the_diagnosis_of_a_node_names_it(slurm: Path, tmp_path: Path) -> None:
+def test_the_gpu_diagnosis_reports_the_node(slurm: Path, tmp_path: Path) -> None:
     (tmp_path / "bin/dcgmi").write_text('#!/bin/sh\n[ "$3" = 3 ]\n')
     (tmp_path / "bin/srun").write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
     (tmp_path / "bin/dcgmi").chmod(0o755)
-    well, bad = bash("dcgmi.slurm"), bash("dcgmi.slurm", "4")
+    healthy, bad = bash("dcgmi.slurm"), bash("dcgmi.slurm", "4")
     host = os.uname().nodename.split(".")[0]
-    assert (well.returncode, well.stdout) == (0, f"{host} is OK\n"), well.stderr
+    assert (healthy.returncode, healthy.stdout) == (0, f"{host} is OK\n"), healthy.stderr
     assert (bad.returncode, bad.stdout) == (1, f"{host} is BAD\n")
     assert bash("dcgmi.slurm", "5").returncode == 78
 
 
-# ---- what a job decides
+# ---- decisions of a job
 
 
 @pytest.fixture
@@ -309,10 +376,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
 def publish(config: dict, step: int) -> None:
     folder = Path(config["job"]["dump_folder"]) / f"checkpoint/step-{step}"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "kind": "full", "step": step}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "kind": "full", "step": step})
+    )
 
 
-def ended(config: dict, code: int) -> None:
+def write_exit(config: dict, code: int) -> None:
     folder = Path(config["job"]["dump_folder"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "exit.json").write_text(json.dumps({"reason": "x", "code": code, "step": 1}))
@@ -320,7 +389,7 @@ def ended(config: dict, code: int) -> None:
 
 @pytest.mark.parametrize(("step", "expected"), [(None, "0"), (4, "4"), (10, "none"), (12, "none")])
 def test_a_finished_run_is_not_started(config, capsys, step: int | None, expected: str) -> None:
-    ended(config, 0)
+    write_exit(config, 0)
     if step is not None:
         publish(config, step)
     assert job.before(config) == 0
@@ -343,7 +412,7 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "srun_code", "code", "again"),
+    ("exit_code", "srun_code", "code", "is_requeued"),
     [
         (0, 0, 0, False),
         (75, 0, 75, True),
@@ -356,28 +425,32 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
         (None, 137, 1, True),
         (None, 0, 1, True),
         (None, 78, 78, False),
-        (75, 78, 78, False),  # a rank has refused the config; rank 0 has then been stopped
+        (75, 78, 78, False),  # one rank refused the config, then rank 0 was stopped
     ],
 )
-def test_codes_after_which_a_job_is_queued_again(config, capsys, exit_code, srun_code, code, again) -> None:
+def test_exit_codes_that_requeue_a_job(
+    config, capsys, exit_code, srun_code, code, is_requeued
+) -> None:
     if exit_code is not None:
-        ended(config, exit_code)
-    assert job.after(config, 0, srun_code) == (75 if again else 0)
+        write_exit(config, exit_code)
+    assert job.after(config, 0, srun_code) == (75 if is_requeued else 0)
     assert capsys.readouterr().out == f"{code}\n"
 
 
-@pytest.mark.parametrize("variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_IN_VAIN", "1")])
-def test_variables_that_prevent_another_start(config, monkeypatch, variable) -> None:
-    ended(config, 75)
+@pytest.mark.parametrize(
+    "variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_IN_VAIN", "1")]
+)
+def test_variables_that_prevent_a_requeue(config, monkeypatch, variable) -> None:
+    write_exit(config, 75)
     monkeypatch.setenv(*variable)
     assert job.after(config, 0, 0) == 0
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 0), (4, 75)])
-def test_uncounted_starts_need_progress_for_another_start(
+def test_a_job_without_start_count_needs_progress_to_requeue(
     config, capsys, monkeypatch, step, expected
 ) -> None:
-    """On a full disk the job would start and crash forever."""
+    """On a full disk, the job would otherwise start and crash forever."""
 
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -386,12 +459,16 @@ def test_uncounted_starts_need_progress_for_another_start(
         publish(config, step)
     monkeypatch.setattr(Path, "write_text", refuse)
     assert job.after(config, 0, 1) == expected
-    assert ("cannot be counted: [Errno 28] No space left on device" in capsys.readouterr().err) == (expected == 0)
+    assert ("cannot be counted: [Errno 28] No space left on device" in capsys.readouterr().err) == (
+        expected == 0
+    )
 
 
-def test_starts_without_progress_are_bounded_and_progress_resets_the_count(config, monkeypatch) -> None:
+def test_starts_without_progress_are_limited(config, monkeypatch) -> None:
     assert [job.after(config, 0, 1) for _ in range(3)] == [75, 75, 0]
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
-    assert [job.after(config, 0, 1) for _ in range(2)] == [75, 75], "a person has submitted the job again"
+    assert [job.after(config, 0, 1) for _ in range(2)] == [75, 75], (
+        "expected a new count after a new submission"
+    )
     publish(config, 4)
     assert [job.after(config, first, 1) for first in (0, 4, 4, 4)] == [75, 75, 75, 0]

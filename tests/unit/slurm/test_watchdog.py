@@ -1,4 +1,4 @@
-"""`titan slurm watchdog`: which observations of a run are alerts, and who receives them."""
+"""`titan slurm watchdog`: conditions of alerts, and notifications."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ NOW = 1_000_000.0
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Ten steps of 100, two seconds each; two checkpoints of 3 files an hour apart."""
+    """A run at step 10 of 100, with 2 s per step and two checkpoints an hour apart."""
     rows = [
-        {"step": n, "n_tokens_seen": 64 * n, "loss": 3.5, "grad_norm": 1.0, "lr": 1e-3, "time": NOW - 2 * (11 - n)}
+        {
+            "step": n,
+            "n_tokens_seen": 64 * n,
+            "loss": 3.5,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "time": NOW - 2 * (11 - n),
+        }
         for n in range(1, 11)
     ]
     rows[-2] |= {"tps": 1234.0, "tflops": 5.0, "mfu": 41.2, "memory_gib": 7.5}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo'
+    )
     (tmp_path / "config.toml").write_text(
         "[checkpoint]\nsteps = 3\n[training]\nseq_len = 8\nsteps = 100 # of 64 tokens\n"
     )
@@ -37,27 +46,35 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def answer(output: str, code: int = 0):
-    return lambda *_, **__: subprocess.CompletedProcess([], code, output, "slurm is away")
+def fake_slurm(output: str, code: int = 0):
+    return lambda *_, **__: subprocess.CompletedProcess([], code, output, "Slurm does not respond")
 
 
 @pytest.mark.parametrize(
     ("output", "is_alert"),
-    [("7 RUNNING\n8 PENDING\n", False), ("8 PENDING\n", False), ("7 COMPLETING\n", True), ("", True)],
+    [
+        ("7 RUNNING\n8 PENDING\n", False),
+        ("8 PENDING\n", False),
+        ("7 COMPLETING\n", True),
+        ("", True),
+    ],
 )
-def test_a_job_is_alive_when_it_runs_or_waits(output: str, is_alert: bool) -> None:
-    assert watchdog.observe_job("train", answer(output)).is_alert == is_alert
+def test_a_running_or_pending_job_is_no_alert(output: str, is_alert: bool) -> None:
+    assert watchdog.observe_job("train", fake_slurm(output)).is_alert == is_alert
 
 
-def test_slurm_without_an_answer_is_an_error() -> None:
-    with pytest.raises(OSError, match="slurm is away"):
-        watchdog.observe_job("train", answer("", code=1))
+def test_an_error_of_slurm_is_raised() -> None:
+    with pytest.raises(OSError, match="Slurm does not respond"):
+        watchdog.observe_job("train", fake_slurm("", code=1))
 
 
-def test_a_log_that_does_not_grow(run: Path) -> None:
+def test_a_log_that_does_not_grow_is_an_alert(run: Path) -> None:
     file = run / "metrics.jsonl"
     os.utime(file, (NOW, NOW))
-    assert [watchdog.observe_log(file, 30, NOW + 60 * m).is_alert for m in (29, 31)] == [False, True]
+    assert [watchdog.observe_log(file, 30, NOW + 60 * m).is_alert for m in (29, 31)] == [
+        False,
+        True,
+    ]
     assert watchdog.observe_log(run / "nowhere", 30, NOW).is_alert
 
 
@@ -69,22 +86,28 @@ def test_a_log_that_does_not_grow(run: Path) -> None:
         (["--min-free-gib", "3"], True),
         (["--min-free-inodes", "100"], False),
         (["--min-free-inodes", "101"], True),
-        (["--min-saves", "33"], False),  # of 100 inodes each takes 3
+        (["--min-saves", "33"], False),  # each checkpoint uses 3 of 100 inodes
         (["--min-saves", "34"], True),
-        (["--min-days", "1.37"], False),  # 33 of them, one an hour
+        (["--min-days", "1.37"], False),  # 33 checkpoints, one per hour
         (["--min-days", "1.38"], True),
         (["--quota-gib", "0.001"], False),
         (["--quota-gib", "0.00001"], True),  # exceeded
     ],
 )
-def test_low_disk(run: Path, options: list[str], is_alert: bool) -> None:
+def test_low_disk_space_is_an_alert(run: Path, options: list[str], is_alert: bool) -> None:
     free = ["--free-command", f"echo {2 * 2**30} 100"]
     assert main(["slurm", "watchdog", "disk", str(run), *free, *options]) == is_alert
 
 
-def test_room_is_reported_in_checkpoints_and_days(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["slurm", "watchdog", "disk", str(run), "--free-command", f"echo {24 * 24_576}"]) == 0
-    assert "24 checkpoints left (at least 0), 1.0 days of checkpoints left" in capsys.readouterr().out
+def test_free_space_is_reported_in_checkpoints_and_days(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["slurm", "watchdog", "disk", str(run), "--free-command", f"echo {24 * 24_576}"]) == 0
+    )
+    assert (
+        "24 checkpoints left (at least 0), 1.0 days of checkpoints left" in capsys.readouterr().out
+    )
 
 
 def test_an_alert_is_sent_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -99,9 +122,11 @@ def test_an_alert_is_sent_and_logged(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "false returned 1" in capfd.readouterr().err
 
 
-def test_a_checkpoint_deleted_meanwhile_is_ignored(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrently_deleted_checkpoint_is_ignored(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = newest_checkpoint(run)
     glob = Path.glob
-    gone = run / "checkpoint/step-1/manifest.json"
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, *glob(folder, pattern)])
+    deleted = run / "checkpoint/step-1/manifest.json"
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [deleted, *glob(folder, pattern)])
     assert expected is not None and newest_checkpoint(run) == expected

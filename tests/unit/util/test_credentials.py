@@ -1,4 +1,4 @@
-"""Which text is masked, and which stays."""
+"""Credentials in text are masked. Other text does not change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchtitan_like.util.credentials import MASK, mask_text, mask_values
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("postgres://u:p@ss/w@host/db", f"postgres://{MASK}@host/db"),
         ("postgres://u:p/w?x#y@host/db", f"postgres://{MASK}@host/db"),
@@ -26,11 +26,11 @@ from torchtitan_like.util.credentials import MASK, mask_text, mask_values
         ("hf_abcdefghijklmnop and AKIA0123456789ABCDEF", f"{MASK} and {MASK}"),
         ("eyJhbGciOiJIUzI1.eyJzdWIiOiIx.c2ln", MASK),
         ("a -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- b", f"a {MASK} b"),
-        ("-----BEGIN PRIVATE KEY-----\ncut off", MASK),
+        ("-----BEGIN PRIVATE KEY-----\ntruncated", MASK),
     ],
 )
-def test_credentials_are_masked(text: str, shown: str) -> None:
-    assert mask_text(text) == shown
+def test_credentials_are_masked(text: str, expected: str) -> None:
+    assert mask_text(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_credentials_are_masked(text: str, shown: str) -> None:
         'model.args.dim = 64\nname = "llama3"\n',
     ],
 )
-def test_other_text_stays(text: str) -> None:
+def test_other_text_does_not_change(text: str) -> None:
     assert mask_text(text) == text
 
 

@@ -1,4 +1,4 @@
-"""Files whose writes fail: what is left in them, what is noted, and what is tried again."""
+"""Failed writes: file content, retries, and recorded failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchtitan_like.util.jsonl import MAX_UNWRITTEN, JsonlFile, read_rows
 
 
 class Disk:
-    """Stands in for FileIO.write: a disk with `free` bytes left (None: no limit)."""
+    """Replaces FileIO.write: a disk with `free` bytes (None: no limit)."""
 
     def __init__(self) -> None:
         self.free: int | None = None
@@ -36,7 +36,7 @@ class Disk:
         if self.free is not None and len(data) > self.free:
             if not self.free:
                 raise OSError(self.error, os.strerror(self.error))
-            data = data[: self.free]  # as the kernel does: what fits is written, the next call fails
+            data = data[: self.free]  # a partial write. The next call fails
         if self.free is not None:
             self.free -= len(data)
         return os.write(file.fileno(), data)
@@ -60,7 +60,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.fixture(autouse=True)
-def root_logger_as_before() -> Iterator[None]:
+def restore_root_logger() -> Iterator[None]:
     before, level = list(log.logger.handlers), log.logger.level
     yield
     log.add_file(None)
@@ -82,7 +82,9 @@ def test_a_record_is_written_completely_or_not_at_all(tmp_path: Path, disk: Disk
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
-def test_rows_wait_in_memory_until_they_can_be_written(tmp_path: Path, disk: Disk, error: int) -> None:
+def test_rows_are_buffered_until_they_can_be_written(
+    tmp_path: Path, disk: Disk, error: int
+) -> None:
     failures = WriteFailures()
     file = JsonlFile(tmp_path / "metrics.jsonl", failures)
     file.append([{"step": 1}])
@@ -98,7 +100,7 @@ def test_rows_wait_in_memory_until_they_can_be_written(tmp_path: Path, disk: Dis
     file.close()
 
 
-def test_closing_writes_what_waits_and_reports_what_is_lost(
+def test_close_writes_buffered_rows_and_reports_lost_ones(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     for free, written in ((None, [1]), (0, [])):
@@ -111,13 +113,15 @@ def test_closing_writes_what_waits_and_reports_what_is_lost(
     assert "Could not write 1 rows of" in caplog.text
 
 
-def test_waiting_rows_take_a_limited_amount_of_memory(tmp_path: Path, disk: Disk) -> None:
+def test_the_number_of_buffered_rows_is_limited(tmp_path: Path, disk: Disk) -> None:
     disk.free = 0
     file = JsonlFile(tmp_path / "a.jsonl")
     file.append({"step": step} for step in range(MAX_UNWRITTEN + 3))
     disk.free = None
     file.append()
-    assert read_rows(file.path)[0]["step"] == 3 and file.num_missing == 3, "and these three are never said to be there"
+    assert read_rows(file.path)[0]["step"] == 3 and file.num_missing == 3, (
+        "expected three rows to remain missing"
+    )
 
 
 def test_lost_log_lines_are_counted_in_the_log(tmp_path: Path, disk: Disk) -> None:
@@ -133,11 +137,13 @@ def test_lost_log_lines_are_counted_in_the_log(tmp_path: Path, disk: Disk) -> No
     log.add_file(None)
     lines = path.read_text().splitlines()
     assert [line.rpartition(" - ")[2] for line in lines[::2]] == ["before", "after"]
-    assert lines[1] == "(3 lines are missing: they could not be written)", "with the line of the failure itself"
+    assert lines[1] == "(3 lines are missing: they could not be written)", (
+        "expected a count that includes the line of the failure"
+    )
     assert failures.stop_is_due()
 
 
-def test_a_dashboard_never_ends_with_a_partial_record(tmp_path: Path, disk: Disk) -> None:
+def test_an_event_file_never_has_a_partial_record(tmp_path: Path, disk: Disk) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     failures = WriteFailures()
@@ -149,28 +155,38 @@ def test_a_dashboard_never_ends_with_a_partial_record(tmp_path: Path, disk: Disk
     board.write(3, {"loss": 3.0})
     board.close()
     (file,) = board.folder.iterdir()
-    assert [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")] == [1, 3]
+    assert [
+        event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")
+    ] == [1, 3]
     assert failures.summary() == f"{file}: 1"
 
 
-def test_each_file_is_logged_once_and_all_failures_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_file_is_logged_once_and_all_failures_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     failures = WriteFailures(continues=True)
     for path in ("a", "a", "b"):
-        with failures.noted(path):
+        with failures.recording(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert caplog.text.count("Cannot write a: No space left on device (errno 28). Training continues") == 1
+    assert (
+        caplog.text.count("Cannot write a: No space left on device (errno 28). Training continues")
+        == 1
+    )
     assert failures.summary() == "a: 2, b: 1" and not failures.stop_is_due()
 
 
-def test_other_errors_are_not_noted() -> None:
+def test_other_errors_are_not_counted() -> None:
     failures = WriteFailures()
-    with pytest.raises(ValueError, match="a bug"), failures.noted("a"):
+    with pytest.raises(ValueError, match="a bug"), failures.recording("a"):
         raise ValueError("a bug")
     assert not failures.stop_is_due()
 
 
-def test_an_error_that_all_ranks_must_know_names_the_folder() -> None:
-    with pytest.raises(StorageError, match="The run folder outputs cannot be written: "), storage_error("outputs"):
+def test_a_storage_error_names_the_folder() -> None:
+    with (
+        pytest.raises(StorageError, match="The run folder outputs cannot be written: "),
+        storage_error("outputs"),
+    ):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
@@ -178,38 +194,38 @@ def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("act", [_flush, lambda: (log.init_logger(), log.logger.info("a line"))])
-def test_a_full_disk_behind_stdout_does_not_end_the_run(
-    act: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("write", [_flush, lambda: (log.init_logger(), log.logger.info("a line"))])
+def test_a_failed_write_to_stdout_does_not_end_the_run(
+    write: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = io.StringIO()
     stream.flush = full  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(sys, "stdout", stream)
-    act()
+    write()
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls of os.fsync and os.replace, with names relative to the test's folder."""
-    done: list[str] = []
+    """Record calls of os.fsync and os.replace, with paths relative to the test's folder."""
+    recorded: list[str] = []
     fsync, replace = os.fsync, os.replace
 
-    def seen_fsync(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)
-        done.append(f"fsync {name}")
+        recorded.append(f"fsync {name}")
         fsync(descriptor)
 
-    def seen_replace(old: Path, new: Path) -> None:
-        done.append(f"replace {new.name} by {old.name}")
+    def recorded_replace(old: Path, new: Path) -> None:
+        recorded.append(f"replace {new.name} by {old.name}")
         replace(old, new)
 
-    monkeypatch.setattr(os, "fsync", seen_fsync)
-    monkeypatch.setattr(os, "replace", seen_replace)
-    return done
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    return recorded
 
 
-def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, calls: list[str]) -> None:
+def test_a_file_is_synced_before_it_is_renamed(tmp_path: Path, calls: list[str]) -> None:
     write_atomically(tmp_path / "a", "ä", tmp_path / "a.new")
     assert (tmp_path / "a").read_bytes() == "ä".encode()
     assert calls == ["fsync a.new", "replace a by a.new", "fsync ."]
@@ -218,9 +234,7 @@ def test_a_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, calls: list[s
     assert calls == [f"replace b by b.tmp-{os.getpid()}"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "exit.json"
     write_atomically(path, "old")
     with pytest.raises(ValueError, match="half"), atomic_file(path) as file:

@@ -1,4 +1,4 @@
-"""Rows that round-trip, and files that hold no step twice."""
+"""JSONL rows: round trip, truncation, and rewind."""
 
 from __future__ import annotations
 
@@ -30,14 +30,21 @@ def test_floats_round_trip_bit_for_bit(tmp_path: Path) -> None:
 
 def test_numbers_within_a_row_may_be_nan(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
-    row = {"step": 1, "sources": {"a": {"loss": math.nan, "n": 3}, "b": {"loss": -math.inf, "n": 0}}}
+    row = {
+        "step": 1,
+        "sources": {"a": {"loss": math.nan, "n": 3}, "b": {"loss": -math.inf, "n": 0}},
+    }
     file.write_bytes(encode(row))
-    (found,) = read_rows(file)
-    assert repr(found) == repr(row)
+    (actual,) = read_rows(file)
+    assert repr(actual) == repr(row)
 
 
-@pytest.mark.parametrize(("value", "text"), [(math.nan, '"nan"'), (math.inf, '"inf"'), (-math.inf, '"-inf"')])
-def test_numbers_that_are_not_finite_are_strings_in_valid_json(value: float, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, '"nan"'), (math.inf, '"inf"'), (-math.inf, '"-inf"')]
+)
+def test_non_finite_numbers_are_strings_in_valid_json(
+    value: float, text: str, tmp_path: Path
+) -> None:
     line = encode({"step": 1, "loss": value})
     assert line == b'{"step": 1, "loss": ' + text.encode() + b"}\n"
     json.loads(line, parse_constant=pytest.fail)
@@ -46,7 +53,7 @@ def test_numbers_that_are_not_finite_are_strings_in_valid_json(value: float, tex
 
 
 def test_a_truncated_last_line_is_not_a_row(tmp_path: Path) -> None:
-    """It is being written, or its writer was killed or found the disk full."""
+    """The writer may be active, killed, or out of disk space."""
     file = tmp_path / "a.jsonl"
     file.write_bytes(encode({"step": 1}) + b'{"step": 2, "loss": 1.')
     assert read_rows(file) == [{"step": 1}]
@@ -61,12 +68,14 @@ def test_rows_are_visible_to_other_readers_after_append(tmp_path: Path) -> None:
     assert file.byte_offset() == file.path.stat().st_size
 
 
-def test_the_byte_offset_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_byte_offset_survives_a_power_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     file = JsonlFile(tmp_path / "a.jsonl")
     file.append(rows(1, 2))
-    assert synced == [], "an append must not wait for the disk"
+    assert synced == [], "expected append not to wait for the disk"
     assert file.byte_offset() == synced[0]
 
 
@@ -78,12 +87,14 @@ def test_the_byte_offset_survives_a_power_failure(tmp_path: Path, monkeypatch: p
         (b'{"step": 1}\n{"step": 2}\n{"step": 3}\n', 1, [1], b'{"step": 2}\n{"step": 3}\n'),
         (b'{"step": 1}\n{"step": 2}\n', 0, [], b'{"step": 1}\n{"step": 2}\n'),
         (b'{"step": 1}\n{"step": 2, "lo', 2, [1], b'{"step": 2, "lo'),
-        (b'{"step": 1}\n{"step": 2}', 2, [1], b'{"step": 2}'),  # whole, but its newline is missing
+        (b'{"step": 1}\n{"step": 2}', 2, [1], b'{"step": 2}'),  # complete except for its newline
         (b'{"step": 1}\n\0\0\0\0\n{"step": 2}\n', 2, [1, 2], b"\0\0\0\0\n"),
         (b'{"step": 1}\n7\n{"no": 1}\n', 9, [1], b'7\n{"no": 1}\n'),
     ],
 )
-def test_rewind(content: bytes, step: int, kept: list[int], moved: bytes, tmp_path: Path) -> None:
+def test_rewind_moves_later_rows_to_another_file(
+    content: bytes, step: int, kept: list[int], moved: bytes, tmp_path: Path
+) -> None:
     path, discarded = tmp_path / "a.jsonl", tmp_path / "a.discarded-2.jsonl"
     path.write_bytes(content)
     file = JsonlFile(path)
@@ -96,7 +107,7 @@ def test_rewind(content: bytes, step: int, kept: list[int], moved: bytes, tmp_pa
 
 
 @pytest.mark.parametrize("size", [10, 2**16 - 9, 2**16, 200_000])
-def test_the_end_is_found_without_reading_the_file(size: int, tmp_path: Path) -> None:
+def test_size_and_last_row_of_long_files(size: int, tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "a.jsonl")
     assert file.size_and_last_row() == (0, {})
     file.append([{"step": 1, "text": "x" * 300_000}, {"step": 2, "text": "y" * size}])
@@ -105,7 +116,7 @@ def test_the_end_is_found_without_reading_the_file(size: int, tmp_path: Path) ->
     assert JsonlFile(tmp_path / "b.jsonl").size_and_last_row()[1]["step"] == 1
 
 
-def test_rewind_while_open_and_without_a_file(tmp_path: Path) -> None:
+def test_rewind_of_an_open_and_of_a_missing_file(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "a.jsonl")
     assert file.rewind(3, tmp_path / "d.jsonl") == 0
     file.append(rows(1, 2, 3))
@@ -115,7 +126,9 @@ def test_rewind_while_open_and_without_a_file(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "missing.jsonl") == []
 
 
-def test_rewind_killed_before_the_replacement_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewind_killed_before_the_replacement_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = JsonlFile(tmp_path / "a.jsonl")
     file.append(rows(1, 2, 3))
 

@@ -91,7 +91,7 @@ def consolidate(
     shard is detected only if it leaves a hole.
     """
     if num_threads < 1:
-        raise CheckpointError(f"num_threads = {num_threads}: expected at least 1")
+        raise CheckpointError(f"num_threads is {num_threads}. Expected at least 1: correct it")
     group = _CallersGroup(process_group)
     try:
         return _consolidate(
@@ -307,8 +307,8 @@ class _Copier:
                 count = os.preadv(self._files[copy.holder], [view], offset)
                 if count == 0:
                     raise DamagedError(
-                        f"{shard.path} ends at byte {offset}, in the middle of {entry.name}. It is "
-                        "truncated: copy it again"
+                        f"{shard.path} ends at byte {offset}, in the middle of {entry.name}. "
+                        "Expected the whole tensor: copy the file again"
                     )
                 offset, view = offset + count, view[count:]
 

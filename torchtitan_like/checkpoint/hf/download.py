@@ -62,7 +62,7 @@ def download(
         from huggingface_hub import errors
     except ImportError as error:
         raise DownloadError(
-            "huggingface_hub is not installed. Run: pip install huggingface_hub"
+            "huggingface_hub is not installed. Expected it for downloads: pip install huggingface_hub"
         ) from error
     try:
         api = huggingface_hub.HfApi(token=token)
@@ -81,8 +81,8 @@ def download(
             )
     except errors.GatedRepoError as error:
         raise DownloadError(
-            f"the model is gated. Accept its license at https://huggingface.co/{repo_id}, then "
-            "give an access token (--hf-token, HF_TOKEN or 'hf auth login')"
+            "the model is gated. Expected an access token of a user who accepted its license: accept "
+            f"it at https://huggingface.co/{repo_id}, then give a token (--hf-token, HF_TOKEN or 'hf auth login')"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise DownloadError(
@@ -95,7 +95,9 @@ def download(
             "--revision"
         ) from error
     except errors.OfflineModeIsEnabled as error:
-        raise DownloadError("HF_HUB_OFFLINE is set. Unset it to download") from error
+        raise DownloadError(
+            "HF_HUB_OFFLINE is set. Expected access to the Hub: unset it"
+        ) from error
     except DownloadError:
         raise
     except Exception as error:  # network, time-out, full disk: classes differ between releases

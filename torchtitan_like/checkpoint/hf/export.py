@@ -61,6 +61,7 @@ def write_export(
     group: HostGroup,
     shard_bytes: int = 5 * 10**9,
     index: Mapping[str, str] | None = None,
+    copies: Table = (),
 ) -> dict[str, FileRecord]:
     """Write `tensors` as `model*.safetensors`. All ranks of the group call it together.
 
@@ -69,6 +70,7 @@ def write_export(
     shard_bytes: maximum bytes of tensors in one file.
     index: weight_map of a model.safetensors.index.json. If it has all names, it decides which
         tensors share a file, instead of `shard_bytes`.
+    copies: see `plan_tensors`.
 
     Returns the records of all files, index included, on every rank. Raises CheckpointError on all
     ranks if any of them fails, with rank, file, and reason; the caller then removes the folder.
@@ -84,7 +86,7 @@ def write_export(
 
     infos = votes.gather(describe)
     shards = merge_shards(infos, [f"rank {r}" for r in range(group.size)])
-    outputs = plan_tensors(shards, rows, tied, dtype)
+    outputs = plan_tensors(shards, rows, tied, dtype, copies)
     groups = _group_tensors(outputs, shard_bytes, index)
     start = time.monotonic()
     files = lay_out_files(outputs, groups)

@@ -54,6 +54,7 @@ def write_model(
         tensors,
         rows=spec.hf_names(args),
         tied=spec.tied(args),
+        copies=spec.hf_copies(args),
         dtype=dtype,
         group=votes.group,
         shard_bytes=shard_bytes,

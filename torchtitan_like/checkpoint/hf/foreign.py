@@ -34,7 +34,7 @@ def load_torchtitan(
     Optimizer, schedule, and data position are not read: TorchTitan orders the rows of its
     parameters differently.
     """
-    source = votes.leader_does(lambda: _open_dcp(folder))
+    source = votes.leader_does(lambda: open_dcp(folder))
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes)
 
 
@@ -110,7 +110,7 @@ def _tensor(metadata: Metadata, name: str) -> TensorStorageMetadata:
     return entry
 
 
-def _open_dcp(folder: Path) -> DcpSource:
+def open_dcp(folder: Path) -> DcpSource:
     """Read the metadata. Raises DamagedError if a file is absent or too short."""
     if not (folder / ".metadata").exists():
         raise CheckpointError(

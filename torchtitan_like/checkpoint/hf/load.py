@@ -20,7 +20,15 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.boxes import local_boxes
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, plan_reads
 from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.models.hf_table import Link, Rows, Shape, Table, external_shapes, links
+from torchtitan_like.models.hf_table import (
+    Link,
+    Rows,
+    Shape,
+    Table,
+    count_named,
+    external_shapes,
+    links,
+)
 from torchtitan_like.util.reading import read_json
 
 logger = logging.getLogger()
@@ -31,6 +39,7 @@ _IRRELEVANT = (
     "attention_dropout",
     "initializer_range",
     "max_position_embeddings",
+    "num_nextn_predict_layers",
     "use_cache",
 )
 # The values that transformers assumes if an (older) config.json lacks the key.
@@ -60,6 +69,7 @@ class LoadReport:
     missing: needed, but not stored.
     misfits: one sentence for each tensor with another shape or kind of dtype.
     converted: name -> change of dtype, such as "bfloat16 -> float32".
+    unread: patterns of stored tensors that may remain unused, in addition to `COMPUTED`.
     """
 
     path: Path
@@ -68,13 +78,15 @@ class LoadReport:
     missing: tuple[str, ...]
     misfits: tuple[str, ...]
     converted: Mapping[str, str]
+    unread: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise CheckpointError with all problems. Unused tensors of `COMPUTED` are accepted."""
+        """Raise CheckpointError with all problems. Unused tensors that may remain are accepted."""
+        accepted = (*COMPUTED, *self.unread)
         surplus = [
             name
             for name in self.unused
-            if not any(fnmatchcase(name, pattern) for pattern in COMPUTED)
+            if not any(fnmatchcase(name, pattern) for pattern in accepted)
         ]
         kinds = [
             ("missing", self.missing),
@@ -93,7 +105,7 @@ class LoadReport:
     def __str__(self) -> str:
         counts = Counter(self.converted.values())
         changes = ", ".join(f"{n} {change}" for change, n in counts.items())
-        unread = f"; not used: {', '.join(self.unused)}" if self.unused else ""
+        unread = f"; not used: {_summarize(self.unused)}" if self.unused else ""
         converted = f" ({changes})" if changes else ""
         return f"Read {len(self.used)} tensors of {self.path}{converted}{unread}"
 
@@ -106,16 +118,22 @@ def load_hf(
     tied: Table,
     quantized: bool,
     votes: Votes,
+    alternative_rows: Rows | None = None,
+    unread: tuple[str, ...] = (),
 ) -> LoadReport:
     """Load a directory of safetensors files into `tensors`, as `load_weights` does.
 
-    quantized: the weights are float8 with a scale for each block. They are dequantized in float32.
+    alternative_rows: rows for files of another layout, used if they name more stored tensors.
+    quantized: the weights are float8 or MXFP4 with a scale for each block. They are dequantized in
+        float32.
     Raises CheckpointError if the files are quantized and `quantized` is False, or the reverse.
     """
     from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 
     source = votes.leader_does(lambda: open_safetensors(folder, quantized=quantized))
-    return load_weights(source, tensors, rows=rows, tied=tied, votes=votes)
+    if alternative_rows is not None:
+        rows = max(rows, alternative_rows, key=lambda table: count_named(table, source.stored))
+    return load_weights(source, tensors, rows=rows, tied=tied, votes=votes, unread=unread)
 
 
 def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
@@ -135,28 +153,45 @@ def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
         ) from error
     return [
         f"{folder / 'config.json'} has {key} = {stored[key]}, this model has {value}"
-        for key, value in expected.items()
+        for key, value in _flat_rope(dict(expected)).items()
         if key in stored and key not in _IRRELEVANT and stored[key] != value
     ]
 
 
 def _flat_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Split the table `rope_parameters` of transformers 5 into rope_theta and rope_scaling."""
+    """Split the table `rope_parameters` of transformers 5 into rope_theta and rope_scaling.
+
+    Older files name the rope_type of rope_scaling "type". Files of models with vision have the
+    sizes of the text model in a table `text_config`.
+    """
+    config = config.get("text_config", config)
     rope = dict(config.get("rope_parameters") or {})
-    if not rope:
-        return config
-    theta = rope.pop("rope_theta", _DEFAULTS["rope_theta"])
-    scaling = None if rope.get("rope_type") == "default" else rope
-    return config | {"rope_theta": theta, "rope_scaling": scaling}
+    if rope:
+        theta = rope.pop("rope_theta", _DEFAULTS["rope_theta"])
+        scaling = None if rope.get("rope_type") == "default" else rope
+        config = config | {"rope_theta": theta, "rope_scaling": scaling}
+    scaling = dict(config.get("rope_scaling") or {})
+    if "type" in scaling:
+        scaling = {"rope_type": scaling.pop("type")} | scaling
+        config = config | {"rope_scaling": scaling}
+    return config
 
 
 def load_weights(
-    source: Source, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, votes: Votes
+    source: Source,
+    tensors: Mapping[str, Any],
+    *,
+    rows: Rows,
+    tied: Table,
+    votes: Votes,
+    unread: tuple[str, ...] = (),
 ) -> LoadReport:
     """Fill this rank's `tensors` (native names) from `source` in place; all ranks call it together.
 
     Tensors that are missing, surplus, or of another shape are detected before anything is read. The
     alias of a tied parameter may be stored too, if it has the same values.
+
+    unread: patterns of stored tensors that are not of this model.
 
     Raises the same error on every rank: DamagedError for damaged files, CheckpointError otherwise.
     After an error during reading, some tensors are loaded and some are not.
@@ -180,7 +215,7 @@ def load_weights(
 
     # A pipeline stage needs only its own layers; all ranks together need the whole model.
     needed = {name: info for part in votes.gather(list_needed) for name, info in part.items()}
-    report = _compare(source, needed)
+    report = _compare(source, needed, unread)
     report.check()
     votes.all_do(lambda: source.fill(plan_reads(all_links, natives | aliases)))
     pairs = {alias: (aliases[alias], natives[name]) for alias, name in tied if alias in aliases}
@@ -198,7 +233,9 @@ def _is_stored(source: Source, rows: Rows, name: str, shape: Shape) -> bool:
     return any(name in source.stored for name in names)
 
 
-def _compare(source: Source, needed: Mapping[str, TensorInfo]) -> LoadReport:
+def _compare(
+    source: Source, needed: Mapping[str, TensorInfo], unread: tuple[str, ...]
+) -> LoadReport:
     misfits, converted = [], {}
     used = [name for name in needed if name in source.stored]
     for name in used:
@@ -218,7 +255,13 @@ def _compare(source: Source, needed: Mapping[str, TensorInfo]) -> LoadReport:
         missing=tuple(name for name in needed if name not in source.stored),
         misfits=tuple(misfits),
         converted=converted,
+        unread=unread,
     )
+
+
+def _summarize(names: tuple[str, ...]) -> str:
+    """Return the names; of many, their number and the first one."""
+    return ", ".join(names) if len(names) <= 8 else f"{len(names)} tensors, such as {names[0]}"
 
 
 def _check_ties(source: Source, pairs: Mapping[str, tuple[Any, Any]]) -> None:

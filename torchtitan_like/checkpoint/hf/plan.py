@@ -51,6 +51,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
     lay_out,
 )
 from torchtitan_like.models.hf_table import Box, Rows, Shape, Table, external_shapes, links, slices
+from torchtitan_like.models.spec import is_always_float32
 
 ExtentId = tuple[int, int]  # (number of the file, number of the extent in the file)
 ShardKey = tuple[str, Box]  # name of a native tensor, and the holder's box of it
@@ -208,12 +209,17 @@ def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
 
 
 def plan_tensors(
-    shards: Mapping[str, TensorShards], rows: Rows, tied: Table, dtype: torch.dtype | None
+    shards: Mapping[str, TensorShards],
+    rows: Rows,
+    tied: Table,
+    dtype: torch.dtype | None,
+    copies: Table = (),
 ) -> dict[str, OutputTensor]:
     """Return the output tensors in file order: by name, with numbers compared as numbers.
 
-    dtype: target dtype of floating-point tensors; None keeps their dtypes. Raises CheckpointError
-    for tensors that match no row.
+    dtype: target dtype of floating-point tensors, except those of `is_always_float32`; None keeps
+    their dtypes. copies: pairs of output names; the second one is written with the same values as
+    the first one. Raises CheckpointError for tensors that match no row.
     """
     try:
         all_links = links(rows, {name: tensor.shape for name, tensor in shards.items()}, tied)
@@ -226,7 +232,7 @@ def plan_tensors(
     outputs: dict[str, OutputTensor] = {}
     for link in all_links:
         source = shards[link.native]
-        is_converted = dtype is not None and DTYPES[source.dtype].is_floating_point
+        is_converted = DTYPES[source.dtype].is_floating_point and not is_always_float32(link.native)
         code = dtype_code(dtype) if dtype is not None and is_converted else source.dtype
         output = outputs.setdefault(link.external, OutputTensor(code, shapes[link.external], []))
         if output.dtype != code:
@@ -239,6 +245,7 @@ def plan_tensors(
                 local, external = boxes
                 shard = (link.native, shard_box)
                 output.overlaps.append(Overlap(external, holders, shard, local, link.transposed))
+    outputs |= {copy: outputs[name] for name, copy in copies if name in outputs}
     return {name: outputs[name] for name in sorted(outputs, key=natural_key)}
 
 

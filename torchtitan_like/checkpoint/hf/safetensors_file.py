@@ -106,8 +106,8 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise DamagedError(
-                f"{path} is not a safetensors file: its {size} bytes are shorter than the header "
-                "that its first 8 bytes announce. Copy the file again"
+                f"{path} is not a safetensors file: it has {size} bytes. Expected a header of "
+                f"{length} bytes, as in its first 8 bytes: copy the file again"
             )
         text = file.read(length)
     data_start = 8 + length

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.hf.mxfp4 import (
+    BLOCKS,
+    SCALES,
+    PackedWeight,
+    find_packed,
+    read_packed,
+)
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, INDEX, Entry, read_header
 from torchtitan_like.checkpoint.step_folders import is_inside
@@ -42,12 +49,15 @@ class SafetensorsSource:
     """All tensors of a directory.
 
     scales: name of a float8 weight -> its scales, one for each `block` (rows, columns).
+    packed: name of an MXFP4 weight -> its tensors. In `stored` it has the shape and the dtype of the
+        values.
     """
 
     path: Path
     stored: Mapping[str, StoredTensor]
     scales: Mapping[str, StoredTensor]
     block: tuple[int, ...]
+    packed: Mapping[str, PackedWeight]
 
     def fill(self, reads: Iterable[Read]) -> None:
         """Read file by file, in byte order. Raises DamagedError if a file is too short."""
@@ -59,6 +69,10 @@ class SafetensorsSource:
         for name, group in groupby(in_order, key=lambda read: location(read)[0]):
             with open(self.path / name, "rb", buffering=0) as file:
                 for read in group:
+                    if read.name in self.packed:
+                        packed = self.packed[read.name]
+                        read.target.copy_(read_packed(packed, read.box, self._read))
+                        continue
                     values = read_box(file, self.stored[read.name], read.box)
                     if read.name in self.scales:
                         values = values.float() * self._read_scales(read)
@@ -72,10 +86,13 @@ class SafetensorsSource:
             for (start, n, step), b in zip(read.box, self.block, strict=True)
         ]
         blocks = tuple((int(i[0]), int(i[-1] - i[0]) + 1, 1) for i in block_index)
-        with open(self.path / stored.file, "rb", buffering=0) as file:
-            scales = read_box(file, stored, blocks).float()
+        scales = self._read(stored, blocks).float()
         rows, columns = (i - i[0] for i in block_index)
         return scales[rows[:, None], columns]
+
+    def _read(self, stored: StoredTensor, box: Box) -> Tensor:
+        with open(self.path / stored.file, "rb", buffering=0) as file:
+            return read_box(file, stored, box)
 
 
 def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
@@ -86,7 +103,13 @@ def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
     """
     stored = _merge(folder, {name: read_header(folder / name)[0] for name in _find_files(folder)})
     scales = {name: stored[name + SCALE] for name in stored if name + SCALE in stored}
-    block = _find_block(folder, quantized=quantized, has_scales=bool(scales))
+    packed = find_packed(stored)
+    for name, weight in packed.items():
+        del stored[name + BLOCKS], stored[name + SCALES]
+        blocks = weight.blocks
+        stored[name] = StoredTensor(weight.shape, torch.bfloat16, blocks.file, blocks.offset)
+    kind = "float8" if scales else "MXFP4" if packed else ""
+    block = _find_block(folder, quantized=quantized, kind=kind)
     for name, scale in scales.items():
         expected = tuple(-(-n // b) for n, b in zip(stored[name].shape, block, strict=False))
         if len(stored[name].shape) != 2 or scale.shape != expected:
@@ -113,11 +136,14 @@ def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
             f"{folder}: weights with scales ({SCALE}) that are not float8: {names}. Expected "
             "float8 weights: remove the scales from the files"
         )
-    return SafetensorsSource(folder, stored, scales, block)
+    return SafetensorsSource(folder, stored, scales, block, packed)
 
 
-def _find_block(folder: Path, *, quantized: bool, has_scales: bool) -> tuple[int, ...]:
-    """Return rows and columns of a block with one scale; (1, 1) if no weight is quantized."""
+def _find_block(folder: Path, *, quantized: bool, kind: str) -> tuple[int, ...]:
+    """Return rows and columns of a block with one scale; (1, 1) if no weight is float8.
+
+    kind: "float8", "MXFP4", or empty if no weight is quantized.
+    """
     config = folder / "config.json"
     try:
         method = read_json(config).get("quantization_config") or {} if config.exists() else {}
@@ -126,18 +152,18 @@ def _find_block(folder: Path, *, quantized: bool, has_scales: bool) -> tuple[int
             f"{config} is not valid: {type(error).__name__} {error}. Expected the config of a "
             "Hugging Face model: copy the file again"
         ) from error
-    if has_scales and not quantized:
+    if kind and not quantized:
         raise CheckpointError(
-            f"{folder} contains float8 weights with block scales: set "
-            "checkpoint.initial_load_in_hf_quantized = true"
+            f"{folder} contains {kind} weights with block scales. Expected weights without scales: "
+            "set checkpoint.initial_load_in_hf_quantized = true"
         )
-    if quantized and not has_scales:
+    if quantized and not kind:
         raise CheckpointError(
             f"checkpoint.initial_load_in_hf_quantized is true, but {folder} has no block scales. "
-            f"Expected float8 weights with tensors NAME{SCALE}"
+            f"Expected float8 weights with tensors NAME{SCALE}, or MXFP4 weights"
             + (f"; its config.json has {method}" if method else ": set it to false")
         )
-    block = method.get("weight_block_size") if has_scales else (1, 1)
+    block = method.get("weight_block_size") if kind == "float8" else (1, 1)
     if not block:
         raise CheckpointError(
             f"{config} does not contain the block size. Expected "
@@ -168,7 +194,8 @@ def _find_files(folder: Path) -> list[str]:
         logger.warning(f"{folder}: reading {_summary(names)}, ignoring {_summary(ignored)}")
     if absent := [name for name in names if not (folder / name).exists()]:
         raise DamagedError(
-            f"{folder} is incomplete: missing {', '.join(absent)}. Copy the missing files"
+            f"{folder} lacks {', '.join(absent)}. Expected all files of the model: copy the "
+            "missing ones"
         )
     return names
 
@@ -214,14 +241,17 @@ def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored
         for name, file in _read_index(folder).items():
             if name not in merged or merged[name].file != file:
                 raise DamagedError(
-                    f"{folder / file} does not contain {name}, although {INDEX} lists it. Copy the "
-                    "files again"
+                    f"{folder / file} does not contain {name}. Expected it, because {INDEX} lists "
+                    "it: copy the files again"
                 )
     return merged
 
 
 def read_box(file: FileIO, stored: StoredTensor, box: Box) -> Tensor:
     """Read a rectangle in its stored dtype. Raises DamagedError if the file is too short."""
+    if box and box[-1][2] > 1:  # a run for each element would be slow
+        *outer, (start, count, step) = box
+        return read_box(file, stored, (*outer, (start, (count - 1) * step + 1, 1)))[..., ::step]
     values = torch.empty([count for _, count, _ in box], dtype=stored.dtype)
     target = values.view(-1).view(torch.uint8).numpy().data
     for offset, length in _byte_runs(stored, box):
@@ -230,8 +260,8 @@ def read_box(file: FileIO, stored: StoredTensor, box: Box) -> Tensor:
             read = file.readinto(target[:length])
             if not read:
                 raise DamagedError(
-                    f"{file.name} ends at byte {offset}, in the middle of a tensor. It is "
-                    "truncated: copy it again"
+                    f"{file.name} ends at byte {offset}, in the middle of a tensor. Expected the "
+                    "whole tensor: copy the file again"
                 )
             target, offset, length = target[read:], offset + read, length - read
     return values

@@ -80,8 +80,8 @@ def _differing_settings(a: Contents, b: Contents) -> list[str]:
         changes = diff_settings(before, parse_toml(after), {}, {})
     except ValueError as error:
         raise CheckpointError(
-            f"{b.path}: the configuration in its manifest is not valid TOML: {error}. Verify the "
-            "checkpoint with titan ckpt verify"
+            f"{b.path}: the configuration in its manifest is not valid TOML: {error}. Expected the "
+            "settings of its run: verify the checkpoint with titan ckpt verify"
         ) from error
     return sorted(str(change) for group in changes for change in group)
 

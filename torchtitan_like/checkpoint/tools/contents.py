@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,14 +26,11 @@ from torchtitan_like.checkpoint.unpickle import (
     CheckedReader,
     load_saved,
 )
-from torchtitan_like.util.units import format_bytes
 
 Format = Literal["native", "hf", "dcp", "pt"]
 # Naming convention of each format. Formats of one family share names; the model's tables translate
 # from one family to another.
 FAMILIES: dict[Format, str] = {"native": "ours", "hf": "hf", "dcp": "torch", "pt": "torch"}
-# Keys of a manifest that `titan ckpt show` omits, because they are long or have another form there.
-NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
 
 
 @dataclass(frozen=True)
@@ -61,40 +56,6 @@ class Contents:
     @property
     def family(self) -> str:
         return FAMILIES[self.format]
-
-    def summary(self) -> dict[str, Any]:
-        """Return what `titan ckpt show --json` prints."""
-        return {
-            "path": str(self.path),
-            "format": self.format,
-            "manifest": {k: v for k, v in self.manifest.items() if k not in NOT_SHOWN},
-            "files": {name: r.size for name, r in file_records(self.manifest).items()},
-            "tensors": {
-                name: {"dtype": dtype_name(dtype), "shape": list(shape)}
-                for name, (shape, dtype) in self.tensors.items()
-            },
-            "objects": list(self.object_names),
-            "num_elements": sum(math.prod(shape) for shape, _ in self.tensors.values()),
-            "num_bytes": sum(
-                math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values()
-            ),
-        }
-
-
-def format_summary(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines of `titan ckpt show`: manifest, files and every tensor."""
-    lines = []
-    for key, value in summary["manifest"].items():
-        lines.append(f"{key}: {json.dumps(value) if isinstance(value, dict | list) else value}")
-    for name, size in summary["files"].items():
-        lines.append(f"file {name}: {size:,} bytes")
-    for name, tensor in summary["tensors"].items():
-        lines.append(f"{name}  {tensor['dtype']}  {tensor['shape']}")
-    for name in summary["objects"]:
-        lines.append(f"{name}  (not a tensor)")
-    count, elements = len(summary["tensors"]), summary["num_elements"]
-    lines.append(f"{count} tensors, {elements:,} elements, {format_bytes(summary['num_bytes'])}")
-    return lines
 
 
 def open_contents(path: Path, *, trust_pickle: bool = False) -> Contents:
@@ -128,7 +89,10 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
     except (CheckpointError, OSError):
         raise
     except Exception as problem:
-        raise CheckpointError(f"{path}: {type(problem).__name__}: {problem}") from problem
+        raise CheckpointError(
+            f"{path} cannot be read: {type(problem).__name__}: {problem}. Expected a checkpoint of "
+            "torch: copy it again"
+        ) from problem
 
 
 def _open_dcp(path: Path, stored_format: Format, trust: bool) -> Contents:

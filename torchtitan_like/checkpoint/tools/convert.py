@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.errors import CheckpointError
@@ -46,6 +46,7 @@ from torchtitan_like.checkpoint.unpickle import load_saved
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import external_shapes, links, slices
+from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.reading import parse_json
 
 # Function that returns the model of the checkpoint at a path, and its configuration as TOML.
@@ -122,13 +123,15 @@ def _convert(
         if FAMILIES[to] == "torch":
             state = _meta_weights(state, identity)
 
-    def copy(tensor: Tensor) -> Tensor:
-        is_cast = dtype is not None and tensor.is_floating_point()
-        cast = tensor.to(dtype) if is_cast else tensor
+    def copy(path: Any, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        is_cast = tensor.is_floating_point() and not is_always_float32(keystr(path))
+        cast = tensor.to(dtype) if dtype is not None and is_cast else tensor
         return tensor.clone(memory_format=torch.contiguous_format) if cast is tensor else cast
 
     warn_of_overflow(dict(flatten(state)), dtype)
-    state = tree_map_only(Tensor, copy, state)
+    state = tree_map_with_path(copy, state)
     staged, manifest = output.path, None
     with checkpoint_errors(output.final):
         if to == "pt":

@@ -152,13 +152,13 @@ def _run_copy_command(path: Path, target: str, command: str | None) -> None:
         words = [part.format(src=path, dst=target, name=path.name) for part in shlex.split(command)]
     except (LookupError, ValueError) as error:
         raise CheckpointError(
-            f"--command {command}: {error!r}; expected {{src}}, {{dst}} and {{name}}, other braces "
-            "doubled"
+            f"--command {command} is not valid: {error!r}. Expected {{src}}, {{dst}} and {{name}}: "
+            "double all other braces"
         ) from error
     if code := subprocess.run(words).returncode:
         raise CheckpointError(
-            f"{shlex.join(words)} failed with exit code {code}. Removed nothing: correct the "
-            "command"
+            f"{shlex.join(words)} failed with exit code {code}. Expected 0, so nothing was "
+            "removed: correct the command"
         )
 
 
@@ -169,6 +169,6 @@ def _check_copy(copy: Path, step: StepFolder, sums: str) -> None:
         differing = set(sums.splitlines()) ^ set(copied_sums.splitlines())
         names = sorted({line.split("  ", 1)[1] for line in differing})
         raise CheckpointError(
-            f"{copy} differs from {step.path}: {', '.join(names)}. Keeping {step.path}. To copy it "
-            f"again, first move {copy} and {name}.sha256 to another folder"
+            f"{copy} differs from {step.path}: {', '.join(names)}. Expected equal files, so "
+            f"{step.path} is kept. To copy it again, first move {copy} and {name}.sha256 to another folder"
         )

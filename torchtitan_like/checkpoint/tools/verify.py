@@ -20,6 +20,7 @@ from torchtitan_like.checkpoint.step_folders import (
     file_records,
     read_manifest,
 )
+from torchtitan_like.util.output import show_error
 from torchtitan_like.util.units import format_bytes, format_duration
 
 
@@ -69,7 +70,8 @@ def find_steps(path: Path) -> list[StepFolder]:
     steps = [*all_steps(path), *all_steps(path / HF_EXPORTS)]
     if not steps:
         raise CheckpointError(
-            f"{path} is neither a step with a {MANIFEST} nor a folder of such steps: check the path"
+            f"{path} contains no checkpoint. Expected a step with {MANIFEST}, or a folder of such "
+            "steps: check the path"
         )
     return steps
 
@@ -121,10 +123,8 @@ class ProgressMeter:
         rate = done / max(now - self.start, 1e-9)
         remaining = format_duration((total - done) / rate)
         speed = f"{format_bytes(rate)}/s"
-        print(
+        show_error(
             f"{self.name}: {done / total:4.0%} of {format_bytes(total)}, {speed}, "
             f"{remaining} left  ",
             end="\r" if sys.stderr.isatty() and done < total else "\n",
-            file=sys.stderr,
-            flush=True,
         )

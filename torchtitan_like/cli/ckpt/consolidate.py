@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED, end_rank
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan ckpt consolidate outputs/sharded outputs/model"
 
@@ -66,7 +66,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
             )
         except (CheckpointError, OSError) as error:
             if group.rank == 0:
-                print(error, file=sys.stderr)
+                show_error(str(error))
             return FAILED
         if group.rank == 0:
             num_bytes = sum(record.size for record in records.values())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED, add_import_flag, end_rank
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -60,7 +60,7 @@ def _export(arguments: argparse.Namespace) -> int:
             )
         except (CheckpointError, ConfigError, TokenizerError) as error:
             if group.rank == 0:
-                print(error, file=sys.stderr)
+                show_error(str(error))
             return FAILED
         if group.rank == 0:
             print(f"{arguments.out} is complete")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED
+from torchtitan_like.cli.common import FAILED, positive_int, positive_number
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
 
@@ -16,12 +16,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="a run's folder, to measure both times in"
     )
-    parser.add_argument("--save-seconds", type=float, metavar="S", help="of writing a checkpoint")
-    parser.add_argument("--step-seconds", type=float, metavar="S", help="of a training step")
     parser.add_argument(
-        "--mtbf-hours", type=float, required=True, metavar="H", help="mean time between failures"
+        "--save-seconds", type=positive_number, metavar="S", help="of writing a checkpoint"
     )
-    parser.add_argument("--interval", type=int, metavar="N", help="steps, to compare with the best")
+    parser.add_argument(
+        "--step-seconds", type=positive_number, metavar="S", help="of a training step"
+    )
+    parser.add_argument(
+        "--mtbf-hours",
+        type=positive_number,
+        required=True,
+        metavar="H",
+        help="mean time between failures",
+    )
+    parser.add_argument(
+        "--interval", type=positive_int, metavar="N", help="steps, to compare with the best"
+    )
     parser.epilog = (
         "Prints what checkpoints and failures cost for several intervals. The best one is\n"
         "sqrt(2 C M) seconds, with C seconds a checkpoint and M seconds between failures: Young,\n"
@@ -36,9 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table. Returns the exit code."""
     from torchtitan_like.report.interval import interval_table, measure_times
 
-    if not arguments.mtbf_hours > 0:
-        print(f"--mtbf-hours {arguments.mtbf_hours:g}: expected more than 0", file=sys.stderr)
-        return FAILED
     save, step = arguments.save_seconds, arguments.step_seconds
     try:
         if arguments.run:
@@ -49,13 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{times.num_steps:,} steps of {arguments.run}"
             )
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
     if not (save and step):
-        print(
-            "no times of a save and a step are given. Expected --save-seconds and --step-seconds, "
-            "or --run",
-            file=sys.stderr,
+        show_error(
+            "The times of a save and of a step are unknown. Expected --save-seconds and "
+            "--step-seconds, or --run: add them"
         )
         return FAILED
     lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from torchtitan_like.cli.common import DAMAGED, FAILED, run_checked
+from torchtitan_like.cli.common import DAMAGED, positive_int, run_checked
 
 EXAMPLE = "titan ckpt offload outputs/checkpoint /archive/run-7 --keep 2 --dry-run"
 
@@ -19,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dest", metavar="DEST", help="a folder, or an address for --command")
     parser.add_argument(
         "--keep",
-        type=int,
+        type=positive_int,
         default=2,
         metavar="N",
         help="number of newest steps to keep in FOLDER (default: 2), in addition to pinned steps "
@@ -45,10 +44,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Copy and remove checkpoints. Returns the exit code."""
     from torchtitan_like.checkpoint.tools.offload import offload
-
-    if arguments.keep < 1:
-        print(f"--keep {arguments.keep}: expected at least 1", file=sys.stderr)
-        return FAILED
 
     def action() -> int:
         is_complete = offload(

@@ -25,10 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the contents. Returns the exit code."""
-    from torchtitan_like.checkpoint.tools.contents import format_summary, open_contents
+    from torchtitan_like.checkpoint.tools.summary import format_summary, summarize
 
     def action() -> int:
-        summary = open_contents(arguments.checkpoint).summary()
+        summary = summarize(arguments.checkpoint)
         text = (
             json.dumps(summary, indent=2) if arguments.json else "\n".join(format_summary(summary))
         )

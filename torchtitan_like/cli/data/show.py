@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import FAILED, add_json_flag
+from torchtitan_like.cli.common import FAILED, add_json_flag, positive_int
+from torchtitan_like.util.output import show_error
 
 if TYPE_CHECKING:
     from torchtitan_like.data.step_samples import StepSample
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a published step-N of the run, before or after the step to print",
     )
     parser.add_argument(
-        "--step", type=_step, required=True, metavar="N", help="the step to print, from 1"
+        "--step", type=positive_int, required=True, metavar="N", help="the step to print, from 1"
     )
     parser.add_argument("--whole", action="store_true", help="print the whole text of each sample")
     add_json_flag(parser)
@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         manifest = read_manifest(checkpoint)
         if manifest is None or "data" not in manifest:
             raise CheckpointError(
-                f"{checkpoint} is not a checkpoint of a run: expected a step-N with a "
-                "manifest.json that has a data position"
+                f"{checkpoint} is not a checkpoint of a run. Expected a step-N with a "
+                "manifest.json that has a data position: check the path"
             )
         config = load_stored_config(checkpoint / "config.toml", arguments.settings)
         tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
     except (ConfigError, CheckpointError, DataError, OSError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
     code = 0 if recorded in (None, content.digest) else DIFFERENT
     if arguments.json:
@@ -99,10 +99,3 @@ def _line(sample: StepSample, whole: bool) -> str:
     text = sample.text if whole else json.dumps(sample.text[:WIDTH], ensure_ascii=False)
     source = sample.source or "text"
     return f"{sample.position:>12,}  {source} epoch {sample.epoch} sample {sample.sample:,}: {text}"
-
-
-def _step(text: str) -> int:
-    step = int(text)
-    if step < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return step

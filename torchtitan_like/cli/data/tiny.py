@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED
+from torchtitan_like.cli.common import FAILED, positive_int
 from torchtitan_like.cli.data.tokenize import FORMATS
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan data tiny tokenizer assets/hf/Llama-3.1-8B tiny/tokenizer --keep 400"
 
@@ -38,7 +38,7 @@ def _configure_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
         "--keep",
-        type=_positive,
+        type=positive_int,
         default=4000,
         metavar="N",
         help="entries, special ones included (default: 4000)",
@@ -49,7 +49,7 @@ def _configure_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="file, folder or (in quotes) glob")
     parser.add_argument("out", type=Path, metavar="OUT", help="the .jsonl file to create")
     parser.add_argument(
-        "--n", type=_positive, default=10_000, metavar="N", help="documents (default: 10000)"
+        "--n", type=positive_int, default=10_000, metavar="N", help="documents (default: 10000)"
     )
     parser.add_argument("--seed", type=int, default=0, help="selects the documents (default: 0)")
     parser.add_argument(
@@ -98,16 +98,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = arguments.out
     if out.exists():
-        print(f"{out} exists already: give another name", file=sys.stderr)
+        show_error(f"{out} exists already. Expected a new path: give another name")
         return FAILED
     if arguments.settings and arguments.kind != "model":
         unknown = " ".join(arguments.settings)
-        print(f"titan data tiny {arguments.kind}: unknown arguments: {unknown}", file=sys.stderr)
+        show_error(
+            f"titan data tiny {arguments.kind} does not know {unknown}. Expected the options in "
+            "its --help: remove the others"
+        )
         return FAILED
     try:
         print(_make(arguments))
     except (CheckpointError, ConfigError, DataError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
     return 0
 
@@ -135,10 +138,3 @@ def _make(arguments: argparse.Namespace) -> str:
     from torchtitan_like.tiny_model import make_tiny_model
 
     return make_tiny_model(arguments.source, arguments.out, arguments.settings, arguments.dtype)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return number

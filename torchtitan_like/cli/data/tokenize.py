@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED
+from torchtitan_like.cli.common import FAILED, positive_int
+from torchtitan_like.util.output import show_error
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow")
 INTERRUPTED = 130
@@ -45,7 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a line or row without readable text: stop and report it (default), or skip it",
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="tokenizing processes (default: one for each core)"
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="tokenizing processes (default: one for each core)",
     )
     parser.add_argument("--no-bos", action="store_true", help="no BOS before each document")
     parser.add_argument("--no-eos", action="store_true", help="no EOS after each document")
@@ -60,10 +64,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tokenize the corpus. Returns the exit code."""
-    if arguments.workers is not None and arguments.workers < 1:
-        print(f"--workers {arguments.workers}: expected at least 1", file=sys.stderr)
-        return FAILED
-
     from torchtitan_like.data.errors import DataError
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.data.tokens.corpus_folder import (
@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
         file = tokenize_corpus(corpus, policy, arguments.output.absolute(), arguments.workers)
     except (DataError, OSError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
     except KeyboardInterrupt:
-        print("Interrupted. The same command continues.", file=sys.stderr)
+        show_error("Interrupted, the finished part is kept. Run the same command to continue.")
         return INTERRUPTED
     print(summary(file, time.monotonic() - start))
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED
 from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.util.output import show_error
 
 MIN_VOCAB_SIZE = 258  # the single bytes, BOS and EOS
 EXAMPLE = "titan data train-tokenizer --input corpus.jsonl --vocab-size 1000 --output tokenizer"
@@ -43,9 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train the tokenizer. Returns the exit code."""
     if arguments.vocab_size < MIN_VOCAB_SIZE:
-        print(
-            f"--vocab-size {arguments.vocab_size}: expected at least {MIN_VOCAB_SIZE}",
-            file=sys.stderr,
+        show_error(
+            f"--vocab-size is {arguments.vocab_size}. Expected at least {MIN_VOCAB_SIZE}: raise it"
         )
         return FAILED
 
@@ -59,10 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         texts = read_texts(arguments.input)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(
+        show_error(
             f"Cannot read {arguments.input}: {type(error).__name__}: {error}. Expected JSON lines "
-            "with a field `text`",
-            file=sys.stderr,
+            "with a field `text`: correct the file, or --input"
         )
         return FAILED
     save_tokenizer(train_tokenizer(texts, arguments.vocab_size), arguments.output)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from torchtitan_like.cli.common import FAILED, end_rank
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan node bench --sizes 32KB,1MB --repeat 3"
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             sizes = [parse_size(text) for text in arguments.sizes.split(",")]
         except ValueError as error:
-            print(error, file=sys.stderr)
+            show_error(str(error))
             return FAILED
     run_bench(
         sizes,

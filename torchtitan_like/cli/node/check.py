@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan node check --gpus 0"
 BAD = 1
@@ -63,10 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         known_bad = set(arguments.known_bad.read_text().split()) if arguments.known_bad else set()
     except OSError as error:
-        print(
+        show_error(
             f"{arguments.known_bad} cannot be read: {error.strerror}. "
-            "Expected one GPU UUID per line. Correct --known-bad.",
-            file=sys.stderr,
+            "Expected one GPU UUID per line. Correct --known-bad."
         )
         return FAILED
     report = check_machine(

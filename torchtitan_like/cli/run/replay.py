@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_like.cli.settings import HelpWithSettings
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan run replay outputs/attempts/1/bad-steps/step-5.json"
 NOT_REPRODUCED = 1
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         bundle, replay = replay_bundle(arguments.bundle, arguments.settings)
     except (BundleError, ConfigError, CheckpointError, ChangedError, DataError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return int(ExitCode.BAD_CONFIG)
     print("\n".join(format_replay(bundle, replay)))
     reproduced = is_reproduced(bundle, replay)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import FAILED
+from torchtitan_like.util.output import show_error
 
 if TYPE_CHECKING:
     from torchtitan_like.slurm.watchdog import Observation
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 run_command(arguments.notify, "\n".join(alerts))
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        show_error(str(error))
         return FAILED
     return ALERT if alerts else 0
 

@@ -108,7 +108,7 @@ def open_bytes(file: str) -> IO[bytes]:
 
 
 def damaged_gzip(file: str, offset: int, error: Exception) -> BadRecord:
-    """Return the bad record for the rest of a span of a damaged gzip file."""
+    """Return a bad record in place of all text after ``offset`` of a damaged gzip file."""
     return BadRecord(
         file,
         "byte",

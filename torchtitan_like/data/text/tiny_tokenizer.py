@@ -37,7 +37,8 @@ def make_tiny_tokenizer(source: Path, out: Path, keep: int) -> str:
     file = source / "tokenizer.json" if source.is_dir() else source
     if not file.is_file() or file.suffix != ".json":
         raise TokenizerError(
-            f"no tokenizer.json at {source}: expected the file or its folder (tiktoken has none)"
+            f"no tokenizer.json at {source}. Expected the file, or its folder, not a tiktoken file: "
+            "give its path"
         )
     load_tokenizer(file)  # reports a file that cannot be read
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -71,7 +72,8 @@ def shrink(content: Json, keep: int) -> tuple[Json, dict[int, int]]:
     added = content.get("added_tokens", [])
     if model.get("type") not in _SHRINKERS:
         raise TokenizerError(
-            f"a tokenizer of the kind {model.get('type')}: expected {', '.join(_SHRINKERS)}"
+            f"the tokenizer is of the kind {model.get('type')}. Expected {', '.join(_SHRINKERS)}: "
+            "choose another one"
         )
     ids = _ids(model)
     specials = [token["content"] for token in added]
@@ -85,7 +87,8 @@ def shrink(content: Json, keep: int) -> tuple[Json, dict[int, int]]:
     if room < len(required):
         least = len(required) + len(outside)
         raise TokenizerError(
-            f"--keep {keep}: expected {least} or more, for the special tokens and the single bytes"
+            f"--keep is {keep}. Expected {least} or more, for the special tokens and the single "
+            "bytes: raise it"
         )
     kept = sorted(_SHRINKERS[model["type"]](model, required, room), key=ids.__getitem__)
     new_ids = {ids[name]: index for index, name in enumerate(kept)}
@@ -240,19 +243,21 @@ def _check_round_trip(
         actual = small.decode(small.encode(text, add_special_tokens=False).ids)
         if actual != expected:
             raise TokenizerError(
-                f"--keep is too small: {text!r} is decoded as {actual!r}, expected {expected!r}"
+                f"the small tokenizer decodes {text!r} as {actual!r}. Expected {expected!r}: raise "
+                "--keep"
             )
     for name in specials:
         ids = small.encode(name, add_special_tokens=False).ids
         if name not in map(small.id_to_token, ids):
             raise TokenizerError(
-                f"the special token {name!r} is lost: {small_file} encodes it as {ids}"
+                f"{small_file} encodes the special token {name!r} as {ids}. Expected one id: raise "
+                "--keep"
             )
     actual_specials = [token for token in small.encode(_SAMPLE).tokens if token in specials]
     expected_specials = [token for token in large.encode(_SAMPLE).tokens if token in specials]
     if actual_specials != expected_specials:
         raise TokenizerError(
-            f"{small_file} adds {actual_specials} to a text, expected {expected_specials}"
+            f"{small_file} adds {actual_specials} to a text. Expected {expected_specials}: raise --keep"
         )
 
 

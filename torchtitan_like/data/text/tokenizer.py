@@ -353,7 +353,7 @@ def _split_pattern(content: dict[str, Any]) -> re.Pattern[str] | None:
 
 
 def _steps(outer: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a sequence, or a list of the only step."""
+    """Return the steps of a component: of a Sequence, or else the component itself."""
     if not outer:
         return []
     return list(outer[name]) if outer.get("type") == "Sequence" else [outer]

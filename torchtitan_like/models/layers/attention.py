@@ -16,6 +16,8 @@ class Attention(nn.Module):
     `core` is a seam (see `kernels`): it maps q, k, v (batch, heads, seq, head_dim) and a mask to
     the shape of q. `mask` is the output of the model's `attention_mask` seam; None makes attention
     plainly causal.
+
+    has_bias: add a bias to queries, keys, values, and the output.
     """
 
     core: Core
@@ -28,13 +30,15 @@ class Attention(nn.Module):
         head_dim: int,
         rotary: RotaryEmbedding,
         core: Core = causal_attention,
+        *,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=has_bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=has_bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=has_bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=has_bias)
         self.rotary = rotary
         self.core = core
 
@@ -47,11 +51,17 @@ class Attention(nn.Module):
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
         return q, k, v
 
+    def add_positions(
+        self, q: Tensor, k: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys that depend on their positions, such as rotated ones."""
+        cos, sin = self.rotary.tables(q.shape[1], positions)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         batch, seq, _ = x.shape
         q, k, v = self.project(x)
-        cos, sin = self.rotary.tables(seq, positions)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.add_positions(q, k, positions)
         y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, seq, -1))
         return out

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchtitan_like.models.layers.embedding import Embedding
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.kernels import Mask, attention_kernel
+from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 
@@ -74,18 +75,18 @@ class Decoder(nn.Module):
 
     `attention_mask` and each attention's `core` are seams: see `layers.kernels`.
 
-    build_block: returns one new block; it is called once per layer.
+    build_block: returns a new block for a layer's number.
     """
 
     attention_mask: Mask | None
 
-    def __init__(self, args: DecoderArgs, build_block: Callable[[], nn.Module]) -> None:
+    def __init__(self, args: DecoderArgs, build_block: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         is_masked_by_document = args.attn_mask_type == "block_causal"
         kernel = attention_kernel(args.attn_type)
         self.attention_mask = kernel.mask if is_masked_by_document else None
-        self.layers = nn.ModuleDict({str(i): build_block() for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): build_block(i) for i in range(args.n_layers)})
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = OutputHead(args.dim, args.vocab_size)
         if args.enable_weight_tying:
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
         return cast(Tensor, h if self.output is None else self.output(h, labels))
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the rotary tables on `device`; call it again after materializing the model."""
+        """Compute the buffers on `device`; call it again after materializing the model."""
         for module in self.modules():
-            if isinstance(module, RotaryEmbedding):
+            if isinstance(module, RotaryEmbedding | MoE):
                 module.init_buffers(device)

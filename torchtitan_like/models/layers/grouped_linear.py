@@ -31,6 +31,15 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+def add_group_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """Return `x[r] + bias[g]` for each row r, where g is the group of the row.
+
+    x: (rows, out), as the output of `grouped_linear`. bias: (groups, out), of x's dtype.
+    """
+    out: Tensor = _GroupBias.apply(x, bias, ends)
+    return out
+
+
 def has_kernel(dtype: torch.dtype, *sizes: int) -> bool:
     """Return True if `grouped_mm` accepts this dtype and weights with these inner sizes."""
     is_aligned = all(size * dtype.itemsize % _ROW_BYTES == 0 for size in sizes)
@@ -51,6 +60,27 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = _rows_times_groups(grad, weight, ends) if ctx.needs_input_grad[0] else None
         grad_weight = _group_products(grad, x, ends) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
+
+
+class _GroupBias(torch.autograd.Function):
+    """Its backward adds the rows of a group in their order, by a product with ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        rows = torch.arange(x.shape[0], device=x.device)
+        return x + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (ends,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None
+        # As many columns as `grouped_mm` needs; all are equal.
+        ones = grad.new_ones(grad.shape[0], _ROW_BYTES // grad.dtype.itemsize)
+        sums = _group_products(grad.contiguous(), ones, ends)
+        return grad, sums[..., 0].contiguous(), None
 
 
 def _rows_times_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

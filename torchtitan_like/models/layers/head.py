@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,16 @@ class LossWithTokens(NamedTuple):
 
     total: Tensor
     tokens: Tensor
+
+
+class LossWithMTP(NamedTuple):
+    """The loss of a model with multi-token prediction. own: its loss without it. mtp: 0-dim sum of
+    the token losses of each depth, mean over depths, differentiable. weight: factor of `mtp` in the
+    loss that training minimizes."""
+
+    own: Tensor | LossWithTokens
+    mtp: Tensor
+    weight: float
 
 
 def total_of(loss: Tensor | LossWithTokens) -> Tensor:
@@ -39,9 +49,11 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 class OutputHead(nn.Linear):
     """Map hidden states (batch, seq, dim) to logits (batch, seq, vocab), or to the loss.
 
-    With labels (batch, seq) it returns the sum of token losses. `loss` is a seam with the signature
-    of `cross_entropy_sum`: a replacement need not hold all logits at a time. It returns the sum, or
-    a `LossWithTokens` if the trainer needs token losses.
+    With labels (batch, seq) it returns the sum of token losses. With n more `mtp_labels`, the batch
+    of hidden states is n + 1 times as large, and the result is a list of n + 1 losses.
+
+    `loss` is a seam with the signature of `cross_entropy_sum`: a replacement need not hold all
+    logits at a time. It returns the sum, or a `LossWithTokens` if the trainer needs token losses.
     """
 
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]
@@ -51,8 +63,12 @@ class OutputHead(nn.Linear):
         self.loss = cross_entropy_sum
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, labels: Tensor | None = None
-    ) -> Tensor | LossWithTokens:
+        self, hidden: Tensor, labels: Tensor | None = None, mtp_labels: Sequence[Tensor] = ()
+    ) -> Tensor | LossWithTokens | list[Tensor | LossWithTokens]:
         if labels is None:
             return F.linear(hidden, self.weight)
-        return self.loss(hidden.flatten(0, -2), self.weight, labels.flatten())
+        if not mtp_labels:
+            return self.loss(hidden.flatten(0, -2), self.weight, labels.flatten())
+        weight = self.weight  # read once: each read may cast it
+        by_depth = zip(hidden.chunk(1 + len(mtp_labels)), [labels, *mtp_labels], strict=True)
+        return [self.loss(h.flatten(0, -2), weight, each.flatten()) for h, each in by_depth]

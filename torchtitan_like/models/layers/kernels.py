@@ -7,6 +7,11 @@ softmax(q k^T / sqrt(head_dim)) v under that mask, in every layer.
 The queries are the last tokens of the keys' sequence: query i of n has index g = keys - n + i. It
 attends to keys from the start of its document (g - position; without a mask: key 0) up to g. A
 query always attends to itself, so no row is empty.
+
+Masks have three options. window: a query attends to the last `window` of these keys only, itself
+included; 0: to all. chunk: the keys form chunks of this size, and a query attends to the keys of
+its own chunk only; 0: to all. has_sink: one more key precedes the sequence, and every query attends
+to it. The given number of keys does not include it.
 """
 
 from __future__ import annotations
@@ -30,10 +35,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(NamedTuple):
-    """A kernel's functions. `attention_rules` checks before a run that the device supports it."""
+    """A kernel's functions. `attention_rules` checks before a run that the device supports it.
+
+    mask: a `Mask` with the keywords window, chunk, and has_sink; varlen has no such options.
+    """
 
     core: Core
-    mask: Mask
+    mask: Callable[..., Any]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -56,14 +64,24 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def additive_mask(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Tensor:
+def additive_mask(
+    positions: Tensor,
+    dtype: torch.dtype,
+    num_keys: int,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    has_sink: bool = False,
+) -> Tensor:
     """Return 0 where a query attends to a key, else -inf: (batch, 1, queries, keys) in `dtype`.
 
     From a boolean mask every layer would build such a mask, and save it for its backward.
     """
-    index, start = _index_and_start(positions, num_keys)
+    index, start = _index_and_start(positions, num_keys, window, chunk)
     key = torch.arange(num_keys, device=positions.device)
     attends = (key <= index[:, None]) & (key >= start[:, :, None])
+    if has_sink:
+        attends = F.pad(attends, (1, 0), value=True)
     mask = torch.zeros(attends.shape, dtype=dtype, device=attends.device)
     return mask.masked_fill_(~attends, -torch.inf).unsqueeze(1)
 
@@ -79,18 +97,32 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     return out
 
 
-def block_mask(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Any:
+def block_mask(
+    positions: Tensor,
+    dtype: torch.dtype,
+    num_keys: int,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    has_sink: bool = False,
+) -> Any:
     """Return a `torch.nn.attention.flex_attention.BlockMask`."""
     from torch.nn.attention import flex_attention as flex
 
-    index, start = _index_and_start(positions, num_keys)
+    index, start = _index_and_start(positions, num_keys, window, chunk)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= index[query]) & (key >= start[batch, query])
 
+    def attends_with_sink(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key == 0) | attends(batch, head, query, key - 1)
+
     build = _compiled(flex.create_block_mask, positions)
     batch, seq = positions.shape
-    return build(attends, batch, None, seq, num_keys, device=positions.device)
+    device = positions.device
+    if has_sink:
+        return build(attends_with_sink, batch, None, seq, num_keys + 1, device=device)
+    return build(attends, batch, None, seq, num_keys, device=device)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -140,9 +172,9 @@ def attention_kernel(attn_type: str) -> Kernel:
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         return (reference if q.device.type == "cpu" else kernel).core(q, k, v, mask)
 
-    def mask(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Any:
+    def mask(positions: Tensor, dtype: torch.dtype, num_keys: int, **options: Any) -> Any:
         chosen = reference if positions.device.type == "cpu" else kernel
-        return chosen.mask(positions, dtype, num_keys)
+        return chosen.mask(positions, dtype, num_keys, **options)
 
     return Kernel(core, mask)
 
@@ -155,10 +187,18 @@ def equal_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
 
 
-def _index_and_start(positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return each query's index among the keys (queries,), and its document's start (batch, queries)."""
+def _index_and_start(
+    positions: Tensor, num_keys: int, window: int, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return each query's index among the keys (queries,), and its first key (batch, queries).
+
+    That is the start of its document, window, or chunk, whichever is last.
+    """
     index = torch.arange(num_keys - positions.shape[1], num_keys, device=positions.device)
-    return index, index - positions
+    num_before = positions.clamp(max=window - 1) if window else positions
+    if chunk:
+        num_before = torch.minimum(num_before, index % chunk)
+    return index, index - num_before
 
 
 def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:

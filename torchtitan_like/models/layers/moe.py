@@ -7,6 +7,7 @@ So the order of every addition is the same on every layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchtitan_like.models.layers.grouped_linear import grouped_linear, has_kernel
+from torchtitan_like.models.balance_rules import NO_BALANCE, Balance
+from torchtitan_like.models.layers.balance import (
+    WHOLE_SEQUENCE,
+    Sequence,
+    add_router_losses,
+    count_in_backward,
+    sample_fractions,
+)
+from torchtitan_like.models.layers.grouped_linear import add_group_bias, grouped_linear, has_kernel
+
+# Buffers of `MoE`, and whether checkpoints contain them.
+BUFFERS = {
+    "tokens_per_expert": False,
+    "router_sums": False,
+    "expert_bias": True,
+    "load_fractions": False,
+}
 
 
 class Router(nn.Module):
@@ -23,6 +40,11 @@ class Router(nn.Module):
     score_func: "softmax" over the experts' logits, or "sigmoid" of each logit.
     normalize: divide the weights of a token by their sum.
     scale: factor of the weights.
+    num_groups, num_limited_groups: the experts form equal groups, and a token chooses among the
+        experts of the best groups only. A group's score is the sum of its two best experts' scores
+        for "sigmoid" (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and its best expert's score
+        for "softmax" (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+    has_bias: add a bias to the logits.
 
     Scores are computed in fp32 (float64 for a float64 model) whatever the compute dtype is: rounded
     scores would send tokens to other experts.
@@ -36,19 +58,40 @@ class Router(nn.Module):
         score_func: Literal["softmax", "sigmoid"],
         normalize: bool,
         scale: float,
+        num_groups: int = 1,
+        num_limited_groups: int = 1,
+        *,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = nn.Linear(dim, num_experts, bias=False)
+        self.gate = nn.Linear(dim, num_experts, bias=has_bias)
         self.top_k = top_k
         self.score_func = score_func
         self.normalize = normalize
         self.scale = scale
+        self.num_groups = num_groups
+        self.num_limited_groups = num_limited_groups
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Map tokens (tokens, dim) to weights (tokens, top_k) and expert ids (tokens, top_k), best first."""
+    def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map tokens (tokens, dim) to weights (tokens, top_k) and expert ids (tokens, top_k), best first.
+
+        expert_bias: (experts,), added to the scores that select experts; the weights do not
+            contain it.
+        """
+        logits = self.logits(tokens)
+        expert_ids = self.select(logits.detach(), expert_bias)
+        return self.weigh(logits, expert_ids), expert_ids
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Map tokens (tokens, dim) to logits (tokens, experts)."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
-        selected, expert_ids = torch.topk(logits, self.top_k, dim=-1)  # both score functions rise
+        bias = self.gate.bias  # read once: with tensor parallelism a read sums its gradients
+        fp32_bias = None if bias is None else bias.to(dtype)
+        return F.linear(tokens.to(dtype), self.gate.weight.to(dtype), fp32_bias)
+
+    def weigh(self, logits: Tensor, expert_ids: Tensor) -> Tensor:
+        """Return the weights (tokens, top_k) of the chosen experts."""
+        selected = logits.gather(-1, expert_ids)
         if self.score_func == "softmax" and self.normalize:
             weights = selected.softmax(-1)  # the softmax over all experts, divided by the sum
         elif self.score_func == "softmax":
@@ -57,7 +100,22 @@ class Router(nn.Module):
             weights = selected.sigmoid()
             if self.normalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scale, expert_ids
+        return weights * self.scale
+
+    def select(self, logits: Tensor, expert_bias: Tensor | None) -> Tensor:
+        """Return the ids of the chosen experts (tokens, top_k), best first."""
+        if expert_bias is None and self.num_groups == self.num_limited_groups:
+            return logits.topk(self.top_k, dim=-1).indices  # both score functions rise
+        scores = logits.softmax(-1) if self.score_func == "softmax" else logits.sigmoid()
+        if expert_bias is not None:
+            scores = scores + expert_bias
+        if self.num_groups != self.num_limited_groups:
+            by_group = scores.unflatten(-1, (self.num_groups, -1))
+            best = by_group.topk(1 if self.score_func == "softmax" else 2, dim=-1).values.sum(-1)
+            groups = best.topk(self.num_limited_groups, dim=-1).indices
+            excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, groups, False)
+            scores = by_group.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(self.top_k, dim=-1).indices
 
 
 class Experts(nn.Module):
@@ -68,35 +126,170 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
         super().__init__()
+        self.num_experts = num_experts
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Map rows (rows, dim), sorted by expert, to the same shape.
+    def find_routes(self, expert_ids: Tensor) -> Routes:
+        """Sort the choices (tokens, top_k) by expert. Called before `forward`."""
+        return sort_by_expert(expert_ids, self.num_experts)
 
-        ends: (experts,) int32, index after the last row of each expert.
+    def forward(self, tokens: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        tokens: (tokens, dim). weights: (tokens, top_k). Returns (tokens, dim).
         """
+        rows = self.compute_rows(dispatch(tokens, routes), routes)
+        return combine(rows, weights, routes)
+
+    def compute_rows(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Map rows (rows, dim), sorted by expert, to the same shape."""
+        ends = routes.ends
         hidden = F.silu(grouped_linear(rows, self.w1, ends)) * grouped_linear(rows, self.w3, ends)
         return grouped_linear(hidden, self.w2, ends)
 
 
-class MoE(nn.Module):
-    """Map (batch, seq, dim) to the weighted sum of each token's experts, plus the shared experts."""
+class BiasedExperts(Experts):
+    """Experts with biases and a clamped SwiGLU (gpt-oss, arXiv:2508.10925, section 2).
 
-    def __init__(self, router: Router, experts: Experts, shared_experts: nn.Module | None) -> None:
+    With h = w1 x + b1 and u = w3 x + b3: `w2 ((u + 1) h sigmoid(1.702 h)) + b2`, where h is at most
+    `limit`, and u is within -limit and limit. b1 and b3 (experts, hidden_dim), b2 (experts, dim).
+    """
+
+    ALPHA = 1.702
+
+    def __init__(self, num_experts: int, dim: int, hidden_dim: int, limit: float) -> None:
+        super().__init__(num_experts, dim, hidden_dim)
+        self.limit = limit
+        self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim))
+        self.b2 = nn.Parameter(torch.empty(num_experts, dim))
+        self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim))
+
+    def compute_rows(self, rows: Tensor, routes: Routes) -> Tensor:
+        ends = routes.ends
+        gate = add_group_bias(grouped_linear(rows, self.w1, ends), self.b1, ends)
+        up = add_group_bias(grouped_linear(rows, self.w3, ends), self.b3, ends)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        hidden = (up + 1) * (gate * torch.sigmoid(gate * self.ALPHA))
+        return add_group_bias(grouped_linear(hidden, self.w2, ends), self.b2, ends)
+
+
+class InputWeightedExperts(Experts):
+    """Experts whose inputs are multiplied by the weights, not their outputs.
+
+    This is the order of Llama 4 (`modeling_llama4.py` of Hugging Face's transformers).
+    """
+
+    def forward(self, tokens: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        rows = self.compute_rows(dispatch_weighted(tokens, weights, routes), routes)
+        return add_rows(rows, routes)
+
+
+class MoE(nn.Module):
+    """Map (batch, seq, dim) to the weighted sum of each token's experts, plus the shared experts.
+
+    Backward counts the choices of each expert. `optim.balancing` reads the counts after each step,
+    and updates the state that keeps the loads even.
+
+    | buffer | content |
+    | --- | --- |
+    | `tokens_per_expert` | (experts,) int64, this rank's choices since the last update |
+    | `router_sums` | (2,) float64, see `add_router_losses` |
+    | `expert_bias` | (experts,) float32, in checkpoints; None unless has_bias or with "bias" |
+    | `load_fractions` | (experts,) float32 with "global", of the step before; 1 if even |
+
+    `sequence` is a seam of `distributed`. is_forced: choose experts in turn, whatever the scores.
+    loss_scale: 1 / the tokens of a step on all ranks; None: backward adds no router losses.
+    """
+
+    expert_bias: Tensor | None
+    load_fractions: Tensor | None
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared_experts: nn.Module | None,
+        has_bias: bool = False,
+        balance: Balance = NO_BALANCE,
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared_experts = shared_experts
+        self.balance = balance
+        self.has_bias = has_bias or balance.method == "bias"
+        self.sequence: Sequence = WHOLE_SEQUENCE
+        self.is_forced = False
+        self.loss_scale: Tensor | None = None
+        for name, is_saved in BUFFERS.items():
+            self.register_buffer(name, None, persistent=is_saved)
+        self.init_buffers(experts.w1.device)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Reset the counters and the balancing state on `device`."""
+        num_experts = self.experts.num_experts
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.router_sums = torch.zeros(2, dtype=torch.float64, device=device)
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.expert_bias = bias if self.has_bias else None
+        self.load_fractions = bias + 1 if self.balance.method == "global" else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """Keep the dtypes of the buffers: bfloat16 would round the bias's changes away."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        weights, expert_ids = self.router(tokens)
-        routes = sort_by_expert(expert_ids, self.experts.w1.shape[0])
-        rows = dispatch(tokens, routes)
-        out = combine(self.experts(rows, routes.ends), weights, routes).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        logits = self._with_losses(self.router.logits(tokens), x)
+        if self.is_forced:
+            expert_ids = self._in_turn(x)
+        else:
+            expert_ids = self.router.select(logits.detach(), self.expert_bias)
+        weights = self.router.weigh(logits, expert_ids)
+        weights = count_in_backward(weights, expert_ids, self.tokens_per_expert)
+        routes = self.experts.find_routes(expert_ids)
+        # Before the experts: meanwhile expert-parallel ranks exchange how many rows they will send.
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        out: Tensor = self.experts(tokens, weights, routes).view_as(x)
+        return out if shared is None else out + shared
+
+    def _in_turn(self, x: Tensor) -> Tensor:
+        """Return expert ids (tokens, top_k) that take turns along each sample, on any layout."""
+        top_k = self.router.top_k
+        positions = self.sequence.positions(x.shape[-2], x.device)
+        choices = positions[:, None] * top_k + torch.arange(top_k, device=x.device)
+        expert_ids = choices % self.experts.num_experts
+        return expert_ids.expand(*x.shape[:-1], top_k).flatten(0, -2)
+
+    def _with_losses(self, logits: Tensor, x: Tensor) -> Tensor:
+        """Return `logits`, whose backward adds the gradients of the router's losses."""
+        if self.loss_scale is None or not torch.is_grad_enabled():
+            return logits
+        by_sample = logits.view(-1, x.shape[-2], logits.shape[-1])
+        fractions = None
+        if self.balance.has_sequence_loss:
+            fractions = sample_fractions(by_sample, self.router.top_k, self.sequence)
+        elif self.load_fractions is not None:
+            fractions = self.load_fractions.to(logits.dtype)
+        with_losses = add_router_losses(
+            by_sample,
+            fractions,
+            self.loss_scale,
+            self.router_sums,
+            coeff=self.balance.loss_coeff,
+            z_coeff=self.balance.z_coeff,
+            score_func=self.router.score_func,
+        )
+        return with_losses.view_as(logits)
 
 
 def describe_experts(model: nn.Module, dtype: torch.dtype) -> list[str]:
@@ -104,9 +297,19 @@ def describe_experts(model: nn.Module, dtype: torch.dtype) -> list[str]:
     experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
     if experts is None:
         return []
-    num_experts, *sizes = experts.w1.shape
+    sizes = experts.w1.shape[1:]
     kernel = "grouped_mm" if has_kernel(dtype, *sizes) else "a loop over experts"
-    return [f"Experts: {num_experts} in each layer, computed by {kernel} in {dtype}"]
+    return [f"Experts: {experts.num_experts} in each layer, computed by {kernel} in {dtype}"]
+
+
+def choose_in_turn(model: nn.Module) -> None:
+    """Let every token choose experts by its position in the sample, not by its scores, in place.
+
+    Loads are then even. The scores still weigh the chosen experts.
+    """
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.is_forced = True
 
 
 class Routes(NamedTuple):
@@ -116,12 +319,15 @@ class Routes(NamedTuple):
     slot_of_row: (rows,) index into the flattened (tokens, top_k) choices.
     row_of_slot: (tokens, top_k) index of the row; the inverse of `slot_of_row`.
     ends: (experts,) int32, index after the last row of each expert.
+    received_counts: with expert parallelism (ranks, local experts) int64, the number of rows that
+        each rank sends to each expert of this rank. None if this rank has all experts.
     """
 
     token_of_row: Tensor
     slot_of_row: Tensor
     row_of_slot: Tensor
     ends: Tensor
+    received_counts: Tensor | None = None
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> Routes:
@@ -143,6 +349,23 @@ def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
     """Copy tokens (tokens, dim) to rows (rows, dim)."""
     rows: Tensor = _Dispatch.apply(tokens, routes.token_of_row, routes.row_of_slot)
     return rows
+
+
+def dispatch_weighted(tokens: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    """Copy tokens (tokens, dim) times weights (tokens, top_k) to rows (rows, dim).
+
+    Products are computed in the dtype of the weights and rounded once.
+    """
+    rows: Tensor = _WeightedDispatch.apply(
+        tokens, weights, routes.token_of_row, routes.slot_of_row, routes.row_of_slot
+    )
+    return rows
+
+
+def add_rows(rows: Tensor, routes: Routes) -> Tensor:
+    """Return each token's sum of its rows: (tokens, dim)."""
+    out: Tensor = _AddRows.apply(rows, routes.token_of_row, routes.row_of_slot)
+    return out
 
 
 def combine(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
@@ -172,6 +395,48 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_of_slot,) = ctx.saved_tensors
         return _sum_of_slots(grad, row_of_slot, None), None, None
+
+
+class _WeightedDispatch(torch.autograd.Function):
+    """A weighted gather. Its backward adds each token's gradients as `_Combine` adds rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weights: Tensor,
+        token_of_row: Tensor,
+        slot_of_row: Tensor,
+        row_of_slot: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, weights, token_of_row, row_of_slot)
+        weight_of_row = weights.flatten().index_select(0, slot_of_row)
+        rows = tokens.index_select(0, token_of_row).to(weights.dtype)
+        return (rows * weight_of_row[:, None]).to(tokens.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        tokens, weights, token_of_row, row_of_slot = ctx.saved_tensors
+        rows = tokens.index_select(0, token_of_row).to(weights.dtype)
+        grad_weights = (rows * grad.to(weights.dtype)).sum(-1)
+        grad_tokens = _sum_of_slots(grad, row_of_slot, weights)
+        return grad_tokens, grad_weights[row_of_slot], None, None, None
+
+
+class _AddRows(torch.autograd.Function):
+    """The backward of `_Dispatch`, whose own backward is a plain gather."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of_row)
+        return _sum_of_slots(rows, row_of_slot, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (token_of_row,) = ctx.saved_tensors
+        return grad.index_select(0, token_of_row), None, None
 
 
 class _Combine(torch.autograd.Function):

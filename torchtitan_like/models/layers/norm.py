@@ -52,3 +52,12 @@ class _RMSNormOnCPU(torch.autograd.Function):
         mean = torch.linalg.vecdot(d_normed, normed).unsqueeze(-1).div_(x.shape[-1])
         d_x = d_normed.sub_(normed.mul_(mean)).mul_(inverse_rms).to(x.dtype)
         return d_x, d_weight, None
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """Return `x / sqrt(mean(x^2) + eps)` over the last dimension: RMSNorm without a weight.
+
+    The computation is in fp32 or wider, rounded once to x's dtype.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype)

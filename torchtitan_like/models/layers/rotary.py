@@ -1,23 +1,76 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's frequency scaling."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's frequency scaling and YaRN."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+# Elements of a head that are rotated together: (i, i + head_dim / 2), or (2i, 2i + 1).
+Pairs = Literal["halves", "neighbors"]
+
+
+class Yarn(NamedTuple):
+    """Sizes of YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    factor: length of the context relative to `original_max_seq_len`.
+    beta_fast, beta_slow: frequencies that rotate more than beta_fast times in
+        original_max_seq_len tokens are kept; those that rotate less than beta_slow times are
+        divided by `factor`.
+    is_rounded: round the first and last pair of the transition to whole pairs.
+    """
+
+    factor: float
+    original_max_seq_len: int
+    beta_fast: float
+    beta_slow: float
+    is_rounded: bool = True
+
+    def attention_scale(self, mscale: float) -> float:
+        """Return the factor of the scores of a longer context: `(0.1 mscale ln(factor) + 1)^2`."""
+        return self.table_scale(mscale) ** 2
+
+    def table_scale(self, mscale: float) -> float:
+        """Return the factor of queries and of keys that multiplies scores by `attention_scale`."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def frequencies(self, inverse: Tensor, theta: float) -> Tensor:
+        """Return radians per position of each pair, (head_dim / 2,) in fp32.
+
+        inverse: inverses of the frequencies to scale, `theta^(2i / head_dim)`.
+        """
+        num_pairs = inverse.shape[0]
+
+        def pair_with_rotations(rotations: float) -> float:
+            wavelength = self.original_max_seq_len / (2 * math.pi * rotations)
+            return num_pairs * math.log(wavelength) / math.log(theta)
+
+        low = pair_with_rotations(self.beta_fast)
+        high = pair_with_rotations(self.beta_slow)
+        if self.is_rounded:
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, 2 * num_pairs - 1)
+        index = torch.arange(num_pairs, dtype=torch.float32, device="cpu")
+        # Rounded where other implementations round: see `RotaryEmbedding.init_buffers`.
+        kept = 1 - ((index - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+        return 1.0 / (self.factor * inverse) * (1 - kept) + 1.0 / inverse * kept
+
 
 class RotaryEmbedding(nn.Module):
-    """Rotates each pair (i, i + head_dim / 2) of a head by `position * frequency_i`.
+    """Rotates each pair of a head's elements by `position * frequency_i`.
 
-    This is Hugging Face's order of rows. The tables are non-persistent fp32 buffers
+    Rows are in Hugging Face's order. The tables are non-persistent fp32 buffers
     (max_seq_len, 1, head_dim). Attention reads them from this module instead of receiving them as
     arguments, because FSDP casts floating-point arguments to the compute dtype.
 
     factor: length of the context relative to `original_max_seq_len`; 1 keeps the frequencies.
+    yarn: scales frequencies by YaRN instead of Llama 3.1's rule.
+    scale: factor of the rotated heads.
     """
 
     cos: Tensor
@@ -33,6 +86,9 @@ class RotaryEmbedding(nn.Module):
         low_freq_factor: float = 1.0,
         high_freq_factor: float = 4.0,
         original_max_seq_len: int = 8192,
+        yarn: Yarn | None = None,
+        pairs: Pairs = "halves",
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -42,6 +98,9 @@ class RotaryEmbedding(nn.Module):
         self.low_freq_factor = low_freq_factor
         self.high_freq_factor = high_freq_factor
         self.original_max_seq_len = original_max_seq_len
+        self.yarn = yarn
+        self.pairs = pairs
+        self.scale = scale
         shape = (max_seq_len, 1, head_dim)
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
@@ -55,10 +114,15 @@ class RotaryEmbedding(nn.Module):
         # them: at position 8192 the last bit of a frequency changes an angle by 5e-4. Powers,
         # cosines, and sines are exact to the last bit.
         angle = torch.outer(position, self.frequencies()).double()
-        cos, sin = angle.cos().float(), angle.sin().float()
-        self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device)
-        # The sine has the sign of the rotated half: (a, b) -> (a cos - b sin, b cos + a sin).
-        self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device)
+        cos, sin = (angle.cos() * self.scale).float(), (angle.sin() * self.scale).float()
+        # The sine has the sign of the other element: (a, b) -> (a cos - b sin, b cos + a sin).
+        if self.pairs == "halves":
+            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        else:
+            cos = cos.repeat_interleave(2, dim=-1)
+            sin = torch.stack([-sin, sin], dim=-1).flatten(-2)
+        self.cos = cos.unsqueeze(1).to(device)
+        self.sin = sin.unsqueeze(1).to(device)
 
     def frequencies(self) -> Tensor:
         """Return radians per position of each pair, (head_dim / 2,) in fp32: `theta^(-2i / head_dim)`.
@@ -70,7 +134,10 @@ class RotaryEmbedding(nn.Module):
         exponent = (
             torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
         )
-        frequency = 1.0 / torch.pow(self.theta, exponent).float()
+        inverse = torch.pow(self.theta, exponent).float()
+        if self.yarn is not None:
+            return self.yarn.frequencies(inverse, self.theta)
+        frequency = 1.0 / inverse
         if self.factor == 1.0:
             return frequency
         wavelength = 2 * math.pi / frequency
@@ -95,17 +162,16 @@ class RotaryEmbedding(nn.Module):
         return self.cos[:seq_len], self.sin[:seq_len]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") -> Tensor:
     """Rotate heads (batch, seq, heads, head_dim) by `RotaryEmbedding.tables`.
 
-    The computation is in fp32 or wider, rounded once to x's dtype.
+    pairs: the layout of the tables. The computation is in fp32 or wider, rounded once to x's dtype.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
-        rotated: Tensor = FusedRotation.apply(x, cos, sin)
+        rotated: Tensor = FusedRotation.apply(x, cos, sin, pairs)
         return rotated
     fp32_x = x.to(torch.promote_types(x.dtype, torch.float32))
-    halves_swapped = fp32_x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(fp32_x * cos, halves_swapped, sin).to(x.dtype)
+    return torch.addcmul(fp32_x * cos, _swap(fp32_x, pairs), sin).to(x.dtype)
 
 
 class FusedRotation(torch.autograd.Function):
@@ -115,18 +181,27 @@ class FusedRotation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate_by(x, cos, sin, direction=1)
+        ctx.pairs = pairs
+        return _rotate_by(x, cos, sin, pairs, direction=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate_by(grad, cos, sin, direction=-1), None, None
+        return _rotate_by(grad, cos, sin, ctx.pairs, direction=-1), None, None, None
 
 
-def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, direction: int) -> Tensor:
     """Rotate forward (1) or back (-1); computed in fp32 or wider, because the tables are fp32."""
-    halves_swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, halves_swapped, sin, value=direction, out=torch.empty_like(x))
+    swapped = _swap(x, pairs)
+    return torch.addcmul(x * cos, swapped, sin, value=direction, out=torch.empty_like(x))
+
+
+def _swap(x: Tensor, pairs: Pairs) -> Tensor:
+    """Swap the two elements of each pair."""
+    if pairs == "halves":
+        return x.roll(x.shape[-1] // 2, dims=-1)
+    swapped: Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return swapped

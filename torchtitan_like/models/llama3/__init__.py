@@ -32,5 +32,6 @@ register(
         hf_names=hf.hf_names,
         hf_config=hf.hf_config,
         meta_names=hf.meta_names,
+        upcycling=lambda args: "the family has no mixture of experts",
     )
 )

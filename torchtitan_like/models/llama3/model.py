@@ -25,7 +25,7 @@ class Transformer(Decoder):
         )
         core = attention_kernel(args.attn_type).core
 
-        def build_block() -> DecoderBlock:
+        def build_block(layer: int) -> DecoderBlock:
             attention = Attention(
                 args.dim, args.n_heads, args.num_kv_heads, args.head_dim, rotary, core
             )

@@ -32,6 +32,8 @@ register(
         sharding=sharding.SHARDING,
         hf_names=hf.hf_names,
         hf_config=hf.hf_config,
+        hf_alternative_names=hf.hf_alternative_names,
         meta_names=hf.meta_names,
+        upcycling=flavors.upcycling,
     )
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_like.models.attention_rules import check_attention
+from torchtitan_like.models.balance_rules import check_balance
 from torchtitan_like.models.spec import InitRule, trunc_normal
+from torchtitan_like.models.upcycling import Upcycling, decoder_upcycling
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Qwen3Args:
     top_k: experts that compute each token.
     moe_inter_dim: width of each expert.
     route_norm: divide a token's weights of its experts by their sum.
+    load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
     max_seq_len: rows of the rotary tables, in tokens.
     depth_init: weights that write to the residual stream shrink with their layer's depth (True) or
         with the number of layers (False).
@@ -46,6 +49,9 @@ class Qwen3Args:
     top_k: int = 8
     moe_inter_dim: int = 768
     route_norm: bool = True
+    load_balance: str = "none"
+    load_balance_coeff: float = 1e-3
+    router_z_coeff: float = 0.0
 
 
 FLAVORS = {
@@ -71,6 +77,9 @@ def check(args: Qwen3Args) -> list[str]:
     positive = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps",
                 "max_seq_len", "rope_theta", "init_std")  # fmt: skip
     problems = check_attention(args.attn_type, args.attn_mask_type)
+    problems += check_balance(
+        args.load_balance, args.load_balance_coeff, args.router_z_coeff, args.num_experts
+    )
     problems += [
         f"{key} = {getattr(args, key)}: expected a number above 0"
         for key in positive
@@ -156,3 +165,11 @@ def init_table(args: Qwen3Args) -> tuple[tuple[str, InitRule], ...]:
     ]
     rows += [("output.weight", output)]
     return tuple(rows)
+
+
+def upcycling(args: Qwen3Args) -> Upcycling | str:
+    """Return how a dense Qwen3 starts this mixture of experts, or why none can."""
+    if not args.num_experts:
+        return "num_experts = 0: the model has no experts"
+    dense = replace(args, num_experts=0, hidden_dim=args.moe_inter_dim)
+    return decoder_upcycling(dense)

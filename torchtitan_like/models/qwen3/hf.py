@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchtitan_like.models.decoder_tables import HF_EXPERTS, HF_FUSED_EXPERTS
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.qwen3.flavors import Qwen3Args
 
@@ -27,22 +28,21 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("norm.weight", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
 )
-# The published models have a tensor for each expert.
-_EXPERTS = (
-    ("layers.{}.moe.experts.w1", "model.layers.{}.mlp.experts.{e}.gate_proj.weight"),
-    ("layers.{}.moe.experts.w2", "model.layers.{}.mlp.experts.{e}.down_proj.weight"),
-    ("layers.{}.moe.experts.w3", "model.layers.{}.mlp.experts.{e}.up_proj.weight"),
-)
 
 
 def hf_names(args: Qwen3Args) -> Rows:
     """Return pairs (native name, Hugging Face name)."""
-    return (*_NAMES, *_EXPERTS)
+    return (*_NAMES, *HF_EXPERTS)
+
+
+def hf_alternative_names(args: Qwen3Args) -> Rows:
+    """Return rows for files with the stacked experts of transformers' modules."""
+    return (*_NAMES, *HF_FUSED_EXPERTS)
 
 
 def meta_names(args: Qwen3Args) -> Rows:
     """Return pairs (native name, TorchTitan's name): the names are equal."""
-    return tuple((name, name) for name, _ in (*_NAMES, *_EXPERTS))
+    return tuple((name, name) for name, _ in (*_NAMES, *HF_EXPERTS))
 
 
 def hf_config(args: Qwen3Args) -> dict[str, Any]:

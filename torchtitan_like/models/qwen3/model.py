@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from torchtitan_like.models.balance_rules import Balance
 from torchtitan_like.models.layers.attention import Attention
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.feed_forward import FeedForward
@@ -35,7 +36,7 @@ class Transformer(Decoder):
     def __init__(self, args: Qwen3Args) -> None:
         rotary = RotaryEmbedding(args.head_dim, args.max_seq_len, args.rope_theta)
 
-        def build_block() -> DecoderBlock:
+        def build_block(layer: int) -> DecoderBlock:
             attention = QwenAttention(args, rotary)
             if args.num_experts == 0:
                 return DecoderBlock(args, attention, FeedForward(args.dim, args.hidden_dim))
@@ -53,4 +54,9 @@ def _build_moe(args: Qwen3Args) -> MoE:
         normalize=args.route_norm,
         scale=1.0,
     )
-    return MoE(router, Experts(args.num_experts, args.dim, args.moe_inter_dim), shared_experts=None)
+    return MoE(
+        router,
+        Experts(args.num_experts, args.dim, args.moe_inter_dim),
+        shared_experts=None,
+        balance=Balance(args.load_balance, args.load_balance_coeff, args.router_z_coeff),
+    )

@@ -13,6 +13,7 @@ TP = "parallelism.tensor_parallel_degree"
 CP = "parallelism.context_parallel_degree"
 PP = "parallelism.pipeline_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
+ETP = "parallelism.expert_tensor_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 DEGREES = (REPLICATE, "parallelism.data_parallel_shard_degree", CP, TP, PP)
 IMPL = "parallelism.data_parallel_impl"

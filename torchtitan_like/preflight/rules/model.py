@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from torchtitan_like.config.rules import Rule
+from torchtitan_like.models.hf_table import links
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import MODEL_KEYS, TP
 
@@ -51,6 +52,33 @@ def _width_rule(
     )
 
 
+_HF_KEYS = tuple(
+    f"checkpoint.{name}" for name in ("initial_load_in_hf", "last_save_in_hf", "hf_interval")
+)
+
+
+def _has_biases(run: RunContext) -> bool:
+    return getattr(run.args, "load_balance", "none") == "bias"
+
+
+def _hf_settings(run: RunContext) -> list[str]:
+    """Return the settings that read or write weights in Hugging Face's format."""
+    section = run.config.checkpoint
+    # A start that upcycles reads a dense model, and the biases of its experts are new.
+    keys = _HF_KEYS[1:] if section.initial_load_upcycle else _HF_KEYS
+    return [key for key in keys if section.enable and run.config.value_of(key)]
+
+
+def _has_hf_bias(run: RunContext) -> bool:
+    """Return True if the model's table of Hugging Face names has the experts' bias."""
+    assert run.spec is not None
+    try:
+        links(run.spec.hf_names(run.args), {"layers.0.moe.expert_bias": (1,)})
+    except KeyError:
+        return False
+    return True
+
+
 MODEL_RULES: tuple[Rule[RunContext], ...] = (
     _width_rule(
         "unaligned-vocabulary",
@@ -80,5 +108,26 @@ MODEL_RULES: tuple[Rule[RunContext], ...] = (
         "change dim or n_heads",
         MODEL_KEYS,
         "warning",
+    ),
+    Rule(
+        "bias-of-softmax",
+        "model.args",
+        lambda run: _has_biases(run) and getattr(run.args, "score_func", "softmax") == "softmax",
+        'load_balance = "bias" with a softmax router: a bias of 0.001 is as large as a score of '
+        "many experts, so loads may oscillate",
+        'set load_balance = "global"',
+        MODEL_KEYS,
+        "warning",
+    ),
+    Rule(
+        "bias-without-hf-name",
+        "model.args",
+        lambda run: _has_biases(run) and bool(_hf_settings(run)) and not _has_hf_bias(run),
+        lambda run: (
+            f'load_balance other than "bias" with {", ".join(_hf_settings(run))}: Hugging Face\'s '
+            f"{run.config.model.name} has no selection bias"
+        ),
+        'set load_balance = "global", or remove that setting',
+        (*MODEL_KEYS, *_HF_KEYS),
     ),
 )

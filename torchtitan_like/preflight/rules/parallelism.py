@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
+from torchtitan_like.distributed.float8 import FLOAT8
+from torchtitan_like.models.spec import num_mtp_layers
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import (
     AC_MODE,
@@ -12,6 +14,7 @@ from torchtitan_like.preflight.rules.keys import (
     CP,
     DEGREES,
     EP,
+    ETP,
     IMPL,
     MODEL_KEYS,
     PIPELINE_KEYS,
@@ -182,6 +185,48 @@ PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
     ),
 )
 
+
+def _has_mtp(run: RunContext) -> bool:
+    """Return True for a model with multi-token prediction."""
+    return num_mtp_layers(run.args) > 0
+
+
+_WITHOUT_MTP = "or model.args.num_mtp_layers = 0"
+MTP_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "pipelined-mtp",
+        PP,
+        lambda run: run.pp > 1 and _has_mtp(run),
+        "1 with multi-token prediction: its loss needs the embedding and the head on one rank",
+        f"set it to 1, {_WITHOUT_MTP}",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "mtp-of-sharded-sequences",
+        CP,
+        lambda run: run.cp > 1 and _has_mtp(run),
+        "1 with multi-token prediction: the tokens and labels that it shifts may be on other ranks",
+        f"set it to 1, {_WITHOUT_MTP}",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "mtp-of-simple-fsdp",
+        IMPL,
+        lambda run: run.parallelism.data_parallel_impl == "simple_fsdp" and _has_mtp(run),
+        '"fsdp2" with multi-token prediction, which has not been tested with SimpleFSDP',
+        f'set it to "fsdp2", {_WITHOUT_MTP}',
+        MODEL_KEYS,
+    ),
+    Rule(
+        "mtp-in-float8",
+        "model.converters",
+        lambda run: FLOAT8 in run.config.model.converters and _has_mtp(run),
+        "no float8 with multi-token prediction, which has not been tested with it",
+        f"remove it, {_WITHOUT_MTP}",
+        MODEL_KEYS,
+    ),
+)
+
 EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "experts-of-dense-model",
@@ -192,14 +237,63 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
         MODEL_KEYS,
     ),
     Rule(
+        "uneven-expert-ranks",
+        EP,
+        lambda run: run.ep > 1 and run.is_resolved and run.num_expert_ranks % run.ep != 0,
+        lambda run: (
+            f"a divisor of {run.expert_ranks_formula}: experts use the ranks of these degrees"
+        ),
+        "change a degree",
+        (*DEGREES, ETP),
+    ),
+    Rule(
         "uneven-experts",
         EP,
+        lambda run: run.ep > 1 and run.size("n_experts") % run.ep != 0,
+        lambda run: f"a divisor of the model's {run.size('n_experts')} experts",
+        lambda run: f"set it to one of {_divisors(run.size('n_experts'))}",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "uneven-expert-features",
+        ETP,
+        lambda run: run.ep > 1 and run.size("expert_hidden_dim") % run.expert_tp != 0,
+        lambda run: f"a divisor of the {run.size('expert_hidden_dim')} hidden units of each expert",
+        "set it to 1",
+        (EP, *MODEL_KEYS),
+    ),
+    Rule(
+        "experts-without-sequence-parallelism",
+        SEQUENCE_PARALLEL,
+        lambda run: run.ep > 1 and run.tp > 1 and not run.parallelism.enable_sequence_parallel,
+        "true with expert parallelism: tensor-parallel ranks must send different tokens",
+        "set it to true, or expert_parallel_degree = 1",
+        (EP, TP),
+    ),
+    Rule(
+        "experts-of-simple-fsdp",
+        IMPL,
+        lambda run: run.ep > 1 and run.parallelism.data_parallel_impl == "simple_fsdp",
+        '"fsdp2" with expert parallelism: simple_fsdp shards all weights over the same ranks',
+        'set it to "fsdp2", or expert_parallel_degree = 1',
+        (EP,),
+    ),
+    Rule(
+        "experts-of-replicas",
+        EP,
         lambda run: (
-            run.ep > 1 and run.is_resolved and (run.dp_shard * run.cp * run.tp) % run.ep != 0
+            run.ep > 1 and run.is_resolved and run.dp_replicate > 1 and not run.shards_weights
         ),
-        lambda run: f"a divisor of dp_shard x cp x tp = {run.dp_shard} x {run.cp} x {run.tp}",
-        "change a degree",
+        "1 with weights that are replicated and not sharded (DDP): its ranks have all experts",
+        "set data_parallel_shard_degree above 1, or expert_parallel_degree = 1",
         DEGREES,
+    ),
+    Rule(
+        "experts-on-old-torch",
+        EP,
+        lambda run: run.ep > 1 and run.torch_release < (2, 12),
+        "1: torch before 2.12 cannot shard the weights of a layer over two meshes",
+        "install torch 2.12 or later",
     ),
 )
 
@@ -358,6 +452,28 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         (CP, *MODEL_KEYS),
     ),
     Rule(
+        "ring-windows",
+        ROTATE,
+        lambda run: run.rotate_method == "alltoall" and run.has_windows,
+        lambda run: (
+            f'"allgather" or "ulysses" with {run.config.model.name}, whose layers have windows and '
+            "sinks: a ring reads all keys in turn, and would count a sink once for each rank"
+        ),
+        'set it to "allgather"',
+        (CP, *MODEL_KEYS),
+    ),
+    Rule(
+        "ring-chunks",
+        ROTATE,
+        lambda run: run.rotate_method == "alltoall" and run.has_chunks,
+        lambda run: (
+            f'"allgather" or "ulysses" with {run.config.model.name}, whose layers attend within '
+            f"chunks of {run.width('chunk_size')} tokens: a ring lets a token attend to all keys"
+        ),
+        'set it to "allgather"',
+        (CP, *MODEL_KEYS),
+    ),
+    Rule(
         "compiled-ring",
         ROTATE,
         lambda run: run.rotate_method == "alltoall" and run.compiles_model,
@@ -372,6 +488,7 @@ PARALLELISM_RULES: tuple[Rule[RunContext], ...] = (
     *DATA_PARALLEL_RULES,
     *PIPELINE_RULES,
     *EXPERT_RULES,
+    *MTP_RULES,
     *TENSOR_PARALLEL_RULES,
     *CONTEXT_PARALLEL_RULES,
 )

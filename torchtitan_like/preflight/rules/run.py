@@ -7,10 +7,49 @@ import importlib.util
 from torchtitan_like.config.no_effect import idle_keys
 from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
+from torchtitan_like.models.upcycling import Upcycling
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import EARLY_STEP, MODEL_KEYS, REPLICATE
 
+UPCYCLE = "checkpoint.initial_load_upcycle"
+
+
+def _upcycles(run: RunContext) -> bool:
+    """Return True if the run starts from a dense checkpoint, unless it has a checkpoint of its own."""
+    section = run.config.checkpoint
+    reads = section.start in ("auto", "warm") and section.load_step < 0
+    return section.enable and reads and section.initial_load_upcycle
+
+
+def _no_upcycling(run: RunContext) -> str:
+    """Return why no dense model can start the model; an empty string if one can."""
+    if run.spec is None or run.args is None:
+        return ""
+    upcycling = run.spec.upcycling(run.args)
+    return "" if isinstance(upcycling, Upcycling) else upcycling
+
+
 CHECKPOINT_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "upcycle-without-dense-model",
+        UPCYCLE,
+        lambda run: _upcycles(run) and bool(_no_upcycling(run)),
+        lambda run: f"false for this {run.config.model.name} model: {_no_upcycling(run)}",
+        "remove it, or choose a model with experts whose family has dense models, such as qwen3 30B-A3B",
+        MODEL_KEYS,
+    ),
+    Rule(
+        "upcycle-without-normalized-weights",
+        UPCYCLE,
+        lambda run: (
+            _upcycles(run) and not _no_upcycling(run) and not getattr(run.args, "route_norm", True)
+        ),
+        "starts with other outputs than the dense model: with route_norm = false the weights of a "
+        "token's experts add up to less than 1",
+        "set model.args.route_norm = true",
+        MODEL_KEYS,
+        "warning",
+    ),
     Rule(
         "seed-on-many-ranks",
         "checkpoint.create_seed_checkpoint",

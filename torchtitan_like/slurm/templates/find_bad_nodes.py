@@ -90,7 +90,10 @@ def unreachable(hosts: Sequence[str], run: Runner, options: Sequence[str]) -> li
         pairs.append((hosts[0], hosts[-1]))
     is_good = dict(zip(pairs, check_pairs(pairs, run, options, 29_600), strict=True))
     if not any(is_good.values()):
-        raise ValueError(f"no pair of nodes reaches each other: {pairs}")
+        raise ValueError(
+            f"No pair of nodes reaches each other: {pairs}. Expected at least one. Check the "
+            "network, or test other nodes."
+        )
     good_hosts = {host for pair, good in is_good.items() if good for host in pair}
     partner = sorted(good_hosts)[0]
     suspects = sorted(
@@ -109,7 +112,8 @@ def expand_hosts(text: str | None) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise ValueError(
-            f"no nodes are given: {done.stderr.strip()}. Use --hosts, or run in an allocation."
+            f"No nodes are given: {done.stderr.strip()}. Expected names of nodes. Use --hosts, or run "
+            "in an allocation."
         )
     return done.stdout.split()
 

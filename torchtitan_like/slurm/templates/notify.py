@@ -105,7 +105,7 @@ def senders_of(
     if options.webhook:
         senders["webhook"] = partial(post, env["NOTIFY_WEBHOOK"])
     if not senders:
-        raise ValueError("no way is given: expected one of --command, --mail, --webhook")
+        raise ValueError("No receiver is given. Expected --command, --mail or --webhook. Add one.")
     return senders
 
 
@@ -131,7 +131,9 @@ def main(arguments: list[str]) -> int:
     text = (sys.stdin.read() if options.message is None else options.message).strip()
     try:
         if not text:
-            raise ValueError("the message is empty")
+            raise ValueError(
+                "The message is empty. Expected text. Give it as the argument, or on stdin."
+            )
         senders = senders_of(options, os.environ)
     except ValueError as error:
         print(error, file=sys.stderr)

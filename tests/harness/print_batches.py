@@ -1,8 +1,8 @@
-"""For `experimental.custom_import`: every rank of a run prints what its training loop is fed, one line a step.
+"""Make every rank print the batches of its training loop, for `experimental.custom_import`.
 
-    fed {"position": after the step, "samples": [[position, tokens, labels, source], ...]}
+One line per step, in one write call, so that lines of several ranks do not mix:
 
-One write call each, so that the lines of several ranks do not mix.
+    fed {"position": index after the step, "samples": [[index, tokens, labels, source], ...]}
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
 
 
-def _telling(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], Batch]:
+def _with_printing(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], Batch]:
     def next_batch(self: TrainBatches) -> Batch:
         batch = read(self)
         rows = [
@@ -35,4 +35,4 @@ def _telling(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], 
     return next_batch
 
 
-TrainBatches.__next__ = _telling(TrainBatches.__next__)  # type: ignore[assignment, method-assign]
+TrainBatches.__next__ = _with_printing(TrainBatches.__next__)  # type: ignore[assignment, method-assign]

@@ -1,10 +1,12 @@
-"""A process that has torch imported and forks the trainer's ranks: a start costs a second instead of six.
+"""A process that imports torch once and forks the ranks of runs. A start takes 1 s instead of 6 s.
 
-What runs is `torchtitan_like.launch.main` in real processes with a real rendezvous; only the interpreter's start and the
-imports are shared. Like torchrun, the parent stops the other ranks when one has died.
+Ranks run `torchtitan_like.launch.main` in real processes with a real rendezvous; they share only
+the start of the interpreter and the imports. Like torchrun, the parent stops all ranks after a
+crash.
 
-Protocol, one JSON object a line: {"argv", "num_ranks", "log", "plants", "settings"} in, {"pids"} out at once, {"codes"}
-out at the end (a negative code is the signal that ended the rank).
+Protocol, one JSON object per line: the request has {"argv", "num_ranks", "log", "injections",
+"settings"}. The first answer has {"pids"}, the second one, at the end of the run, {"codes"}.
+A negative code is the signal that ended the rank.
 """
 
 from __future__ import annotations
@@ -23,18 +25,26 @@ from typing import Any, NoReturn
 from tests.harness.ports import free_ports
 
 PR_SET_PDEATHSIG = 1
-# What a run imports sooner or later; none of it starts a thread.
-MODULES = ("torch", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-           "tokenizers", "safetensors", "torchtitan_like.train")  # fmt: skip
-# As torchrun: a rank that does not end itself after SIGTERM is killed. (torchrun waits 30 s.)
+# Imports of a run. None of these modules starts a thread.
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "tokenizers",
+    "safetensors",
+    "torchtitan_like.train",
+)
+# Seconds from SIGTERM to SIGKILL. torchrun waits 30 s.
 GRACE_SECONDS = 4.0
 
 
 def serve() -> None:
-    """Fork runs as they are asked for, until stdin ends."""
+    """Fork the requested runs until stdin ends."""
     for module in MODULES:
         importlib.import_module(module)
-    gc.freeze()  # so that no collection of a rank walks the modules
+    gc.freeze()  # garbage collections of ranks skip the modules
     sys.modules["torch"].set_num_threads(1)  # a forked child cannot use its parent's thread pool
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -52,7 +62,7 @@ def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
         _become_rank(rank, port, request)
     return pid
@@ -66,11 +76,13 @@ def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        from tests.faults.plants import Plant, grow
+        from tests.faults.injection import Injection, install_injections
         from torchtitan_like.launch import main
         from torchtitan_like.resilience.end import end_process
 
-        grow([Plant(*fields) for fields in request["plants"]], request["settings"])
+        install_injections(
+            [Injection(*fields) for fields in request["injections"]], request["settings"]
+        )
         sys.argv[1:] = request["argv"]
         end_process(main(sys.argv[1:]))
     except BaseException:
@@ -80,20 +92,20 @@ def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
 
 
 def _wait_for(pids: list[int]) -> list[int]:
-    """The exit codes; after the first failure the others get SIGTERM, and SIGKILL if that does not end them."""
+    """Return the exit codes. After the first crash, end the others with SIGTERM, then SIGKILL."""
     codes: dict[int, int] = {}
     failed_at = None
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
-        left = [p for p in pids if p not in codes]
+        running = [p for p in pids if p not in codes]
         if pid and (codes[pid] < 0 or codes[pid] == 1) and failed_at is None:
             failed_at = time.monotonic()
-            for other in left:
+            for other in running:
                 os.kill(other, signal.SIGTERM)
         if failed_at is not None and time.monotonic() > failed_at + GRACE_SECONDS:
-            for other in left:
+            for other in running:
                 os.kill(other, signal.SIGKILL)
         if not pid:
             time.sleep(0.002)

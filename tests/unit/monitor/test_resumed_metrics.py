@@ -13,7 +13,7 @@ from tests.unit.monitor.test_metrics import run
 from torchtitan_like.monitor.metrics import Metrics
 
 
-def test_a_changed_metrics_file_is_warned_about(
+def test_resume_warns_about_a_changed_metrics_file(
     build: Callable[..., Metrics], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -21,25 +21,27 @@ def test_a_changed_metrics_file_is_warned_about(
     run(first, clock, range(1, 5))
     saved = {"metrics_bytes": first.byte_offset(4), "digest_chain": 4}
     run(first, clock, range(5, 7))
-    assert first.byte_offset(4) == 0, "the file holds more than that step"
+    assert first.byte_offset(4) == 0, "the file has rows after step 4"
     first.close()
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    garbled = whole.replace(b'"step": 2', b'"step" 2')
-    changed = whole.replace(b'"data_digest_chain": "0000000000000004"', b'"data_digest_chain": "0000000000000005"')
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    damaged = content.replace(b'"step": 2', b'"step" 2')
+    changed = content.replace(
+        b'"data_digest_chain": "0000000000000004"', b'"data_digest_chain": "0000000000000005"'
+    )
     cases = {
-        "its own": (whole, saved, ""),
-        "an older checkpoint, which stores neither": (b"", {}, ""),
+        "unchanged": (content, saved, ""),
+        "an older checkpoint without size and last row": (b"", {}, ""),
         "of a run of two steps": (b"".join(lines[:2]), saved, "the last row of step 2"),
         "deleted": (None, saved, "has 0 bytes"),
-        "garbled": (garbled, saved, f"has {saved['metrics_bytes'] - len(lines[1])} bytes"),
+        "damaged": (damaged, saved, f"has {saved['metrics_bytes'] - len(lines[1])} bytes"),
         "of other samples": (changed, saved, "0000000000000005"),
     }
-    for name, (content, summary, words) in cases.items():
+    for name, (current, summary, message) in cases.items():
         caplog.clear()
         path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_bytes(content)
+        if current is not None:
+            path.write_bytes(current)
         build(log_freq=1, attempt=2).rewind(4, summary)
         warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-        assert [words in text for text in warnings] == [True] * bool(words), (name, warnings)
+        assert [message in text for text in warnings] == [True] * bool(message), (name, warnings)

@@ -1,0 +1,246 @@
+"""Expert parallelism in detail: uneven loads, what is sent, checkpoints and exports on other layouts."""
+
+import logging
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.parity import build, options, release
+from tests.distributed.test_matrix import REPLICATE, TP, pipeline
+from tests.distributed.test_moe import EP, ETP, MODEL
+from tests.distributed.test_run import run_one_rank
+from tests.distributed.test_saving import SAVING, metric_rows, train
+from tests.distributed.traffic import Traffic
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.distributed.expert_parallel import exchange_with_owners
+from torchtitan_like.models.layers.moe import Experts
+from torchtitan_like.train import Trainer
+from torchtitan_like.util.exit_codes import ExitCode
+
+EXPERTS, DIM, HIDDEN = 4, 8, 12
+
+
+# ---- loads
+
+# Each case: the expert ids of every token, on each of two ranks. Rank 0 has experts 0 and 1.
+LOADS = {
+    "even": ([[0, 2], [1, 3]], [[3, 1], [2, 0]]),
+    "all to one expert": ([[3], [3], [3]], [[3], [3]]),
+    "nothing for rank 1": ([[0, 1], [1, 0]], [[0, 1]]),
+    "one token": ([[2]], [[1]]),
+    "a rank without tokens": ([[0, 3], [2, 1]], []),
+    "all experts": ([[0, 1, 2, 3], [3, 1, 0, 2]], [[2, 3, 0, 1]]),
+}
+
+
+def stacked_experts(first, last):
+    generator = torch.Generator().manual_seed(1)
+    experts = Experts(EXPERTS, DIM, HIDDEN).double()
+    for name, parameter in list(experts.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        setattr(experts, name, torch.nn.Parameter(values[first:last]))
+    return experts
+
+
+def inputs(ids_of_ranks):
+    """Return (tokens, weights, expert ids) of each rank."""
+    generator = torch.Generator().manual_seed(2)
+    top_k = max(len(choice) for ids in ids_of_ranks for choice in ids)
+    return [
+        (
+            torch.randn(len(ids), DIM, generator=generator, dtype=torch.float64),
+            torch.rand(len(ids), top_k, generator=generator, dtype=torch.float64),
+            torch.tensor(ids, dtype=torch.int64).view(len(ids), top_k),
+        )
+        for ids in ids_of_ranks
+    ]
+
+
+def results(experts, forward, tokens, weights, ids):
+    """Return the output and the gradients of tokens, weights, w1, w2 and w3."""
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    experts.zero_grad()
+    out = forward(tokens, weights, ids)
+    scale = torch.arange(1, out.numel() + 1, dtype=out.dtype).view_as(out)
+    (out * scale).sum().backward()
+    return [out.detach(), tokens.grad, weights.grad, *(p.grad for p in experts.parameters())]
+
+
+def results_on_rank(names, is_compiled):
+    """Return the results of each load in turn, with the experts of this rank."""
+    torch._dynamo.reset()
+    torch._dynamo.config.capture_scalar_outputs = is_compiled
+    rank, per_rank = dist.get_rank(), EXPERTS // 2
+    experts = stacked_experts(rank * per_rank, (rank + 1) * per_rank)
+    exchange_with_owners(experts, dist.group.WORLD)
+
+    def forward(tokens, weights, ids):
+        return experts(tokens, weights, experts.find_routes(ids))
+
+    if is_compiled:
+        forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    return [results(experts, forward, *inputs(LOADS[name])[rank]) for name in names]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_any_load_equals_one_rank(is_compiled):
+    """One compiled function computes all loads."""
+    by_rank = run_ranks(results_on_rank, 2, list(LOADS), is_compiled)
+    for number, (name, ids_of_ranks) in enumerate(LOADS.items()):
+        experts = stacked_experts(0, EXPERTS)
+
+        def forward(tokens, weights, ids, experts=experts):
+            return experts(tokens, weights, experts.find_routes(ids))
+
+        expected = [results(experts, forward, *each) for each in inputs(ids_of_ranks)]
+        for rank in range(2):
+            for actual, value in zip(by_rank[rank][number][:3], expected[rank][:3], strict=True):
+                torch.testing.assert_close(actual, value, rtol=1e-12, atol=1e-12, msg=name)
+        for index in (3, 4, 5):  # the experts' gradients are sums over the tokens of both ranks
+            actual = torch.cat([by_rank[rank][number][index] for rank in range(2)])
+            total = expected[0][index] + expected[1][index]
+            torch.testing.assert_close(actual, total, rtol=1e-12, atol=1e-12, msg=name)
+
+
+# ---- what is sent
+
+RECOMPUTED = {
+    # activation_checkpoint.* -> rows sent in a layer; the numbers of rows are sent once in each case
+    "none": ({"mode": "none"}, 4),
+    "full": ({"mode": "full"}, 6),
+    "per op": ({"mode": "selective", "selective_ac_option": "op"}, 4),
+}
+
+
+def exchanges_of_step(argv):
+    """Return (all-to-alls of integers, of numbers, copies to the host) of the second step."""
+    trainer = build(argv)
+    for step in (1, 2):
+        fetched = trainer.fetch(step)
+        with Traffic() as traffic:
+            trainer.train_step(step, fetched, fetched.agreement.wait())
+    release(trainer)
+    sent = [each for each in traffic.sent if each.kind == "all_to_all"]
+    integers = sum(not each.dtype.is_floating_point for each in sent)
+    return integers, len(sent) - integers, traffic.num_row_counts
+
+
+@pytest.mark.parametrize("mode", RECOMPUTED)
+def test_recomputation_does_not_count_rows_again(tmp_path, mode):
+    section, num_rows = RECOMPUTED[mode]
+    changes = {"training.local_batch_size": 4}
+    changes |= {f"activation_checkpoint.{key}": value for key, value in section.items()}
+    argv = arguments(tmp_path, **{EP: 2, "model.args.n_layers": 3}, **changes)
+    layers = 3
+    assert run_ranks(exchanges_of_step, 2, argv) == [(layers, layers * num_rows, layers)] * 2
+
+
+# ---- memory
+
+
+def errors_without_memory(argv):
+    """Run out of memory in step 2; return the logged errors."""
+    errors, handler, train_step = [], logging.Handler(logging.ERROR), Trainer.train_step
+    handler.emit = lambda record: errors.append(record.getMessage())
+
+    def fail_in_step_2(trainer, step, *args):
+        if step == 2:
+            raise MemoryError("no memory left")
+        return train_step(trainer, step, *args)
+
+    Trainer.train_step = fail_in_step_2
+    logging.getLogger().addHandler(handler)
+    try:
+        with pytest.raises(MemoryError):
+            run_one_rank(argv)
+    finally:
+        Trainer.train_step = train_step
+        logging.getLogger().removeHandler(handler)
+    return errors
+
+
+def test_an_out_of_memory_error_names_the_fullest_expert(tmp_path):
+    (errors,) = run_ranks(errors_without_memory, 1, arguments(tmp_path / "run"))
+    assert "activation_checkpoint.mode" in errors[0]
+    assert re.search(r"expert \d of layer [01] computed \d\.\d times", errors[1])
+
+
+# ---- checkpoints and exports
+
+
+def arguments(folder, **overrides):
+    argv = options(str(folder), "float32", **{**MODEL, "model.args.num_experts": 8, **overrides})
+    multiple_of = argv.index("--model.args.multiple_of")  # of Llama 3
+    return argv[:multiple_of] + argv[multiple_of + 2 :]
+
+
+def run(folder, *, ranks, **overrides):
+    codes = run_ranks(train, ranks, arguments(folder, **{**SAVING, **overrides}), timeout=120)
+    assert codes == [ExitCode.DONE] * ranks
+
+
+CHAIN = [
+    (2, {EP: 2}),
+    (4, {EP: 4}),
+    (4, {EP: 2, TP: 2, ETP: 2}),
+    (1, {}),
+    (4, {EP: 2, **pipeline("1F1B")}),
+    (4, {EP: 2, REPLICATE: 2}),
+    (2, {}),
+]
+
+
+def test_a_run_moves_between_expert_parallel_layouts(tmp_path):
+    total = len(CHAIN)
+    changes = {"lr_scheduler.total_steps": total, "training.local_batch_size": 2}
+    run(tmp_path / "straight", ranks=1, **changes, **{"training.steps": total})
+    for step, (ranks, layout) in enumerate(CHAIN, start=1):
+        run(tmp_path / "moved", ranks=ranks, **changes, **layout, **{"training.steps": step})
+    exact = ("step", "n_tokens_seen", "lr", "data_digest_chain")
+    assert metric_rows(tmp_path / "moved", exact) == metric_rows(tmp_path / "straight", exact)
+    for key in ("loss", "grad_norm"):
+        moved, straight = (
+            [float.fromhex(value) for (value,) in metric_rows(tmp_path / name, (key,))]
+            for name in ("moved", "straight")
+        )
+        assert moved == pytest.approx(straight, rel=1e-5)
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
+    layout = {EP: 2, "lr_scheduler.total_steps": 4, "debug.deterministic": "true"}
+    run(tmp_path / "straight", ranks=2, **layout, **{"training.steps": 4})
+    for steps in (2, 4):
+        run(tmp_path / "resumed", ranks=2, **layout, **{"training.steps": steps})
+    assert metric_rows(tmp_path / "resumed") == metric_rows(tmp_path / "straight")
+
+
+EXPORTING = {
+    "training.steps": 1,
+    "checkpoint.hf_interval": 1,
+    "optimizer.lr": 1e-30,  # the weights stay equal on all layouts
+}
+
+
+def exported_files(folder, ranks, layout):
+    run(folder, ranks=ranks, **EXPORTING, **layout)
+    return {path.name: path.read_bytes() for path in folder.glob("**/step-1/*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def files_of_one_rank(tmp_path_factory):
+    return exported_files(tmp_path_factory.mktemp("export") / "one", 1, {})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(2, {EP: 2}, id="ep", marks=pytest.mark.nightly),
+        pytest.param(4, {EP: 4, TP: 2}, id="ep-tp", marks=pytest.mark.nightly),
+        pytest.param(4, {EP: 2, TP: 2, ETP: 2}, id="ep-etp"),
+        pytest.param(4, {EP: 2, **pipeline("1F1B")}, id="ep-pp"),
+    ],
+)
+def test_every_layout_exports_the_same_bytes(tmp_path, files_of_one_rank, ranks, layout):
+    assert exported_files(tmp_path / "many", ranks, layout) == files_of_one_rank != {}

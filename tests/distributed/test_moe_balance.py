@@ -1,0 +1,240 @@
+"""Loads of experts, their biases and the router's losses are the same on every layout."""
+
+import functools
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.distributed.parity import (
+    BALANCE_MUTATIONS,
+    build,
+    compare,
+    compare_experts,
+    release,
+    run_cell,
+)
+from tests.distributed.test_matrix import CP, OPTIONS, TP, VALIDATE
+from tests.distributed.test_moe import LAYOUTS, MODEL, settings
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.resilience.replicas import ReplicaError
+
+METHODS = {
+    "bias": {"model.args.load_balance": "bias", "model.args.load_balance_coeff": 0.01},
+    "sequence": {
+        "model.args.load_balance": "sequence",
+        "model.args.load_balance_coeff": 0.5,
+        "model.args.router_z_coeff": 0.1,
+    },
+    "global": {
+        "model.args.load_balance": "global",
+        "model.args.load_balance_coeff": 0.5,
+        "model.args.router_z_coeff": 0.1,
+    },
+    "in turn": {"debug.moe_force_load_balance": "true"},
+}
+LOAD_BALANCE = "model.args.load_balance"
+LOCAL_4 = {"training.local_batch_size": 4}
+EVERY_RUN = [
+    ("fsdp", "together", "bias"),
+    ("tp", "together", "sequence"),
+    ("cp-allgather", "together", "sequence"),
+    ("pp-zbv", "together", "bias"),
+    ("fsdp", "compile", "global"),
+    ("tp", "together", "in turn"),
+    ("ep-etp", "together", "sequence"),
+]
+NIGHTLY = [
+    (layout, option, method)
+    for layout in LAYOUTS
+    for option in ("together", "compile")
+    for method in METHODS
+    if (layout, option, method) not in EVERY_RUN and not ("zbv" in layout and option == "compile")
+]
+
+
+@functools.cache
+def reference(folder, layers, experts, method, validates):
+    sizes = {"model.args.num_experts": experts}
+    overrides = sizes | METHODS[method] | (VALIDATE if validates else {})
+    return run_ranks(run_cell, 1, settings(folder, layers, **overrides))[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("balance")
+
+
+def run(folder, layout, option, method, mutation=""):
+    ranks, cell = LAYOUTS[layout]
+    layers = cell.get("model.args.n_layers", 2)
+    experts = cell.get("model.args.num_experts", MODEL["model.args.num_experts"])
+    one_rank = str(folder / f"one-rank-{layers}-{experts}-{method}")
+    expected = reference(one_rank, layers, experts, method, option == "together")
+    pp = cell.get("parallelism.pipeline_parallel_degree", 1)
+    data_ranks = ranks // (cell.get(TP, 1) * pp * cell.get(CP, 1))
+    local = 8 // data_ranks if option == "compile" else min(2, 4 // data_ranks)
+    overrides = {**cell, "training.local_batch_size": local, **OPTIONS[option], **METHODS[method]}
+    argv = settings(str(folder / layout), overrides.pop("model.args.n_layers", 2), **overrides)
+    return expected, run_ranks(run_cell, ranks, argv, mutation, timeout=120)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "option", "method"),
+    [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
+)
+def test_equals_one_rank(folder, layout, option, method):
+    expected, cell = run(folder, layout, option, method)
+    compare(expected, cell, "float64")
+    assert len(expected.loads) == 3
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "method"),
+    [
+        ("counts of one rank", "fsdp", "bias"),
+        ("bias update skipped on one rank", "fsdp", "bias"),
+        pytest.param("signs flipped", "fsdp", "bias", marks=pytest.mark.nightly),
+        pytest.param("bias in the weights", "fsdp", "bias", marks=pytest.mark.nightly),
+        ("losses per rank", "fsdp", "global"),
+        ("losses over parts of sequences", "cp-allgather", "sequence"),
+    ],
+)
+def test_a_fault_turns_a_cell_red(folder, mutation, layout, method):
+    assert mutation in BALANCE_MUTATIONS
+    expected, cell = run(folder, layout, "together", method, mutation)
+    with pytest.raises(AssertionError):
+        compare(expected, cell, "float64")
+
+
+# ---- what must not change the balance
+
+
+@pytest.mark.parametrize("method", [pytest.param("bias", marks=pytest.mark.nightly), "global"])
+def test_a_skipped_step_keeps_the_state(folder, method):
+    """On both layouts the second step updates nothing, and its loads are not used by the third."""
+    argv = settings(str(folder / f"skipped-{method}"), 2, **METHODS[method])
+    one = run_ranks(run_cell, 1, argv, "second update skipped")[0]
+    argv = settings(str(folder / f"skipped-fsdp-{method}"), 2, **METHODS[method], **LOCAL_4)
+    two = run_ranks(run_cell, 2, argv, "second update skipped")[0]
+    compare(one, two, "float64")
+    first, second, third = one.expert_state
+    assert first.keys() == second.keys() and len(first) == 2
+    for name in first:
+        assert (first[name] == second[name]).all() and (second[name] != third[name]).any()
+
+
+@pytest.mark.parametrize("method", ["bias", pytest.param("global", marks=pytest.mark.nightly)])
+def test_validation_does_not_count(folder, method):
+    validated = reference(str(folder / f"validated-{method}"), 2, 6, method, True)
+    plain = reference(str(folder / f"plain-{method}"), 2, 6, method, False)
+    assert validated.validation and not plain.validation
+    compare_experts(plain, validated, 0.0)
+
+
+def test_updates_in_backward(folder):
+    """Biases follow the whole step, although weights are updated block by block."""
+    early = {"optimizer.early_step_in_backward": "true", **METHODS["bias"]}
+    one = run_ranks(run_cell, 1, settings(str(folder / "early"), 2, **early))[0]
+    argv = settings(str(folder / "early-fsdp"), 2, **early, **LOCAL_4)
+    compare(one, run_ranks(run_cell, 2, argv)[0], "float64")
+    late = reference(str(folder / "late"), 2, 6, "bias", False)
+    assert one.loads[0].choices == late.loads[0].choices
+    for name, bias in late.expert_state[0].items():
+        assert (one.expert_state[0][name] == bias).all()
+
+
+@pytest.mark.parametrize("method", ["bias", "global"])
+def test_a_resumed_run_equals_one_that_never_stopped(folder, method):
+    """To the last bit on two ranks; on one rank within the tolerances of layouts."""
+    run_folder = folder / f"resumed-{method}"
+    saving = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
+    argv = settings(str(run_folder), 2, **METHODS[method], **saving, **LOCAL_4)
+    whole = run_ranks(run_cell, 2, argv)[0]
+    shutil.rmtree(run_folder / "checkpoint" / "step-6")
+    shutil.copytree(run_folder, folder / f"one-rank-resumes-{method}")
+    resumed = run_ranks(run_cell, 2, argv)[0]
+    assert len(whole.loads) == 6 and resumed.loads == whole.loads[3:]
+    assert resumed.loss == whole.loss[3:] and resumed.grad_norm == whole.grad_norm[3:]
+    for name, parameter in whole.parameters.items():
+        assert np.array_equal(resumed.parameters[name], parameter), name
+    one_rank_folder = str(folder / f"one-rank-resumes-{method}")
+    argv = settings(one_rank_folder, 2, **METHODS[method], **saving)
+    on_one_rank = run_ranks(run_cell, 1, argv)[0]
+    rest = replace(whole, loads=whole.loads[3:], expert_state=whole.expert_state[3:])
+    for trace in (resumed, on_one_rank):
+        compare_experts(rest, trace, 1e-10)
+
+
+def message_of_replicas(argv):
+    """Return the error of the replica check after rank 1 has changed one bias."""
+    trainer = build(argv)
+    trainer.replicas.check(1)
+    if trainer.world.rank == 1:
+        trainer.parts[0].layers["1"].moe.expert_bias[3] += 1e-3
+    try:
+        trainer.replicas.check(2)
+    except ReplicaError as error:
+        return str(error)
+    finally:
+        release(trainer)
+
+
+def test_the_replica_check_covers_the_biases(folder):
+    ddp = {**LAYOUTS["ddp"][1], **METHODS["bias"], "resilience.replica_check_freq": 1}
+    messages = run_ranks(message_of_replicas, 2, settings(str(folder / "ddp"), 2, **ddp, **LOCAL_4))
+    assert all("layers.1.moe.expert_bias on ranks 0, 1" in message for message in messages)
+
+
+OFFLOAD = {"activation_checkpoint.mode": "offload"}
+SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recomputation", [OFFLOAD, SELECTIVE])
+def test_recomputed_and_offloaded_activations_count_once(folder, recomputation):
+    name = recomputation["activation_checkpoint.mode"]
+    argv = settings(str(folder / name), 2, **METHODS["sequence"], **recomputation, **LOCAL_4)
+    expected = reference(str(folder / "plain-sequence"), 2, 6, "sequence", False)
+    compare(expected, run_ranks(run_cell, 2, argv)[0], "float64")
+
+
+# ---- learning
+
+
+def violations(argv):
+    """Train, and return the largest violation of a layer for each step."""
+    trainer = build(argv)
+    rows = []
+    trainer.metrics.observers.append(rows.extend)
+    trainer.train()
+    release(trainer)
+    return [row["moe"]["max_violation"] for row in rows]
+
+
+@pytest.mark.nightly
+def test_biases_even_out_the_loads_in_200_steps(folder):
+    """The loads of the debug model on the shipped text diverge without balancing."""
+    sizes = {
+        "model.args.dim": 128,
+        "model.args.num_experts": 8,
+        "model.args.moe_inter_dim": 32,
+        "model.args.load_balance_coeff": 0.001,
+        "training.steps": 200,
+        "training.seq_len": 128,
+        "training.local_batch_size": 32,
+        "training.global_batch_size": 32,
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "float32",
+        "training.mixed_precision_reduce": "float32",
+    }
+    last = {}
+    for method in ("none", "bias"):
+        argv = settings(str(folder / f"long-{method}"), 2, **sizes, **{LOAD_BALANCE: method})
+        source = argv.index("--training.dataset_path")  # of short documents
+        argv[source : source + 2] = ["--training.dataset", "shakespeare"]
+        steps = run_ranks(violations, 1, argv, timeout=1200)[0]
+        last[method] = sum(steps[-20:]) / 20
+    assert last["bias"] < 0.2
+    assert last["none"] > 0.4

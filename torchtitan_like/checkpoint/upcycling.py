@@ -1,0 +1,216 @@
+"""Start a mixture of experts from a dense checkpoint (upcycling, arXiv:2212.05055).
+
+Every expert becomes a copy of its layer's dense feed-forward network. All other weights of the
+dense model are loaded unchanged. Routers and selection biases keep their initial values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torchtitan_like.checkpoint.dcp_metadata import METADATA
+from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.hf.load import Source, config_differences, load_weights
+from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, crop_to_chunk
+from torchtitan_like.checkpoint.identity import Identity
+from torchtitan_like.checkpoint.probes import wait_until_visible
+from torchtitan_like.checkpoint.stored_weights import PREFIX
+from torchtitan_like.checkpoint.unpickle import CheckedPlanner
+from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.models.hf_table import Row, Rows, links
+from torchtitan_like.models.upcycling import Upcycling
+
+if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.start import Start
+
+logger = logging.getLogger()
+KEY = "checkpoint.initial_load_upcycle"
+
+
+def load_upcycled(
+    start: Start,
+    tensors: Mapping[str, Any],
+    votes: Votes,
+    identity: Identity,
+    *,
+    reader: StorageReader | None = None,
+    quantized: bool = False,
+) -> None:
+    """Load the dense checkpoint of `start` into `tensors` of a model with experts, in place.
+
+    All ranks must call it together. Tensors that a dense model does not have are left unchanged.
+
+    reader: reads the native step of `start`; None for other formats.
+    Raises CheckpointError if the family cannot be upcycled, or the dense model has other sizes.
+    """
+    path, spec, args = start.path, identity.spec, identity.args
+    assert path is not None
+    upcycling = spec.upcycling(args)
+    if isinstance(upcycling, str):
+        raise CheckpointError(
+            f"{KEY} = true, but {spec.name} cannot be upcycled: {upcycling}. Expected a family "
+            f"with dense models and the same model with experts. Set {KEY} = false"
+        )
+    fresh = [name for name in tensors if _matches(name, upcycling.fresh)]
+    loaded = {name: tensor for name, tensor in tensors.items() if name not in fresh}
+    source: Source
+    if reader is not None:
+        source = _open_step(path, reader, votes)
+        renamed = [dense for _, dense in upcycling.copied]
+        dense_rows: Rows = tuple((name, name) for name in (*renamed, *loaded))
+    elif start.format == "hf":
+        from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
+
+        source = votes.leader_does(lambda: open_safetensors(path, quantized=quantized))
+        dense_rows = spec.hf_names(upcycling.dense_args)
+    elif start.format == "dcp" and spec.meta_names is not None:
+        from torchtitan_like.checkpoint.hf.foreign import open_dcp
+
+        source = votes.leader_does(lambda: open_dcp(path))
+        dense_rows = spec.meta_names(upcycling.dense_args)
+    else:
+        raise CheckpointError(
+            f"{KEY} = true, but {path} holds Meta's consolidated.*.pth files. Expected a native "
+            "step, a checkpoint of TorchTitan, or Hugging Face safetensors. Convert it first"
+        )
+    num_layers = votes.leader_does(lambda: _check_sizes(source, dense_rows, upcycling, args))
+    if start.format == "hf":
+        for line in config_differences(path, spec.hf_config(upcycling.dense_args)):
+            logger.warning(line)
+    rows = upcycled_rows(dense_rows, upcycling)
+    report = load_weights(source, loaded, rows=rows, tied=spec.tied(args), votes=votes)
+    num_copied = num_layers * len(upcycling.copied)
+    logger.info(
+        f"Upcycled {path}: {num_copied} feed-forward tensors copied to each of {args.num_experts} "
+        f"experts, {len(report.used) - num_copied} other tensors loaded unchanged, routers of "
+        f"{num_layers} layers initialized anew"
+    )
+
+
+def upcycled_rows(dense_rows: Rows, upcycling: Upcycling) -> Rows:
+    """Return the rows of a dense model's table with the experts in place of its feed-forward weights."""
+    experts = {dense: stacked for stacked, dense in upcycling.copied}
+    rows: list[Row | tuple[str, str]] = []
+    for row in dense_rows:
+        native, external = (row.native, row.external) if isinstance(row, Row) else row
+        if native in experts:
+            rows.append(Row(experts[str(native)], external, copied=True))
+        elif native not in experts.values():
+            rows.append(row)
+    return tuple(rows)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_sizes(source: Source, rows: Rows, upcycling: Upcycling, args: Any) -> int:
+    """Return the number of layers of the dense model.
+
+    Raises CheckpointError if the source is no dense model, or its sizes differ from `args`.
+    """
+
+    def external(name: str) -> str:
+        return links(rows, {name: (1, 1)})[0].external
+
+    _, dense = upcycling.copied[0]
+    num_layers = next(i for i in count() if external(dense.format(i)) not in source.stored)
+    if num_layers == 0:
+        raise CheckpointError(
+            f"{KEY} = true, but {source.path} has no tensor {external(dense.format(0))}. Expected "
+            f"a dense model of this family. To load a model that has experts, set {KEY} = false"
+        )
+    sizes = {"n_layers": num_layers}
+    for key, name, dim in upcycling.sizes:
+        if (info := source.stored.get(external(name))) is not None:
+            sizes[key] = info.shape[dim]
+    differing = {key: size for key, size in sizes.items() if size != getattr(args, key)}
+    if differing:
+        differences = ", ".join(
+            f"{key} = {size} (this run: {getattr(args, key)})" for key, size in differing.items()
+        )
+        remedy = ", ".join(f"model.args.{key} = {size}" for key, size in differing.items())
+        raise CheckpointError(
+            f"{source.path} is a dense model with {differences}. Expected equal sizes, because "
+            f"{KEY} = true copies its feed-forward networks whole. Set {remedy}, or load another "
+            "checkpoint"
+        )
+    return num_layers
+
+
+# ---- native steps
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """The weights of a native step. Each rank has a `reader` of its own."""
+
+    path: Path
+    stored: Mapping[str, TensorInfo]
+    metadata: Metadata
+    reader: StorageReader
+
+    def fill(self, reads: Iterable[Read]) -> None:
+        """Read every file that this rank needs once, directly into the targets."""
+        items: list[ReadItem] = []
+        targets: list[Tensor] = []
+        for read in reads:
+            entry = self.metadata.state_dict_metadata[PREFIX + read.name]
+            assert isinstance(entry, TensorStorageMetadata)
+            for number, chunk in enumerate(entry.chunks):
+                part = crop_to_chunk(read, chunk.offsets, chunk.sizes)
+                if part is None:
+                    continue
+                stored = MetadataIndex(PREFIX + read.name, chunk.offsets, number)
+                offsets = torch.Size([start for start, _, _ in part.box])
+                lengths = torch.Size([length for _, length, _ in part.box])
+                target = MetadataIndex(read.name, index=len(targets))
+                zeros = torch.Size([0] * len(lengths))
+                tensor = LoadItemType.TENSOR
+                items.append(ReadItem(tensor, target, zeros, stored, offsets, lengths))
+                targets.append(part.target)
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        self.reader.read_data(LoadPlan(items), _TargetPlanner(self.path, targets)).wait()
+
+
+class _TargetPlanner(CheckedPlanner):
+    """Gives each item the target with the index of its destination."""
+
+    def __init__(self, folder: Path, targets: list[Tensor]) -> None:
+        super().__init__(folder)
+        self.targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert read_item.dest_index.index is not None
+        return self.targets[read_item.dest_index.index]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def _open_step(path: Path, reader: StorageReader, votes: Votes) -> StepSource:
+    """Read the metadata of a native step on every rank."""
+
+    def read() -> Metadata:
+        wait_until_visible(path / METADATA)
+        return reader.read_metadata()
+
+    metadata = votes.all_do(read)
+    stored = {
+        name.removeprefix(PREFIX): TensorInfo(tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    return StepSource(path, stored, metadata, reader)

@@ -1,0 +1,161 @@
+"""Names and sizes of DeepSeek-V3 in the formats of Hugging Face and TorchTitan.
+
+All keep rotary pairs side by side, so the tables only rename, and stack experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan_like.models.decoder_tables import HF_EXPERTS, HF_FUSED_EXPERTS
+from torchtitan_like.models.deepseek_v3.flavors import DeepSeekArgs
+from torchtitan_like.models.hf_table import Rows, Table
+
+_ATTENTION = "model.layers.{}.self_attn."
+_MLP = "model.layers.{}.mlp."
+_NAMES: tuple[tuple[str, str], ...] = (
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.attention.wq.weight", _ATTENTION + "q_proj.weight"),
+    ("layers.{}.attention.wq_a.weight", _ATTENTION + "q_a_proj.weight"),
+    ("layers.{}.attention.q_norm.weight", _ATTENTION + "q_a_layernorm.weight"),
+    ("layers.{}.attention.wq_b.weight", _ATTENTION + "q_b_proj.weight"),
+    ("layers.{}.attention.wkv_a.weight", _ATTENTION + "kv_a_proj_with_mqa.weight"),
+    ("layers.{}.attention.kv_norm.weight", _ATTENTION + "kv_a_layernorm.weight"),
+    ("layers.{}.attention.wkv_b.weight", _ATTENTION + "kv_b_proj.weight"),
+    ("layers.{}.attention.wo.weight", _ATTENTION + "o_proj.weight"),
+    ("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
+    ("layers.{}.feed_forward.w1.weight", _MLP + "gate_proj.weight"),
+    ("layers.{}.feed_forward.w2.weight", _MLP + "down_proj.weight"),
+    ("layers.{}.feed_forward.w3.weight", _MLP + "up_proj.weight"),
+    ("layers.{}.moe.router.gate.weight", _MLP + "gate.weight"),
+    ("layers.{}.moe.shared_experts.w1.weight", _MLP + "shared_experts.gate_proj.weight"),
+    ("layers.{}.moe.shared_experts.w2.weight", _MLP + "shared_experts.down_proj.weight"),
+    ("layers.{}.moe.shared_experts.w3.weight", _MLP + "shared_experts.up_proj.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+)
+
+
+# DeepSeek-V2, which has softmax scores, has no bias.
+_BIAS = (("layers.{}.moe.expert_bias", _MLP + "gate.e_score_correction_bias"),)
+# In addition, a layer for multi-token prediction has the names of a block.
+_LAYER = "model.layers.{}."
+_MTP = (
+    ("layers.{}.enorm.weight", _LAYER + "enorm.weight"),
+    ("layers.{}.hnorm.weight", _LAYER + "hnorm.weight"),
+    ("layers.{}.eh_proj.weight", _LAYER + "eh_proj.weight"),
+    ("layers.{}.norm.weight", _LAYER + "shared_head.norm.weight"),
+)
+
+
+def hf_names(args: DeepSeekArgs) -> Rows:
+    """Return pairs (native name, Hugging Face name)."""
+    return (*_names(args), *HF_EXPERTS)
+
+
+def hf_alternative_names(args: DeepSeekArgs) -> Rows:
+    """Return rows for files with the stacked experts of transformers' modules."""
+    return (*_names(args), *HF_FUSED_EXPERTS)
+
+
+def _names(args: DeepSeekArgs) -> tuple[tuple[str, str], ...]:
+    bias = _BIAS if args.score_func == "sigmoid" else ()
+    return (*_NAMES, *bias, *(_MTP if args.num_mtp_layers else ()))
+
+
+def hf_unread(args: DeepSeekArgs) -> tuple[str, ...]:
+    """Return patterns for the layers for multi-token prediction (arXiv:2412.19437, section 2.2).
+
+    They are names of their copies of embedding and head. Without such layers, it is the pattern of
+    the whole layer of the published 671B model.
+    """
+    if args.num_mtp_layers:
+        return tuple(copy for _, copy in hf_copies(args))
+    return ("model.layers.61.*",) if args.n_layers == 61 else ()
+
+
+def hf_copies(args: DeepSeekArgs) -> Table:
+    """Return the embedding and head that published layers for multi-token prediction repeat."""
+    head = "model.embed_tokens.weight" if args.enable_weight_tying else "lm_head.weight"
+    return tuple(
+        (name, f"model.layers.{layer}.{copy}.weight")
+        for layer in range(args.n_layers, args.n_layers + args.num_mtp_layers)
+        for name, copy in (
+            ("model.embed_tokens.weight", "embed_tokens"),
+            (head, "shared_head.head"),
+        )
+    )
+
+
+def meta_names(args: DeepSeekArgs) -> Rows:
+    """Return pairs (native name, TorchTitan's name): the names are equal."""
+    return tuple((name, name) for name, _ in (*_NAMES, *_BIAS, *_MTP, *HF_EXPERTS))
+
+
+def hf_config(args: DeepSeekArgs) -> dict[str, Any]:
+    """Return `config.json` of a `DeepseekV3ForCausalLM`; `DeepseekV2ForCausalLM` for softmax scores.
+
+    The exporter adds special tokens and dtype.
+    """
+    config = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": args.n_dense_layers,
+        "hidden_act": "silu",
+        "hidden_size": args.dim,
+        "initializer_range": args.init_std,
+        "intermediate_size": args.inter_dim,
+        "kv_lora_rank": args.kv_lora_rank,
+        "max_position_embeddings": args.max_seq_len,
+        "moe_intermediate_size": args.moe_inter_dim,
+        "moe_layer_freq": 1,
+        "n_group": args.num_expert_groups,
+        "n_routed_experts": args.num_experts,
+        "n_shared_experts": args.num_shared_experts,
+        "norm_topk_prob": args.route_norm,
+        "num_attention_heads": args.n_heads,
+        "num_experts_per_tok": args.top_k,
+        "num_hidden_layers": args.n_layers,
+        "num_key_value_heads": args.n_heads,
+        "q_lora_rank": args.q_lora_rank or None,
+        "qk_nope_head_dim": args.qk_nope_head_dim,
+        "qk_rope_head_dim": args.qk_rope_head_dim,
+        "rms_norm_eps": args.norm_eps,
+        "rope_scaling": _rope_scaling(args),
+        "rope_theta": args.rope_theta,
+        "routed_scaling_factor": args.route_scale,
+        "scoring_func": args.score_func,
+        "tie_word_embeddings": args.enable_weight_tying,
+        "topk_group": args.num_limited_groups,
+        "use_cache": True,
+        "v_head_dim": args.v_head_dim,
+        "vocab_size": args.vocab_size,
+    }
+    if args.score_func == "sigmoid":
+        return config | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_nextn_predict_layers": args.num_mtp_layers,
+            "topk_method": "noaux_tc",
+        }
+    is_limited = args.num_limited_groups < args.num_expert_groups
+    return config | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy" if is_limited else "greedy",
+    }
+
+
+def _rope_scaling(args: DeepSeekArgs) -> dict[str, Any] | None:
+    if args.rope_factor == 1.0:
+        return None
+    return {
+        "type": "yarn",
+        "factor": args.rope_factor,
+        "original_max_position_embeddings": args.original_seq_len,
+        "beta_fast": args.beta_fast,
+        "beta_slow": args.beta_slow,
+        "mscale": args.mscale,
+        "mscale_all_dim": args.mscale,
+    }

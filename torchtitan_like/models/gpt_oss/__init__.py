@@ -1,0 +1,39 @@
+"""The gpt-oss family: registers its `ModelSpec`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtitan_like.models.gpt_oss import flavors, hf, sharding
+from torchtitan_like.models.spec import ModelSpec, register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _build(args: flavors.GptOssArgs) -> nn.Module:
+    from torchtitan_like.models.gpt_oss.model import Transformer
+
+    return Transformer(args)
+
+
+register(
+    ModelSpec(
+        name="gpt_oss",
+        args_type=flavors.GptOssArgs,
+        flavors=flavors.FLAVORS,
+        build=_build,
+        init_table=flavors.init_table,
+        num_params=flavors.num_params,
+        num_active_params=flavors.num_active_params,
+        flops_per_token=flavors.flops_per_token,
+        flops_formula="6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys",
+        constraints=sharding.constraints,
+        check=flavors.check,
+        sharding=sharding.SHARDING,
+        hf_names=hf.hf_names,
+        hf_config=hf.hf_config,
+        meta_names=hf.meta_names,
+        upcycling=lambda args: "no dense model has its attention sinks and biased experts",
+    )
+)

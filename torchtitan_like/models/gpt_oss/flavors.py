@@ -1,0 +1,154 @@
+"""Sizes, initial weights, and cost of gpt-oss models (arXiv:2508.10925)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchtitan_like.models.attention_rules import MASK_TYPES
+from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.size_rules import (
+    check_base,
+    check_divisor,
+    check_even,
+    check_positive,
+    check_ranges,
+)
+from torchtitan_like.models.spec import InitRule, trunc_normal
+
+# Kernels that can compute a window and a sink.
+ATTENTION_TYPES = ("sdpa", "flex")
+
+
+@dataclass(frozen=True)
+class GptOssArgs:
+    """Sizes of a gpt-oss model; each can be set in `[model.args]`.
+
+    sliding_window_size: in layers 0, 2, 4, ... a token attends to this many tokens, itself included.
+    num_experts, top_k: experts in each block, and those that compute each token.
+    moe_inter_dim: width of each expert.
+    swiglu_limit: experts clamp their hidden units to this size.
+    load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
+    max_seq_len: rows of the rotary tables, in tokens.
+    rope_factor: length of the context relative to original_seq_len (YaRN, arXiv:2309.00071), for
+        any training.seq_len; 1 switches YaRN off.
+    beta_fast, beta_slow: rotations within original_seq_len of the frequencies that YaRN keeps (more
+        than beta_fast) or divides by rope_factor (less than beta_slow).
+    attn_type: kernel of attention ("sdpa", "flex"). On CPU, "sdpa" replaces "flex".
+    attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
+        to the earlier tokens of its document.
+    """
+
+    dim: int = 2880
+    n_layers: int = 24
+    n_heads: int = 64
+    n_kv_heads: int = 8
+    head_dim: int = 64
+    vocab_size: int = 201088
+    norm_eps: float = 1e-5
+    sliding_window_size: int = 128
+    num_experts: int = 32
+    top_k: int = 4
+    moe_inter_dim: int = 2880
+    swiglu_limit: float = 7.0
+    load_balance: str = "none"
+    load_balance_coeff: float = 1e-3
+    router_z_coeff: float = 0.0
+    max_seq_len: int = 131072
+    rope_theta: float = 150000.0
+    rope_factor: float = 32.0
+    original_seq_len: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    enable_weight_tying: bool = False
+    init_std: float = 0.02
+    attn_type: str = "flex"
+    attn_mask_type: str = "causal"
+
+    def window(self, layer: int) -> int:
+        """Return the number of tokens that a token attends to in a layer; 0: all."""
+        return self.sliding_window_size if layer % 2 == 0 else 0
+
+
+FLAVORS = {
+    "debugmodel": GptOssArgs(dim=256, n_layers=4, num_experts=8),
+    "20b": GptOssArgs(),
+    "120b": GptOssArgs(n_layers=36, num_experts=128),
+}
+
+
+def check(args: GptOssArgs) -> list[str]:
+    """Return one sentence for each problem of the sizes."""
+    positive = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "norm_eps", "sliding_window_size",
+                "num_experts", "moe_inter_dim", "swiglu_limit", "max_seq_len", "original_seq_len", "beta_slow",
+                "init_std")  # fmt: skip
+    problems = [
+        f"{key} = {getattr(args, key)!r}: expected one of {', '.join(values)}; remove it to use "
+        "the flavor's"
+        for key, values in (("attn_type", ATTENTION_TYPES), ("attn_mask_type", MASK_TYPES))
+        if getattr(args, key) not in values
+    ]
+    problems += check_balance(
+        args.load_balance, args.load_balance_coeff, args.router_z_coeff, args.num_experts
+    )
+    problems += check_positive(args, positive)
+    ranges = (
+        ("top_k", 1, args.num_experts),
+        ("rope_factor", 1, math.inf),
+        ("beta_fast", args.beta_slow, math.inf),
+    )
+    problems += check_ranges(args, ranges)
+    problems += check_base(args.rope_theta)
+    problems += check_even("head_dim", args.head_dim)
+    if args.n_kv_heads > 0:
+        problems += check_divisor("n_kv_heads", args.n_kv_heads, "n_heads", args.n_heads)
+    return problems
+
+
+def num_params(args: GptOssArgs) -> int:
+    """Return the number of parameters; a tied output counts once."""
+    return _count_params(args, args.num_experts)
+
+
+def num_active_params(args: GptOssArgs) -> int:
+    """Return the number of parameters that compute a token: all but the other experts'."""
+    return _count_params(args, args.top_k)
+
+
+def _count_params(args: GptOssArgs, num_experts: int) -> int:
+    query_dim, key_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    attention = (args.dim + 1) * (query_dim + 2 * key_dim) + (query_dim + 1) * args.dim
+    router = args.num_experts * (args.dim + 1)
+    expert = 3 * args.dim * args.moe_inter_dim + 2 * args.moe_inter_dim + args.dim
+    block = attention + args.n_heads + router + num_experts * expert + 2 * args.dim
+    embeddings = 1 if args.enable_weight_tying else 2
+    return args.n_layers * block + args.dim + embeddings * args.vocab_size * args.dim
+
+
+def flops_per_token(args: GptOssArgs, seq_len: int) -> int:
+    """Return 6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys: forward and backward.
+
+    PaLM, arXiv:2204.02311, appendix B. P counts the experts that compute a token. The embedding
+    lookup costs nothing; the output's matrix product counts, tied or not. Attention counts in full,
+    including its masked half, but at most a window of keys in the layers that have one.
+    """
+    weights = num_active_params(args)
+    if not args.enable_weight_tying:
+        weights -= args.vocab_size * args.dim
+    num_keys = sum(min(args.window(i) or seq_len, seq_len) for i in range(args.n_layers))
+    return 6 * (weights + args.n_heads * 2 * args.head_dim * num_keys)
+
+
+def init_table(args: GptOssArgs) -> tuple[tuple[str, InitRule], ...]:
+    """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
+
+    Biases and sinks start like the weights of their layer. A tied embedding starts like an output.
+    """
+    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
+    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
+    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
+    for layer in range(args.n_layers):
+        rule = trunc_normal(args.init_std / math.sqrt(2 * (layer + 1)))
+        rows += [(f"layers.{layer}.attention.*", rule), (f"layers.{layer}.moe.*", rule)]
+    rows.append(("output.weight", output))
+    return tuple(rows)

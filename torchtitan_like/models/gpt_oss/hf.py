@@ -1,0 +1,108 @@
+"""Names and sizes of gpt-oss in the formats of Hugging Face and TorchTitan.
+
+Both keep the rows of queries and keys in the same order (rotary halves), and store w1 and w3 of the
+experts as one tensor in which their hidden units alternate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan_like.models.gpt_oss.flavors import GptOssArgs
+from torchtitan_like.models.hf_table import Row, Rows
+
+_ATTENTION = "model.layers.{}.self_attn."
+_MLP = "model.layers.{}.mlp."
+_EXPERTS = "layers.{}.moe.experts."
+_NAMES: tuple[tuple[str, str], ...] = (
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.attention.wq.weight", _ATTENTION + "q_proj.weight"),
+    ("layers.{}.attention.wq.bias", _ATTENTION + "q_proj.bias"),
+    ("layers.{}.attention.wk.weight", _ATTENTION + "k_proj.weight"),
+    ("layers.{}.attention.wk.bias", _ATTENTION + "k_proj.bias"),
+    ("layers.{}.attention.wv.weight", _ATTENTION + "v_proj.weight"),
+    ("layers.{}.attention.wv.bias", _ATTENTION + "v_proj.bias"),
+    ("layers.{}.attention.wo.weight", _ATTENTION + "o_proj.weight"),
+    ("layers.{}.attention.wo.bias", _ATTENTION + "o_proj.bias"),
+    ("layers.{}.attention.sinks", _ATTENTION + "sinks"),
+    ("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
+    ("layers.{}.moe.router.gate.weight", _MLP + "router.weight"),
+    ("layers.{}.moe.router.gate.bias", _MLP + "router.bias"),
+    ("norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+)
+
+
+def _alternating(kind: str, external: str, *, transposed: bool = False) -> Row:
+    """Return the row of w1 and w3 (kind "w"), or of b1 and b3 (kind "b")."""
+    native = (f"{_EXPERTS}{kind}1", f"{_EXPERTS}{kind}3")
+    return Row(native, external, axis=1, transposed=transposed, alternating=True)
+
+
+def hf_names(args: GptOssArgs) -> Rows:
+    """Return the rows of Hugging Face's names."""
+    return (
+        *_NAMES,
+        _alternating("w", _MLP + "experts.gate_up_proj", transposed=True),
+        _alternating("b", _MLP + "experts.gate_up_proj_bias"),
+        Row(_EXPERTS + "w2", _MLP + "experts.down_proj", transposed=True),
+        (_EXPERTS + "b2", _MLP + "experts.down_proj_bias"),
+    )
+
+
+def meta_names(args: GptOssArgs) -> Rows:
+    """Return the rows of TorchTitan's names."""
+    return (
+        *((name, name) for name, _ in _NAMES),
+        ("layers.{}.moe.expert_bias", "layers.{}.moe.expert_bias"),
+        _alternating("w", _EXPERTS + "mlp1_weight"),
+        _alternating("b", _EXPERTS + "mlp1_bias"),
+        (_EXPERTS + "w2", _EXPERTS + "mlp2_weight"),
+        (_EXPERTS + "b2", _EXPERTS + "mlp2_bias"),
+    )
+
+
+def hf_config(args: GptOssArgs) -> dict[str, Any]:
+    """Return `config.json` of a `GptOssForCausalLM`. The exporter adds special tokens and dtype."""
+    kinds = ("sliding_attention", "full_attention")
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "head_dim": args.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": args.dim,
+        "initializer_range": args.init_std,
+        "intermediate_size": args.moe_inter_dim,
+        "layer_types": [kinds[args.window(layer) == 0] for layer in range(args.n_layers)],
+        "max_position_embeddings": args.max_seq_len,
+        "num_attention_heads": args.n_heads,
+        "num_experts_per_tok": args.top_k,
+        "num_hidden_layers": args.n_layers,
+        "num_key_value_heads": args.n_kv_heads,
+        "num_local_experts": args.num_experts,
+        "output_router_logits": False,
+        "rms_norm_eps": args.norm_eps,
+        "rope_scaling": _rope_scaling(args),
+        "rope_theta": args.rope_theta,
+        "sliding_window": args.sliding_window_size,
+        "swiglu_limit": args.swiglu_limit,
+        "tie_word_embeddings": args.enable_weight_tying,
+        "use_cache": True,
+        "vocab_size": args.vocab_size,
+    }
+
+
+def _rope_scaling(args: GptOssArgs) -> dict[str, Any]:
+    if args.rope_factor == 1.0:
+        return {"rope_type": "default"}  # transformers takes an absent table for YaRN
+    return {
+        "rope_type": "yarn",
+        "factor": args.rope_factor,
+        "original_max_position_embeddings": args.original_seq_len,
+        "beta_fast": args.beta_fast,
+        "beta_slow": args.beta_slow,
+        "truncate": False,
+    }

@@ -1,0 +1,139 @@
+"""Count the tokens of each expert, and keep the counts even.
+
+All of it runs in backward. So an evaluation counts nothing, and a recomputed forward counts once,
+with and without torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Sequence(Protocol):
+    """The part of each sample that this rank routes. `distributed` replaces `WholeSequence`."""
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """Return the sums of `counts` over the ranks that share the samples."""
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the indices (length,) in the sample of this rank's tokens."""
+
+
+class WholeSequence:
+    """Every token of each sample."""
+
+    def sum(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return torch.arange(length, device=device)
+
+
+WHOLE_SEQUENCE = WholeSequence()
+
+
+def count_in_backward(x: Tensor, expert_ids: Tensor, counts: Tensor) -> Tensor:
+    """Return `x`. Its backward adds the number of each id to `counts`, int64 (experts,), in place."""
+    return cast(Tensor, _CountInBackward.apply(x, expert_ids, counts))
+
+
+class _CountInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, expert_ids: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_ids)
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ids = ctx.saved_tensors[0].flatten()
+        ctx.counts.scatter_add_(0, ids, torch.ones_like(ids))
+        return grad, None, None
+
+
+def sample_fractions(logits: Tensor, top_k: int, sequence: Sequence) -> Tensor:
+    """Return each sample's share of choices by expert, times the number of experts: 1 if even.
+
+    logits: (batch, seq, experts). The choices are the `top_k` largest scores, without a bias.
+    Returns (batch, 1, experts).
+    """
+    _, expert_ids = torch.topk(logits.detach(), top_k, dim=-1)
+    is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, expert_ids, True)
+    counts = sequence.sum(is_chosen.sum(1))
+    return load_fractions(counts, logits.dtype).unsqueeze(1)
+
+
+def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the fraction of all choices by expert (..., experts), times the number of experts."""
+    counts = counts.to(torch.float64)
+    total = counts.sum(-1, keepdim=True).clamp(min=1)
+    return (counts * counts.shape[-1] / total).to(dtype)
+
+
+def add_router_losses(
+    logits: Tensor,
+    fractions: Tensor | None,
+    scale: Tensor,
+    sums: Tensor,
+    *,
+    coeff: float,
+    z_coeff: float,
+    score_func: str,
+) -> Tensor:
+    """Return `logits` (batch, seq, experts). Its backward adds the gradients of the router's losses.
+
+    With p the scores of a token divided by their sum, and f the `fractions`, the losses are the
+    means over all tokens of `coeff` f.p and of `z_coeff` logsumexp(logits)^2.
+
+    fractions: (batch or 1, 1, experts), or None without a balance loss.
+    scale: 0-dim, 1 / the tokens of a step on all ranks.
+    sums: (2,) float64; backward adds the sums over tokens of f.p and of logsumexp(logits)^2.
+    """
+    is_sigmoid = score_func == "sigmoid"
+    outputs = _RouterLosses.apply(logits, fractions, scale, sums, coeff, z_coeff, is_sigmoid)
+    return cast(Tensor, outputs)
+
+
+class _RouterLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        fractions: Tensor | None,
+        scale: Tensor,
+        sums: Tensor,
+        coeff: float,
+        z_coeff: float,
+        is_sigmoid: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(logits, fractions, scale)
+        ctx.sums = sums
+        ctx.coeff = coeff
+        ctx.z_coeff = z_coeff
+        ctx.is_sigmoid = is_sigmoid
+        return logits.view_as(logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, fractions, scale = ctx.saved_tensors
+        z = logits.logsumexp(-1, keepdim=True)
+        balance = torch.zeros_like(ctx.sums[0])
+        if fractions is not None:
+            scores = logits.sigmoid() if ctx.is_sigmoid else (logits - z).exp()
+            shares = scores / (scores.sum(-1, keepdim=True) + 1e-20) if ctx.is_sigmoid else scores
+            loss = (fractions * shares).sum(-1, keepdim=True)
+            slope = shares * (1 - scores) if ctx.is_sigmoid else shares
+            grad = grad + slope * (fractions - loss) * (ctx.coeff * scale)
+            balance = loss.sum()
+        if ctx.z_coeff:
+            grad = grad + 2 * z * (logits - z).exp() * (ctx.z_coeff * scale)
+        ctx.sums.add_(
+            torch.stack([balance.to(ctx.sums.dtype), z.square().sum().to(ctx.sums.dtype)])
+        )
+        return grad, None, None, None, None, None, None

@@ -1,0 +1,111 @@
+"""Names and sizes of Llama 4's text model in the formats of Hugging Face and TorchTitan.
+
+Both keep rotary pairs side by side. Hugging Face stores the transposed matrices of all experts of a
+layer as one tensor, with w1 in front of w3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_like.models.hf_table import Row, Rows
+from torchtitan_like.models.llama4.flavors import Llama4Args
+
+_ATTENTION = "model.layers.{}.self_attn."
+_NETWORK = "model.layers.{}.feed_forward."
+_EXPERTS = "layers.{}.moe.experts."
+_NAMES: tuple[tuple[str, str], ...] = (
+    ("tok_embeddings.weight", "model.embed_tokens.weight"),
+    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.attention.wq.weight", _ATTENTION + "q_proj.weight"),
+    ("layers.{}.attention.wk.weight", _ATTENTION + "k_proj.weight"),
+    ("layers.{}.attention.wv.weight", _ATTENTION + "v_proj.weight"),
+    ("layers.{}.attention.wo.weight", _ATTENTION + "o_proj.weight"),
+    ("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
+    ("layers.{}.feed_forward.w1.weight", _NETWORK + "gate_proj.weight"),
+    ("layers.{}.feed_forward.w2.weight", _NETWORK + "down_proj.weight"),
+    ("layers.{}.feed_forward.w3.weight", _NETWORK + "up_proj.weight"),
+    ("layers.{}.moe.router.gate.weight", _NETWORK + "router.weight"),
+    ("layers.{}.moe.shared_experts.w1.weight", _NETWORK + "shared_expert.gate_proj.weight"),
+    ("layers.{}.moe.shared_experts.w2.weight", _NETWORK + "shared_expert.down_proj.weight"),
+    ("layers.{}.moe.shared_experts.w3.weight", _NETWORK + "shared_expert.up_proj.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+)
+
+
+def hf_names(args: Llama4Args) -> Rows:
+    """Return the rows of Hugging Face's names of a `Llama4ForCausalLM`."""
+    gate_up = (_EXPERTS + "w1", _EXPERTS + "w3")
+    return (
+        *_NAMES,
+        Row(gate_up, _NETWORK + "experts.gate_up_proj", axis=1, transposed=True),
+        Row(_EXPERTS + "w2", _NETWORK + "experts.down_proj", transposed=True),
+    )
+
+
+def hf_alternative_names(args: Llama4Args) -> Rows:
+    """Return the rows of the published files, whose text model is a part of a model with vision."""
+    rows = [row if isinstance(row, Row) else Row(*row) for row in hf_names(args)]
+    return tuple(replace(row, external=f"language_model.{row.external}") for row in rows)
+
+
+def hf_unread(args: Llama4Args) -> tuple[str, ...]:
+    """Return the patterns of the vision model and of its projection in the published files."""
+    return ("vision_model.*", "multi_modal_projector.*")
+
+
+def meta_names(args: Llama4Args) -> Rows:
+    """Return pairs (native name, TorchTitan's name): the names are equal."""
+    names = [name for name, _ in _NAMES]
+    names += [_EXPERTS + f"w{i}" for i in (1, 2, 3)]
+    return tuple((name, name) for name in (*names, "layers.{}.moe.expert_bias"))
+
+
+def hf_config(args: Llama4Args) -> dict[str, Any]:
+    """Return `config.json` of a `Llama4ForCausalLM`. The exporter adds special tokens and dtype."""
+    layers = range(args.n_layers)
+    kinds = ("full_attention", "chunked_attention")
+    scaling = {
+        "rope_type": "llama3",
+        "factor": args.rope_scaling_factor,
+        "low_freq_factor": args.rope_low_freq_factor,
+        "high_freq_factor": args.rope_high_freq_factor,
+        "original_max_position_embeddings": args.rope_original_max_seq_len,
+    }
+    return {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "attention_bias": False,
+        "attention_chunk_size": args.fixed_attn_block_size,
+        "attention_dropout": 0.0,
+        "attn_scale": args.attn_scale,
+        "attn_temperature_tuning": args.attn_scale > 0,
+        "floor_scale": args.floor_scale,
+        "head_dim": args.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": args.dim,
+        "initializer_range": args.init_std,
+        "interleave_moe_layer_step": args.interleave_moe_layer_step,
+        "intermediate_size": args.moe_inter_dim,
+        "intermediate_size_mlp": args.ffn_dim,
+        "layer_types": [kinds[args.chunk(i) > 0] for i in layers],
+        "max_position_embeddings": args.max_seq_len,
+        "moe_layers": [i for i in layers if args.has_experts(i)],
+        "no_rope_layers": [int(args.is_rotated(i)) for i in layers],  # 1: rotated
+        "num_attention_heads": args.n_heads,
+        "num_experts_per_tok": args.top_k,
+        "num_hidden_layers": args.n_layers,
+        "num_key_value_heads": args.num_kv_heads,
+        "num_local_experts": args.num_experts,
+        "output_router_logits": False,
+        "rms_norm_eps": args.norm_eps,
+        "rope_scaling": scaling if args.rope_scaling_factor != 1.0 else None,
+        "rope_theta": args.rope_theta,
+        "router_jitter_noise": 0.0,
+        "tie_word_embeddings": args.enable_weight_tying,
+        "use_cache": True,
+        "use_qk_norm": args.use_qk_norm,
+        "vocab_size": args.vocab_size,
+    }

@@ -1,0 +1,28 @@
+"""Sharding roles of Llama 4's parameters, and the sizes that a layout must divide."""
+
+from __future__ import annotations
+
+from torchtitan_like.models.decoder_tables import (
+    ATTENTION,
+    FEED_FORWARD,
+    decoder_constraints,
+    decoder_sharding,
+)
+from torchtitan_like.models.llama4.flavors import Llama4Args
+
+SHARDING = decoder_sharding(
+    *ATTENTION,
+    *FEED_FORWARD,
+    ("moe.router.gate.weight", "router"),
+    ("moe.experts.w[123]", "experts"),
+    ("moe.shared_experts.w[13].weight", "column"),
+    ("moe.shared_experts.w2.weight", "row"),
+)
+
+
+def constraints(args: Llama4Args) -> dict[str, int]:
+    """See `ModelSpec.constraints`."""
+    return decoder_constraints(args, args.num_kv_heads) | {
+        "n_experts": args.num_experts,
+        "expert_hidden_dim": args.moe_inter_dim,
+    }

@@ -1,0 +1,53 @@
+"""Check model arguments against their ranges. Never imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def check_positive(args: Any, keys: Iterable[str]) -> list[str]:
+    """Return one sentence for each argument that is not a finite number above 0."""
+    return [
+        f"{key} = {getattr(args, key)}: expected a number above 0; remove it to use the flavor's"
+        for key in keys
+        if not 0 < getattr(args, key) < math.inf
+    ]
+
+
+def check_ranges(args: Any, ranges: Iterable[tuple[str, float, float]]) -> list[str]:
+    """Return one sentence for each argument that is outside its (key, smallest, largest)."""
+    problems = []
+    for key, low, high in ranges:
+        value = getattr(args, key)
+        if not low <= value <= high:
+            limit = f"at least {low}" if high == math.inf else f"{low} to {high}"
+            nearest = high if value > high else low
+            problems.append(f"{key} = {value}: expected {limit}; set {key} = {nearest}")
+    return problems
+
+
+def check_base(rope_theta: float) -> list[str]:
+    """Return one sentence if the base of the rotary frequencies is not a finite number above 1."""
+    if 1 < rope_theta < math.inf:
+        return []
+    return [f"rope_theta = {rope_theta}: expected a number above 1; remove it to use the flavor's"]
+
+
+def check_even(key: str, value: int) -> list[str]:
+    """Return one sentence if the number of rotated dimensions is odd."""
+    if value % 2 == 0:
+        return []
+    return [
+        f"{key} = {value}: expected an even number, since it is rotated in pairs; "
+        f"set {key} = {value + 1}"
+    ]
+
+
+def check_divisor(key: str, value: int, of_key: str, of_value: int) -> list[str]:
+    """Return one sentence if `value` does not divide `of_value`; both are above 0."""
+    if of_value % value == 0:
+        return []
+    nearest = max(n for n in range(1, value) if of_value % n == 0)
+    return [f"{key} = {value}: expected a divisor of {of_key} = {of_value}; set {key} = {nearest}"]
