@@ -626,6 +626,40 @@ def test_a_copy_that_cannot_be_verified_removes_no_step(
     assert run(capsys, "offload", tmp_path / "run", "s3://bucket/run")[0] == 2
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+@pytest.mark.parametrize("archive", ["run", "other/../run", "link", "run/archive", "run/step-10"])
+def test_the_archive_must_be_outside_the_checkpoint_folder(
+    archive: str, dry_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_steps(tmp_path / "run", "10", "20", "30")
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "other").mkdir()
+    code, text = run(capsys, "offload", tmp_path / "run", tmp_path / archive, "--keep", 1, *dry_run)
+    assert code == 2 and "is the folder of the checkpoints, or in it. Expected an archive" in text
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
+
+
+@pytest.mark.parametrize("has_checksums", [False, True])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["linked folder", "linked files"])
+def test_a_copy_made_of_links_removes_no_step(
+    is_tree: bool, has_checksums: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mount of the step's folder has the same inode as the step, and is refused alike."""
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    make_steps(folder, "10", "20")
+    link = archive / "step-10"
+    archive.mkdir()
+    if is_tree:
+        shutil.copytree(folder / "step-10", link, copy_function=os.symlink)
+    else:
+        link.symlink_to(folder / "step-10")
+    if has_checksums:
+        (archive / "step-10.sha256").touch()
+    code, text = run(capsys, "offload", folder, archive, "--keep", 1)
+    assert code == 2 and f"{link} has files of {folder / 'step-10'} itself" in text
+    assert (folder / "step-10/manifest.json").exists()
+
+
 # ---- interval
 
 
