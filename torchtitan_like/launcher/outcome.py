@@ -20,12 +20,13 @@ from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     EXIT,
+    HEARTBEATS,
     RunEnd,
     attempt_folder,
     describe_error,
+    files_of_ranks,
     newest_attempt,
     numbered_attempts,
-    rank_of,
     ranks_with_errors,
     read_errors,
     read_exit,
@@ -188,7 +189,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     if record["phase"] == "config":
         return _report_refusal(folder, first)
     lines = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {describe_error(record)}"]
-    silent = {rank_of(path) for path in attempt.glob("heartbeat/rank-*.json")} - ranks
+    silent = files_of_ranks(attempt / HEARTBEATS).keys() - ranks
     if silent:
         shown = ", ".join(map(str, sorted(silent)[:MAX_SHOWN_RANKS]))
         if len(silent) > MAX_SHOWN_RANKS:

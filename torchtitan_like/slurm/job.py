@@ -4,37 +4,50 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.run_directory import EXIT, read_exit
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_like.util.reading import INTEGER, check_kinds, read_json
+from torchtitan_like.util.run_directory import EXIT, parse_config, read_exit
 
 CRASH = 1
 # Ends after which the same command may succeed. All others need a person, or nothing.
 WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
 STARTS = "slurm.json"  # in the run directory: starts in a row without a new checkpoint
+NEEDED = (
+    ("job", "dump_folder"),
+    ("training", "steps"),
+    ("checkpoint", "enable"),
+    ("checkpoint", "folder"),
+    ("resilience", "kill_switch_path"),
+)
 
 
-def parse_config(text: str) -> dict[str, Any]:
-    """Parse a resolved configuration."""
-    config: dict[str, Any] = tomllib.loads(text)
+def read_job_config(stream: TextIO) -> dict[str, Any]:
+    """Read a resolved configuration. Raises ValueError unless it has all settings of a job."""
+    try:
+        config = parse_config(stream.read())
+        for section, key in NEEDED:
+            if key not in config.get(section, {}):
+                raise ValueError(f"{section}.{key} is missing")
+    except ValueError as error:
+        raise ValueError(
+            f"The standard input is not a resolved configuration: {error}. Expected the output of "
+            "titan check, or the config.toml of a run. Send it, as train.slurm does."
+        ) from error
     return config
 
 
 def before(config: dict[str, Any]) -> int:
     """Print the step to continue from, or `none`. Returns 0.
 
-    Builds nothing, so that the tasks of a queue end in seconds.
+    Builds nothing, so that the tasks of a queue end in seconds. Raises ValueError if
+    MAX_IN_VAIN is not a number, CheckpointError, OSError.
     """
+    _max_in_vain()  # an error now, not after the run
     switch = _kill_switch(config)
     step = _newest_step(config)
     last = int(config["training"]["steps"])
@@ -55,7 +68,8 @@ def before(config: dict[str, Any]) -> int:
 def after(config: dict[str, Any], first: int, srun_code: int) -> int:
     """Print the exit code of the job. Returns 0 if it is over, and 75 to queue it again.
 
-    first: the step that the job continued from.
+    first: the step that the job continued from. Raises ValueError if MAX_IN_VAIN is not a number,
+    CheckpointError.
     """
     folder = _run_folder(config)
     step = _newest_step(config)
@@ -91,7 +105,7 @@ def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
 def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: str) -> str | None:
     """Return why the job is not queued again; None if it is."""
     switch = _kill_switch(config)
-    max_in_vain = int(os.environ.get("MAX_IN_VAIN", "3"))
+    max_in_vain = _max_in_vain()
     starts = f"{in_vain} starts in a row have brought no new checkpoint (MAX_IN_VAIN={max_in_vain})"
     reasons = {
         "nothing is left to do": code == ExitCode.DONE,
@@ -103,6 +117,13 @@ def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: s
         f"starts without progress cannot be counted: {uncounted}": in_vain > 0 and bool(uncounted),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _max_in_vain() -> int:
+    text = os.environ.get("MAX_IN_VAIN", "3")
+    if not text.isdecimal():
+        raise ValueError(f"MAX_IN_VAIN is {text!r}. Expected a number of starts. Correct it.")
+    return int(text)
 
 
 def _run_folder(config: dict[str, Any]) -> Path:
@@ -125,10 +146,12 @@ def _newest_step(config: dict[str, Any]) -> int:
 def _starts_in_vain(folder: Path) -> int:
     """Return how many starts of this job in a row have brought no new checkpoint."""
     try:
-        content = json.loads((folder / STARTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(folder / STARTS)
+        check_kinds(content, {"in_vain": INTEGER})
+    except (OSError, ValueError, AttributeError):
         return 0
-    return int(content["in_vain"]) if content["job"] == os.environ.get("SLURM_JOB_ID") else 0
+    is_of_this_job = content.get("job") == os.environ.get("SLURM_JOB_ID")
+    return int(content.get("in_vain") or 0) if is_of_this_job else 0
 
 
 def _write_starts(folder: Path, in_vain: int) -> None:

@@ -223,6 +223,16 @@ def test_diff_reports_settings_names_shapes_and_numbers(
     ]
 
 
+def test_a_damaged_checkpoint_cannot_be_compared(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code 1 would mean that two intact checkpoints differ."""
+    damaged = shutil.copytree(step, tmp_path / "step-7")
+    flip_bit(next(damaged.glob("shard-*.bin")), 50)
+    code, text = run(capsys, "diff", step, damaged)
+    assert code == 2 and "is damaged" in text
+
+
 def test_diff_compares_values_that_are_not_tensors(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -670,6 +680,15 @@ def test_the_time_between_failures_must_be_above_0(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.endswith(message)
 
 
+@pytest.mark.parametrize("seconds", [("1e308", "1e-308"), ("1e308", "1e300"), ("1e9", "1e-9")])
+def test_an_interval_of_absurd_times_is_refused(
+    seconds: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--save-seconds", seconds[0], "--step-seconds", seconds[1], "--mtbf-hours", "1e300"]
+    code, text = run(capsys, "interval", *argv)
+    assert code == 2 and "steps. Expected at most 1e+12. Correct the times." in text
+
+
 def test_the_best_interval_follows_youngs_formula(capsys: pytest.CaptureFixture[str]) -> None:
     """sqrt(2 * 40 s * 43,200 s) = 1,859 s = 744 steps. Saving then takes 2.1 % of the time."""
     argv = [
@@ -705,14 +724,21 @@ def test_interval_reads_the_times_of_a_run(
         "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti'
     )
     (tmp_path / "events.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}])
+        "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}, {"event": "save"}])
     )
+    (tmp_path / "config.toml").write_text("[training]\nsteps = 1000\n")
     lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
-    assert lines[0] == f"40 s per save, 2.5 s per step, from 2 saves and 397 steps of {tmp_path}"
+    times = "40 s per checkpoint, 2.5 s per step"
+    assert lines[0] == f"{times}, from 2 checkpoints and 397 steps of {tmp_path}"
     assert lines[4].split()[0] == "744"
-    assert run(capsys, "interval", "--run", tmp_path / "nowhere", "--mtbf-hours", 12)[0] == 2
+    nowhere = tmp_path / "nowhere"
+    code, text = run(capsys, "interval", "--run", nowhere, "--mtbf-hours", 12)
+    assert code == 2 and text.startswith(f"{nowhere} is not the folder of a run: cannot read")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
+    code, text = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)
+    assert code == 2 and text.startswith(f"{tmp_path} has 2 full checkpoints and 1 steps.")
     assert run(capsys, "interval", "--mtbf-hours", 12) == (
         2,
-        "The times of a save and of a step are unknown. Expected --save-seconds and "
+        "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
         "--step-seconds, or --run: add them\n",
     )
