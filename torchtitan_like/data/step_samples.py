@@ -59,8 +59,13 @@ def read_step(
     """Return the samples that a run reads in `step`, before or after the step of its checkpoint.
 
     manifest: manifest of the checkpoint. Builds a missing token cache and writes nothing else.
-    Raises DataError, also if the data ends before `step`.
+    Raises DataError, also if the run or its data ends before `step`.
     """
+    if step > training.steps:
+        raise DataError(
+            f"the run ends before step {step:,}: training.steps is {training.steps:,}. Expected a "
+            "step of this run: give an earlier one, or --training.steps"
+        )
     sources = resolve_sources("training", training, data.sources)
     is_streamed = any(named.source.streaming for named in sources)
     with tempfile.TemporaryDirectory() as folder:
