@@ -67,13 +67,27 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("chekc", "Did you mean `titan check`?"), ("xyzzy", "Run `titan --help` for the list.")],
+    [
+        ("chekc", "Did you mean `titan check`?"),
+        ("--verison", "Did you mean `titan --version`?"),
+        ("--hepl", "Did you mean `titan --help`?"),
+        ("xyzzy", "Run `titan --help` for the list."),
+    ],
 )
 def test_an_unknown_command_is_refused(
     name: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([name]) == 2
     assert capsys.readouterr().err == f"titan: there is no command {name!r}. {remedy}\n"
+
+
+@pytest.mark.parametrize("group", [[], ["ckpt"]])
+def test_the_word_help_shows_the_help(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for word in ("help", "--help"):
+        assert cli.main([*group, word]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != ""
 
 
 def test_options_and_settings_may_be_in_any_order() -> None:
