@@ -85,10 +85,7 @@ def run_checked(action: Callable[[], int], *, damage_code: int = DAMAGED) -> int
 
 
 def run_report(action: Callable[[], int]) -> int:
-    """Call `action`, which needs no checkpoint or config room, and return its code.
-
-    Print an OSError or ValueError, and return 2.
-    """
+    """Call `action` and return its code. Print an OSError or ValueError, and return 2."""
     try:
         return action()
     except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.process_start import CODES
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.os_errors import describe_os_error
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
@@ -74,8 +75,8 @@ def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
             probe.write(b"x")
     except OSError as error:
         raise LaunchError(
-            f"Nothing was started: the run folder {folder} cannot be written: {error}. Expected a "
-            "disk with free space. Free some, repair the disk or choose another job.dump_folder",
+            f"Nothing was started: the run folder {folder} cannot be written: "
+            f"{describe_os_error(error)} Then start again, or choose another job.dump_folder",
             ExitCode.STORAGE,
         ) from error
     return folder
@@ -138,10 +139,7 @@ def _write_exit(folder: Path, end: RunEnd) -> None:
     try:
         write_exit(folder, end)
     except OSError as error:
-        show_error(
-            f"Cannot write {folder / EXIT}: {error}. Expected a disk with free space. Free some, "
-            "or repair the disk."
-        )
+        show_error(f"Cannot write {folder / EXIT}: {describe_os_error(error)}")
 
 
 def _has_started(folder: Path, since: float) -> bool:

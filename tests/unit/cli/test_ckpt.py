@@ -121,6 +121,31 @@ def test_ls_refuses_a_folder_without_checkpoints(
     assert run(capsys, "ls", tmp_path) == (2, message)
 
 
+@pytest.mark.parametrize("command", ["ls", "offload", "verify"])
+def test_the_checkpoint_folder_of_a_run_is_suggested(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_steps(tmp_path / "run/checkpoint", "9", "10")
+    target = [tmp_path / "archive"] if command == "offload" else []
+    code, text = run(capsys, command, tmp_path / "run", *target)
+    assert code == 2 and text.endswith(f": give {tmp_path / 'run/checkpoint'}\n")
+
+
+@pytest.mark.parametrize("below", ["", "checkpoint"])
+@pytest.mark.parametrize(
+    "words", ["ckpt show", "ckpt export", "ckpt convert", "generate", "data show"]
+)
+def test_a_step_is_suggested_for_a_folder_of_steps(
+    words: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_steps(tmp_path / "checkpoint", "9", "10")
+    options = {"export": ["out"], "convert": ["out", "--to", "pt"], "data": ["--step", "1"]}
+    extra = [option for word in words.split() for option in options.get(word, [])]
+    assert main([*words.split(), str(tmp_path / below), *extra]) == 2
+    step = tmp_path / "checkpoint/step-10"
+    assert capsys.readouterr().err.endswith(f": give a step, such as {step}\n")
+
+
 def test_show_lists_the_manifest_and_every_tensor(
     step: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,12 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.lock import FileLock
 from torchtitan_like.checkpoint.publishing import StagedOutput
 from torchtitan_like.checkpoint.retention import PIN, find_expired
-from torchtitan_like.checkpoint.step_folders import Manifest, StepFolder, published_steps
+from torchtitan_like.checkpoint.step_folders import (
+    Manifest,
+    StepFolder,
+    published_steps,
+    suggest_folder,
+)
 from torchtitan_like.checkpoint.tools.verify import verify
 from torchtitan_like.util.files import sync_path, write_atomically
 
@@ -39,8 +44,8 @@ def offload(
     """
     if not published_steps(folder):
         raise CheckpointError(
-            f"{folder} contains no complete step. Expected a run's checkpoint folder: check the "
-            "path"
+            f"{folder} contains no complete step. Expected a run's checkpoint folder: "
+            f"{suggest_folder(folder)}"
         )
     if _is_local(target) and Path(target).resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(
