@@ -97,7 +97,7 @@ def read_config(run: Path) -> dict[str, Any]:
 def parse_config(text: str) -> dict[str, dict[str, Any]]:
     """Parse a resolved configuration. Raises ValueError for a value that no tool can use."""
     try:
-        config = tomllib.loads(text)
+        config: dict[str, Any] = tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     for name, section in config.items():
