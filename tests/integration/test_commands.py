@@ -384,6 +384,35 @@ def test_check_works_by_its_old_name() -> None:
     )
 
 
+# Text of a documented command -> text that fits the run of `trained`.
+IN_TRAINED = {
+    "/shared/run1": "outputs",
+    "/shared": ".",
+    "other-run": "outputs",
+    "outputs_a": "outputs",
+    "outputs_b": "outputs",
+    "step-200": "step-4",
+    "step-1000": "step-4",
+    "checkpoint/step-N.nonfinite": "outputs/checkpoint/step-4",
+    "--step 1203": "--step 3",
+}
+# Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
+RUNNABLE = (
+    *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
+    *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
+)
+
+
+def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0])
+    commands = [command for command in documented_commands() if command.startswith(RUNNABLE)]
+    assert len(commands) > len(RUNNABLE)
+    for command in commands:
+        for text, replacement in IN_TRAINED.items():
+            command = command.replace(text, replacement)
+        assert titan(shlex.split(command)[1:]) == 0, command
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
     text = (ROOT / guide).read_text()

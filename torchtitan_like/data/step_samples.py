@@ -18,6 +18,8 @@ from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.util.jsonl import read_rows
 from torchtitan_like.util.run_directory import METRICS
 
+MAX_STEP = 10**12  # whose positions fit into 64 bits
+
 
 @dataclass(frozen=True)
 class StepSample:
@@ -59,12 +61,11 @@ def read_step(
     """Return the samples that a run reads in `step`, before or after the step of its checkpoint.
 
     manifest: manifest of the checkpoint. Builds a missing token cache and writes nothing else.
-    Raises DataError, also if the run or its data ends before `step`.
+    Raises DataError, also if the data ends before `step`.
     """
-    if step > training.steps:
+    if step > MAX_STEP:
         raise DataError(
-            f"the run ends before step {step:,}: training.steps is {training.steps:,}. Expected a "
-            "step of this run: give an earlier one, or --training.steps"
+            f"step {step:,} is too large. Expected at most {MAX_STEP:,}: give an earlier one"
         )
     sources = resolve_sources("training", training, data.sources)
     is_streamed = any(named.source.streaming for named in sources)

@@ -295,6 +295,15 @@ def test_data_show(trained: Path) -> None:
     assert output.endswith(", the same\n")
 
 
+@pytest.mark.parametrize(("step", "code"), [(10**12, 0), (10**12 + 1, 2), (10**18, 2)])
+def test_a_distant_step_is_shown_at_once(
+    step: int, code: int, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    words = ["data", "show", "outputs/checkpoint/step-100", "--step", str(step)]
+    assert cli.main(words) == code
+
+
 def test_data_tiny(folder: Path) -> None:
     assert "tiny/tokenizer: 400 of 2,048 entries" in run_example("data tiny", folder)
     assert (folder / "tiny/tokenizer/tokenizer.json").exists()
