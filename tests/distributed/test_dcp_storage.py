@@ -360,8 +360,8 @@ def test_failed_write_on_one_rank_is_an_error_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     expected = (
-        "CheckpointError: rank 1: OSError: [Errno 27] File too large: "
-        f"'{tmp_path / 'shard-00001.bin'}'"
+        f"CheckpointError: rank 1: {tmp_path / 'shard-00001.bin'}: File too large. Expected a "
+        "smaller file. Choose another path, or raise the limit (ulimit -f)."
     )
     assert run_ranks(save_with_a_full_disk, 2, str(tmp_path)) == [expected] * 2
     assert not (tmp_path / ".metadata").exists()

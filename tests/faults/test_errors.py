@@ -196,7 +196,7 @@ def test_run_on_a_full_file_system(torchrun_chain: Chain, fork_server: Starter) 
         rule = Rule("write", STAGED.format(step=4) + "/shard-00001.bin", "park", rank=1)
         run = chain.run([rule], "full", fill, checkpoint__interval=2)
         assert_storage(run)
-        assert run.has_output(f"rank 1: OSError: [Errno 28] {ERRNO['ENOSPC']}"), run.tail
+        assert run.has_output(f"shard-00001.bin: {ERRNO['ENOSPC']}. Expected free space."), run.tail
         assert chain.newest == 2
 
         chain.starter = fork_server

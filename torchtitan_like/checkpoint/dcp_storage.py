@@ -53,6 +53,7 @@ from torchtitan_like.checkpoint.hf.boxes import contiguous_strides, rectangles
 from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path, write_atomically
+from torchtitan_like.util.os_errors import describe_os_error
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 BOUNCE = 4 * EXTENT
@@ -407,6 +408,11 @@ def unwrap(error: CheckpointException) -> CheckpointError:
     is_damaged = False
     for rank, (failure, _) in error.failures.items():
         is_damaged |= isinstance(failure, DamagedError)
-        prefix = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
-        messages.append(f"rank {rank}: {prefix}{failure}")
+        if isinstance(failure, OSError):
+            message = describe_os_error(failure)
+        elif isinstance(failure, CheckpointError):
+            message = str(failure)
+        else:
+            message = f"{type(failure).__name__}: {failure}"
+        messages.append(f"rank {rank}: {message}")
     return (DamagedError if is_damaged else CheckpointError)("; ".join(messages))
